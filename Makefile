@@ -1,0 +1,92 @@
+# Everything runs in .venv, which any target makes first: `make train` and `make test` need no other step.
+# A Python >= 3.11 with its venv module, git and make are all that has to be there.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+INSTALLED := $(VENV)/installed
+TORCH_FROM := $(VENV)/torch-index
+PYTHONS = $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+
+# Settings, as in `make train DATA=book.txt`
+PYTHON ?=#         interpreter for .venv; default: the newest of python3.13, 3.12, 3.11, python3 that will do
+TORCH_INDEX ?=#    URL of the package index that torch comes from (its CPU build or a CUDA one); default: pip's
+DATA ?=#           text files or folders to train on; default: the standard library's source
+ARGS ?=#           more arguments for the command that the target runs
+GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv train test lint format bench gpu wheel clean distclean FORCE
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F '[?]=#? *|# ' '/^[A-Z_]+ [?]=/ { printf "  %-15s %s\n", $$1, $$NF }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## make .venv and install what the constraints pin
+
+train: venv ## train a small Transformer, tensor parallel, and check it against one process
+	$(BIN)/fusedtp train --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+
+test: venv ## run every test that this machine can run
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv ## measure on this machine: a table, JSON and a plot
+	$(BIN)/python -m bench $(ARGS)
+
+gpu: ## GPU tests and benchmark with the system's torch, without .venv
+	@$(GPU_PYTHON) -c 'import einops, hypothesis, pytest, torch, triton; \
+	  torch.cuda.is_available() or exit("make gpu: torch sees no GPU")'
+	$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	$(GPU_PYTHON) -m bench
+
+wheel: venv ## build dist/fusedtp-*.whl
+	rm -rf build
+	$(PIP) wheel --no-deps --no-build-isolation -w dist .
+
+clean: ## delete what was built, not .venv and not runs/
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## delete .venv as well
+	rm -rf $(VENV)
+
+# pip is the last thing that venv puts there, so an interrupted start is started again.
+$(BIN)/pip:
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "$$python -m venv $(VENV)"; exec $$python -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "make: no Python >= 3.11 with venv and ensurepip among: $(PYTHONS)." \
+	  "Name one with make PYTHON=... (Debian and Ubuntu: install python3-venv first)" >&2; exit 1
+
+# Remembers TORCH_INDEX. Naming another one removes the torch that came from the last.
+$(TORCH_FROM): FORCE | $(BIN)/pip
+	@old=$$(cat $@ 2>/dev/null); new="$(or $(TORCH_INDEX),$$old)"; \
+	[ "$$new" = "$$old" ] || $(PIP) uninstall --quiet --yes torch triton; \
+	[ -f $@ ] && [ "$$new" = "$$old" ] || echo "$$new" > $@
+FORCE:
+
+# torch comes first. With TORCH_INDEX pip sees that index only, so that no other one can win by version. Then a build
+# that demands a triton of its own (all CUDA builds do) keeps it, and the CPU build gets the pinned one.
+$(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) | $(BIN)/pip
+	@set -e; index=$$(cat $(TORCH_FROM)); more=$${index:+--extra-index-url $$index}; \
+	$(PIP) install --quiet -c constraints.txt setuptools; \
+	[ -z "$$index" ] || PIP_INDEX_URL=$$index PIP_EXTRA_INDEX_URL=$$index PIP_FIND_LINKS=$$index \
+	  $(PIP) install --no-deps -c constraints.txt torch; \
+	$(PIP) install $$more -c constraints.txt torch; \
+	pins=constraints-cpu.txt; \
+	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
+	$(PIP) install $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
+	touch $@
