@@ -1,0 +1,48 @@
+"""Transformer blocks whose tensor-parallel communication is fused into the matmul."""
+
+from fusedtp import nn
+from fusedtp.comm import (
+    PeerDied,
+    PeerFailed,
+    SignalTimeout,
+    SignatureMismatch,
+    VirtualWorld,
+    check,
+    reserve,
+    set_timeout,
+)
+from fusedtp.ops import all_gather_matmul, all_gather_wgrad, matmul_all_reduce, matmul_reduce_scatter
+from fusedtp.parallel import (
+    FusedColwise,
+    FusedEmbedding,
+    FusedRowwise,
+    Replicated,
+    clip_grad_norm_,
+    explain,
+    parallelize,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FusedColwise",
+    "FusedEmbedding",
+    "FusedRowwise",
+    "PeerDied",
+    "PeerFailed",
+    "Replicated",
+    "SignalTimeout",
+    "SignatureMismatch",
+    "VirtualWorld",
+    "all_gather_matmul",
+    "all_gather_wgrad",
+    "check",
+    "clip_grad_norm_",
+    "explain",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "nn",
+    "parallelize",
+    "reserve",
+    "set_timeout",
+]

@@ -1,0 +1,243 @@
+"""One call on a workspace: slot views, publish, wait, and leaving it when something fails.
+
+The protocol and its notes are in workspace.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import semaphore
+from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
+from .signature import Signature, compare, failure_words
+
+if TYPE_CHECKING:
+    from .workspace import DeviceView, Workspace
+
+# A waiter asks again for that long, yielding the core in between, before it sleeps: waking up takes 50 us.
+SPIN_SECONDS = 100e-6
+
+
+def int32(n: int) -> int:
+    """n as a wrapping int32."""
+    return (n + 2**31) % 2**32 - 2**31
+
+
+class PeerWatch(threading.Thread):
+    """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
+
+    GRACE_SECONDS = 2.0  # a peer that ended after its last signal fails nobody
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(daemon=True, name="fusedtp watch")
+        self.call, self._stopped = call, threading.Event()
+        self.error: SignalTimeout | None = None
+        self.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.2):
+            fault = next((f for p in self.call.peers if (f := self.call.lost(p)) is not None), None)
+            if fault is not None and not self._stopped.wait(self.GRACE_SECONDS):
+                self.error = fault
+                self.call.ws.status[0] = 1
+                return
+
+
+class Call:
+    """One call: slot views, publish and wait. `publish(p)` once and `wait(p)` once for every peer p."""
+
+    def __init__(self, ws: Workspace, signature: Signature) -> None:
+        self.ws, self.comm, self.signature = ws, ws.comm, signature
+        self.number, self.parity = ws.number, ws.number & 1
+        self.words = signature.words(self.number)
+        self.on_cpu = ws.comm.device.type == "cpu"
+        self.used_barrier = False
+        self.blamed = self.comm.rank  # whose fault it is that this rank gives up
+        if self.on_cpu:
+            ws._epoch[0] = int32(self.number - 1)
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Nothing published, nothing waited for (again: after the handshake that precedes growing)."""
+        self.peers = [p for p in range(self.comm.world_size) if p != self.comm.rank]
+        self.to_publish, self.to_wait = set(self.peers), set(self.peers)
+
+    def buffer(self, p: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Rank p's slot of this call as a tensor, `offset` bytes in."""
+        key = (p, self.parity, shape, dtype, offset)
+        found = self.ws._views.get(key)
+        if found is None:
+            found = self.ws.view_of(*key)
+        return found
+
+    @contextmanager
+    def device_view(self) -> Iterator[DeviceView]:
+        """For one fused kernel, which signals and waits itself. On CPU the peers' hosts are also told the signature,
+
+        so that a peer in another engine finds the mismatch at once (nobody waits for that here), a peer's death ends
+        the kernel, and what the kernel recorded is raised.
+        """
+        if not self.on_cpu:
+            yield self.ws.device_view(0)
+            return
+        self.publish_all()
+        watch = PeerWatch(self)
+        try:
+            yield self.ws.device_view(0)
+        finally:
+            watch.stop()
+        if watch.error is not None:
+            raise watch.error
+        self.check_kernel()
+
+    # -- CPU signals (Note [Memory order of CPU signals] in semaphore.py) ------------------------------------------
+
+    def _post(self, p: int, words: np.ndarray) -> None:
+        self.ws._records[p][self.parity, self.comm.rank] = words
+        semaphore.post(self.ws.control.addresses[p] + self.comm.rank * semaphore.SIZE)
+        self.to_publish.discard(p)
+
+    def publish(self, p: int) -> None:
+        """Release everything stored so far to rank p, with this call's signature."""
+        if self.on_cpu:
+            self._post(p, self.words)
+        else:
+            self._cuda_publish(p)
+
+    def publish_all(self) -> None:
+        """`publish` to every peer, the next rank first."""
+        w, r = self.comm.world_size, self.comm.rank
+        for step in range(1, w):
+            self.publish((r + step) % w)
+
+    def wait(self, p: int) -> None:
+        """Acquire what rank p released in this call; raises SignalTimeout, PeerDied or SignatureMismatch."""
+        if self.on_cpu:
+            self._take(p)
+            self.compare(p)
+
+    def _cuda_publish(self, p: int) -> None:
+        """CUDA, host-sequenced engines: the last publish is a barrier of the ranks' streams, so no wait is needed."""
+        self.to_publish.discard(p)
+        self.used_barrier = True
+        if not self.to_publish:
+            self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
+
+    def compare(self, p: int) -> None:
+        """Raises SignatureMismatch if rank p is in another call than this rank."""
+        theirs = self.ws._records[self.comm.rank][self.parity, p]
+        compare(self.words, theirs, self.comm.rank, p, self.comm.world_size)
+
+    def _take(self, p: int) -> None:
+        self.to_wait.discard(p)
+        address = self.ws.control.addresses[self.comm.rank] + p * semaphore.SIZE
+        if semaphore.try_wait(address):
+            return
+        begin = time.monotonic()
+        try:
+            while time.monotonic() - begin < SPIN_SECONDS:
+                os.sched_yield()
+                if semaphore.try_wait(address):
+                    return
+            while not semaphore.wait_slice(address, begin + self.comm.timeout_s - time.monotonic()):
+                lost = self.lost(p)
+                if lost is not None and not semaphore.try_wait(address, put_back=True):
+                    raise lost
+                if time.monotonic() - begin > self.comm.timeout_s:
+                    self.blamed = p
+                    raise SignalTimeout(
+                        f"rank {self.comm.rank} waited {self.comm.timeout_s:g} s for rank {p} in "
+                        f"{self.signature.operation} (call {self.number}); the group {self.comm.name!r} can not be "
+                        "used again"
+                    )
+        finally:
+            self.comm.wait_seconds += time.monotonic() - begin
+
+    def lost(self, p: int) -> SignalTimeout | None:
+        """The error to raise if rank p's process has ended or rank p has given up, else None."""
+        gave_up_on = int(self.ws._gone[self.comm.rank][p]) - 1
+        died = self.comm.world.has_died(p)
+        if gave_up_on < 0 and not died:
+            return None
+        self.blamed = p if died else gave_up_on
+        what = "ended" if died else f"gave up, blaming rank {gave_up_on},"
+        kind = PeerDied if self.comm.world.has_died(self.blamed) else SignalTimeout
+        return kind(f"rank {p} {what} while rank {self.comm.rank} waited for it in call {self.number}")
+
+    def handshake(self) -> None:
+        """Publish to all, wait for all: every rank is in this call with the same signature."""
+        self.publish_all()
+        for p in sorted(self.to_wait):
+            self.wait(p)
+
+    def close(self) -> None:
+        """Signal and wait for whoever is left (Note [Two rotating buffers])."""
+        if self.on_cpu:
+            for p in sorted(self.to_publish):
+                self.publish(p)
+            for p in sorted(self.to_wait):
+                self.wait(p)
+            self.ws._epoch[0] = int32(self.number)
+        elif self.used_barrier:  # nobody writes a slot again before all have read it
+            self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
+
+    def check_kernel(self) -> None:
+        """CPU, after an interpreted kernel: raises what it recorded."""
+        if self.on_cpu and int(self.ws.status[0]) == 2:
+            for p in sorted(self.to_wait):
+                self.wait(p)
+            raise PeerFailed(
+                f"a peer left call {self.number} ({self.signature.operation}); rank {self.comm.rank} too"
+            )
+        if self.on_cpu:
+            self.ws.check()
+
+    def abandon(self, error: BaseException) -> None:
+        """Note [Failed calls]: keep in step with the peers although this rank raises."""
+        if not self.on_cpu:
+            return
+        consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then the blame is another rank's
+        words = self.words if consequence else failure_words(self.number)
+        self.fail_peers(words)
+        for p in sorted(self.to_publish):
+            self._post(p, words)
+        try:
+            for p in sorted(self.to_wait):
+                self._take(p)
+        except SignalTimeout as timeout:
+            self.ws.failed = timeout
+        self.ws._epoch[0] = int32(self.number)
+        self.ws.status.zero_()
+
+    def leave_peers(self) -> None:
+        """After a timeout or an interrupt: tell whoever still waits for this rank, and wait for nobody."""
+        self.fail_peers()
+        if self.on_cpu:
+            for p in range(self.comm.world_size):
+                self.ws._gone[p][self.comm.rank] = self.blamed + 1
+            for p in sorted(self.to_publish):
+                self._post(p, failure_words(self.number))
+
+    def fail_peers(self, words: np.ndarray | None = None) -> None:
+        """CPU: let an interpreted kernel of a peer that waits for this rank's flags leave with a mismatch."""
+        if not self.on_cpu:
+            return
+        words = failure_words(self.number) if words is None else words
+        for p in self.peers:  # all of these first: a kernel that leaves makes its rank tell the others
+            self.ws._records[p][self.parity, self.comm.rank] = words
+        for p in self.peers:
+            self.ws._sigs[p][self.parity, self.comm.rank] = 0
+            self.ws._flags[p][self.comm.rank, :] = int32(self.number)

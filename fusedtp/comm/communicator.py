@@ -1,0 +1,215 @@
+"""A group as the operations see it, and the one registry: group name -> Communicator.
+
+The first call for a group is collective (memory is mapped). What follows depends only on what all ranks share.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .process_world import ProcessWorld
+from .signature import MAX_SIZES, Signature
+from .virtual_world import ThreadWorld, VirtualGroup
+from .workspace import Workspace
+
+Group = dist.ProcessGroup | DeviceMesh | VirtualGroup | str
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy, whatever the strides of x."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class Communicator:
+    """Rank, size, memory and plain collectives of one group."""
+
+    def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
+        self.world = world
+        self.name, self.rank, self.world_size, self.device = (
+            world.name,
+            world.rank,
+            world.world_size,
+            world.device,
+        )
+        self.timeout_s = DEFAULT_TIMEOUT_S
+        self.wait_seconds = 0.0  # host time spent asleep in waits for peers
+        self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
+        self.timeline: list[tuple[str, float, float]] | None = (
+            None  # a list here receives (label, begin, end)
+        )
+        self._workspace: Workspace | None = None
+        self.fallback = self._fallback()
+
+    def _fallback(self) -> str | None:
+        if self.world_size == 1:
+            return None
+        fault = self.world.shared_memory_fault()
+        if fault is None and self.world_size > MAX_SIZES:
+            fault = f"groups of more than {MAX_SIZES} ranks are not fused"
+        if fault is None:
+            try:
+                self._workspace = Workspace(self)
+            except (OSError, RuntimeError) as error:  # on every rank, or on none
+                fault = str(error)
+        if fault is not None and self.rank == 0:
+            warnings.warn(f"fusedtp uses plain collectives for group {self.name!r}: {fault}", stacklevel=4)
+        return fault
+
+    @property
+    def workspace(self) -> Workspace:
+        if self._workspace is None:
+            raise RuntimeError(f"group {self.name!r} has no shared workspace: {self.fallback or 'one rank'}")
+        return self._workspace
+
+    @property
+    def has_workspace(self) -> bool:
+        return self.fallback is None and self._workspace is not None
+
+    @contextmanager
+    def agreed(self, signature: Signature) -> Iterator[None]:
+        """A call by plain collectives: check first that every rank is in it (CPU)."""
+        if self.has_workspace:
+            with self.workspace.call(signature, 0) as call:
+                if call.on_cpu:
+                    call.handshake()
+            yield
+            return
+        if self.device.type == "cpu" and self.world_size > 1:
+            from .signature import compare
+
+            words = signature.words(0)
+            table = self.world.all_gather(torch.from_numpy(words)[None], [1] * self.world_size)
+            for p, theirs in enumerate(table.numpy()):
+                compare(words, theirs, self.rank, p, self.world_size)
+        yield
+
+    @contextmanager
+    def span(self, label: str) -> Iterator[None]:
+        """Record a stretch of host time in `timeline`, if one is being kept."""
+        if self.timeline is None:
+            yield
+            return
+        begin = monotonic()
+        yield
+        self.timeline.append((label, begin, monotonic()))
+
+    def _timed(self, fn: Any, *args: Any) -> Tensor:
+        begin = monotonic()
+        out = fn(*args)
+        self.wait_seconds += monotonic() - begin
+        return out
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [sizes[rank], ...] -> [sum(sizes), ...] in rank order. No autograd."""
+        return copied(x) if self.world_size == 1 else self._timed(self.world.all_gather, x, sizes)
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
+        """x [sum(sizes), ...] -> [sizes[rank], ...] summed over ranks, plus bias. No autograd."""
+        if self.world_size == 1:
+            return copied(x) if bias is None else x + bias
+        return self._timed(self.world.reduce_scatter, x, sizes, bias)
+
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The sum over ranks plus bias, a new tensor. No autograd."""
+        if self.world_size == 1:
+            return copied(x) if bias is None else x + bias
+        return self._timed(self.world.all_reduce, x, bias)
+
+
+_registry: dict[str, Communicator] = {}
+_registry_lock = threading.RLock()  # a finalizer may run inside it
+
+
+def communicator(group: Group) -> Communicator:
+    """The Communicator of a ProcessGroup, 1-D DeviceMesh, VirtualGroup, or the name of one already seen.
+
+    The first call for a group is collective. Raises ValueError for a mesh of more than one dimension.
+    """
+    if isinstance(group, str):
+        found = _registry.get(group)
+        if isinstance(found, Communicator) and isinstance(found.world, ThreadWorld):
+            return found
+        group = resolve(group)  # type: ignore[arg-type]
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the mesh has dimensions {group.mesh_dim_names}; pass one of them, as in mesh['tp']"
+            )
+        group = group.get_group()
+    found = _registry.get(group.group_name)
+    if found is not None and found.world.is_for(group):
+        return found
+    world = ThreadWorld(group) if isinstance(group, VirtualGroup) else ProcessWorld(group)
+    made = Communicator(world)
+    with _registry_lock:
+        _registry[made.name] = made
+    weakref.finalize(group, _forget, made.name, id(made))
+    return made
+
+
+def _forget(name: str, made: int) -> None:
+    """The group is gone, and with it its workspace."""
+    with _registry_lock:
+        if name in _registry and id(_registry[name]) == made:
+            del _registry[name]
+
+
+class Place(NamedTuple):
+    """Where this rank stands: all that shape checks and custom ops need to know of a group."""
+
+    name: str
+    rank: int
+    world_size: int
+    device_type: str
+
+
+@torch.compiler.assume_constant_result
+def place(group: Group) -> Place:
+    """This rank's place in a group; a constant to torch.compile. The first call for a group is collective."""
+    group = getattr(group, "real_obj", group)  # while tracing, torch wraps the group
+    with _disable_current_modes():
+        comm = communicator(group)
+    return Place(comm.name, comm.rank, comm.world_size, comm.device.type)
+
+
+def reserve(group: Group, nbytes: int) -> None:
+    """Grow the group's workspace so that each of its two slots holds `nbytes`. Collective.
+
+    Calls that need no more than this never allocate, as CUDA graph capture demands.
+    """
+    comm = communicator(group)
+    if comm.has_workspace:
+        with comm.workspace.lock:
+            comm.workspace.grow(max(comm.world.exchange(nbytes)))
+
+
+def check(group: Group) -> None:
+    """Raise what has made the group unusable (SignalTimeout), if anything has; call before an optimizer step."""
+    comm = communicator(group)
+    if comm.has_workspace:
+        comm.workspace.check()
+
+
+def set_timeout(group: Group, seconds: float) -> None:
+    """Bound every wait for a peer of this group (default 600 s: first-use compilation and slow data are no faults)."""
+    if not seconds > 0:
+        raise ValueError(f"timeout is {seconds} s; it must be positive")
+    comm = communicator(group)
+    comm.timeout_s = float(seconds)
+    if comm.has_workspace:
+        comm.workspace.set_timeout(comm.timeout_s)

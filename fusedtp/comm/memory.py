@@ -1,0 +1,99 @@
+"""Symmetric memory: a region of equal size on every rank that every rank can read and write.
+
+world       device   region
+processes   CPU      memfd, mapped by every peer through /proc/PID/fd: no name, no limit as /dev/shm has in
+                     containers, and nothing left behind, also after SIGKILL
+processes   CUDA     torch's symmetric memory (NVLink, IPC or fabric handles)
+virtual     any      plain tensors of one process
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = 4096
+Exchange = Callable[[Any], list[Any]]  # every rank's object, in rank order; collective
+
+
+@dataclass
+class Region:
+    """One allocation of `nbytes` a rank. `buffers[p]` is rank p's bytes as a uint8 tensor mapped here."""
+
+    nbytes: int
+    buffers: Sequence[Tensor]
+    addresses: tuple[int, ...]
+    handle: Any = field(default=None, repr=False)  # CUDA: torch's symmetric memory handle, and the allocation
+
+
+def round_up(n: int, to: int = PAGE) -> int:
+    return -(-n // to) * to
+
+
+def host_identity() -> str:
+    """Equal on two ranks exactly if one can open the other's /proc/PID/fd by number: same kernel, same PIDs."""
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def allocate_memfd(nbytes: int, exchange: Exchange) -> Region:
+    """Collective. Raises OSError on every rank if any rank could not map a peer's memory."""
+    nbytes = round_up(max(nbytes, PAGE))
+    fd, fault = -1, ""
+    try:
+        try:
+            fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            fault = f"cannot make {nbytes} bytes of shared memory: {error}"
+        mappings: list[mmap.mmap] = []
+        for pid, peer_fd in exchange((os.getpid(), fd)):
+            try:
+                mappings.append(_map_peer(pid, peer_fd, nbytes))
+            except (OSError, ValueError) as error:
+                fault = fault or f"cannot map the memory of process {pid}: {error}"
+        faults = [
+            f for f in exchange(fault) if f
+        ]  # also: no rank closes its descriptor before all have mapped it
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if faults:
+        raise OSError(faults[0])
+    buffers = [torch.frombuffer(m, dtype=torch.uint8) for m in mappings]
+    return Region(nbytes, buffers, tuple(b.data_ptr() for b in buffers))
+
+
+def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(opened, nbytes)
+    finally:
+        os.close(opened)
+
+
+def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, world_size: int) -> Region:
+    """Collective, CUDA: torch's symmetric memory."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    nbytes = round_up(max(nbytes, PAGE))
+    local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(local, group_name)  # type: ignore[arg-type]
+    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(world_size)]
+    return Region(nbytes, buffers, tuple(int(p) for p in handle.buffer_ptrs), (handle, local))
+
+
+def allocate_plain(nbytes: int, device: torch.device, exchange: Exchange) -> Region:
+    """Collective, virtual world: every rank's tensor lives in this process."""
+    nbytes = round_up(max(nbytes, PAGE))
+    own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    buffers = exchange(own)
+    return Region(nbytes, buffers, tuple(b.data_ptr() for b in buffers))

@@ -1,0 +1,150 @@
+"""The `processes` world: one process a rank, a torch ProcessGroup between them."""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .memory import Region, allocate_memfd, allocate_symmetric, host_identity
+
+# torch 2.13 renamed both and warns of the old names; 2.11 has only those.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ProcessWorld:
+    """Bootstrap, plain collectives and memory of one ProcessGroup. Every method but `has_died` is collective."""
+
+    shares_process = False
+    ranks_per_device = 1  # processes that share a GPU take turns on it
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.world_size = group.rank(), group.size()
+        self.name = group.group_name
+        uses_cuda = torch.cuda.is_available() and torch.device("cuda") in group._device_types
+        self.device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda else torch.device("cpu")
+        self._pidfds: dict[int, int] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.name!r} was destroyed")
+        return group
+
+    def is_for(self, group: Any) -> bool:
+        """Whether this is that very group, not a destroyed one of the same name."""
+        return self._group() is group
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order."""
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value, group=self.group)
+        return out
+
+    def barrier(self) -> None:
+        self.exchange(None)
+
+    def shared_memory_fault(self) -> str | None:
+        """Why this group cannot share memory, the same answer on all ranks; None if it can. Watches the peers."""
+        hosts = self.exchange((host_identity(), os.getpid()))
+        if len({host for host, _ in hosts}) > 1:
+            return "the group spans hosts or PID namespaces"
+        fault = None
+        for p, (_, pid) in enumerate(hosts):
+            try:
+                if p != self.rank:
+                    self._pidfds[p] = os.pidfd_open(pid)
+            except OSError as error:
+                fault = f"cannot watch process {pid}: {error}"
+        weakref.finalize(self, _close_all, list(self._pidfds.values()))
+        faults = [f for f in self.exchange(fault) if f]
+        if faults or self.device.type == "cpu":
+            return faults[0] if faults else None
+        index = self.device.index
+        devices = self.exchange(index)
+        reachable = all(p == index or torch.cuda.can_device_access_peer(index, p) for p in devices)
+        return (
+            None
+            if all(self.exchange(reachable))
+            else "not every GPU of the group can access its peers' memory"
+        )
+
+    def has_died(self, p: int) -> bool:
+        """Whether the process of rank p has ended (a zombie counts)."""
+        fd = self._pidfds.get(p)
+        if fd is None:
+            return False
+        poll = select.poll()  # select() takes no descriptor past 1023
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def allocate(self, nbytes: int) -> Region:
+        if self.device.type == "cuda":
+            return allocate_symmetric(nbytes, self.device, self.name, self.world_size)
+        return allocate_memfd(nbytes, self.exchange)
+
+    def stream_barrier(self, region: Region, timeout_s: float) -> None:
+        """CUDA: what any rank enqueued before this is done before what any rank enqueues after it."""
+        region.handle[0].barrier(channel=0, timeout_ms=int(timeout_s * 1e3))
+
+    # -- plain collectives ---------------------------------------------------------------------------------------
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[sizes[rank], ...] -> [sum(sizes), ...]"""
+        most, total = max(sizes), sum(sizes)
+        if total == 0 or (x[:1].numel() == 0 and 0 in x.shape[1:]):
+            return x.new_empty(total, *x.shape[1:])
+        if min(sizes) == most:
+            out = x.new_empty(total, *x.shape[1:])
+            _gather_into(out, x.contiguous(), group=self.group)
+            return out
+        padded = x.new_zeros(most, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        out = x.new_empty(self.world_size * most, *x.shape[1:])
+        _gather_into(out, padded, group=self.group)
+        return torch.cat([part[:n] for part, n in zip(out.chunk(self.world_size), sizes, strict=True)])
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
+        """[sum(sizes), ...] -> [sizes[rank], ...], summed over ranks, plus bias.
+
+        16-bit sums run in fp32 on CPU and are rounded once, with the bias in them.
+        """
+        mine = sizes[self.rank]
+        if x.numel() == 0:
+            return x.new_empty(mine, *x.shape[1:])
+        wide = self._wide(x)
+        most = max(sizes)
+        if min(sizes) != most:
+            padded = wide.new_zeros(self.world_size, most, *x.shape[1:])
+            for slot, part in zip(padded, wide.split(list(sizes)), strict=True):
+                slot[: part.shape[0]] = part
+            wide = padded.flatten(0, 1)
+        out = wide.new_empty(most, *x.shape[1:])
+        _reduce_scatter_into(out, wide.contiguous(), group=self.group)
+        out = out if mine == most else out[:mine].clone()
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The sum over ranks plus bias, as in reduce_scatter; a new tensor."""
+        wide = self._wide(x).clone(memory_format=torch.contiguous_format)
+        if wide.numel():
+            dist.all_reduce(wide, group=self.group)
+        return (wide if bias is None else wide.add_(bias)).to(x.dtype)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        narrow = self.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+        return x.float() if narrow else x
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,89 @@
+"""Counting semaphores in shared memory: how CPU ranks signal each other.
+
+Note [Memory order of CPU signals]
+A rank publishes with plain stores followed by `sem_post`, and its peer reads after `sem_wait`. POSIX (IEEE 1003.1,
+4.12 "Memory Synchronization") lists both among the functions that synchronise memory between threads and processes,
+so the order holds on every architecture that has the C library: glibc implements them by a release
+read-modify-write and an acquire one (`lock xadd`/`cmpxchg` on x86, `ldaddl`/`casa` or `stlxr`/`ldaxr` on aarch64).
+No order of plain stores (total store order, x86 only) is relied on. A waiter sleeps in the kernel, so that waiting
+costs no core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+
+SIZE = 64  # bytes kept for one semaphore: sem_t is 32 with glibc and musl; a cache line of its own
+
+_SLICE_SECONDS = 0.2  # longest sleep in one system call, so that Python's signal handlers run
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _function(library: ctypes.CDLL, name: str, *argtypes: type) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
+    function.argtypes, function.restype = argtypes, ctypes.c_int
+    return function
+
+
+class _Libc:
+    """The four functions used. The two that never block keep the GIL (PyDLL), the one that blocks releases it."""
+
+    def __init__(self) -> None:
+        quick, blocking = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
+        pointer = ctypes.c_void_p
+        self.init = _function(quick, "sem_init", pointer, ctypes.c_int, ctypes.c_uint)
+        self.post = _function(quick, "sem_post", pointer)
+        self.trywait = _function(quick, "sem_trywait", pointer)
+        self.timedwait = _function(blocking, "sem_timedwait", pointer, ctypes.POINTER(_Timespec))
+
+
+LIBC = _Libc()
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def init(address: int) -> None:
+    """Make the 64 bytes at `address` a semaphore of value 0 that processes may share."""
+    _check(LIBC.init(address, 1, 0), "sem_init")
+
+
+def post(address: int) -> None:
+    """Release: everything this rank stored before is visible to the rank whose wait takes this post."""
+    _check(LIBC.post(address), "sem_post")
+
+
+def try_wait(address: int, put_back: bool = False) -> bool:
+    """Acquire: take one post if there is one; `put_back` only looks."""
+    if LIBC.trywait(address) == 0:
+        if put_back:
+            post(address)
+        return True
+    code = ctypes.get_errno()
+    if code not in (errno.EAGAIN, errno.EINTR):
+        raise OSError(code, f"sem_trywait: {os.strerror(code)}")
+    return False
+
+
+def wait_slice(address: int, seconds: float) -> bool:
+    """Acquire: sleep up to min(seconds, 0.2 s) for a post; True if one was taken.
+
+    The caller bounds the whole wait by a monotonic clock: `sem_timedwait` reads the settable one.
+    """
+    until = time.time() + max(0.0, min(seconds, _SLICE_SECONDS))
+    limit = _Timespec(int(until), int((until % 1.0) * 1e9))
+    if LIBC.timedwait(address, ctypes.byref(limit)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in (errno.ETIMEDOUT, errno.EINTR):
+        raise OSError(code, f"sem_timedwait: {os.strerror(code)}")
+    return False

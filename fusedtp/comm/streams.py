@@ -1,0 +1,31 @@
+"""The order of a group's calls on CUDA streams."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StreamOrder:
+    """CUDA: calls of one group run in the order of the host's calls, whatever streams they are on."""
+
+    def __init__(self) -> None:
+        self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    def enter(self) -> bool:
+        """Order the current stream behind the last call; True while a graph is being captured (which begins idle)."""
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        stream = torch.cuda.current_stream()
+        if self.last is not None and self.last[0] != stream:
+            stream.wait_event(self.last[1])
+        return False
+
+    def leave(self) -> None:
+        """Remember where the current stream stands after a call."""
+        if torch.cuda.is_current_stream_capturing():
+            self.last = None
+            return
+        stream = torch.cuda.current_stream()
+        event = self.last[1] if self.last is not None else torch.cuda.Event()
+        event.record(stream)
+        self.last = (stream, event)

@@ -1,0 +1,185 @@
+"""The `virtual` world: W ranks in one process, a host thread (and on a GPU a stream) each.
+
+`VirtualWorld(W).run(fn)` calls `fn(group)` once a rank; `group` goes wherever an operation takes a group. Backward
+runs in the rank's own thread (autograd's device thread would be shared by all ranks, and one that waits for another
+would never return), so a rank may wait for its peers there too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import PeerDied, PeerFailed
+from .memory import Region, allocate_plain
+
+_ids = itertools.count()
+
+
+class VirtualWorld:
+    """W ranks on one device."""
+
+    def __init__(self, world_size: int, device: str | torch.device = "cpu", timeout_s: float = 60.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.id = next(_ids)
+        self.barrier = threading.Barrier(world_size)
+        self.board: list[Any] = [None] * world_size
+        self.raised: set[int] = set()
+        self.groups = [VirtualGroup(self, rank) for rank in range(world_size)]
+        self._streams = (
+            [torch.cuda.Stream(self.device) for _ in self.groups] if self.device.type == "cuda" else []
+        )
+
+    def run(self, fn: Callable[[VirtualGroup], Any]) -> list[Any]:
+        """fn's results in rank order. The first rank that raised raises here, after all threads have ended."""
+        results: list[Any] = [None] * self.world_size
+        errors: list[BaseException | None] = [None] * self.world_size
+        self.barrier.reset()
+        self.raised.clear()
+        if self._streams:
+            torch.cuda.synchronize(self.device)
+
+        def body(rank: int) -> None:
+            stream = torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()
+            try:
+                with stream, torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = fn(self.groups[rank])
+                    if self._streams:
+                        self._streams[rank].synchronize()
+            except BaseException as error:
+                errors[rank] = error
+                self.raised.add(rank)
+                self.barrier.abort()
+
+        threads = [
+            threading.Thread(target=body, args=(r,), name=f"fusedtp rank {r}") for r in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        raised = [e for e in errors if e is not None]
+        if raised:  # the others are consequences of one rank's error
+            raise next(
+                (
+                    e
+                    for e in raised
+                    if not isinstance(e, (threading.BrokenBarrierError, PeerDied, PeerFailed))
+                ),
+                raised[0],
+            )
+        return results
+
+
+class VirtualGroup:
+    """One rank's end of a VirtualWorld: what operations take as `group`."""
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self.group_name = f"virtual/{world.id}/{rank}"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world.world_size
+
+
+class ThreadWorld:
+    """The same methods as ProcessWorld, between threads."""
+
+    shares_process = True
+
+    def __init__(self, group: VirtualGroup) -> None:
+        self._virtual: VirtualWorld = weakref.proxy(
+            group._world
+        )  # the registry holds this; the world goes with its user
+        self._group = weakref.ref(group)
+        self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
+        self.device = group._world.device
+        self.ranks_per_device = self.world_size
+
+    def is_for(self, group: Any) -> bool:
+        return self._group() is group
+
+    def exchange(self, value: Any) -> list[Any]:
+        virtual = self._virtual
+        virtual.board[self.rank] = value
+        virtual.barrier.wait(virtual.timeout_s)
+        out = list(virtual.board)
+        virtual.barrier.wait(virtual.timeout_s)
+        return out
+
+    def barrier(self) -> None:
+        self.exchange(None)
+
+    def shared_memory_fault(self) -> str | None:
+        return None
+
+    def has_died(self, p: int) -> bool:
+        return p in self._virtual.raised
+
+    def allocate(self, nbytes: int) -> Region:
+        return allocate_plain(nbytes, self.device, self.exchange)
+
+    def stream_barrier(self, region: Region, timeout_s: float) -> None:
+        """CUDA: what any rank enqueued before this is done before what any rank enqueues after it."""
+        stream = torch.cuda.current_stream(self.device)
+        for event in self.exchange(stream.record_event()):
+            stream.wait_event(event)
+
+    def _exchange_tensors(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor, complete; the caller calls `_done` when it has read them."""
+        self._done_computing()
+        return self.exchange(x)
+
+    def _done_computing(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _done(self) -> None:
+        self._done_computing()
+        self.barrier()
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        out = torch.cat(self._exchange_tensors(x))
+        self._done()
+        assert out.shape[0] == sum(sizes)
+        return out
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
+        begin = sum(sizes[: self.rank])
+        parts = [t[begin : begin + sizes[self.rank]] for t in self._exchange_tensors(x)]
+        out = sum_in_rank_order(parts, bias)
+        self._done()
+        return out
+
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = sum_in_rank_order(self._exchange_tensors(x), bias)
+        self._done()
+        return out
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """The sum plus bias, 16-bit parts in fp32, in the order given, rounded once; a new contiguous tensor."""
+    first = parts[0]
+    narrow = first.dtype in (torch.bfloat16, torch.float16)
+    total = torch.zeros(first.shape, dtype=torch.float32 if narrow else first.dtype, device=first.device)
+    total.copy_(first)
+    for part in parts[1:]:
+        total += part
+    if bias is not None:
+        total += bias
+    return total.to(first.dtype)

@@ -1,0 +1,245 @@
+"""One workspace a group: two rotating data slots, flags, and the protocol that every call follows.
+
+    control region   semaphores [W]         CPU: posted by source, taken by the owner
+                     records [2, W, words]  signatures, by call parity and source
+                     flags [W, 4096] int32  kernels: set to the epoch by source and chunk
+                     sigs [2, W] int32      kernels: hash of the signature, by call parity and source
+    gone [W] int32         CPU: 1 + the rank that a source gave up on; it will not signal again
+    data region      slot 0 | slot 1        grows; a call uses slot (call number & 1)
+
+Note [Two rotating buffers]
+In every call every rank signals every peer and waits for every peer, also with no rows. So when a rank begins call
+n + 2, all peers have left call n (they signalled in n + 1), and its slot can be written again; no call waits for
+readiness. Skipping the signal of an empty shard breaks this.
+
+Note [Signatures]
+A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.
+Records rotate like the slots. On CUDA the kernels compare hashes of them; the host-sequenced engines there compare
+nothing. A rank that must grow its data region first exchanges signatures, since growing is
+collective and ranks that disagree would not all do it.
+
+Note [Failed calls]
+A rank that finds a mismatch, or raises, still signals and waits for everybody before the error leaves the call, so
+that the group stays in step and can be used again (a rank to which the failing one had already published finishes
+its call). After a timeout it cannot: the workspace is marked failed and
+every later call raises at once.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import semaphore
+from .call import Call
+from .errors import SignalTimeout
+from .memory import Region, round_up
+from .signature import NUM_WORDS, Signature
+from .streams import StreamOrder
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+FLAGS_PER_SOURCE = 4096
+MAX_VIEWS = 1024  # kept
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """What a fused kernel sees of the world; addresses are of rank p's memory as mapped in this process."""
+
+    data_ptrs: Tensor  # int64 [W]
+    flag_ptrs: Tensor  # int64 [W]
+    sig_ptrs: Tensor  # int64 [W]
+    epoch: Tensor  # int32 [1], own memory, bumped on the device before each fused kernel
+    status: Tensor  # int64 [8], where the host reads it: code, peer, flag, wanted, seen
+    failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
+    slot_bytes: int
+    flags_per_source: int
+    timeout_s: float
+    ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
+    meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
+
+
+class Workspace:
+    """Made by all ranks of a group together; see the module's notes."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.lock = threading.RLock()
+        self.number = 0  # calls begun
+        self.failed: Exception | None = None
+        w = comm.world_size
+        self._records_at = w * semaphore.SIZE
+        self._flags_at = self._records_at + 2 * w * NUM_WORDS * 8
+        self._sigs_at = self._flags_at + w * FLAGS_PER_SOURCE * 4
+        self._gone_at = self._sigs_at + 2 * w * 4
+        self.control = comm.world.allocate(self._gone_at + w * 4)
+        self.data: Region | None = None
+        self.slot_bytes = 0
+        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
+        self._view: DeviceView | None = None
+        self._order = StreamOrder() if comm.device.type == "cuda" else None
+        self._in_graph = False
+        self._kept: list[tuple[Region | None, DeviceView | None]] = []
+        device = comm.device
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self._epoch: Any = self.epoch.numpy() if device.type == "cpu" else None
+        self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.failure = (
+            torch.zeros(8, dtype=torch.int64, device=device) if device.type == "cuda" else self.status
+        )
+        if device.type == "cpu":
+            own = self.control.addresses[comm.rank]
+            for source in range(w):
+                semaphore.init(own + source * semaphore.SIZE)
+            self._records = [self._array(p, self._records_at, np.int64, (2, w, NUM_WORDS)) for p in range(w)]
+            self._flags = [self._array(p, self._flags_at, np.int32, (w, FLAGS_PER_SOURCE)) for p in range(w)]
+            self._sigs = [self._array(p, self._sigs_at, np.int32, (2, w)) for p in range(w)]
+            self._gone = [self._array(p, self._gone_at, np.int32, (w,)) for p in range(w)]
+        else:
+            self.control.buffers[comm.rank].zero_()
+            torch.cuda.synchronize()  # before a peer's first signal
+        comm.world.barrier()
+
+    def _array(self, p: int, offset: int, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+        count = int(np.prod(shape))
+        return np.frombuffer(self.control.buffers[p].numpy(), dtype, count, offset).reshape(shape)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory this rank holds: control and both data slots."""
+        return self.control.nbytes + (self.data.nbytes if self.data else 0)
+
+    def grow(self, nbytes: int) -> None:
+        """Collective: make each slot hold `nbytes`. Every rank decides alike, from what all ranks share."""
+        if nbytes <= self.slot_bytes:
+            return
+        world = self.comm.world
+        if self.comm.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "the workspace would grow during CUDA graph capture; call fusedtp.reserve first"
+                )
+            torch.cuda.synchronize()
+        if self._in_graph:
+            self._kept.append((self.data, self._view))  # a captured graph names their addresses
+            self._in_graph = False
+        world.barrier()
+        slot = round_up(nbytes)
+        self.data = world.allocate(2 * slot)
+        self.slot_bytes, self._view = slot, None
+        self._views.clear()
+        self.device_view(0)  # now: during capture its tables could not be copied to the device
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        world.barrier()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound the waits of later launches."""
+        if self._view is not None:
+            self._view = replace(self._view, timeout_s=seconds)
+
+    def view_of(self, p: int, parity: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        """Rank p's slot of that parity as a tensor; kept, since making it takes as long as a signal."""
+        n = math.prod(shape) * dtype.itemsize
+        if n == 0:  # there may be no data region yet
+            return torch.empty(shape, dtype=dtype, device=self.comm.device)
+        assert self.data is not None and offset + n <= self.slot_bytes, (shape, offset, self.slot_bytes)
+        start = parity * self.slot_bytes + offset
+        if len(self._views) > MAX_VIEWS:
+            self._views.clear()
+        view = self.data.buffers[p][start : start + n].view(dtype).view(shape)
+        self._views[p, parity, shape, dtype, offset] = view
+        return view
+
+    def poison(self) -> None:
+        """Fill this rank's data slots with NaN (every byte 0xFF), for tests."""
+        if self.data is None:
+            return
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.data.buffers[self.comm.rank].fill_(0xFF)
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def device_view(self, nbytes: int) -> DeviceView:
+        """Inside a call that declared at least `nbytes`: the addresses for a kernel."""
+        assert nbytes <= self.slot_bytes or nbytes == 0, (nbytes, self.slot_bytes)
+        if self._view is None:
+            device, control = self.comm.device, self.control.addresses
+            table = lambda at: torch.tensor([a + at for a in control], dtype=torch.int64, device=device)  # noqa: E731
+            data = self.data.addresses if self.data else control
+            self._view = DeviceView(
+                data_ptrs=torch.tensor(data, dtype=torch.int64, device=device),
+                flag_ptrs=table(self._flags_at),
+                sig_ptrs=table(self._sigs_at),
+                epoch=self.epoch,
+                status=self.status,
+                failure=self.failure,
+                slot_bytes=self.slot_bytes,
+                flags_per_source=FLAGS_PER_SOURCE,
+                timeout_s=self.comm.timeout_s,
+                ranks_per_device=self.comm.world.ranks_per_device,
+                meet=self.comm.world.barrier
+                if self.comm.world.shares_process and device.type == "cuda"
+                else None,
+            )
+        return self._view
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what made the workspace unusable, if anything did."""
+        if self.failed is None and int(self.status[0]) != 0:
+            self._fail_from_status()
+        if self.failed is not None:
+            raise self.failed
+
+    def _fail_from_status(self) -> None:
+        code, peer, flag, wanted, seen = (int(v) for v in self.status[:5])
+        what = "had published another signature" if code == 2 else "had not signalled"
+        self.failed = SignalTimeout(
+            f"rank {self.comm.rank}: a kernel waited for rank {peer}, which {what} (flag {flag}: wanted {wanted}, "
+            f"saw {seen}); the group {self.comm.name!r} can not be used again"
+        )
+
+    @contextmanager
+    def call(self, signature: Signature, nbytes: int) -> Iterator[Call]:
+        """One call of this group's order; `nbytes` a slot, the same on all ranks."""
+        with self.lock:
+            self.check()
+            self.number += 1
+            if self._order is not None:
+                self._in_graph |= self._order.enter()
+            call = Call(self, signature)
+            try:
+                if nbytes > self.slot_bytes:
+                    if call.on_cpu:
+                        call.handshake()
+                    self.grow(nbytes)
+                    call.reopen()
+                yield call
+                call.close()
+            except (SignalTimeout, KeyboardInterrupt) as error:
+                self.failed = (
+                    error if isinstance(error, SignalTimeout) else SignalTimeout("interrupted in a call")
+                )
+                call.leave_peers()
+                raise
+            except BaseException as error:
+                call.abandon(error)
+                raise
+            finally:
+                if self._order is not None:
+                    self._order.leave()

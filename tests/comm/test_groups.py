@@ -1,0 +1,110 @@
+"""What may be passed as a group, two groups at once, and what a group leaves behind."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fusedtp.comm import Signature, VirtualWorld, communicator, process_world, reserve
+from tests.harness import PerRank, world
+
+
+def gathered_ranks(comm) -> list[int]:
+    return comm.all_gather(torch.tensor([[float(comm.rank)]]), [1] * comm.world_size).flatten().int().tolist()
+
+
+def pairs_of_a_mesh(group) -> tuple:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = communicator(mesh["dp"]), communicator(mesh["tp"])
+    for comm in (dp, tp):
+        with comm.workspace.call(Signature("all_reduce", "chunked", torch.float32, 1, (1, 1)), 64) as call:
+            call.buffer(comm.rank, (1,), torch.float32).fill_(dist.get_rank())
+            call.handshake()
+            seen = [call.buffer(p, (1,), torch.float32).item() for p in range(2)]
+        yield_ranks = [dist.get_global_rank(comm.world.group, p) for p in range(2)]
+        assert seen == [float(r) for r in yield_ranks], (seen, yield_ranks)
+    return dp.rank, tp.rank, gathered_ranks(tp), communicator(tp.name) is tp, communicator(mesh["tp"]) is tp
+
+
+def test_mesh_dimensions_are_groups_whose_ranks_are_not_the_global_ones():
+    assert world(4).run(pairs_of_a_mesh) == [(r // 2, r % 2, [0, 1], True, True) for r in range(4)]
+
+
+def whole_mesh(group) -> None:
+    communicator(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
+
+
+def test_a_mesh_of_two_dimensions_is_refused_by_name():
+    for outcome in world(2).outcomes(whole_mesh):
+        assert outcome.is_a("ValueError") and "dp" in outcome.message and "tp" in outcome.message
+
+
+def one_rank(group) -> tuple:
+    comm = communicator(group)
+    x = torch.arange(6.0).view(3, 2)
+    results = comm.all_gather(x, (3,)), comm.reduce_scatter(x, (3,)), comm.all_reduce(x)
+    assert all(torch.equal(r, x) and r.data_ptr() != x.data_ptr() for r in results)
+    reserve(group, 1000)
+    return comm.rank, comm.world_size, comm.fallback
+
+
+def test_a_group_of_one_needs_no_memory_and_copies():
+    assert world(1).run(one_rank) == [(0, 1, None)]
+    assert VirtualWorld(1).run(one_rank) == [(0, 1, None)]
+
+
+def on_several_hosts(group, host: str) -> tuple:
+    import warnings
+
+    process_world.host_identity, real = (lambda: host), process_world.host_identity
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comm = communicator(group)
+            again = communicator(group)
+    finally:
+        process_world.host_identity = real
+    assert again is comm
+    reserve(group, 1000)
+    return comm.fallback, [str(w.message) for w in caught], gathered_ranks(comm)
+
+
+def test_a_group_that_spans_hosts_says_so_once_and_uses_plain_collectives():
+    outcomes = world(3).run(on_several_hosts, PerRank(["a", "b", "a"]), fresh=True)
+    for rank, (fallback, warned, gathered) in enumerate(outcomes):
+        assert "hosts" in fallback and gathered == [0, 1, 2]
+        assert len(warned) == (rank == 0)
+    assert "plain collectives" in outcomes[0][1][0]
+
+
+def memory_of_a_destroyed_group(group) -> tuple[int, int, int, int]:
+    counts = _footprint()
+    for _ in range(3):
+        own = dist.new_group()
+        reserve(own, 1 << 20)
+        assert _footprint()[0] > counts[0]
+        dist.destroy_process_group(own)
+        del own
+        gc.collect()
+    return (*counts, *_footprint())
+
+
+def _footprint() -> tuple[int, int]:
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("/memfd:fusedtp"), len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_and_descriptors_go_with_the_group():
+    for maps_before, files_before, maps_after, files_after in world(2).run(memory_of_a_destroyed_group):
+        assert maps_after == maps_before
+        assert files_after <= files_before + 1
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_virtual_world_has_at_least_one_rank(size):
+    with pytest.raises(ValueError, match=str(size)):
+        VirtualWorld(size)

@@ -1,0 +1,128 @@
+"""A process that has imported torch and fusedtp once, and forks workers: `python -m tests.harness.nursery FD`.
+
+Importing takes seconds of processor time and every world needs as many workers as it has ranks. Forking is safe here
+because this process has one thread, has run no operation, and never joined a group.
+
+    driver ----- fork rank, size, port + socket, log file ------> nursery --fork--> worker (tests/harness/worker.py)
+           <---- pid --------------------------------------------
+           ----- wait pid, seconds ------> reaps -----> exit code, or None
+"""
+
+import gc
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = ("torch", "torch.distributed", "fusedtp", "hypothesis", "pytest")
+
+
+class Nursery:
+    """The driver's side."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self.log = tempfile.TemporaryFile()
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.nursery", str(theirs.fileno())],
+                env={**os.environ, **env, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(self, rank: int, size: int, port: int, worker_socket: socket.socket, log: IO[bytes]) -> int:
+        """The pid of a new worker."""
+        fds = [worker_socket.fileno(), log.fileno()]
+        socket.send_fds(self._socket, [pickle.dumps(("fork", rank, size, port))], fds)
+        pid = self._answer()
+        assert isinstance(pid, int)
+        return pid
+
+    def wait(self, pid: int, seconds: float) -> int | None:
+        """The exit code of a worker, negative for a signal; None while it runs."""
+        self._socket.send(pickle.dumps(("wait", pid, seconds)))
+        return self._answer()
+
+    def close(self) -> None:
+        """Ends this process; workers that are left follow it."""
+        self._socket.close()
+        self._process.wait()
+
+    def _answer(self) -> int | None:
+        answer = self._socket.recv(1000)
+        if not answer:
+            self.log.seek(0)
+            raise RuntimeError(
+                f"the process that forks workers ended:\n{self.log.read().decode(errors='replace')}"
+            )
+        return pickle.loads(answer)
+
+
+def main() -> None:
+    """Imports, then forks on demand until the driver closes the socket."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    for module in PRELOAD:
+        __import__(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "forking wants one thread"
+    gc.collect()
+    gc.freeze()
+    ended: dict[int, int] = {}
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1000, 2)
+        if not message:
+            return
+        order, *arguments = pickle.loads(message)
+        if order == "wait":
+            control.send(pickle.dumps(_reap(ended, *arguments)))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become_worker(*arguments, *fds)
+        ended.pop(pid, None)
+        for fd in fds:
+            os.close(fd)
+        control.send(pickle.dumps(pid))
+
+
+def _become_worker(rank: int, size: int, port: int, fd: int, log: int) -> None:
+    from tests.harness import worker
+
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        worker.main(rank, size, port, fd)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
+def _reap(ended: dict[int, int], pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while pid not in ended:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            ended[pid] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() >= deadline:
+            return None
+        else:
+            time.sleep(0.01)
+    return ended[pid]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The harness itself: results, failures, deaths and hangs of workers, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import Failure, PerRank, World, WorldError, world
+
+
+def total(group, own: int, common: int) -> tuple[int, float]:
+    summed = torch.tensor([float(own)])
+    dist.all_reduce(summed, group=group)
+    return dist.get_rank(group), summed.item() + common
+
+
+def fail_on(group, rank: int) -> str:
+    if dist.get_rank(group) == rank:
+        raise KeyError("the reason")
+    return "fine"
+
+
+def wait_for_all_but(group, rank: int) -> None:
+    if dist.get_rank(group) == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def environment(group) -> tuple[int, str]:
+    return torch.get_num_threads(), os.environ["TRITON_INTERPRET"]
+
+
+def group_name(group) -> str:
+    return group.group_name
+
+
+def test_every_rank_gets_its_own_argument_and_the_common_one():
+    assert world(3).run(total, PerRank([1, 2, 4]), 10) == [(0, 17.0), (1, 17.0), (2, 17.0)]
+
+
+def test_workers_are_reused_after_a_failure_and_have_one_thread_each():
+    small = world(2)
+    with pytest.raises(WorldError, match=r"rank 1 of 2: KeyError(.|\n)*the reason"):
+        small.run(fail_on, 1)
+    pids = small.pids
+    outcomes = small.outcomes(fail_on, 0)
+    assert (
+        outcomes[0].is_a("KeyError", "nothing else")
+        and outcomes[0].is_a("LookupError")
+        and outcomes[1] == "fine"
+    )
+    assert small.run(total, 1, 0) == [(0, 2.0), (1, 2.0)]
+    assert small.run(environment) == [(1, "1")] * 2
+    assert small.pids == pids
+
+
+def test_one_group_serves_all_calls_until_one_fails_or_a_fresh_one_is_asked_for():
+    small = world(2)
+    first = small.run(group_name)
+    assert small.run(group_name) == first
+    assert small.run(group_name, fresh=True) != first
+    small.outcomes(fail_on, 0)
+    assert small.run(group_name) != first
+
+
+def test_dead_and_hanging_workers_are_replaced_and_gone():
+    with World(2) as own:
+        own.run(total, 1, 0)
+        pids = own.pids
+        dead, hung = own.outcomes(wait_for_all_but, 0, grace=0.5)
+        assert dead.is_a("WorkerDied") and "-9" in dead.message
+        assert hung.is_a("WorkerHung") and "wait_for_all_but" in hung.details
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert own.run(total, 1, 0) == [(0, 2.0), (1, 2.0)]
+        pids = own.pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_workers_end_with_a_killed_driver():
+    script = (
+        "from tests.harness import World\n"
+        "from tests.harness.test_harness import total\n"
+        "w = World(2)\nw.run(total, 1, 0)\nprint(*w.pids, flush=True)\nimport time\ntime.sleep(600)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        driver.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"workers {pids} outlived their driver"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_failure_is_not_mistaken_for_a_result():
+    with pytest.raises(WorldError) as caught:
+        world(2).run(fail_on, 1)
+    assert caught.value.outcomes[0] == "fine" and isinstance(caught.value.outcomes[1], Failure)

@@ -1,0 +1,76 @@
+"""One rank of a world, in a process of its own.
+
+It joins a gloo group through the driver's store, then answers the driver's calls on a socket until that closes.
+After a call in which any rank failed the driver asks for a new group, because a failing rank may have left
+its peers at another place in the order of collectives.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.messages import Failure, PerRank
+
+
+def main(rank: int, size: int, port: int, fd: int) -> None:
+    """Joins the world through the store on `port` and serves it on the socket `fd`; does not return."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_die_with_the_driver, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(1)
+    connection = Connection(fd)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    connection.send_bytes(b"ready")
+    _serve(connection, rank)
+    sys.stderr.flush()
+    os._exit(0)  # threads of a failed call must not keep the process
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    shared = None
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        start = time.monotonic()
+        try:
+            renew, own, function, arguments = pickle.loads(message)
+            if renew and shared is not None:
+                dist.destroy_process_group(shared)
+                shared = None
+            if shared is None and not own:
+                shared = dist.new_group()
+            mine = [a.values[rank] if isinstance(a, PerRank) else a for a in arguments]
+            answer = pickle.dumps(_call(function, mine, None if own else shared))
+        except BaseException as error:
+            answer = pickle.dumps(Failure.of(error, time.monotonic() - start))
+            del error
+            gc.collect()
+        connection.send_bytes(answer)
+
+
+def _call(function, arguments, group):
+    if group is not None:
+        return function(group, *arguments)
+    group = dist.new_group()
+    try:
+        return function(group, *arguments)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _die_with_the_driver(driver: int) -> None:
+    while os.getppid() == driver:
+        time.sleep(0.5)
+    os._exit(1)
