@@ -1,0 +1,1 @@
+"""Triton device code; imports triton and nothing else. Imported as `fusedtp.kernels`."""

@@ -1,0 +1,236 @@
+"""y_i = all_gather(x) @ w_i.T + bias_i for several weights, one gather, in one launch.
+
+    x_r      [R_r, K]   rows of rank r: R_r = batch * size_r
+    w_i      [N_i, K]
+    y_i      [T, N_i]   T = sum of R_r, rows in global order
+
+Programs 0 .. S-1 send, the others multiply. A rank's shard travels in chunks of whole rows; each chunk has a flag
+at each peer. Rank 1 of 4, time to the right:
+
+    send       x_1 to rank 2        x_1 to rank 3        x_1 to rank 0
+    multiply   x_1 (in place)       x_0 (sent first)     x_3               x_2
+               no wait              waits for 0's rows   ...
+
+Peers send to their successor first, so the shard of the predecessor is complete first, and a program walks the
+shards in the order rank, rank - 1, ...; tiles of all shards form one list that the multiplying programs share,
+so no program is idle at the end of a shard. A tile waits for the chunks that cover its rows and no others.
+
+Senders wait for nobody and have the lower numbers: one resident program a rank is enough. Pushing, not pulling,
+keeps every wait on a flag in one's own memory.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signals
+from .matmul import linear_tile
+from .tiles import cdiv, copy_rows, grouped, inline, narrow, next_start, shard, tile_rows, wide, widen
+
+
+@inline
+def push_rows(
+    peers,
+    sizes,
+    batch,
+    x,
+    stride_xm,
+    stride_xk,
+    K,
+    chunk_rows,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Send stage of a gather: program_id < programs copies chunks of x to every peer, the successor first.
+
+    The gathered tensor in a slot is [T, K], the shards one after another. Flag 1 + c is chunk c.
+    """
+    pid = tl.program_id(0)
+    if pid == 0:
+        signals.arrive(peers)
+    rank = signals.rank_of(peers)
+    size, offset = shard(sizes, rank, peers.world_size)
+    rows = size * batch
+    for step in range(1, peers.world_size):
+        dst = (rank + step) % peers.world_size
+        out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
+        out = tl.multiple_of(out, 16) + wide(offset) * batch * K
+        for chunk in range(pid, cdiv(rows, chunk_rows), programs):
+            last = tl.minimum((chunk + 1) * chunk_rows, rows)
+            for first in range(chunk * chunk_rows, last, BLOCK_M):
+                at = first + tl.arange(0, BLOCK_M)
+                wide_at = at.to(tl.int64)
+                copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
+            signals.publish(peers, dst, 1 + chunk)
+
+
+@inline
+def wait_rows(peers, src, first, last, chunk_rows):
+    """Wait for the chunks that cover the rows first, ..., last - 1 of the shard of `src`."""
+    signals.wait_chunks(peers, src, 1 + first // chunk_rows, 1 + cdiv(last, chunk_rows))
+
+
+@inline
+def shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED: tl.constexpr):
+    """Pointer and strides of the shard of `src`: x itself, or where its owner pushed it.
+
+    Selected as integers: Triton 3.6 and 3.7 cannot select between pointers of different origin for AMD. What is
+    known of their alignment is lost on the way, so ALIGNED says whether both are multiples of 16 bytes.
+    """
+    rank = signals.rank_of(peers)
+    own = src == rank
+    pushed = signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty))
+    pushed = tl.multiple_of(pushed, 16) + wide(offset) * batch * K
+    base = tl.where(own, x.to(tl.int64), pushed.to(tl.int64)).to(x.dtype)
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    return base, tl.where(own, wide(stride_xm), wide(K)), tl.where(own, wide(stride_xk), wide(1))
+
+
+@inline
+def pick_weight(
+    col,
+    weights,
+    widths,
+    strides_wn,
+    strides_wk,
+    biases,
+    outputs,
+    NUM_WEIGHTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Which weight the tile column `col` belongs to, and its column there.
+
+    Addresses and strides are selected, so that the matmul stands once in the kernel. Selecting among equal
+    constants folds, so a unit stride that all weights share stays known to the compiler.
+    """
+    w, y, width = weights[0], outputs[0], wide(widths[0])
+    stride_wn, stride_wk = wide(strides_wn[0]), wide(strides_wk[0])
+    bias = weights[0] if biases[0] is None else biases[0]  # a stand-in that is never read
+    has_bias = tl.full((), 0, tl.int64)
+    if biases[0] is not None:
+        has_bias += 1
+    col_in = col
+    before = tl.full((), 0, tl.int32)
+    for i in tl.static_range(1, NUM_WEIGHTS):
+        before += cdiv(widths[i - 1], BLOCK_N)
+        here = col >= before
+        w = tl.where(here, weights[i], w)
+        y = tl.where(here, outputs[i], y)
+        width = tl.where(here, wide(widths[i]), width)
+        stride_wn = tl.where(here, wide(strides_wn[i]), stride_wn)
+        stride_wk = tl.where(here, wide(strides_wk[i]), stride_wk)
+        col_in = tl.where(here, col - before, col_in)
+        if biases[i] is not None:
+            bias = tl.where(here, biases[i], bias)
+            has_bias = tl.where(here, 1, has_bias)
+        else:
+            has_bias = tl.where(here, 0, has_bias)
+    return w, col_in, width, stride_wn, stride_wk, bias, has_bias, y
+
+
+@triton.jit(do_not_specialize=["chunk_rows", "send_programs"])
+def all_gather_matmul_kernel(
+    peers,
+    sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
+    batch,
+    x,
+    stride_xm,
+    stride_xk,
+    K,
+    weights,  # from here on tuples, an entry a weight
+    widths,
+    strides_wn,
+    strides_wk,
+    biases,  # entries may be None
+    outputs,  # contiguous
+    gathered,  # [T, K] contiguous, or None
+    chunk_rows,
+    send_programs,
+    NUM_WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    if signals.failed(peers):
+        return
+    if tl.program_id(0) < send_programs:
+        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
+    else:
+        world: tl.constexpr = peers.world_size
+        rank = signals.rank_of(peers)
+        start = tl.program_id(0) - send_programs
+        programs = tl.num_programs(0) - send_programs
+        leader = start == 0
+        last_shard, total = shard(sizes, world - 1, world)
+        total += last_shard
+        num_cols = tl.full((), 0, tl.int32)
+        for i in tl.static_range(NUM_WEIGHTS):
+            num_cols += cdiv(widths[i], BLOCK_N)
+        if gathered is not None:
+            num_cols = tl.maximum(num_cols, 1)  # the first column of tiles also keeps the rows
+        for step in range(world):
+            src = (rank - step + world) % world
+            size, offset = shard(sizes, src, world)
+            num_rows = cdiv(size * batch, BLOCK_M)
+            if src != rank:
+                if start < num_rows * num_cols:
+                    signals.wait_arrival(peers, src)
+            base, stride_m, stride_k = shard_source(
+                peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
+            )
+            for tile in range(start, num_rows * num_cols, programs):
+                row, col = grouped(tile, num_rows, num_cols, GROUP)
+                first = row * BLOCK_M
+                last = tl.minimum(first + BLOCK_M, size * batch)
+                if src != rank:
+                    wait_rows(peers, src, first, last, chunk_rows)
+                rows = first + tl.arange(0, BLOCK_M)
+                inside = rows < last
+                out_rows = tile_rows(rows, size, offset, total, batch, last)
+                if gathered is not None:
+                    if col == 0:
+                        copy_rows(
+                            base,
+                            rows.to(tl.int64),
+                            stride_m,
+                            stride_k,
+                            gathered,
+                            out_rows,
+                            K,
+                            inside,
+                            K,
+                            BLOCK_K,
+                        )
+                w, col, width, stride_wn, stride_wk, bias, has_bias, y = pick_weight(
+                    col, weights, widths, strides_wn, strides_wk, biases, outputs, NUM_WEIGHTS, BLOCK_N
+                )
+                cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+                col_mask = cols < width
+                acc = linear_tile(
+                    base,
+                    rows,
+                    inside,
+                    stride_m,
+                    stride_k,
+                    w,
+                    cols,
+                    col_mask,
+                    stride_wn,
+                    stride_wk,
+                    K,
+                    BLOCK_K,
+                    EVEN_K,
+                )
+                bias_mask = cols < width * has_bias
+                acc += widen(tl.load(bias + cols, mask=bias_mask, other=0.0)).to(tl.float32)[None, :]
+                out = y + out_rows[:, None] * width + cols[None, :]
+                tl.store(out, narrow(acc, y.dtype.element_ty), mask=inside[:, None] & col_mask[None, :])
+            start = next_start(start, num_rows * num_cols, programs)
+        if leader:
+            signals.wait_all_arrivals(peers)

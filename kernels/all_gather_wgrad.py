@@ -1,0 +1,128 @@
+"""dw_i = dy_i.T @ all_gather(x) for several weights, one gather, in one launch.
+
+    x_r      [R_r, K]   rows of rank r, as in all_gather_matmul.py
+    dy_i     [T, N_i]   all rows, in global order
+    dw_i     [N_i, K]
+
+The sum runs over the rows, and the rows arrive shard by shard. So the gate is on the reduction axis: a program
+keeps its tile's sum in registers and walks the shards in the order rank, rank - 1, ..., waiting for each at its
+first tile only; what it has seen arrive once it need not ask for again. Senders are those of all_gather_matmul.
+
+The order of the shards differs from rank to rank, never from run to run.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signals
+from .all_gather_matmul import pick_weight, push_rows, shard_source, wait_rows
+from .matmul import dot_loop
+from .tiles import cdiv, grouped, inline, narrow, shard, wide
+
+
+@inline
+def shard_sum(
+    acc,
+    dy,  # address tile [BLOCK_M, 1] of the tile's columns of dy, at row 0
+    dy_mask,
+    stride_dt,
+    x,  # address tile [1, BLOCK_N] of the tile's columns of the shard, at row 0
+    x_mask,
+    stride_m,
+    size,
+    offset,
+    total,
+    batch,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """acc + the products of one shard's rows, a run of `size` rows for each batch entry."""
+    for b in range(batch):
+        dy_rows = dy + (wide(total) * b + offset) * stride_dt
+        x_rows = x + wide(size) * b * stride_m
+        acc = dot_loop(acc, dy_rows, dy_mask, stride_dt, x_rows, x_mask, stride_m, size, BLOCK_K, EVEN_K)
+    return acc
+
+
+@triton.jit(do_not_specialize=["chunk_rows", "send_programs"])
+def all_gather_wgrad_kernel(
+    peers,
+    sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
+    batch,
+    x,
+    stride_xm,
+    stride_xk,
+    K,
+    grads,  # from here on tuples, an entry a weight
+    widths,
+    strides_dn,
+    strides_dt,
+    nothing,  # a None a weight: no biases
+    outputs,  # contiguous
+    chunk_rows,
+    send_programs,
+    NUM_WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COPY_M: tl.constexpr,
+    COPY_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    if signals.failed(peers):
+        return
+    if tl.program_id(0) < send_programs:
+        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
+    else:
+        world: tl.constexpr = peers.world_size
+        rank = signals.rank_of(peers)
+        start = tl.program_id(0) - send_programs
+        last_shard, total = shard(sizes, world - 1, world)
+        total += last_shard
+        num_rows = tl.full((), 0, tl.int32)
+        for i in tl.static_range(NUM_WEIGHTS):
+            num_rows += cdiv(widths[i], BLOCK_M)
+        num_cols = cdiv(K, BLOCK_N)
+        for tile in range(start, num_rows * num_cols, tl.num_programs(0) - send_programs):
+            row, col = grouped(tile, num_rows, num_cols, GROUP)
+            grad, row, width, stride_dn, stride_dt, _bias, _has_bias, out = pick_weight(
+                row, grads, widths, strides_dn, strides_dt, nothing, outputs, NUM_WEIGHTS, BLOCK_M
+            )
+            ns = row * BLOCK_M + tl.arange(0, BLOCK_M)
+            ks = col * BLOCK_N + tl.arange(0, BLOCK_N)
+            n_mask = (ns < width)[:, None]
+            k_mask = (ks < K)[None, :]
+            dy = grad + (ns.to(tl.int64) * stride_dn)[:, None]
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+            for step in range(world):
+                src = (rank - step + world) % world
+                size, offset = shard(sizes, src, world)
+                if src != rank:
+                    if tile == start:
+                        signals.wait_arrival(peers, src)
+                        wait_rows(peers, src, 0, size * batch, chunk_rows)
+                base, stride_m, stride_k = shard_source(
+                    peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
+                )
+                rows = base + (ks.to(tl.int64) * stride_k)[None, :]
+                acc = shard_sum(
+                    acc,
+                    dy,
+                    n_mask,
+                    stride_dt,
+                    rows,
+                    k_mask,
+                    stride_m,
+                    size,
+                    offset,
+                    total,
+                    batch,
+                    BLOCK_K,
+                    EVEN_K,
+                )
+            at = out + ns.to(tl.int64)[:, None] * K + ks[None, :]
+            tl.store(at, narrow(acc, out.dtype.element_ty), mask=n_mask & k_mask)
+        if start == 0:
+            signals.wait_all_arrivals(peers)

@@ -1,0 +1,202 @@
+"""y = all_reduce(x @ w.T) + bias in one launch, for a small output in one shot, else in two.
+
+    x        [T, K_r]    this rank's columns of the full input
+    w        [N, K_r]
+    y        [T, N]      the same bits on every rank
+
+One shot: every partial tile goes to every rank, and every rank sums all tiles. One hop, W times the bytes.
+
+    send       tile 0 to all     tile 1 to all     ...
+    reduce                       waits for tile 0 of all ranks, sums
+
+Two shots: reduce-scatter over rows (split as torch.chunk does), then each owner pushes its sums to all.
+
+    send       rows of 2     rows of 3     rows of 0     rows of 1 (own)
+    reduce                                 own tiles: sums of all ranks, stored in y and at every peer
+    collect                                              copies what the owners pushed into y
+
+Stages ascend send, reduce, collect, and a program waits only for lower ones. Partials are summed in fp32 in rank
+order and rounded once, and in two shots by one rank for all; so all ranks hold the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signals
+from .matmul_reduce_scatter import part_of_tile, partial_tile, push_partials, reduced_tile, wait_chunk_of_all
+from .tiles import cdiv, grouped, narrow, shard, wide
+
+
+@triton.jit(do_not_specialize=["group", "send_programs"])
+def one_shot_kernel(
+    peers,
+    x,
+    stride_xm,
+    stride_xk,
+    w,
+    stride_wn,
+    stride_wk,
+    bias,  # [N] or None
+    y,  # contiguous
+    M,
+    N,
+    K,
+    group,
+    send_programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """A slot holds [W, M, N], the partials of all ranks; flag 1 + c is chunk c, `group` consecutive tiles."""
+    if signals.failed(peers):
+        return
+    pid = tl.program_id(0)
+    world: tl.constexpr = peers.world_size
+    rank = signals.rank_of(peers)
+    element: tl.constexpr = y.dtype.element_ty
+    num_rows = cdiv(M, BLOCK_M)
+    num_cols = cdiv(N, BLOCK_N)
+    tiles = num_rows * num_cols
+    chunks = cdiv(tiles, group)
+    if pid < send_programs:
+        if pid == 0:
+            signals.arrive(peers)
+        for chunk in range(pid, chunks, send_programs):
+            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
+                row, col = grouped(tile, num_rows, num_cols, GROUP)
+                rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+                value, cols, col_mask = partial_tile(
+                    x,
+                    rows,
+                    rows < M,
+                    stride_xm,
+                    stride_xk,
+                    w,
+                    stride_wn,
+                    stride_wk,
+                    col,
+                    N,
+                    K,
+                    BLOCK_N,
+                    BLOCK_K,
+                    EVEN_K,
+                )
+                at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+                mask = (rows < M)[:, None] & col_mask[None, :]
+                for step in range(1, world + 1):
+                    out = signals.slot(peers, (rank + step) % world).to(tl.pointer_type(element))
+                    tl.store(tl.multiple_of(out, 16) + wide(rank) * M * N + at, value, mask=mask)
+            for step in range(1, world + 1):
+                signals.publish(peers, (rank + step) % world, 1 + chunk)
+    else:
+        signals.wait_all_arrivals(peers)
+        base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
+        for chunk in range(pid - send_programs, chunks, tl.num_programs(0) - send_programs):
+            wait_chunk_of_all(peers, 1 + chunk)
+            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
+                row, col = grouped(tile, num_rows, num_cols, GROUP)
+                for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, M), PART_M):
+                    at, mask, cols = part_of_tile(first, col, M, N, PART_M, BLOCK_N)
+                    acc = reduced_tile(base, wide(M) * N, at, mask, bias, cols, N, world)
+                    tl.store(y + at, narrow(acc, element), mask=mask)
+
+
+@triton.jit(do_not_specialize=["group", "send_programs", "reduce_programs"])
+def two_shot_kernel(
+    peers,
+    sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
+    x,
+    stride_xm,
+    stride_xk,
+    w,
+    stride_wn,
+    stride_wk,
+    bias,  # [N] or None
+    y,  # contiguous
+    N,
+    K,
+    group,
+    send_programs,
+    reduce_programs,
+    result_at,  # bytes from the slot's begin to the sums; before it the partials
+    flags,  # chunk c's sums are announced by flag 1 + flags + c
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """A slot holds [W, R_r, N], partials of the own rows, and from result_at on [M, N], the sums of all owners."""
+    if signals.failed(peers):
+        return
+    pid = tl.program_id(0)
+    world: tl.constexpr = peers.world_size
+    rank = signals.rank_of(peers)
+    element: tl.constexpr = y.dtype.element_ty
+    num_cols = cdiv(N, BLOCK_N)
+    if pid < send_programs:
+        push_partials(
+            peers,
+            sizes,
+            1,
+            x,
+            stride_xm,
+            stride_xk,
+            w,
+            stride_wn,
+            stride_wk,
+            N,
+            K,
+            group,
+            send_programs,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GROUP,
+            EVEN_K,
+        )
+    elif pid < send_programs + reduce_programs:
+        size, offset = shard(sizes, rank, world)
+        num_rows = cdiv(size, BLOCK_M)
+        tiles = num_rows * num_cols
+        base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
+        signals.wait_all_arrivals(peers)
+        for chunk in range(pid - send_programs, cdiv(tiles, group), reduce_programs):
+            wait_chunk_of_all(peers, 1 + chunk)
+            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
+                row, col = grouped(tile, num_rows, num_cols, GROUP)
+                for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
+                    at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
+                    value = narrow(
+                        reduced_tile(base, wide(size) * N, at, mask, bias, cols, N, world), element
+                    )
+                    tl.store(y + wide(offset) * N + at, value, mask=mask)
+                    for step in range(1, world):
+                        out = signals.slot(peers, (rank + step) % world) + result_at
+                        out = tl.multiple_of(out, 16).to(tl.pointer_type(element)) + wide(offset) * N
+                        tl.store(out + at, value, mask=mask)
+            for step in range(1, world):
+                signals.publish(peers, (rank + step) % world, 1 + flags + chunk)
+    else:
+        start = pid - send_programs - reduce_programs
+        programs = tl.num_programs(0) - send_programs - reduce_programs
+        result = signals.slot(peers, rank) + result_at
+        result = tl.multiple_of(result, 16).to(tl.pointer_type(element))
+        for step in range(1, world):
+            owner = (rank - step + world) % world
+            size, offset = shard(sizes, owner, world)
+            num_rows = cdiv(size, BLOCK_M)
+            tiles = num_rows * num_cols
+            signals.wait_arrival(peers, owner)
+            for chunk in range(start, cdiv(tiles, group), programs):
+                signals.wait(peers, owner, 1 + flags + chunk)
+                for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
+                    row, col = grouped(tile, num_rows, num_cols, GROUP)
+                    for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
+                        at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
+                        at += wide(offset) * N
+                        tl.store(y + at, tl.load(result + at, mask=mask), mask=mask)

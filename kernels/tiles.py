@@ -1,0 +1,118 @@
+"""Tiles and rows: what every kernel here shares and no other rank has a part in.
+
+Note [bf16 under the interpreter]: the interpreter keeps bf16 as raw 16-bit integers. Copies are right; a sum or
+a product is not, and a cast from fp32 truncates. So bf16 is widened before arithmetic and rounded by hand.
+
+Note [Device functions under the interpreter]: it sets up the whole language anew for each call of a jit function,
+about a millisecond, but runs a plain one as it stands. So kernels are `triton.jit`, and what they call is
+`inline`: jit when compiled, plain when interpreted. Such a function must not count on a plain assignment making
+a tensor of a number. `tl.cdiv` and `tl.zeros` are jit functions of Triton's own: `cdiv` and `tl.full` are not.
+"""
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def inline(function: Callable) -> Callable:
+    """Decorate a device function that kernels call; see Note [Device functions under the interpreter]."""
+    return function if INTERPRETED.value else triton.jit(function)
+
+
+@inline
+def decoded(n):
+    """The integer that travelled as 2n + 3, see Note [Odd integers] in signals.py."""
+    return (n - 3) // 2
+
+
+@inline
+def widen(x):
+    """A tile as the arithmetic wants it: itself, or fp32 where bf16 is only bits."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return x.to(tl.float32)
+    return x
+
+
+@inline
+def narrow(x, dtype: tl.constexpr):
+    """fp32 to `dtype`, to the nearest, ties to even. NaN stays NaN: rounding its bits could carry it away."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet_nan = (bits >> 16) | 0x40
+        bits = tl.where(x != x, quiet_nan, rounded)
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@inline
+def wide(x):
+    """An int64 scalar, whether `x` is a runtime value or became a constant by specialisation."""
+    return tl.full((), 0, tl.int64) + x
+
+
+@inline
+def shard(sizes, rank, WORLD: tl.constexpr):
+    """Rows of `rank` and of all ranks before it, int32; `sizes` travel as Note [Odd integers] in signals.py says."""
+    size = tl.full((), 0, tl.int32)
+    offset = tl.full((), 0, tl.int32)
+    for q in tl.static_range(WORLD):
+        n = decoded(sizes[q])
+        size += tl.where(rank == q, n, 0)
+        offset += tl.where(rank > q, n, 0)
+    return size, offset
+
+
+@inline
+def global_rows(local, size, offset, total, batch):
+    """Row of the full tensor for each local row of a rank: its rows are [batch, size] of [batch, total]."""
+    if batch == 1:
+        rows = offset + local
+    else:
+        rows = (local // size) * total + offset + local % size
+    return rows.to(tl.int64)
+
+
+@inline
+def tile_rows(local, size, offset, total, batch, limit):
+    """As global_rows, with rows past the end of the shard sent to row 0 (they are masked anyway)."""
+    return global_rows(tl.where(local < limit, local, 0), size, offset, total, batch)
+
+
+@inline
+def cdiv(a, b):
+    """a / b rounded up."""
+    return (a + b - 1) // b
+
+
+@inline
+def grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
+    """(row, col) of a tile; GROUP rows are walked column by column, so that their operands stay in cache."""
+    width = GROUP * num_cols
+    first = tile // width * GROUP
+    height = tl.minimum(num_rows - first, GROUP)
+    inside = tile % width
+    return first + inside % height, inside // height
+
+
+@inline
+def next_start(start, count, stride):
+    """Where a program that walked range(start, count, stride) goes on in the next list of items."""
+    steps = (tl.maximum(count - start, 0) + stride - 1) // stride
+    return start + steps * stride - count
+
+
+@inline
+def copy_rows(
+    src, src_rows, src_stride, src_stride_k, dst, dst_rows, dst_stride, row_mask, K, BLOCK_K: tl.constexpr
+):
+    """Copy whole rows, K elements each, as bits; `dst` rows are contiguous."""
+    cols = tl.arange(0, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        mask = row_mask[:, None] & (k + cols < K)[None, :]
+        at = (k + cols)[None, :].to(tl.int64)
+        value = tl.load(src + src_rows[:, None] * src_stride + at * src_stride_k, mask=mask)
+        tl.store(dst + dst_rows[:, None] * dst_stride + at, value, mask=mask)

@@ -1,0 +1,104 @@
+"""Every fused kernel, interpreted by several processes, equals the single-device formula exactly.
+
+Inputs are -1, 0 and 1, and sums stay below 256: exact in bf16 too, so there is no tolerance to choose.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad"]
+SMALL = dict(block_m=16, block_n=16, block_k=16, group=2, send_programs=2, other_programs=3, chunk=2)
+
+
+@st.composite
+def configs(draw) -> dict | None:
+    if draw(st.booleans()):
+        return None
+    number = lambda high: draw(st.integers(1, high))  # noqa: E731
+    return {
+        **SMALL,
+        "group": number(3),
+        "send_programs": number(3),
+        "other_programs": number(3),
+        "chunk": number(20),
+    }
+
+
+@st.composite
+def calls(draw, world: int) -> dict:
+    size = st.one_of(st.just(0), st.integers(0, 24))
+    return dict(
+        op=draw(st.sampled_from(OPS)),
+        sizes=tuple(draw(st.lists(size, min_size=world, max_size=world))),
+        batch=draw(st.integers(1, 2)),
+        k=draw(st.integers(0, 40)),
+        widths=tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))),
+        biased=draw(st.sampled_from([(), (0,), (1,), (0, 2)])),
+        dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        layout=draw(st.sampled_from(["contiguous", "transposed", "strided"])),
+        keep=draw(st.booleans()),
+        in_one=draw(st.booleans()),
+        config=draw(configs()),
+        seed=draw(st.integers(0, 1 << 20)),
+        sig=draw(st.integers(-(2**31), 2**31 - 1)),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_equals_the_formula(worlds, data):
+    """Any shapes, dtypes, layouts and cuts; consecutive calls of mixed operations share one workspace."""
+    world = data.draw(st.integers(1, 4))
+    worlds.check(world, *data.draw(st.lists(calls(world), min_size=1, max_size=4)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
+    worlds.check(
+        2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL)
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_of_a_batch_interleave(worlds, op):
+    worlds.check(2, dict(op=op, batch=3, sizes=(7, 4), keep=True, config=SMALL))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_program_a_stage_is_enough(worlds, op):
+    one = dict(SMALL, send_programs=1, other_programs=1)
+    worlds.check(3, dict(op=op, sizes=(20, 0, 17), in_one=False, config=one))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fewer_flags_than_tiles(worlds, op):
+    """Then a flag covers several rows or tiles, done by one program."""
+    worlds.check(2, *[dict(op=op, sizes=(130, 70), widths=(70,), flags=8, in_one=i < 1) for i in range(2)])
+
+
+def test_a_hundred_mixed_calls_on_one_workspace(worlds):
+    """Shapes, dtypes and empty shards change from call to call, ranks come late by turns."""
+    mixed = []
+    for i in range(100):
+        sizes = tuple((7 * i + 5 * r) % 19 if (i + r) % 3 else 0 for r in range(3))
+        dtype = ["float32", "bfloat16", "float16"][i % 3]
+        mixed.append(
+            dict(
+                op=OPS[i % 4],
+                sizes=sizes,
+                k=8 + i % 20,
+                widths=(i % 23,),
+                dtype=dtype,
+                seed=i,
+                in_one=i % 8 < 4,
+            )
+        )
+    worlds.check(3, *mixed)
+
+
+def test_the_epoch_wraps(worlds):
+    worlds.make(2)
+    worlds.ask("run", 2, [dict(epoch=2**31 - 4)])
+    worlds.check(2, *[dict(op=OPS[i % 4], sizes=(9, 4)) for i in range(8)])

@@ -1,0 +1,280 @@
+"""The ranks of the kernel tests: processes that interpret the fused kernels over shared memory.
+
+Started by conftest.py with a socket a rank and a memory file a world size (of 1, 2, ... ranks). A rank makes a device
+view of plain tensors, runs the calls it is told and compares each with the single-device formula. After a call it
+poisons the slot it may still be sent to two calls later, and allocations come filled with NaN: what leaks, shows.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import mmap
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedtp.kernels import tiles
+from fusedtp.ops import launch
+
+SLOT = 1 << 19
+FLAGS = 4096
+
+
+new_empty = torch.Tensor.new_empty
+
+
+def poisoned(like: torch.Tensor, *shape: int, **on: object) -> torch.Tensor:
+    made = new_empty(like, *shape, **on)
+    return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
+class World:
+    """This rank's view of a world of `size` ranks whose memory is the file `fd`."""
+
+    def __init__(self, fd: int, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self.data_bytes, flag_bytes, sig_bytes = 2 * SLOT, size * FLAGS * 4, 2 * size * 4
+        stride = self.data_bytes + flag_bytes + (sig_bytes + 63) // 64 * 64
+        os.ftruncate(fd, stride * size)
+        self.memory = torch.frombuffer(mmap.mmap(fd, stride * size), dtype=torch.uint8)
+        base = [self.memory.data_ptr() + r * stride for r in range(size)]
+        self.data = self.memory[rank * stride :][: self.data_bytes]
+        table = torch.tensor(base, dtype=torch.int64)
+        self.view = SimpleNamespace(
+            data_ptrs=table,
+            flag_ptrs=table + self.data_bytes,
+            sig_ptrs=table + self.data_bytes + flag_bytes,
+            epoch=torch.zeros(1, dtype=torch.int32),
+            status=torch.zeros(8, dtype=torch.int64),
+            slot_bytes=SLOT,
+            flags_per_source=FLAGS,
+            timeout_s=60.0,
+            ranks_per_device=1,
+            meet=None,
+        )
+        self.view.failure = self.view.status
+        self.flags = self.memory[rank * stride + self.data_bytes :][:flag_bytes].view(torch.int32)
+        self.data.fill_(0xFF)  # NaN in every dtype
+
+    def poison(self) -> None:
+        slot = int(self.view.epoch) & 1
+        self.data[slot * SLOT : (slot + 1) * SLOT].fill_(0xFF)
+
+
+class Numbers:
+    """Small integers, the same stream on every rank."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+
+    def draw(self, *shape: int, layout: str = "contiguous") -> torch.Tensor:
+        full = torch.randint(-1, 2, shape, generator=self.generator).to(self.dtype)
+        if layout == "transposed" and len(shape) == 2:
+            return full.t().contiguous().t()
+        if layout == "strided" and len(shape) == 2:
+            wide = torch.full((shape[0], 2 * shape[1] + 1), float("nan"), dtype=self.dtype)
+            wide[:, : 2 * shape[1] : 2] = full
+            return wide[:, : 2 * shape[1] : 2]
+        return full
+
+
+def shard_rows(rank: int, sizes: tuple[int, ...], batch: int) -> torch.Tensor:
+    """Global rows of a rank, in its local order."""
+    total, before = sum(sizes), sum(sizes[:rank])
+    return torch.cat([b * total + before + torch.arange(sizes[rank]) for b in range(batch)])
+
+
+def equal(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    if got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want):
+        return []
+    return [f"{name}: got {tuple(got.shape)} {got.dtype} {got.flatten()[:8]}, want {want.flatten()[:8]}"]
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = x.double() @ w.double().t()
+    return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def same_everywhere(c: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(
+        rows=SimpleNamespace(sizes=c.sizes, batch=c.batch),
+        total=c.batch * sum(c.sizes),
+        numbers=Numbers(c.seed, getattr(torch, c.dtype)),
+        config=None if c.config is None else launch.Config(**c.config),
+    )
+
+
+def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
+    s = same_everywhere(c)
+    x = s.numbers.draw(s.total, c.k)
+    weights = [s.numbers.draw(n + r, c.k, layout=c.layout) for r in range(world.size) for n in c.widths]
+    weights = weights[world.rank * len(c.widths) :][: len(c.widths)]
+    biases = [s.numbers.draw(w.shape[0]) if i in c.biased else None for i, w in enumerate(weights)]
+    mine = x[shard_rows(world.rank, c.sizes, c.batch)]
+    if c.layout == "transposed":
+        mine = mine.t().contiguous().t()
+    ys, gathered = launch.all_gather_matmul(
+        world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config
+    )
+    wrong = [] if c.keep else equal("gathered", torch.tensor(gathered is None), torch.tensor(True))
+    if c.keep:
+        wrong += equal("gathered", gathered, x)
+    for i, (y, w, b) in enumerate(zip(ys, weights, biases, strict=True)):
+        wrong += equal(f"y{i}", y, linear(x, w, b))
+    return wrong
+
+
+def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
+    s = same_everywhere(c)
+    xs = [s.numbers.draw(s.total, c.k + r, layout=c.layout) for r in range(world.size)]
+    ws = [s.numbers.draw(c.widths[0], c.k + r, layout=c.layout) for r in range(world.size)]
+    bias = s.numbers.draw(c.widths[0]) if c.biased else None
+    y = launch.matmul_reduce_scatter(
+        world.view, world.rank, world.size, xs[world.rank], ws[world.rank], bias, s.rows, c.sig, s.config
+    )
+    want = linear(torch.cat(xs, 1), torch.cat(ws, 1), bias)
+    return equal("y", y, want[shard_rows(world.rank, c.sizes, c.batch)])
+
+
+def matmul_all_reduce(world: World, c: SimpleNamespace) -> list[str]:
+    s = same_everywhere(c)
+    xs = [s.numbers.draw(s.total, c.k + r, layout=c.layout) for r in range(world.size)]
+    ws = [s.numbers.draw(c.widths[0], c.k + r, layout=c.layout) for r in range(world.size)]
+    bias = s.numbers.draw(c.widths[0]) if c.biased else None
+    y = launch.matmul_all_reduce(
+        world.view,
+        world.rank,
+        world.size,
+        xs[world.rank],
+        ws[world.rank],
+        bias,
+        c.sig,
+        s.config,
+        in_one=c.in_one,
+    )
+    return equal("y", y, linear(torch.cat(xs, 1), torch.cat(ws, 1), bias))
+
+
+def all_gather_wgrad(world: World, c: SimpleNamespace) -> list[str]:
+    s = same_everywhere(c)
+    x = s.numbers.draw(s.total, c.k)
+    dys = [s.numbers.draw(s.total, n + r, layout=c.layout) for r in range(world.size) for n in c.widths]
+    dys = dys[world.rank * len(c.widths) :][: len(c.widths)]
+    mine = x[shard_rows(world.rank, c.sizes, c.batch)]
+    dws = launch.all_gather_wgrad(world.view, world.rank, world.size, mine, dys, s.rows, c.sig, s.config)
+    wrong = []
+    for i, (dw, dy) in enumerate(zip(dws, dys, strict=True)):
+        wrong += equal(f"dw{i}", dw, linear(dy.t(), x.t(), None))
+    return wrong
+
+
+@triton.jit
+def narrow_kernel(x, y, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(y + at, tiles.narrow(tl.load(x + at), y.dtype.element_ty))
+
+
+def narrow(world: World, c: SimpleNamespace) -> list[str]:
+    """Every upper half of an fp32 beside lower halves around the tie: as torch rounds, and NaN stays NaN."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    bits = (torch.arange(1 << 16, dtype=torch.int32) << 16)[None, :] | low[:, None]
+    x = bits.view(torch.float32).reshape(-1)
+    y = x.new_empty(x.shape, dtype=torch.bfloat16)
+    narrow_kernel[(low.numel(),)](x, y, N=1 << 16)
+    nan = x.isnan()
+    wrong = equal("NaN", y.isnan(), nan)
+    return wrong + equal("bits", y[~nan].view(torch.int16), x[~nan].to(torch.bfloat16).view(torch.int16))
+
+
+def matmul(world: World, c: SimpleNamespace) -> list[str]:
+    s = same_everywhere(c)
+    x, w = s.numbers.draw(c.sizes[0], c.k, layout=c.layout), s.numbers.draw(c.widths[0], c.k, layout=c.layout)
+    bias = s.numbers.draw(c.widths[0]) if c.biased else None
+    return equal("y", launch.matmul(x, w, bias, s.config), linear(x, w, bias))
+
+
+KERNELS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, all_gather_wgrad, matmul, narrow)
+OPS = {kernel.__name__: kernel for kernel in KERNELS}
+
+
+def run(world: World, case: dict) -> list[str]:
+    c = SimpleNamespace(**case)
+    delay = torch.randint(0, 20, (world.size,), generator=torch.Generator().manual_seed(c.seed + 1))
+    time.sleep(int(delay[world.rank]) * 1e-4)
+    world.view.flags_per_source = c.flags
+    wrong = OPS[c.op](world, c)
+    world.poison()
+    if int(world.view.status[0]) != 0:
+        wrong.append(f"status {world.view.status.tolist()}")
+    return [f"rank {world.rank}: {line}" for line in wrong]
+
+
+def fail(world: World, case: dict) -> dict:
+    """A call in which a peer is missing (`absent`) or believes to be in another one (`other`)."""
+    view, c = world.view, SimpleNamespace(**case)
+    view.timeout_s = 2.0
+    c.sig += world.rank == c.other
+    before = world.memory.clone()
+    began = time.monotonic()
+    if world.rank != c.absent:
+        OPS[c.op](world, c)
+    seconds, quiet = time.monotonic() - began, torch.equal(before, world.memory)
+    highest = int(
+        world.flags.view(world.size, FLAGS).any(0).nonzero().max()
+    )  # chunk that anybody published here
+    return dict(status=view.status.tolist(), seconds=seconds, quiet=quiet, highest_flag=highest)
+
+
+def serve(channel: Connection, rank: int, files: list[int]) -> None:
+    """Do what comes over the channel until it is closed."""
+    worlds = {}
+    while True:
+        try:
+            task, size, cases = channel.recv()
+        except EOFError:
+            return
+        try:
+            if task == "fail":
+                reply = fail(worlds[size], cases[0])
+            else:
+                if task == "make":
+                    worlds[size] = World(files[size - 1], size, rank)
+                    reply = []
+                elif "epoch" in cases[0]:
+                    worlds[size].view.epoch.fill_(cases[0]["epoch"])
+                    worlds[size].flags.fill_(cases[0]["epoch"])
+                    reply = []
+                else:
+                    reply = [line for case in cases for line in run(worlds[size], case)]
+        except Exception:
+            reply = [traceback.format_exc()]
+        channel.send(reply)
+
+
+def main() -> None:
+    """Import once, then fork a process for each rank."""
+    sockets, files = ([int(fd) for fd in argument.split(",")] for argument in sys.argv[1:])
+    torch.set_num_threads(1)
+    torch.Tensor.new_empty = poisoned
+    for rank, mine in enumerate(sockets):
+        if os.fork() == 0:
+            for other in sockets:
+                if other != mine:
+                    os.close(other)
+            serve(Connection(mine), rank, files)
+            os._exit(0)
+    for fd in sockets:
+        os.close(fd)
+    for _ in sockets:
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()
