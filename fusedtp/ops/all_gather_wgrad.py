@@ -1,0 +1,81 @@
+"""dw_i [N_i, K] = dy_i [T, N_i].T @ gather(x [T_r, K]): the weight gradients of a column-parallel layer.
+
+The reduction axis is gated shard by shard: the rows of a shard are added as soon as it is there.
+Siblings: `collective`, `chunked`, `triton`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Communicator, Signature
+
+from . import engines
+from .local import shards_as_they_come
+from .matmul import is_16_bit, matmul, wide, widens
+from .profile import record_function
+from .rows import Rows
+
+
+def collective(
+    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, signature: Signature
+) -> list[Tensor]:
+    """The process group's all_gather, then matmuls."""
+    with comm.agreed(signature):
+        counts = [rows.local(p) for p in range(comm.world_size)]
+        full = rows.gather(comm.all_gather(x, counts).split(counts))
+    return [matmul(dy.t(), full) for dy in dys]
+
+
+def chunked(
+    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, signature: Signature
+) -> list[Tensor]:
+    """Accumulates shard by shard where that rounds no more than one matmul does; else gathers the shards first."""
+    width = x.shape[1]
+    gathers = is_16_bit(x.dtype) and not widens(x)
+    full = x.new_empty(rows.total, width) if gathers else None
+    sums = x.dtype if not widens(x) else torch.float32
+    dws = [x.new_zeros(dy.shape[1], width, dtype=sums) for dy in dys]
+    most = max(rows.sizes) * rows.batch * width * x.element_size()
+    with comm.workspace.call(signature, most) as call:
+        for p, shard in shards_as_they_come(call, comm, x, rows):
+            with comm.span(f"matmul {p}"):
+                if full is not None:
+                    for block, part in rows.pairs(full, shard, p):
+                        block.copy_(part)
+                else:
+                    for dw, dy in zip(dws, dys, strict=True):
+                        for block, part in rows.pairs(dy, shard, p):
+                            dw.addmm_(wide(block).t(), wide(part))
+    return [dw.to(x.dtype) for dw in dws] if full is None else [matmul(dy.t(), full) for dy in dys]
+
+
+def triton(
+    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, signature: Signature
+) -> list[Tensor]:
+    """One launch: programs push x to all peers, the others accumulate over the shards that have come."""
+    from . import launch
+
+    with (
+        comm.workspace.call(signature, rows.total * x.shape[1] * x.element_size()) as call,
+        call.device_view() as view,
+    ):
+        dws = launch.all_gather_wgrad(view, comm.rank, comm.world_size, x, dys, rows, signature.hash32())
+    return dws
+
+
+def run(comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, engine: str) -> list[Tensor]:
+    """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K]. No autograd."""
+    engine = engines.choose(comm, engine, rows, x.dtype).engine
+    engines.count(comm, "all_gather_wgrad", engine)
+    with record_function(f"fusedtp.all_gather_wgrad.{engine}"):
+        if engine == "local":
+            return [matmul(dy.t(), x) for dy in dys]
+        signature = Signature(
+            "all_gather_wgrad", engine, x.dtype, x.shape[1], rows.sizes, rows.batch, len(dys)
+        )
+        sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
+        return sibling(comm, x, dys, rows, signature)

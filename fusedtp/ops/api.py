@@ -1,0 +1,219 @@
+"""The public operations: shapes checked here, then autograd.py (eager) or the custom op (compiled).
+
+`group` is a ProcessGroup, a 1-D DeviceMesh, a VirtualGroup or a group's name. `sizes` is every rank's row count, the
+same list on all ranks; without it a gather takes equal rows and a scatter splits as torch.chunk does. `dim=1` takes
+[B, S_r, K] for [T_r, K] and [B, S, N] for [T, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Group, Place, place
+
+from . import autograd, gradients
+from . import library as _library  # registers the custom ops
+from .gradients import Where
+from .rows import Rows, rows_of_full, rows_of_shard
+
+assert _library
+
+
+def all_gather_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: Group,
+    *,
+    biases: Sequence[Tensor | None] | None = None,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    engine: str = "auto",
+    keep_gathered: bool = False,
+) -> tuple[Tensor, ...]:
+    """Column-parallel linear layers on token shards, one gather for all of them.
+
+        x        [T_r, K]    this rank's rows
+        weights  [N_i, K]    this rank's rows of each full weight
+        biases   [N_i]       or None, one entry a weight
+        return   [T, N_i]    one a weight
+
+    forward  y_i = all_gather(x) @ w_i.T + b_i
+    dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T)
+    wgrad    dw_i = all_gather_wgrad(x, dy_i), or local on a gathered x that `keep_gathered` saves instead of the shard
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
+    """
+    at = place(group)
+    weights = list(weights)
+    biases = [None] * len(weights) if biases is None else list(biases)
+    if not weights or len(biases) != len(weights):
+        raise ValueError(
+            f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
+        )
+    rows = rows_of_shard(x, at, sizes, dim)
+    x, weights = _autocast(at, x), [_autocast(at, w) for w in weights]
+    biases = [None if b is None else _autocast(at, b) for b in biases]
+    for w, b in zip(weights, biases, strict=True):
+        _check_operands(at, x, w, b)
+    flat = x.flatten(0, -2)
+    needs_grad = _mask(x, *weights, *biases)
+    if torch.compiler.is_compiling() or not needs_grad:
+        ys = autograd.forward_columns(_where(at, rows, engine), flat, weights, biases, needs_grad)
+    else:
+        ys = autograd.column_linear(
+            _where(at, rows, engine), flat, weights, biases, needs_grad, keep_gathered
+        )
+    return tuple(_unflatten(y, rows.batch, rows.length, dim) for y in ys)
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    engine: str = "auto",
+) -> Tensor:
+    """A row-parallel linear layer whose output is sharded by tokens.
+
+        x       [T, K]    all rows, this rank's columns (K may differ between ranks)
+        weight  [N, K]    this rank's columns of the full weight
+        bias    [N]       the full bias; added once, not W times. Its gradient is this rank's rows' part
+        return  [T_r, N]  summed over ranks, in rank order, rounded once
+
+    forward  y = reduce_scatter(x @ w.T) + b
+    dgrad    dx = all_gather_matmul(dy, w.T)
+    wgrad    dw = dy_full.T @ x, local, on the dy that dgrad gathered
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Korthikanti et al. 2022, section 4.2.2.
+    """
+    at = place(group)
+    if x.dim() != 2 + dim or dim not in (0, 1):
+        raise ValueError(
+            f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
+        )
+    rows = rows_of_full(x.shape, at, sizes, dim)
+    x, weight, bias = _autocast(at, x), _autocast(at, weight), None if bias is None else _autocast(at, bias)
+    _check_operands(at, x, weight, bias)
+    flat = x.flatten(0, -2)
+    needs_grad = _mask(x, weight, bias)
+    if torch.compiler.is_compiling() or not needs_grad:
+        y = gradients.op("matmul_reduce_scatter")(
+            [flat], [weight], bias, at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad
+        )
+    else:
+        y = autograd.row_linear(_where(at, rows, engine), flat, weight, bias, needs_grad)
+    return _unflatten(y, rows.batch, rows.sizes[at.rank], dim)
+
+
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group: Group, *, bias: Tensor | None = None, engine: str = "auto"
+) -> Tensor:
+    """A row-parallel linear layer without sequence parallelism.
+
+        x       [..., K]  all rows, this rank's columns
+        weight  [N, K]    this rank's columns of the full weight
+        bias    [N]       the full bias, added once
+        return  [..., N]  the same bits on every rank
+
+    forward  y = all_reduce(x @ w.T) + b
+    dgrad    dx = dy @ w, local          wgrad  dw = dy.T @ x, local (dy is the same on all ranks)
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+    at = place(group)
+    x, weight, bias = _autocast(at, x), _autocast(at, weight), None if bias is None else _autocast(at, bias)
+    _check_operands(at, x, weight, bias)
+    flat = x.flatten(0, -2)
+    needs_grad = _mask(x, weight, bias)
+    if torch.compiler.is_compiling() or not needs_grad:
+        y = gradients.op("matmul_all_reduce")(flat, weight, bias, at.name, engine, needs_grad)
+    else:
+        y = autograd.reduced_linear(at.name, engine, flat, weight, bias, needs_grad)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def all_gather_wgrad(
+    x: Tensor,
+    dys: Sequence[Tensor],
+    group: Group,
+    *,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    engine: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Weight gradients of column-parallel layers, whose input was saved as a shard. Not differentiable.
+
+        x       [T_r, K]  this rank's rows
+        dys     [T, N_i]  gradients of the outputs
+        return  [N_i, K]  dw_i = dy_i.T @ all_gather(x)
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    """
+    at = place(group)
+    rows = rows_of_shard(x, at, sizes, dim)
+    flat = [dy.detach().flatten(0, -2) for dy in dys]
+    for dy in flat:
+        if dy.shape[0] != rows.total or dy.dtype != x.dtype:
+            raise ValueError(
+                f"rank {at.rank}: dy has {dy.shape[0]} rows of {dy.dtype}, x {rows.total} in all of {x.dtype}"
+            )
+    return tuple(
+        gradients.op("all_gather_wgrad")(
+            x.detach().flatten(0, -2), flat, at.name, rows.sizes, rows.batch, engine
+        )
+    )
+
+
+def _autocast(at: Place, t: Tensor) -> Tensor:
+    """What torch.autocast does to the operands of a linear layer."""
+    kind = at.device_type
+    if not torch.is_autocast_enabled(kind) or t.dtype == torch.float64 or not t.is_floating_point():
+        return t
+    return t.to(torch.get_autocast_dtype(kind))
+
+
+def _where(at: Place, rows: Rows, engine: str) -> Where:
+    return Where(at.name, at.rank, rows.sizes, rows.batch, engine)
+
+
+def _mask(*tensors: Tensor | None) -> int:
+    """Bit i: tensor i needs a gradient. Zero under no_grad."""
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+
+
+def _unflatten(y: Tensor, batch: int, length: int, dim: int) -> Tensor:
+    return y if dim == 0 else y.view(batch, length, y.shape[-1])
+
+
+def _check_operands(at: Place, x: Tensor, w: Tensor, b: Tensor | None) -> None:
+    where = f"rank {at.rank}: "
+    if w.dim() != 2 or x.dim() < 2:
+        raise ValueError(
+            f"{where}x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; a weight is [N, K]"
+        )
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{where}x has {x.shape[-1]} columns, the weight {tuple(w.shape)} takes {w.shape[1]}"
+        )
+    if b is not None and tuple(b.shape) != (w.shape[0],):
+        raise ValueError(
+            f"{where}the bias has shape {tuple(b.shape)}, the weight {tuple(w.shape)} wants [{w.shape[0]}]"
+        )
+    for name, t in (("weight", w), ("bias", b)):
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            raise ValueError(f"{where}x is {x.dtype} on {x.device}, the {name} {t.dtype} on {t.device}")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{where}x is {x.dtype}; the operations take floating-point tensors")
+    if x.device.type != at.device_type:
+        raise ValueError(f"{where}x is on {x.device}, the group {at.name!r} works on {at.device_type}")

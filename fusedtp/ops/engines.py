@@ -1,0 +1,99 @@
+"""Which engine runs an operation, and why.
+
+The choice depends only on what all ranks share: device, whether the group has a common workspace, sizes, dtype.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from fusedtp.comm import Communicator
+
+from .rows import Rows
+
+ENGINES = ("auto", "collective", "chunked", "triton")
+
+# Below this many rows a rank a GPU spends longer on flags than it hides; until a crossover table measured on the
+# machine says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
+DEFAULT_CROSSOVER_ROWS = 2048
+
+
+class Choice(NamedTuple):
+    engine: str
+    reason: str
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def choose(comm: Communicator, engine: str, rows: Rows, dtype: torch.dtype) -> Choice:
+    """The engine for one call. Raises ValueError for an engine that cannot run it; `auto` never raises."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    if comm.world_size == 1:
+        return Choice("local", "a group of one rank has nothing to communicate")
+    if not comm.has_workspace:
+        reason = f"no shared memory: {comm.fallback}"
+        if engine in ("chunked", "triton"):
+            warnings.warn(f"engine {engine!r} falls back to 'collective': {reason}", stacklevel=4)
+        return Choice("collective", reason)
+    if engine == "triton":
+        _check_triton(comm, dtype)
+    if engine != "auto":
+        return Choice(engine, "asked for")
+    if comm.device.type == "cpu":
+        return Choice("chunked", "CPU ranks read their peers' shards in place")
+    if not has_triton():
+        return Choice("chunked", "Triton is not installed")
+    if torch.version.cuda and torch.cuda.get_device_capability(comm.device) < (8, 0):
+        return Choice("chunked", "the Triton kernels need compute capability 8.0")
+    if dtype == torch.float64:
+        return Choice("chunked", "the Triton kernels have no fp64")
+    if rows.total < DEFAULT_CROSSOVER_ROWS:
+        return Choice(
+            "collective", f"{rows.total} rows, fewer than {DEFAULT_CROSSOVER_ROWS} (no crossover table)"
+        )
+    return Choice("triton", f"{rows.total} rows, at least {DEFAULT_CROSSOVER_ROWS} (no crossover table)")
+
+
+def _check_triton(comm: Communicator, dtype: torch.dtype) -> None:
+    if not has_triton():
+        raise ValueError("engine 'triton' needs the triton package")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"engine 'triton' takes fp32, fp16 and bf16, not {dtype}; use 'chunked' or 'collective'"
+        )
+    if comm.device.type == "cpu" and not interpreting():
+        raise ValueError(
+            "engine 'triton' on CPU tensors runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment "
+            "before Python starts, or use 'chunked'"
+        )
+    if comm.device.type == "cpu" and comm.world.shares_process:
+        raise ValueError(
+            "Triton's interpreter runs one rank a process: engine 'triton' needs the processes world on CPU"
+        )
+
+
+def count(comm: Communicator, operation: str, engine: str) -> None:
+    """Note one call, for `calls`."""
+    key = (operation, engine)
+    comm.engine_calls[key] = comm.engine_calls.get(key, 0) + 1
+
+
+def calls(comm: Communicator) -> dict[str, dict[str, int]]:
+    """operation -> {engine that really ran: number of calls} of this rank's group since it was made."""
+    out: dict[str, dict[str, int]] = {}
+    for (operation, engine), n in sorted(comm.engine_calls.items()):
+        out.setdefault(operation, {})[engine] = n
+    return out

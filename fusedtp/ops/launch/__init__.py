@@ -1,0 +1,30 @@
+"""Host side of the fused kernels: choose a configuration, allocate outputs, launch. Imports triton lazily.
+
+Called with a workspace's device view by the `triton` engine of each operation, between the workspace's begin and
+end. Outputs are ordinary tensors; nothing of the workspace is handed out.
+"""
+
+from .config import Config, Machine
+from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad
+from .plain import matmul
+from .run import require_triton
+from .scatter import (
+    matmul_all_reduce,
+    matmul_all_reduce_bytes,
+    matmul_reduce_scatter,
+    reduce_scatter_bytes,
+)
+
+__all__ = [
+    "Config",
+    "Machine",
+    "all_gather_bytes",
+    "all_gather_matmul",
+    "all_gather_wgrad",
+    "matmul",
+    "matmul_all_reduce",
+    "matmul_all_reduce_bytes",
+    "matmul_reduce_scatter",
+    "reduce_scatter_bytes",
+    "require_triton",
+]

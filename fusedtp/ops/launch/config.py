@@ -1,0 +1,95 @@
+"""How a fused kernel is cut up: tile sizes, warps, stages, and how many programs do what.
+
+A default table, no search at run time. What ranks must agree on, the extent of a chunk, depends only on numbers
+that all ranks share: rows of every rank, dtype, the columns that are scattered, and the kind of GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a launch may use: `programs` that run at once, shared memory of one, and which clock a kernel reads."""
+
+    clock: str  # "cuda", "hip", or "host": the interpreter
+    programs: int
+    shared_bytes: int
+    shared_gpu: bool = False  # several ranks on one GPU
+
+
+@dataclass(frozen=True)
+class Config:
+    """One launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 1
+    group: int = 8
+    send_programs: int = 1
+    other_programs: int = 2
+    chunk: int = 1
+
+
+HOST = Machine(clock="host", programs=3, shared_bytes=0)
+
+
+def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
+    """The machine behind `device`; of a GPU that several ranks share, this rank's part."""
+    if device.type != "cuda":
+        return HOST
+    props = torch.cuda.get_device_properties(device)
+    shared = getattr(props, "shared_memory_per_block_optin", 64 * 1024)
+    clock = "cuda" if torch.version.hip is None else "hip"
+    programs = max(1, props.multi_processor_count // ranks_per_device)
+    return Machine(clock, programs, shared, ranks_per_device > 1)
+
+
+def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int) -> Config:
+    """Tile sizes for an output of rows x cols; the large ones only where they fill the machine."""
+    if machine.clock == "host":  # a step costs the same up to 64
+        return Config(_block(rows, 16, 64), _block(cols, 16, 64), 64)
+    block_m = _block(rows, 16, 128)
+    if dtype == torch.float32:  # full-precision products run on the plain units
+        return Config(min(block_m, 64), 64, 32, num_stages=2 if machine.clock == "hip" else 3)
+    if machine.clock == "hip":
+        return Config(block_m, 128, 64, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    if block_m < 128:
+        return Config(block_m, 128, 64, num_stages=3 if machine.shared_bytes < 160 * 1024 else 4)
+    many = -(-rows // 128) * -(-cols // 256) >= machine.programs
+    if many and machine.shared_bytes >= 200 * 1024:  # where the matmul reads its operands from shared memory
+        return Config(128, 256, 64, num_warps=8, num_stages=3)
+    return Config(128, 128, 64, num_warps=8, num_stages=3 if machine.shared_bytes >= 100 * 1024 else 2)
+
+
+def gather_programs(machine: Machine) -> tuple[int, int]:
+    """(senders, others): about an eighth of a GPU stores as fast as its links carry."""
+    senders = max(1, min(16, machine.programs // 8))
+    return senders, max(1, machine.programs - senders)
+
+
+def reduce_programs(machine: Machine) -> tuple[int, int]:
+    """(senders, reducers). Reducers are numbered last and start when senders leave the machine.
+
+    On a GPU that ranks share, all programs of a rank fit its part, or a rank could find no room at all.
+    """
+    if machine.shared_gpu:
+        reducers = max(1, machine.programs // 8)
+        return max(1, machine.programs - reducers), reducers
+    return machine.programs, max(1, machine.programs // 2)
+
+
+def gather_chunk(rows_max: int, flags: int) -> int:
+    """Rows a flag covers: enough chunks that all senders work on one peer, few enough for its flags."""
+    return max(1, min(128, -(-rows_max // 16)), -(-rows_max // (flags - 1)))
+
+
+def _block(extent: int, low: int, high: int) -> int:
+    """The power of two in [low, high] that covers `extent`, or high."""
+    block = low
+    while block < min(extent, high):
+        block *= 2
+    return block

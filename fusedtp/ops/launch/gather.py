@@ -1,0 +1,173 @@
+"""Launchers of what starts with an all-gather."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import Config, Machine, gather_chunk, gather_programs, tiles
+from .run import Launch, check, machine_for, odd, peers_of
+
+
+def all_gather_bytes(rows: Any, k: int, dtype: torch.dtype) -> int:
+    """What all_gather_matmul and all_gather_wgrad need in a slot: the gathered tensor."""
+    return rows.batch * sum(rows.sizes) * k * dtype.itemsize
+
+
+def all_gather_matmul(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Any,
+    sig: int,
+    keep_gathered: bool,
+    config: Config | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """y_i = all_gather(x) @ w_i.T + bias_i, see kernels/all_gather_matmul.py.
+
+    x        [R_r, K]   any strides
+    w_i      [N_i, K]   any strides
+    bias_i   [N_i] or None
+    return   [T, N_i] each, and the gathered x [T, K] in global row order or None
+    """
+    check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, [*weights, *biases])
+    launch, outputs, gathered = plan_matmul(
+        view, rank, world_size, x, weights, biases, rows, sig, keep_gathered, config, machine_for(view, x)
+    )
+    launch.run(view, x.device)
+    return outputs, gathered
+
+
+def plan_matmul(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Any,
+    sig: int,
+    keep_gathered: bool,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, list[Tensor], Tensor | None]:
+    """The launch of all_gather_matmul, not yet run, and its outputs."""
+    from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
+
+    k = x.shape[1]
+    total = rows.batch * sum(rows.sizes)
+    cols = sum(w.shape[0] for w in weights)
+    config = config or with_senders(tiles(machine, x.dtype, total, cols), machine, rows, view)
+    outputs = [x.new_empty(total, w.shape[0]) for w in weights]
+    gathered = x.new_empty(total, k) if keep_gathered else None
+    args = dict(
+        **gather_args(view, rank, world_size, x, rows, sig, config, machine),
+        weights=tuple(weights),
+        widths=tuple(w.shape[0] for w in weights),
+        strides_wn=tuple(w.stride(0) for w in weights),
+        strides_wk=tuple(w.stride(1) for w in weights),
+        biases=tuple(None if b is None else b.contiguous() for b in biases),
+        outputs=tuple(outputs),
+        gathered=gathered,
+        NUM_WEIGHTS=len(weights),
+        EVEN_K=k % config.block_k == 0,
+    )
+    programs = config.send_programs + config.other_programs
+    return Launch(all_gather_matmul_kernel, programs, args, config), outputs, gathered
+
+
+def with_senders(shape: Config, machine: Machine, rows: Any, view: Any) -> Config:
+    """Tile sizes plus how many programs send, in chunks of how many rows."""
+    senders, others = gather_programs(machine)
+    chunk = gather_chunk(rows.batch * max(rows.sizes), view.flags_per_source)
+    return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
+
+
+def _copy_blocks(machine: Machine, x: Tensor) -> dict[str, int]:
+    """A sender's block: whole cache lines of a few rows, and no more than registers hold."""
+    if machine.clock == "host":
+        return dict(COPY_M=64, COPY_K=256)
+    return dict(COPY_M=8, COPY_K=2048 // x.element_size())
+
+
+def all_gather_wgrad(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    dys: Sequence[Tensor],
+    rows: Any,
+    sig: int,
+    config: Config | None = None,
+) -> list[Tensor]:
+    """dw_i = dy_i.T @ all_gather(x), see kernels/all_gather_wgrad.py.
+
+    x        [R_r, K]   any strides
+    dy_i     [T, N_i]   rows in global order, any strides
+    return   [N_i, K] each
+    """
+    check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, dys)
+    launch, outputs = plan_wgrad(view, rank, world_size, x, dys, rows, sig, config, machine_for(view, x))
+    launch.run(view, x.device)
+    return outputs
+
+
+def plan_wgrad(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    dys: Sequence[Tensor],
+    rows: Any,
+    sig: int,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, list[Tensor]]:
+    """The launch of all_gather_wgrad, not yet run, and its outputs."""
+    from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
+
+    k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
+    config = config or with_senders(tiles(machine, x.dtype, out_rows, k), machine, rows, view)
+    outputs = [x.new_empty(dy.shape[1], k) for dy in dys]
+    args = dict(
+        **gather_args(view, rank, world_size, x, rows, sig, config, machine),
+        grads=tuple(dys),
+        widths=tuple(dy.shape[1] for dy in dys),
+        strides_dn=tuple(dy.stride(1) for dy in dys),
+        strides_dt=tuple(dy.stride(0) for dy in dys),
+        nothing=(None,) * len(dys),
+        outputs=tuple(outputs),
+        NUM_WEIGHTS=len(dys),
+        EVEN_K=all(size % config.block_k == 0 for size in rows.sizes),
+    )
+    return Launch(
+        all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config
+    ), outputs
+
+
+def gather_args(
+    view: Any, rank: int, world_size: int, x: Tensor, rows: Any, sig: int, config: Config, machine: Machine
+) -> dict[str, Any]:
+    """The arguments that both kernels share."""
+    return dict(
+        peers=peers_of(view, rank, world_size, sig, machine),
+        sizes=tuple(odd(size) for size in rows.sizes),
+        batch=rows.batch,
+        x=x,
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        K=x.shape[1],
+        chunk_rows=config.chunk,
+        send_programs=config.send_programs,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        **_copy_blocks(machine, x),
+        GROUP=config.group,
+        ALIGNED=x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0,
+    )

@@ -1,0 +1,121 @@
+"""From checked tensors and a workspace's device view to a launch.
+
+Everything that imports triton is imported inside a function: `import fusedtp` works without it.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import Config, Machine, machine_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments; `run` starts it on the current stream."""
+
+    kernel: Any
+    programs: int
+    args: dict[str, Any]
+    config: Config
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+
+    def run(self, view: Any, device: torch.device) -> None:
+        """Begin a call of the group and start.
+
+        Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any
+        of them starts it: loading can wait for the device, and the device for a rank that is still loading.
+        """
+        from fusedtp.kernels.signals import bump_epoch
+
+        meet = view.meet
+        with _on(device):
+            if meet is not None and not torch.cuda.is_current_stream_capturing():
+                bump_epoch.warmup(view.epoch, grid=(1,))._init_handles()
+                self.kernel.warmup(**self.args, **self.options, grid=(self.programs,))._init_handles()
+                meet()
+            bump_epoch[(1,)](view.epoch)
+        self.start(device)
+
+    def start(self, device: torch.device) -> None:
+        with _on(device):
+            self.kernel[(self.programs,)](**self.args, **self.options)
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def odd(n: int) -> int:
+    """An integer on which the compiler does not specialise, see Note [Odd integers] in kernels/signals.py."""
+    return 2 * n + 3
+
+
+def peers_of(view: Any, rank: int, world_size: int, sig: int, machine: Machine) -> Any:
+    """The view as the one argument that a kernel takes."""
+    import triton.language as tl
+
+    from fusedtp.kernels.signals import Peers
+
+    return Peers(
+        data=view.data_ptrs,
+        flags=view.flag_ptrs,
+        signatures=view.sig_ptrs,
+        epoch=view.epoch,
+        failure=view.failure,
+        status=view.status,
+        world_size=tl.constexpr(world_size),
+        clock=tl.constexpr(machine.clock),
+        slot_bytes=view.slot_bytes,
+        flags_per_source=view.flags_per_source,
+        timeout_ns=int(view.timeout_s * 1e9),
+        rank2=odd(rank),
+        low2=odd(sig & 0xFFFF),
+        high2=odd((sig >> 16) & 0xFFFF),
+    )
+
+
+def machine_for(view: Any, x: Tensor) -> Machine:
+    return machine_of(x.device, view.ranks_per_device)
+
+
+def check(view: Any, nbytes: int, x: Tensor, others: Sequence[Tensor | None]) -> None:
+    """What a user can get wrong raises; what the caller promised is asserted."""
+    check_tensors(x, others)
+    assert view.slot_bytes % 16 == 0 and nbytes <= view.slot_bytes, (nbytes, view.slot_bytes)
+
+
+def check_tensors(x: Tensor, others: Sequence[Tensor | None]) -> None:
+    """Raises where these tensors cannot be computed with here."""
+    require_triton(x.device)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"engine='triton' computes in {', '.join(map(str, DTYPES))}, not in {x.dtype}")
+    for other in others:
+        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+            raise ValueError(
+                f"got {other.dtype} on {other.device} beside {x.dtype} on {x.device}: one is wanted"
+            )
+
+
+def require_triton(device: torch.device) -> None:
+    """Raise RuntimeError that says what to do where the kernels cannot run on `device`."""
+    try:
+        from fusedtp.kernels.tiles import INTERPRETED
+    except ImportError as error:
+        raise RuntimeError(
+            "engine='triton' needs the triton package, which cannot be imported here"
+        ) from error
+    if device.type == "cpu" and not INTERPRETED.value:
+        raise RuntimeError(
+            "engine='triton' runs on CPU tensors only under Triton's interpreter: set TRITON_INTERPRET=1 before "
+            "triton is imported (kernels are decorated then), for example in the shell that starts python"
+        )

@@ -1,0 +1,71 @@
+"""Local matmuls as every engine calls them.
+
+Note [16-bit matmuls on CPU]
+On a CPU without 16-bit instructions (x86 below AVX-512, as oneDNN counts) torch 2.13 multiplies 16-bit matrices with
+a plain loop: 1 to 24 GF/s on a core that does 92 in fp32, the worst where an operand is transposed. Widening costs
+about a hundredth of the matmul, so there operands are widened, a block of rows at a time, multiplied in fp32, and
+the result is rounded once. It is never less accurate than the loop, which also accumulates in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_ROWS = 512  # widened at a time
+
+
+def is_16_bit(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def _is_native(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies this 16-bit type fast."""
+    ops = torch.ops.mkldnn
+    return bool(
+        ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+    )
+
+
+def widens(x: Tensor) -> bool:
+    """Whether matmuls of x run in fp32."""
+    return x.device.type == "cpu" and is_16_bit(x.dtype) and not _is_native(x.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x as matmuls of it want it: do it once for an operand of several."""
+    return x.float() if widens(x) else x
+
+
+def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: Tensor | None = None) -> None:
+    """out [M, N] = sum_j xs[j] [M, K_j] @ ys[j] [K_j, N] + bias, in place. `ys` may be widened already."""
+    if not widens(out):
+        if bias is None:
+            torch.mm(xs[0], ys[0], out=out)
+        else:
+            torch.addmm(bias, xs[0], ys[0], out=out)
+        for x, y in zip(xs[1:], ys[1:], strict=True):
+            out.addmm_(x, y)
+        return
+    ys = [y.float() for y in ys]
+    for begin in range(0, out.shape[0], _ROWS):
+        block = slice(begin, begin + _ROWS)
+        total = torch.mm(xs[0][block].float(), ys[0])
+        for x, y in zip(xs[1:], ys[1:], strict=True):
+            total.addmm_(x[block].float(), y)
+        if bias is not None:
+            total.add_(bias)
+        out[block] = total
+
+
+def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K], y [K, N] -> a new [M, N], rounded once."""
+    if not widens(x):
+        return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
+    out = x.new_empty(x.shape[0], y.shape[1])
+    matmul_into(out, [x], [y], bias)
+    return out

@@ -1,0 +1,120 @@
+"""Which rows of a gathered tensor belong to which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Place
+
+
+def split(n: int, world_size: int) -> tuple[int, ...]:
+    """n rows over ranks as torch.chunk (and DTensor's Shard) does: ceil(n / W) each, the last ones fewer or none."""
+    each = -(-n // world_size)
+    return tuple(max(0, min(each, n - r * each)) for r in range(world_size))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The row map of a sharded token dimension.
+
+    dim=0   local [T_r, K],     global [T, K]      batch 1
+    dim=1   local [B, S_r, K],  global [B, S, K]   batch B
+
+    With S = sum(sizes) and off_p = sum(sizes[:p]), rank p's local row i (batch-major) is global row
+    (i // S_p) * S + off_p + i % S_p.
+    """
+
+    sizes: tuple[int, ...]
+    batch: int = 1
+
+    @property
+    def length(self) -> int:
+        """S: rows of all ranks, per batch entry."""
+        return sum(self.sizes)
+
+    @property
+    def total(self) -> int:
+        return self.batch * self.length
+
+    def offset(self, p: int) -> int:
+        return sum(self.sizes[:p])
+
+    def local(self, p: int) -> int:
+        """Rows that rank p holds."""
+        return self.batch * self.sizes[p]
+
+    def blocks(self, full: Tensor, p: int) -> Iterator[Tensor]:
+        """Rank p's rows of a global [total, N] as views of contiguous rows, one a batch entry."""
+        for b in range(self.batch):
+            begin = b * self.length + self.offset(p)
+            yield full[begin : begin + self.sizes[p]]
+
+    def pairs(self, full: Tensor, local: Tensor, p: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(view of the global rows, view of the local rows) of rank p, one pair a batch entry."""
+        n = self.sizes[p]
+        for b, block in enumerate(self.blocks(full, p)):
+            yield block, local[b * n : (b + 1) * n]
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """Every rank's local [local(p), N] -> global [total, N]."""
+        if self.batch == 1:
+            return torch.cat(list(parts))
+        n = parts[0].shape[-1]
+        shaped = [t.reshape(self.batch, s, n) for t, s in zip(parts, self.sizes, strict=True)]
+        return torch.cat(shaped, dim=1).reshape(self.total, n)
+
+    def ordered_by_rank(self, full: Tensor) -> Tensor:
+        """Global [total, N] -> the ranks' local rows one after another, [total, N]; `full` itself if batch is 1."""
+        if self.batch == 1:
+            return full
+        shaped = full.reshape(self.batch, self.length, full.shape[-1])
+        parts = [t.flatten(0, 1) for t in shaped.split(list(self.sizes), dim=1)]
+        return torch.cat(parts)
+
+
+def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
+    """The row map when `x` is this rank's shard. Without `sizes` all ranks hold as many rows as this one."""
+    _check_dim(x, dim)
+    batch = x.shape[0] if dim == 1 else 1
+    if sizes is None:
+        return Rows((x.shape[dim],) * at.world_size, batch)
+    rows = Rows(tuple(int(n) for n in sizes), batch)
+    _check_sizes(rows.sizes, at)
+    if rows.sizes[at.rank] != x.shape[dim]:
+        raise ValueError(
+            f"rank {at.rank}: sizes[{at.rank}] is {rows.sizes[at.rank]} but its shard has {x.shape[dim]} rows "
+            f"(shape {tuple(x.shape)}, dim {dim})"
+        )
+    return rows
+
+
+def rows_of_full(shape: Sequence[int], at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
+    """The row map when a tensor of this shape holds all rows. Without `sizes` they are split as torch.chunk does."""
+    batch = shape[0] if dim == 1 else 1
+    if sizes is None:
+        return Rows(split(shape[dim], at.world_size), batch)
+    rows = Rows(tuple(int(n) for n in sizes), batch)
+    _check_sizes(rows.sizes, at)
+    if rows.length != shape[dim]:
+        raise ValueError(
+            f"sizes {list(rows.sizes)} sum to {rows.length} but dimension {dim} of {tuple(shape)} differs"
+        )
+    return rows
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if dim not in (0, 1):
+        raise ValueError(f"dim is {dim}; tokens are sharded along dim 0 of [T, K] or dim 1 of [B, S, K]")
+    if x.dim() != 2 + dim:
+        raise ValueError(
+            f"with dim={dim} the tensor must have {2 + dim} dimensions, not shape {tuple(x.shape)}"
+        )
+
+
+def _check_sizes(sizes: tuple[int, ...], at: Place) -> None:
+    if len(sizes) != at.world_size or min(sizes) < 0:
+        raise ValueError(f"sizes must be {at.world_size} row counts, one a rank, not {list(sizes)}")

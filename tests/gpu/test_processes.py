@@ -1,0 +1,56 @@
+"""Several processes on one GPU through torch's symmetric memory: right, though not fast (they take turns)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import fusedtp
+from tests.properties.cases import Case
+from tests.properties.laws import compare
+
+WORLD_SIZE = 2
+
+
+def _cases() -> list[Case]:
+    shape = {
+        "sizes": (70, 33),
+        "features": 150,
+        "local": ((90, 40), (90, 40)),
+        "batch": None,
+        "tell_sizes": True,
+    }
+    common = {"unused": (), "needs": frozenset("xwb"), "layouts": {}, "seed": 3, "biased": (True, False)}
+    gathers = [
+        Case(operation="all_gather_matmul", engine=engine, dtype=dtype, **shape, **common)
+        for engine in ("triton", "chunked")
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    shape["local"], common["biased"] = ((90,), (90,)), (True,)
+    return gathers + [
+        Case(operation="matmul_reduce_scatter", engine=engine, dtype=torch.float32, **shape, **common)
+        for engine in ("triton", "chunked")
+    ]
+
+
+def _rank(rank: int, store: str) -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(0)
+    backend = "cpu:gloo,cuda:gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    try:
+        fusedtp.set_timeout(dist.group.WORLD, 60.0)
+        for case in _cases():
+            compare(case, dist.group.WORLD, "cuda")
+        torch.cuda.synchronize()
+        fusedtp.check(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_on_one_gpu_equal_the_formula(tmp_path: Path):
+    mp.start_processes(_rank, args=(str(tmp_path / "store"),), nprocs=WORLD_SIZE, start_method="spawn")

@@ -1,0 +1,94 @@
+"""A rank that dies or raises in the middle of an operation: peers raise at once, exit, and leave nothing behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedtp
+from fusedtp.comm import Call
+from tests.comm.test_failures import shared_memory_files
+from tests.engines import ENGINES
+from tests.harness import PerRank, World, world
+
+
+def layer(group, engine: str) -> torch.Tensor:
+    x, w = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    (h,) = fusedtp.all_gather_matmul(x, [w], group, engine=engine)
+    y = fusedtp.matmul_reduce_scatter(h, w.t(), group, engine=engine)
+    y.sum().backward()
+    return y.detach()
+
+
+def used_memory(group, engine: str) -> set[str]:
+    layer(group, engine)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:fusedtp" in line}
+
+
+def fail_at_signal(group, engine: str, number: int, act) -> None:
+    """The layer's forward and backward; this rank acts in place of its `number`-th signal to a peer."""
+    fusedtp.set_timeout(group, 5 if engine == "triton" else 600)
+    post, left = Call._post, [number]
+
+    def counted(call, p, words) -> None:
+        left[0] -= 1
+        if left[0] == 0 and act is not None:
+            act()
+        post(call, p, words)
+
+    Call._post = counted
+    try:
+        layer(group, engine)
+    finally:
+        Call._post = post
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fault() -> None:
+    raise KeyError("a fault of one rank")
+
+
+@pytest.mark.parametrize("number", [1, 2, 6])  # before the first signal, between two, in backward
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine, number):
+    with World(3) as own:
+        used = set.union(*own.run(used_memory, engine))
+        pids = own.pids
+        outcomes = own.outcomes(fail_at_signal, engine, number, PerRank([None, die, None]), grace=20)
+    assert outcomes[1].is_a("WorkerDied")
+    for peer in (outcomes[0], outcomes[2]):
+        # gloo says it in its own words; a kernel's wait is bounded by the clock alone
+        kind = {"collective": "RuntimeError", "chunked": "PeerDied", "triton": "SignalTimeout"}[engine]
+        assert peer.is_a(kind) and peer.seconds < 30, peer
+        assert engine != "chunked" or "rank 1" in peer.message, peer
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert used and not used & shared_memory_files()
+
+
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [("chunked", 1), ("chunked", 2), ("chunked", 6), ("collective", 1), ("collective", 5), ("triton", 1)],
+)
+def test_a_rank_that_raises_in_an_operation_is_named_by_its_peers(engine, number):
+    outcomes = world(3).outcomes(fail_at_signal, engine, number, PerRank([None, fault, None]))
+    assert outcomes[1].is_a("KeyError"), outcomes[1]
+    for peer in (outcomes[0], outcomes[2]):
+        assert peer.is_a("PeerFailed") and "rank 1" in peer.message and peer.seconds < 30, peer
+
+
+def wait_in_vain(group, engine: str) -> torch.Tensor | None:
+    fusedtp.set_timeout(group, 1)
+    return None if group.rank() == 1 else layer(group, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_that_never_comes_is_named_after_the_timeout(engine):
+    outcomes = world(3).outcomes(wait_in_vain, engine, fresh=True)
+    for peer in (outcomes[0], outcomes[2]):
+        assert peer.is_a("SignalTimeout") and "rank 1" in peer.message and 0.9 < peer.seconds < 30, peer

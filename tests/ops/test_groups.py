@@ -1,0 +1,56 @@
+"""Operations on the dimensions of a mesh, by object and by name, two groups in turn; and the memory a group takes."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fusedtp
+from fusedtp.comm import communicator
+from tests.engines import ENGINES, TRITON
+from tests.harness import world
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).float()
+
+
+def on_both_dimensions(group, engine: str) -> None:
+    """A 2 x 2 mesh: in its columns this rank is another one than in its rows, and in neither the global one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    row, column = divmod(group.rank(), 2)
+    w = numbers(5, 4, seed=99)
+    for _ in range(3):
+        for name, peers in (("tp", (2 * row, 2 * row + 1)), ("dp", (column, column + 2))):
+            xs = [numbers(3, 4, seed=p) for p in peers]
+            own = xs[peers.index(group.rank())]
+            (y,) = fusedtp.all_gather_matmul(own, [w], mesh[name], engine=engine)
+            assert torch.equal(y, torch.cat(xs) @ w.T), name
+            (again,) = fusedtp.all_gather_matmul(own, [w], communicator(mesh[name]).name, engine=engine)
+            assert torch.equal(again, y), f"{name} by name"
+            z = fusedtp.matmul_all_reduce(own, w, mesh.get_group(name), engine=engine)
+            assert torch.equal(z, sum(xs) @ w.T), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mesh_dimensions_are_groups_of_their_own(engine):
+    world(4).run(on_both_dimensions, engine, fresh=True)
+
+
+def memory_of_layers(group, engine: str, rows: int, k: int, n: int) -> int:
+    x = torch.ones(rows, k, requires_grad=True)
+    up, down = torch.ones(n, k, requires_grad=True), torch.ones(k, n, requires_grad=True)
+    for _ in range(3):
+        (h,) = fusedtp.all_gather_matmul(x, [up], group, engine=engine)
+        fusedtp.matmul_reduce_scatter(h, down, group, engine=engine).sum().backward()
+    return communicator(group).workspace.data.nbytes
+
+
+@pytest.mark.parametrize("engine", ["chunked", TRITON])
+def test_a_group_takes_two_slots_of_its_largest_gathered_or_scattered_tensor(engine):
+    """Forward gathers x [T, K] and scatters y [T, K]; backward gathers dy [T, K], x again, and scatters dx [T, K]."""
+    rows, k, n, page = 24, 40, 100, 4096
+    for size in (2, 3):
+        for nbytes in world(size).run(memory_of_layers, engine, rows, k, n, fresh=True):
+            assert nbytes <= 2 * (size * rows * k * 4 + page)

@@ -1,0 +1,121 @@
+"""The custom ops pass torch's own checks, and compiled layers equal eager ones, gradients included."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedtp
+from fusedtp.comm import communicator
+from tests.engines import ENGINES
+from tests.harness import world
+
+SIZES = (2, 0, 3)
+
+
+def numbers(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).float().requires_grad_(grad)
+
+
+def arguments(name: str, engine: str, group) -> tuple:
+    """Of the custom op `name` on this rank; x has ragged rows, 4 features, and two weights where it may."""
+    r, place = group.rank(), (group.group_name, group.rank(), list(SIZES), 1)
+    shard, full = numbers(SIZES[r], 4, seed=r), numbers(sum(SIZES), 4, seed=r)
+    weights, bias = [numbers(5, 4, seed=10 + r), numbers(2, 4, seed=20 + r)], numbers(5, seed=30)
+    return {
+        "all_gather_matmul": (shard, weights, [bias], 1, *place, engine, 7, False),
+        "matmul_reduce_scatter": ([full], weights[:1], bias, *place, engine, 7),
+        "matmul_all_reduce": (full, weights[0], bias, group.group_name, engine, 7),
+        "all_gather_wgrad": (
+            shard.detach(), [numbers(5, 3, grad=False), numbers(5, 1, grad=False)],
+            group.group_name, list(SIZES), 1, engine,
+        ),
+        "all_gather_rows": (shard, *place),
+        "reduce_scatter_rows": (full, *place),
+        "all_reduce_rows": (full, group.group_name),
+    }[name]  # fmt: skip
+
+
+OPS = [
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
+    "all_gather_rows", "reduce_scatter_rows", "all_reduce_rows",
+]  # fmt: skip
+
+
+def check_op(group, name: str, engine: str) -> None:
+    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, arguments(name, engine, group))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name, engine):
+    world(3).run(check_op, name, engine)
+
+
+def every_op_is_listed(group) -> set[str]:
+    return {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if "fusedtp" in name
+    }
+
+
+def test_no_op_is_left_out():
+    assert world(1).run(every_op_is_listed) == [set(OPS)]
+
+
+def layers(group, engine: str, dim: int):
+    def mlp(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        u, g = fusedtp.all_gather_matmul(x, [up, gate], group, biases=[b, None], dim=dim, engine=engine)
+        h = fusedtp.matmul_reduce_scatter(u * g.relu(), down, group, dim=dim, engine=engine)
+        return h + fusedtp.matmul_all_reduce(out, down[:, :2], group, engine=engine).sum()
+
+    return mlp
+
+
+def compiled_against_eager(group, engine: str, dim: int, by_name: bool = False) -> None:
+    r = group.rank()
+    fusedtp.reserve(group, 1 << 16)
+    x = numbers(3, 4, seed=r) if dim == 0 else numbers(2, 3, 4, seed=r)
+    given = [x, numbers(5, 4, seed=r), numbers(5, 4, seed=9 + r), numbers(4, 5, seed=19 + r), numbers(5, seed=r),
+             numbers(3, 2, seed=29 + r)]  # fmt: skip
+    found = []
+    group = communicator(group).name if by_name else group
+    torch._dynamo.reset()
+    for function in (layers(group, engine, dim), _compile(layers(group, engine, dim))):
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        y = function(*leaves)
+        y.backward(torch.arange(y.numel()).view(y.shape).float())
+        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for i, (eager, compiled) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(eager, compiled), f"tensor {i} differs"
+
+
+def _compile(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+def test_one_compiled_graph_equals_eager(engine, dim):
+    world(2).run(compiled_against_eager, engine, dim, True, timeout=120)
+
+
+def test_a_compiled_function_takes_the_group_itself():
+    world(2).run(compiled_against_eager, "auto", 0, timeout=120)
+
+
+def compiled_of_changing_shape(group) -> None:
+    torch._dynamo.reset()
+    fusedtp.reserve(group, 1 << 16)
+    layer = layers(communicator(group).name, "chunked", 0)
+    function = _compile(layer)
+    weights = [numbers(5, 4), numbers(5, 4, seed=1), numbers(4, 5, seed=2), numbers(5), numbers(3, 2)]
+    for rows in (3, 4, 6, 3):
+        x = numbers(rows, 4, seed=group.rank())
+        assert torch.equal(function(x, *weights), layer(x, *weights)), f"{rows} rows"
+
+
+def test_a_compiled_graph_takes_other_numbers_of_rows():
+    world(2).run(compiled_of_changing_shape, timeout=120)
