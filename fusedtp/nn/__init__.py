@@ -1,0 +1,35 @@
+"""Transformer blocks as ordinary modules; `fusedtp.parallelize` makes them parallel in place."""
+
+from .attention import Attention
+from .block import TransformerBlock
+from .config import ModelConfig
+from .dropout import HiddenDropout
+from .embedding import VocabParallelEmbedding
+from .generate import generate
+from .init import init_
+from .layout import TokenLayout
+from .linear import Linear, project
+from .loss import vocab_parallel_cross_entropy
+from .mlp import MLP
+from .model import CausalLM, CausalLMOutput
+from .norm import RMSNorm
+from .rope import RopeScaling
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "CausalLM",
+    "CausalLMOutput",
+    "HiddenDropout",
+    "Linear",
+    "ModelConfig",
+    "RMSNorm",
+    "RopeScaling",
+    "TokenLayout",
+    "TransformerBlock",
+    "VocabParallelEmbedding",
+    "generate",
+    "init_",
+    "project",
+    "vocab_parallel_cross_entropy",
+]

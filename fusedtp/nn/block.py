@@ -1,0 +1,51 @@
+"""One pre-norm Transformer layer, as in Llama."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Attention
+from .config import ModelConfig
+from .dropout import AFTER_ATTENTION, AFTER_MLP, HiddenDropout
+from .layout import TokenLayout
+from .mlp import MLP
+from .norm import RMSNorm
+
+
+def prefixed(prefix: str, plan: dict[str, str]) -> dict[str, str]:
+    """A submodule's plan with names relative to its parent."""
+    return {f"{prefix}.{name}": style for name, style in plan.items()}
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    x        [T_r, H]   this rank's tokens
+    layout   None: one sequence of all tokens
+    return   [T_r, H]
+    """
+
+    tp_plan = {**prefixed("self_attn", Attention.tp_plan), **prefixed("mlp", MLP.tp_plan)}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = dtype or config.parameter_dtype
+        hidden, eps, rate = config.hidden_size, config.rms_norm_eps, config.residual_dropout
+        self.input_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
+        self.self_attn = Attention(config, device=device, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
+        self.mlp = MLP(config, device=device, dtype=dtype)
+        self.attention_dropout = HiddenDropout(rate, layer, AFTER_ATTENTION)
+        self.mlp_dropout = HiddenDropout(rate, layer, AFTER_MLP)
+
+    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.self_attn(self.input_layernorm(x), layout), layout)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x), layout), layout)

@@ -1,0 +1,59 @@
+"""What a module asks of its `.parallel` object.
+
+The modules of this package are ordinary single-device modules. `fusedtp.parallel.parallelize` gives some
+of them an attribute `parallel`; where it is not None, the module hands over the few steps that differ:
+
+    module                    step                      hook
+    Linear, several on one x  one gather, W matmuls     parallel.project(x, linears, layout) -> tuple
+    Linear                    the whole layer           parallel.linear(x, linear, layout) -> Tensor
+    VocabParallelEmbedding    the lookup                parallel.embed(input_ids, embedding, layout)
+    RMSNorm                   reading a parameter       parallel.read(parameter) -> plain tensor
+    CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
+
+Nothing else in this package knows that ranks exist, except for TokenLayout (which rows are mine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .layout import TokenLayout
+
+
+class Parallel(Protocol):
+    """Every hook; an object implements those that its kind of module asks for."""
+
+    # What communicator() takes. On lm_head: the ranks that hold the other vocabulary shards of the logits.
+    group: Any
+    # True: `linear` and `project` return full columns on every rank (the plan "colwise_gather_output").
+    gather_output: bool
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """The plain local tensor of a parameter, with gradients summed over ranks where each sees a part."""
+
+    def linear(self, x: Tensor, linear: nn.Module, layout: TokenLayout | None) -> Tensor:
+        """Column-parallel: [T_r, K] -> [T, N_r]. Row-parallel: [T, K_r] -> [T_r, N]."""
+
+    def project(
+        self, x: Tensor, linears: Sequence[nn.Module], layout: TokenLayout | None
+    ) -> tuple[Tensor, ...]:
+        """Column-parallel, several weights on one gathered x: [T_r, K] -> ([T, N_r], ...)."""
+
+    def embed(self, input_ids: Tensor, embedding: nn.Module, layout: TokenLayout) -> Tensor:
+        """[T] ids of all ranks -> [T_r, H]."""
+
+
+def parallel_of(module: nn.Module) -> Any:
+    """The module's `.parallel` object, or None where it is an ordinary module."""
+    return getattr(module, "parallel", None)
+
+
+def read(module: nn.Module, name: str) -> Any:
+    """Parameter `name` of `module` as a plain tensor (None stays None)."""
+    parameter = getattr(module, name)
+    parallel = parallel_of(module)
+    return parameter if parameter is None or parallel is None else parallel.read(parameter)

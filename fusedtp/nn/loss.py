@@ -1,0 +1,169 @@
+"""Cross-entropy of logits whose vocabulary is split over ranks; the logits are never gathered.
+
+A rank that holds columns [start, start + V_r) of the logits needs to know of the other columns only two
+numbers a token, so that one small all-gather does:
+
+    every rank   lse_r[t] = log sum_v exp(logits[t, v])    target_r[t] = logits[t, label] if here, else 0
+    all-gather   [T, 2] in fp32 from every rank
+    every rank   lse = logsumexp_r lse_r    target = sum_r target_r    loss[t] = lse - target
+    backward     local: (exp(logits - lse) - onehot) * scale
+
+Logits are read in chunks of rows that fit into a cache, upcast a chunk at a time, so that 16-bit logits never
+stand in memory in fp32. An empty part of the vocabulary has lse_r = -inf and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedtp.ops.first_order import first_order
+
+# Elements of a chunk: what stays in a core's cache; on a GPU, enough to fill it.
+CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 26
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    group: Any = None,
+    ignore_index: int = -100,
+    *,
+    vocab_size: int | None = None,
+    num_labels: int | Tensor | None = None,
+) -> Tensor:
+    """Mean cross-entropy over the labels that are not ignore_index.
+
+    logits       [T, V_r]   this rank's columns (torch.chunk's split of V; may be none), any float dtype
+    labels       [T]        integers in [0, V), the same on all ranks
+    group        None: V_r = V; else what communicator() takes
+    vocab_size   V; None asks the other ranks, which costs one more small all-gather
+    num_labels   what the sum of losses is divided by; None counts the labels here (at least 1, so that a
+                 batch without labels has loss 0)
+    return       scalar, fp32 (fp64 for fp64 logits), the same on all ranks
+    forward: one all-gather of [T, 2]; backward: local.
+    Raises ValueError for shapes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"wanted logits [T, V] and labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)}"
+        )
+    labels = labels.to(device=logits.device, dtype=torch.int64)
+    if num_labels is None:
+        num_labels = (labels != ignore_index).sum().clamp(min=1)
+    if group is None and torch.compiler.is_compiling():
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum") / num_labels
+    comm, start, total = None, 0, logits.shape[1]
+    if group is not None:
+        from fusedtp.comm import communicator
+
+        comm = communicator(group)
+        start, total = _place_in_vocabulary(comm, logits, vocab_size)
+    if labels.device.type == "cpu":
+        _check_labels(labels, total, ignore_index)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, start, ignore_index, comm)
+    return losses.sum() / num_labels
+
+
+def _place_in_vocabulary(comm: Any, logits: Tensor, vocab_size: int | None) -> tuple[int, int]:
+    """First column held here, and V."""
+    world_size, here = comm.world_size, logits.shape[1]
+    if vocab_size is None:
+        mine = torch.full((1, 1), here, dtype=torch.float64, device=logits.device)
+        sizes = [int(n) for n in comm.all_gather(mine, (1,) * world_size).flatten().tolist()]
+        return sum(sizes[: comm.rank]), sum(sizes)
+    chunk = -(-vocab_size // world_size)
+    start = min(comm.rank * chunk, vocab_size)
+    wanted = min(start + chunk, vocab_size) - start
+    if here != wanted:
+        raise ValueError(
+            f"rank {comm.rank} holds {here} columns of logits, wanted {wanted} of {vocab_size} over "
+            f"{world_size} ranks"
+        )
+    return start, vocab_size
+
+
+def _check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
+    if bool(wrong.any()):
+        raise IndexError(f"label {int(labels[wrong][0])} is outside the vocabulary of {vocab_size}")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of every token [T] (0 where ignored); the gradient of the logits is made in backward only."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, ignore_index: int, comm: Any) -> Tensor:
+        stats, world_size = local_stats(logits, labels, start), 1
+        if comm is not None:
+            world_size = comm.world_size
+            stats = comm.all_gather(stats, (len(labels),) * world_size)
+        lse, target = combine_stats(stats.view(world_size, len(labels), 2))
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.start, ctx.ignore_index = start, ignore_index
+        return (lse - target).masked_fill(labels == ignore_index, 0.0)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        scale = dloss.masked_fill(labels == ctx.ignore_index, 0.0)
+        return local_gradient(logits, labels, ctx.start, lse, scale), None, None, None, None
+
+
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
+    elements = CPU_CHUNK * torch.get_num_threads() if logits.device.type == "cpu" else GPU_CHUNK
+    rows = max(1, elements // max(1, logits.shape[1]))
+    for first in range(0, logits.shape[0], rows):
+        yield slice(first, first + rows)
+
+
+def _is_here(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Whether each label is one of these columns, and which (0 where it is not)."""
+    column = labels - start
+    here = (column >= 0) & (column < width)
+    return here, column.where(here, 0)
+
+
+def local_stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
+    """What one part of the vocabulary knows: [T, 2] of (log-sum-exp, target logit or 0)."""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    stats = torch.zeros(logits.shape[0], 2, dtype=wide, device=logits.device)
+    if logits.shape[1] == 0:
+        stats[:, 0] = -torch.inf
+        return stats
+    for rows in _row_chunks(logits):
+        stats[rows, 0] = torch.logsumexp(logits[rows].to(wide), dim=1)
+    here, column = _is_here(labels, start, logits.shape[1])
+    stats[:, 1] = logits.gather(1, column[:, None])[:, 0].to(wide).masked_fill(~here, 0.0)
+    return stats
+
+
+def combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """[W, T, 2] of all parts -> lse [T] and target logit [T] of the whole vocabulary."""
+    lse = torch.logsumexp(stats[..., 0], dim=0) if stats.shape[0] > 1 else stats[0, :, 0]
+    # An infinite logit makes log_softmax inf - inf: nan, as plain torch has it.
+    return lse.masked_fill(lse == torch.inf, torch.nan), stats[..., 1].sum(0)
+
+
+def local_gradient(logits: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor) -> Tensor:
+    """(exp(logits - lse) - onehot) * scale for one part of the vocabulary, in logits' dtype."""
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if logits.shape[1] == 0:
+        return gradient
+    here, column = _is_here(labels, start, logits.shape[1])
+    at_label = -scale.masked_fill(~here, 0.0)
+    for rows in _row_chunks(logits):
+        part = logits[rows].to(lse.dtype)
+        same = part.dtype == gradient.dtype
+        part = torch.sub(part, lse[rows, None], out=gradient[rows] if same else None)
+        part.exp_().mul_(scale[rows, None]).scatter_add_(1, column[rows, None], at_label[rows, None])
+        if not same:
+            gradient[rows] = part
+    return gradient

@@ -1,0 +1,69 @@
+"""The gated feed-forward layer: SwiGLU, or GeGLU with another activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedtp.ops.first_order import first_order
+
+from .config import ModelConfig
+from .layout import TokenLayout
+from .linear import Linear, project
+
+
+class MLP(nn.Module):
+    """y = down(act(gate(x)) * up(x)).
+
+    x        [T_r, H]
+    return   [T_r, H]
+    Source: Shazeer 2020.
+    """
+
+    tp_plan = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_act = config.hidden_act
+        dtype, bias = dtype or config.parameter_dtype, config.mlp_bias
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(hidden, width, bias, device=device, dtype=dtype)
+        self.up_proj = Linear(hidden, width, bias, device=device, dtype=dtype)
+        self.down_proj = Linear(width, hidden, bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        gate, up = project(x, (self.gate_proj, self.up_proj), layout)
+        return self.down_proj(gated(gate, up, self.hidden_act), layout)
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """act(gate) * up, elementwise."""
+    if act == "silu":
+        if torch.compiler.is_compiling():
+            return F.silu(gate) * up
+        return _SiluMul.apply(gate, up)
+    return F.gelu(gate, approximate="tanh" if act == "gelu_pytorch_tanh" else "none") * up
+
+
+class _SiluMul(torch.autograd.Function):
+    """silu(gate) * up that keeps its two inputs only, and makes no temporary that it does not return."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)

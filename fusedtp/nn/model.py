@@ -1,0 +1,179 @@
+"""A Llama-style causal language model of ordinary modules; `parallelize` makes the same class parallel.
+
+    input_ids [B, S] -> embed_tokens -> [T_r, H] -> layers -> norm -> lm_head -> logits [T, V_r] -> loss
+
+T_r = T = B * S and V_r = V on one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .attention import prepared
+from .block import TransformerBlock, prefixed
+from .config import ModelConfig
+from .dropout import EMBEDDING, HiddenDropout, dropout_state
+from .embedding import VocabParallelEmbedding
+from .layout import TokenLayout
+from .linear import Linear, project
+from .loss import vocab_parallel_cross_entropy
+from .norm import RMSNorm
+
+
+class CausalLMOutput(NamedTuple):
+    """loss: scalar, the mean over labels. logits: [B, S, V_r], or [T_r, V] of an unplanned head."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class CausalLM(nn.Module):
+    """Embedding, blocks, norm and head.
+
+    input_ids        [B, S]   integers in [0, vocab_size), the same on all ranks of a tensor-parallel group
+    labels           [B, S]   the token that follows each (already shifted), ignore_index where there is none
+    positions        [B, S]   for RoPE; default 0..S-1
+    document_ids     [B, S]   attention never crosses documents; default one a sequence
+    num_labels       what the sum of token losses is divided by: the count over all microbatches and data
+                     parallel ranks; default the count in `labels`
+    return_logits    also with labels; without labels logits are always returned
+
+    Set by parallelize: token_split (rank, world_size) splits tokens between layers, token_group is that
+    group. Set activation_checkpointing to recompute each layer in backward.
+    """
+
+    def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        dtype, hidden = config.parameter_dtype, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden, device=device, dtype=dtype)
+        self.embedding_dropout = HiddenDropout(config.embedding_dropout, 0, EMBEDDING)
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, layer, device=device) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, device=device, dtype=dtype)
+        self.lm_head = Linear(hidden, config.vocab_size, device=device, dtype=dtype)
+        self.token_split: tuple[int, int] = (0, 1)
+        self.token_group: Any = None
+        self.activation_checkpointing = False
+        self._dropout: Tensor | None = None
+        self.tie_weights()
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """Module name -> style, in transformers' vocabulary; `*` is any layer."""
+        return {
+            "embed_tokens": "embedding_rowwise",
+            **prefixed("layers.*", TransformerBlock.tp_plan),
+            "lm_head": "colwise",
+        }
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's, where the configuration says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _apply(self, *args: Any, **kwargs: Any) -> CausalLM:
+        super()._apply(*args, **kwargs)  # to(), to_empty(), ...: make two parameters of a shared one
+        self.tie_weights()
+        return self
+
+    def set_dropout(self, seed: int, step: int, first_token: int = 0) -> None:
+        """The state of the next forward's dropout; see dropout.py. Needed where any dropout is on."""
+        self._dropout = dropout_state(seed, step, first_token)
+
+    def layout(
+        self, input_ids: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> TokenLayout:
+        """The tokens of a batch and their split over ranks, with what all layers share computed once."""
+        batch, length = input_ids.shape
+        rank, world_size = self.token_split
+        sizes: tuple[int, ...] = ()
+        if world_size > 1:
+            from fusedtp.ops.rows import split
+
+            sizes = tuple(split(batch * length, world_size))
+        device = input_ids.device
+        dropout = None if self._dropout is None else self._dropout.to(device)
+        plain = TokenLayout(batch, length, sizes, rank, positions, document_ids, dropout=dropout)
+        return prepared(plain, self.config, device, self.config.compute_dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        num_labels: int | Tensor | None = None,
+        ignore_index: int = -100,
+        return_logits: bool = False,
+    ) -> CausalLMOutput:
+        if input_ids.dim() != 2 or (labels is not None and labels.shape != input_ids.shape):
+            wrong = f"{tuple(input_ids.shape)}, {None if labels is None else tuple(labels.shape)}"
+            raise ValueError(f"wanted input_ids and labels of one shape [B, S], got {wrong}")
+        layout = self.layout(input_ids, positions, document_ids)
+        hidden = self.hidden_states(input_ids, layout)
+        logits = self.compute_logits(hidden, layout)
+        loss = None
+        if labels is not None:
+            loss = self.compute_loss(logits, labels.reshape(-1), layout, num_labels, ignore_index)
+        if labels is not None and not return_logits:
+            return CausalLMOutput(loss, None)
+        if logits.shape[0] == layout.tokens:
+            logits = logits.view(*input_ids.shape, logits.shape[-1])
+        return CausalLMOutput(loss, logits)
+
+    def hidden_states(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
+        """[B, S] -> [T_r, H], after the last norm."""
+        x = self.embed_tokens(input_ids.reshape(-1), layout).to(self.config.compute_dtype)
+        x = self.embedding_dropout(x, layout)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, layout, use_reentrant=False)
+            else:
+                x = layer(x, layout)
+        return self.norm(x)
+
+    def compute_logits(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
+        """[T_r, H] -> [T, V_r] of a vocab-parallel head, else [T_r, V]."""
+        return project(hidden, (self.lm_head,), layout)[0]
+
+    def compute_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        layout: TokenLayout,
+        num_labels: int | Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """Mean loss over the labels [T] of all ranks, the same on all ranks."""
+        head = self.lm_head.parallel
+        if num_labels is None:
+            num_labels = (labels != ignore_index).sum().clamp(min=1)
+        sharded = head is not None and getattr(head, "group", None) is not None and not head.gather_output
+        if sharded:
+            return vocab_parallel_cross_entropy(
+                logits,
+                labels,
+                head.group,
+                ignore_index,
+                vocab_size=self.config.vocab_size,
+                num_labels=num_labels,
+            )
+        if logits.shape[0] == layout.tokens:
+            return vocab_parallel_cross_entropy(logits, labels, None, ignore_index, num_labels=num_labels)
+        loss = vocab_parallel_cross_entropy(
+            logits, layout.take(labels), None, ignore_index, num_labels=num_labels
+        )
+        from fusedtp.ops.tokens import all_reduce_sum
+
+        return all_reduce_sum(loss, self.token_group)
+
+    def num_parameters(self) -> int:
+        """Of the whole model; a shared parameter counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())

@@ -1,0 +1,86 @@
+"""RMSNorm, computed in fp32 whatever the activations' dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedtp.ops.first_order import first_order
+
+from .hooks import read
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dim.
+
+    x        [..., H]   any float dtype
+    weight   [H]
+    return   [..., H]   x.dtype, rounded once
+    Source: Zhang and Sennrich 2019.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.parallel: Any = None
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """The identity but for the normalisation."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, read(self, "weight"), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula of RMSNorm; eager torch on CPU has no fused kernel for it, so that one is spelled out."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        y: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)
+        return y.view(x.shape)
+    wide = _widened(x)
+    return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm of [T, H] in few passes over memory; both sums of the backward are matrix-vector products.
+
+    With r = 1 / sqrt(mean(x^2) + eps) and p = dy * x:
+        dweight = r @ p,   dx = dy * weight * r - x * r^3 * (p @ weight) / H
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _widened(x)
+        r = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        r.square_().div_(x.shape[1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (wide * r).mul_(weight.to(wide.dtype)).to(x.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        dtype, x, dy, w = x.dtype, _widened(x), _widened(dy), _widened(weight)
+        p = dy * x
+        dweight = (r.t() @ p)[0]
+        back = (p @ w)[:, None].mul_(r.pow(3)).div_(x.shape[1])
+        dx = torch.mul(dy, w, out=p).mul_(r).addcmul_(x, back, value=-1)
+        return dx.to(dtype), dweight.to(weight.dtype), None

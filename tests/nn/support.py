@@ -1,0 +1,46 @@
+"""What the tests of fusedtp.nn share."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# Roundings in a row that a result may suffer, as a multiple of the dtype's eps relative to the largest entry.
+ROUNDINGS = 256
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, roundings: float = ROUNDINGS) -> None:
+    """Within `roundings` of the largest entry of `want`, in got's dtype."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    assert torch.equal(got.isnan(), want.isnan()), f"{name}: nan in other places than wanted"
+    if got.numel():
+        error = (got.detach().double() - want.detach().double()).abs().max().item()
+        bound = roundings * torch.finfo(got.dtype).eps * max(1.0, want.detach().abs().max().item())
+        assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"
+
+
+def assert_same_function(
+    got: Callable[..., Tensor],
+    want: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    roundings: float = ROUNDINGS,
+) -> None:
+    """Equal values and, for one random output gradient, equal gradients of all inputs."""
+    mine = [x.detach().clone().requires_grad_() for x in inputs]
+    theirs = [x.detach().clone().requires_grad_() for x in inputs]
+    y, wanted = got(*mine), want(*theirs)
+    assert_close("y", y, wanted, roundings)
+    dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(7))
+    y.backward(dy)
+    wanted.backward(dy)
+    for name, a, b in zip(names, mine, theirs, strict=True):
+        zeros = torch.zeros_like(a)
+        assert_close(
+            f"d{name}", zeros if a.grad is None else a.grad, zeros if b.grad is None else b.grad, roundings
+        )
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """fp64, the same for a seed."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

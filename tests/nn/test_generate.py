@@ -1,0 +1,35 @@
+"""A parallel model writes what the plain one writes, the same on every rank, wherever its logits lie."""
+
+import pytest
+import torch
+
+from fusedtp.nn import CausalLM, generate
+from tests.harness import world
+from tests.parallel.support import batch, make, make_pair
+
+
+def plan(head: str) -> dict[str, str]:
+    """The model's own plan with another head: "whole" leaves it to every rank, for its own rows."""
+    given = dict(make().tp_plan)
+    if head == "whole":
+        del given["lm_head"]
+    else:
+        given["lm_head"] = head
+    return given
+
+
+def continuations(group: object, head: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    plain, parallel = make_pair(group, options={"plan": plan(head)})
+    ids, _ = batch(2, 3)
+
+    def write(model: CausalLM, temperature: float) -> torch.Tensor:
+        return generate(model, ids, 3, temperature=temperature, seed=5)
+
+    return [(write(parallel, t), write(plain, t)) for t in (0.0, 1.0)]
+
+
+@pytest.mark.parametrize("head", ["colwise", "colwise_gather_output", "whole"])
+def test_ranks_continue_as_the_plain_model(head: str) -> None:
+    for pairs in world(2).run(continuations, head):
+        for mine, want in pairs:
+            assert torch.equal(mine, want)

@@ -1,0 +1,50 @@
+"""RMSNorm against its formula."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtp.nn import RMSNorm
+from fusedtp.nn.norm import rms_norm
+from tests.nn import formulas
+from tests.nn.support import assert_close, assert_same_function, randn
+
+
+@given(st.lists(st.integers(0, 5), max_size=3), st.integers(1, 9), st.sampled_from([1e-5, 0.1]))
+def test_norm_is_its_formula(shape: list[int], hidden: int, eps: float) -> None:
+    assert_same_function(
+        lambda x, w: rms_norm(x, w, eps),
+        lambda x, w: formulas.rms_norm(x, w, eps),
+        (randn(*shape, hidden, seed=1), randn(hidden, seed=2)),
+        ("x", "weight"),
+    )
+
+
+def test_gradcheck() -> None:
+    x, w = randn(4, 5, seed=1).requires_grad_(), randn(5, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_is_rounded_once(dtype: torch.dtype, compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    x, w = torch.randn(64, 32).to(dtype), torch.randn(32)
+    got = rms_norm(x, w, 1e-5)
+    assert got.dtype == dtype
+    assert_close("y", got, formulas.rms_norm(x.double(), w.double(), 1e-5), roundings=0.51)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_odd_values_come_out_as_torch_gives_them(odd: float) -> None:
+    x, w = torch.randn(3, 4), torch.randn(4)
+    x[1, 2] = odd
+    assert torch.equal(rms_norm(x, w, 1e-5).isnan(), F.rms_norm(x, (4,), w, 1e-5).isnan())
+
+
+def test_a_strided_input_needs_no_copy_by_the_caller() -> None:
+    wide = torch.randn(6, 10)
+    norm = RMSNorm(4)
+    assert torch.equal(norm(wide[:, 3:7]), norm(wide[:, 3:7].contiguous()))
