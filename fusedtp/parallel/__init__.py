@@ -1,0 +1,17 @@
+"""Make models of ordinary modules tensor-parallel, by plan and in place."""
+
+from .clip import clip_grad_norm_
+from .explain import Explanation, explain
+from .parallelize import parallelize
+from .styles import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
+
+__all__ = [
+    "Explanation",
+    "FusedColwise",
+    "FusedEmbedding",
+    "FusedRowwise",
+    "Replicated",
+    "clip_grad_norm_",
+    "explain",
+    "parallelize",
+]

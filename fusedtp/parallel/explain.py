@@ -1,0 +1,94 @@
+"""Which engine every layer gets, and why: printable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fusedtp.comm import Communicator, communicator
+from fusedtp.ops import engines
+from fusedtp.ops.rows import Rows, split
+
+from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
+
+OPERATIONS = {
+    (ColumnParallel, True): "all_gather_matmul",
+    (ColumnParallel, False): "matmul",
+    (RowParallel, True): "matmul_reduce_scatter",
+    (RowParallel, False): "matmul_all_reduce",
+    (VocabParallel, True): "lookup, reduce_scatter",
+    (VocabParallel, False): "lookup, all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parallel layer; `engine` is what runs its forward at the number of tokens asked about."""
+
+    name: str
+    operation: str
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `print` it."""
+
+    layers: tuple[Layer, ...]
+    tokens: int
+    calls: dict[str, dict[str, dict[str, int]]]  # group -> operation -> engine that really ran -> calls
+
+    def __str__(self) -> str:
+        rows = [("layer", "operation", "engine", "why"), *(_row(layer) for layer in self.layers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+        ]
+        for group, operations in self.calls.items():
+            for operation, engine_calls in operations.items():
+                counted = ", ".join(f"{engine} {n}" for engine, n in engine_calls.items())
+                lines.append(f"calls so far in group {group}: {operation}: {counted}")
+        return "\n".join([f"forward of {self.tokens} tokens", *lines])
+
+
+def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = None) -> Explanation:
+    """Layer -> engine and reason, for a forward of this many tokens in all.
+
+    dtype: of the activations; None takes model.config.compute_dtype, else that of the layer's weight.
+    Raises ValueError for a model without a parallel layer.
+    """
+    layers: list[Layer] = []
+    groups: dict[str, Communicator] = {}
+    dtype = dtype or getattr(getattr(model, "config", None), "compute_dtype", None)
+    replicas = 0
+    for name, module in model.named_modules():
+        parallel = getattr(module, "parallel", None)
+        replicas += isinstance(parallel, Replica)
+        if isinstance(parallel, Member):
+            comm = groups.setdefault(parallel.group, communicator(parallel.group))
+            layers.append(_explained(name, module, parallel, comm, tokens, dtype or module.weight.dtype))
+    if not layers and not replicas:
+        raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
+    return Explanation(tuple(layers), tokens, {name: engines.calls(comm) for name, comm in groups.items()})
+
+
+def _explained(
+    name: str, module: nn.Module, parallel: Member, comm: Communicator, tokens: int, dtype: torch.dtype
+) -> Layer:
+    operation = OPERATIONS[type(parallel), parallel.sequence_parallel]
+    if isinstance(parallel, ColumnParallel) and parallel.gather_output:
+        operation += ", all_gather"
+    if operation == "matmul":
+        return Layer(
+            name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"
+        )
+    asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
+    engine, reason = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype)
+    return Layer(name, operation, engine, reason)
+
+
+def _row(layer: Layer) -> tuple[str, str, str, str]:
+    return layer.name, layer.operation, layer.engine, layer.reason

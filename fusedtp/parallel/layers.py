@@ -1,0 +1,199 @@
+"""What a parallel layer does: the objects that stand at `module.parallel`.
+
+    ColumnParallel   x [T_r, K] -> gather, matmul -> [T, N_i]       one gather for all linears of `project`
+    RowParallel      x [T, K_r] -> matmul, reduce-scatter -> [T_r, N]
+    VocabParallel    ids [T] -> lookup of this rank's ids, reduce-scatter -> [T_r, H]
+    Replica          parameters every rank holds whole
+
+Without sequence parallelism activations between layers are whole on every rank: columns take x through
+`copy_to_group`, rows and the embedding end in an all-reduce. With dim=1, tokens are [B, S_r, H] instead.
+
+They hold names and numbers only, no tensors and no process group, so that a model copies and compiles.
+Each is a method of module, x and layout, so that the modules of `fusedtp.nn` call it where they stand (see
+nn/hooks.py); a module of others gets a `forward` that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedtp import ops
+from fusedtp.ops.rows import split
+from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
+
+from .placement import local, read
+
+
+@dataclass(frozen=True)
+class Member:
+    """This rank's place among those that share a layer.
+
+    group                 the communicator's name
+    engine                see ops/engines.py
+    sequence_parallel     whether tokens are split between layers
+    dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
+    sizes                 every rank's tokens where no layout says so; None: equal to gather, torch.chunk's to scatter
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    engine: str = "auto"
+    sequence_parallel: bool = True
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def token_sizes(self, layout: Any) -> tuple[int, ...] | None:
+        """Every rank's tokens, as the layout has it."""
+        sizes = getattr(layout, "sizes", ())
+        return tuple(sizes) if len(sizes) == self.world_size else self.sizes
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Parameters that every rank holds whole. Not a Member: nothing of its module's output is shared out.
+
+    members   the communicator's name
+    partial   whether this rank sees only a part of the tokens or heads, so that gradients are summed.
+    """
+
+    members: str
+    partial: bool = True
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """The plain tensor, its gradient complete on every rank."""
+        return read(parameter, self.members) if self.partial else local(parameter)
+
+    def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
+        """x [..., K] -> [..., N], whatever tokens these are."""
+        bias = None if linear.bias is None else self.read(linear.bias).to(x.dtype)
+        return F.linear(x, self.read(linear.weight).to(x.dtype), bias)
+
+    def project(self, x: Tensor, linears: Sequence[Any], layout: Any = None) -> tuple[Tensor, ...]:
+        """Each for itself."""
+        return tuple(each(x) for each in linears)
+
+
+@dataclass(frozen=True)
+class ColumnParallel(Member):
+    """A linear layer whose output features are split.
+
+    gather_output   return all N features on every rank (a second gather, of columns)
+    features        (begin, count): the weight is replicated and this rank uses these of its rows (kv heads fewer
+                    than ranks); None: the weight is sharded
+    """
+
+    gather_output: bool = False
+    features: tuple[int, int] | None = None
+
+    def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
+        """x [T_r, K] -> [T, N_r]; without sequence parallelism x [..., K] -> [..., N_r]."""
+        return self.project(x, (linear,), layout)[0]
+
+    def project(self, x: Tensor, linears: Sequence[Any], layout: Any = None) -> tuple[Tensor, ...]:
+        """x [T_r, K] -> one [T, N_i] for each linear, x gathered once for all."""
+        if any(not isinstance(each.parallel, ColumnParallel) for each in linears):
+            raise ValueError(f"linears that share one input must all be column-parallel, not {list(linears)}")
+        weights = [each.parallel._weight(each.weight, x.dtype) for each in linears]
+        biases = [
+            None if each.bias is None else each.parallel._own(each.bias).to(x.dtype) for each in linears
+        ]
+        if self.sequence_parallel:
+            sizes = self.token_sizes(layout)
+            ys = ops.all_gather_matmul(
+                x, weights, self.group, biases=biases, sizes=sizes, dim=self.dim, engine=self.engine
+            )
+        else:
+            x = copy_to_group(x, self.group)
+            ys = tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(
+            each.parallel._gathered(y, each) if each.parallel.gather_output else y
+            for y, each in zip(ys, linears, strict=True)
+        )
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        if self.features is None:
+            return local(parameter)
+        return read(parameter, self.group).narrow(0, *self.features)
+
+    def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return with_main_grad(weight, dtype) if self.features is None else self._own(weight).to(dtype)
+
+    def _gathered(self, y: Tensor, linear: Any) -> Tensor:
+        columns = split(linear.out_features, self.world_size)
+        return gather_tokens(y.movedim(-1, 0), self.group, columns, grad="slice").movedim(0, -1)
+
+
+@dataclass(frozen=True)
+class RowParallel(Member):
+    """A linear layer whose input features are split; the bias is added once."""
+
+    def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
+        """x [T, K_r] -> [T_r, N]; without sequence parallelism x [..., K_r] -> [..., N]."""
+        weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
+        if self.sequence_parallel:
+            bias = None if bias is None else read(bias, self.group).to(x.dtype)
+            return ops.matmul_reduce_scatter(
+                x,
+                weight,
+                self.group,
+                bias=bias,
+                sizes=self.token_sizes(layout),
+                dim=self.dim,
+                engine=self.engine,
+            )
+        bias = None if bias is None else local(bias).to(x.dtype)
+        return ops.matmul_all_reduce(x, weight, self.group, bias=bias, engine=self.engine)
+
+
+@dataclass(frozen=True)
+class VocabParallel(Member):
+    """An embedding split over the vocabulary."""
+
+    def embed(self, input_ids: Tensor, embedding: Any, layout: Any = None) -> Tensor:
+        """ids [T] or [B, S] -> [T_r, H]; [B, S] -> [B, S_r, H] with dim=1; all rows without sequence parallelism."""
+        y = self.lookup(input_ids, embedding)
+        if not self.sequence_parallel:
+            return all_reduce_sum(y, self.group)
+        sizes = self.token_sizes(layout)
+        if self.dim == 0:
+            y = y.flatten(0, -2)
+            return reduce_scatter_tokens(y, self.group, sizes or split(y.shape[0], self.world_size))
+        sizes = sizes or split(y.shape[1], self.world_size)
+        return reduce_scatter_tokens(y.transpose(0, 1), self.group, sizes).transpose(0, 1)
+
+    def lookup(self, input_ids: Tensor, embedding: Any) -> Tensor:
+        """ids [...] -> [..., H]: rows of the ids that this rank holds, zeros for the others.
+
+        Raises IndexError (on CPU; not when compiled) for an id outside the vocabulary, as torch does.
+        """
+        weight, vocab_size = local(embedding.weight), embedding.num_embeddings
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = (input_ids < 0) | (input_ids >= vocab_size)
+            if bool(wrong.any()):
+                raise IndexError(f"id {int(input_ids[wrong][0])} is outside the vocabulary of {vocab_size}")
+        rows = weight.shape[0]
+        begin = sum(split(vocab_size, self.world_size)[: self.rank])
+        if rows == 0:
+            weight = F.pad(weight, (0, 0, 0, 1))
+        ids = input_ids - begin
+        mine = (ids >= 0) & (ids < rows)
+        padding = getattr(embedding, "padding_idx", None)
+        padding = padding - begin if padding is not None and begin <= padding < begin + rows else None
+        y = F.embedding(ids.where(mine, 0), weight, padding)
+        return y.masked_fill(~mine[..., None], 0)
+
+
+def with_main_grad(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's shard in `dtype`; an fp32 `main_grad` of the parameter travels along, for wgrad to add to."""
+    own = local(weight).to(dtype)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        own.main_grad = local(main_grad)  # type: ignore[attr-defined]
+    return own

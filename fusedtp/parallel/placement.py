@@ -1,0 +1,112 @@
+"""Full parameters become DTensors in place, without communication: every rank holds the full tensor (or a meta one).
+
+    full [V, H] on every rank --slice--> this rank's rows [V_r, H] --DTensor(Shard(0))--> module.weight
+
+Sizes are torch.chunk's (the last ranks hold fewer rows, or none), names and global shapes stay the original's. A full
+state dict loads afterwards too: a hook slices each of its tensors to what the module's parameter is by then (also
+after FSDP2 has sharded it once more). In the `virtual` world, which has no DeviceMesh, a shard is a plain parameter.
+
+Note [Gradients of replicated parameters]
+A rank that sees only part of the tokens or of the heads has only part of such a parameter's gradient.
+`to_local(grad_placements=[Partial()])` would leave `p.grad` Partial: then AdamW reduces it again in every one of its
+operations (three all-reduces a parameter and step for foreach, one for fused), and clipping once more. So `read`
+takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
+complete, nobody downstream communicates, and no hook is hidden anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fusedtp.comm import VirtualGroup
+from fusedtp.ops.rows import split
+from fusedtp.ops.tokens import copy_to_group
+
+Mesh: TypeAlias = DeviceMesh | VirtualGroup
+Placement: TypeAlias = Shard | Replicate
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part as a plain tensor; its gradient is complete for that part."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def read(parameter: Tensor, group: Any) -> Tensor:
+    """A replicated parameter as a plain tensor, its gradient summed over the group."""
+    return copy_to_group(local(parameter), group)
+
+
+def place(parameter: nn.Parameter, mesh: Mesh, placement: Placement) -> nn.Parameter:
+    """The parameter on the mesh. A tied one, met a second time, gives the same object again.
+
+    Raises ValueError for a parameter that is a DTensor already, or tied ones that would lie in two ways.
+    """
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"the parameter is a DTensor already: {parameter.placements} on {parameter.device_mesh}"
+        )
+    known = getattr(parameter, "_fusedtp_placed", None)
+    if known is not None and known[0] == mesh:
+        if known[1] != placement:
+            raise ValueError(f"tied parameters cannot lie as {known[1]!r} and as {placement!r}")
+        return known[2]
+    shard = part(_on_device(parameter.detach(), mesh), placement, *_position(mesh))
+    if isinstance(mesh, DeviceMesh):
+        stride = torch.empty(parameter.shape, device="meta").stride()
+        shard = DTensor.from_local(
+            shard, mesh, [placement], run_check=False, shape=parameter.shape, stride=stride
+        )
+    placed = nn.Parameter(shard, parameter.requires_grad)
+    placed.__dict__.update(parameter.__dict__)
+    parameter._fusedtp_placed = (mesh, placement, placed)  # type: ignore[attr-defined]
+    return placed
+
+
+def part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
+    """This rank's part of a full tensor: a copy of its slice, or the tensor itself."""
+    if isinstance(placement, Replicate):
+        return full.contiguous()
+    sizes = split(full.shape[placement.dim], world_size)
+    return full.narrow(placement.dim, sum(sizes[:rank]), sizes[rank]).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def place_parameters(module: nn.Module, mesh: Mesh, placements: dict[str, Placement]) -> None:
+    """Place the module's own parameters; those not named are replicated. Buffers move to the mesh's device."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = place(parameter, mesh, placements.get(name, Replicate()))
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = _on_device(buffer, mesh)
+    if isinstance(mesh, DeviceMesh):
+        module.register_load_state_dict_pre_hook(_slice_full_tensors)
+
+
+def _slice_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        full = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(full, Tensor) or isinstance(full, DTensor):
+            continue
+        if full.shape == parameter.shape:
+            full = full.detach().to(parameter.device if parameter.device.type != "meta" else full.device)
+            state[prefix + name] = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+
+
+def _position(mesh: Mesh) -> tuple[int, int]:
+    return (
+        (mesh.get_local_rank(), mesh.size()) if isinstance(mesh, DeviceMesh) else (mesh.rank(), mesh.size())
+    )
+
+
+def _on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
+    wanted = mesh.device_type if isinstance(mesh, DeviceMesh) else mesh._world.device.type
+    return tensor if tensor.device.type in (wanted, "meta") else tensor.to(wanted)

@@ -1,0 +1,175 @@
+"""From a model's tp_plan to one style a module, with all faults found before anything is changed.
+
+A plan maps names to styles in transformers' vocabulary: {"layers.*.mlp.up_proj": "colwise", ...}; `*` is one part of
+a name (a layer's number), and a style may also be a ParallelStyle. A model without a plan of its own gets those of
+its outermost submodules that have one. Modules that no pattern names keep their parameters whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fusedtp.ops.rows import split
+
+from .styles import FusedColwise, FusedEmbedding, FusedRowwise, Replicated, Style, already_parallel
+
+STYLES = {
+    "colwise": lambda **options: FusedColwise(**options),
+    "colwise_gather_output": lambda **options: FusedColwise(gather_output=True, **options),
+    "rowwise": lambda **options: FusedRowwise(**options),
+    "embedding_rowwise": lambda **options: FusedEmbedding(**options),
+    "replicated_with_grad_allreduce": lambda **_: Replicated(),
+}
+
+
+class Step(NamedTuple):
+    """One module of the model and its style."""
+
+    name: str
+    module: Any
+    style: Any
+
+
+def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
+    """The model's tp_plan, or those of its outermost submodules that have one, under their names."""
+    own = getattr(model, "tp_plan", None)
+    if own:
+        return dict(own)
+    found: dict[str, str | ParallelStyle] = {}
+    for name, child in model.named_children():
+        found.update({f"{name}.{pattern}": style for pattern, style in plan_of(child).items()})
+    return found
+
+
+def make_steps(
+    model: nn.Module, plan: Mapping[str, Any], world_size: int, fully_sharded: bool, **options: Any
+) -> list[Step]:
+    """The style of every module that has parameters or stands in the plan.
+
+    fully_sharded   the mesh has further dimensions, so that FSDP2 will shard what is left.
+    Raises ValueError that lists all faults of the plan, the model and the world size together.
+    """
+    named = dict(model.named_modules())
+    styles, faults = _planned(named, plan, options)
+    heads = _head_faults(named, styles, world_size)
+    faults += heads.values()
+    for name, style in styles.items():
+        if _parent(name) not in heads:
+            faults += [f"{_pattern(name)}: {fault}" for fault in style.faults(named[name], world_size)]
+    between = {_parent(name) for name, style in styles.items() if isinstance(style, FusedRowwise)}
+    for name, module in named.items():
+        if name not in styles and any(True for _ in module.parameters(recurse=False)):
+            # A sibling of a row-parallel layer (q_norm beside o_proj) sees this rank's heads only.
+            partial = options["sequence_parallel"] or (name != "" and _parent(name) in between)
+            styles[name] = Replicated(partial=partial)
+    faults += [f"{_pattern(name)}: {fault}" for name in styles for fault in already_parallel(named[name])]
+    if not faults:
+        faults = _sharing_faults(named, styles, world_size, fully_sharded)
+    if faults:
+        lines = "".join(f"\n  - {fault}" for fault in _once(faults))
+        raise ValueError(f"{type(model).__name__} cannot be parallelized over {world_size} ranks:{lines}")
+    return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
+
+
+def _planned(
+    named: Mapping[str, Any], plan: Mapping[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    styles: dict[str, Any] = {}
+    faults: list[str] = []
+    if not plan:
+        faults.append(
+            "it has no tp_plan, nor has any of its submodules; give one, as plan={'...up_proj': 'colwise'}"
+        )
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle) and style not in STYLES:
+            faults.append(f"{pattern}: unknown style {style!r}; known are {', '.join(STYLES)}")
+            continue
+        matching = [name for name in named if _matches(pattern, name)]
+        if not matching:
+            faults.append(f"{pattern}: no module has such a name")
+        for name in matching:
+            if name in styles:
+                faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
+            styles[name] = style if isinstance(style, ParallelStyle) else _styled(named, name, style, options)
+    foreign = [name for name, style in styles.items() if not isinstance(style, Style)]
+    faults += [f"{name}: {type(styles.pop(name)).__name__} is no style of fusedtp" for name in foreign]
+    return styles, faults
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
+
+
+def _styled(named: Mapping[str, Any], name: str, style: str, options: dict[str, Any]) -> Any:
+    head_dim = getattr(named[_parent(name)], "head_dim", None)
+    if style == "colwise" and isinstance(head_dim, int):
+        return STYLES[style](head_dim=head_dim, **options)
+    return STYLES[style](**options)
+
+
+def _head_faults(named: Mapping[str, Any], styles: Mapping[str, Any], world_size: int) -> dict[str, str]:
+    """Attention layers whose query heads do not divide; kv heads may also be fewer than the ranks."""
+    heads: dict[str, set[int]] = {}
+    for name, style in styles.items():
+        head_dim = getattr(style, "head_dim", None)
+        if head_dim is not None and hasattr(named[name], "weight"):
+            heads.setdefault(_parent(name), set()).add(named[name].weight.shape[0] // head_dim)
+    return {
+        parent: f"{_pattern(parent)}: {world_size} ranks cannot evenly share {max(counts)} query heads and "
+        f"{min(counts)} kv heads; sizes that would work: {_dividing(counts)}"
+        for parent, counts in heads.items()
+        if not _divides(world_size, counts)
+    }
+
+
+def _divides(world_size: int, heads: set[int]) -> bool:
+    kv = min(heads)
+    return max(heads) % world_size == 0 and (kv % world_size == 0 or world_size % kv == 0)
+
+
+def _dividing(heads: set[int]) -> str:
+    return ", ".join(str(w) for w in range(1, max(heads) + 1) if _divides(w, heads))
+
+
+def _sharing_faults(
+    named: Mapping[str, Any], styles: Mapping[str, Any], world_size: int, fully_sharded: bool
+) -> list[str]:
+    """Tied parameters that would lie in two ways; shards without rows, which FSDP2 cannot reduce."""
+    faults: list[str] = []
+    seen: dict[int, tuple[str, Any]] = {}
+    for name, style in styles.items():
+        placements = style.placements(named[name], world_size)
+        for key, parameter in named[name].named_parameters(recurse=False):
+            full_name, placement = f"{name}.{key}", placements.get(key, Replicate())
+            first, other = seen.setdefault(id(parameter), (full_name, placement))
+            if other != placement:
+                faults.append(
+                    f"{first} and {full_name} are one parameter, but planned as {other!r} and {placement!r}"
+                )
+            sizes = (
+                split(parameter.shape[placement.dim], world_size) if isinstance(placement, Shard) else (1,)
+            )
+            if fully_sharded and 0 in sizes:
+                faults.append(
+                    f"{full_name} of shape {tuple(parameter.shape)} leaves a rank with an empty shard, which FSDP2 "
+                    f"cannot reduce; use fewer ranks for tensor parallelism"
+                )
+    return faults
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name) or "the model"
+
+
+def _once(faults: list[str]) -> list[str]:
+    return list(dict.fromkeys(faults))

@@ -1,0 +1,222 @@
+"""ParallelStyles for torch's `parallelize_module`, and what `parallelize` applies by plan.
+
+    FusedColwise     a linear layer's output features split; the tokens' all-gather runs inside the matmul
+    FusedRowwise     its input features split; the reduce-scatter runs inside the matmul
+    FusedEmbedding   the vocabulary split
+    Replicated       everything else: norms, parameters of a module's own
+
+    parallelize_module(block, mesh["tp"], {"up": FusedColwise(), "down": FusedRowwise(), "norm": Replicated()})
+
+A style slices the module's parameters, sets `module.parallel`, and gives the module a `forward` that calls it (a
+module of `fusedtp.nn` calls it by itself). torch's `src_data_rank` is ignored: every rank is to hold the same full
+parameters (or meta ones) before, and nothing is broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fusedtp.comm import Communicator, communicator
+from fusedtp.ops.engines import ENGINES
+
+from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
+from .placement import Mesh, Placement, place_parameters
+
+
+class Style(ParallelStyle):
+    """What all styles share: check, place the parameters, install `module.parallel`."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        """Why this style cannot be applied to this module; empty where it can."""
+        return []
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        """How the module's own parameters lie; those not named are replicated."""
+        return {}
+
+    def install(self, module: Any, comm: Communicator) -> None:
+        """Set `module.parallel` and, for a module of others, its forward."""
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
+        comm = communicator(device_mesh)
+        found = already_parallel(module) + self.faults(module, comm.world_size)
+        if found:
+            raise ValueError(f"{type(self).__name__} of {module}: " + "; ".join(found))
+        place_parameters(module, device_mesh, self.placements(module, comm.world_size))
+        self.install(module, comm)
+        return module
+
+
+class FusedStyle(Style):
+    """Options of the layers that communicate.
+
+    engine                auto, collective, chunked or triton; see fusedtp.explain
+    sequence_parallel     False: activations between layers are whole on every rank, [T, H]
+    dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
+    sizes                 every rank's tokens, if they are not equal
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str = "auto",
+        sequence_parallel: bool = True,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if engine not in ENGINES:
+            raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
+        if dim not in (0, 1):
+            raise ValueError(f"dim is {dim}; tokens are split along dim 0 of [T, H] or dim 1 of [B, S, H]")
+        self.engine, self.sequence_parallel, self.dim = engine, sequence_parallel, dim
+        self.sizes = None if sizes is None else tuple(sizes)
+
+    def member(self, comm: Communicator) -> dict[str, Any]:
+        """The fields of Member."""
+        shared = {name: getattr(self, name) for name in ("engine", "sequence_parallel", "dim", "sizes")}
+        return {"group": comm.name, "rank": comm.rank, "world_size": comm.world_size, **shared}
+
+
+class FusedColwise(FusedStyle):
+    """Output features split over ranks: x [T_r, K] -> [T, N_r].
+
+    gather_output   give every rank all N features of all tokens
+    head_dim        the features are heads of this width: a shard holds whole heads, and where there are fewer heads
+                    than ranks (kv heads), the weight is replicated and a rank uses its head's rows
+    Further options as in FusedStyle.
+    """
+
+    def __init__(self, *, gather_output: bool = False, head_dim: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.gather_output, self.head_dim = gather_output, head_dim
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        found = linear_faults(module)
+        if found or self.head_dim is None:
+            return found
+        heads, rest = divmod(module.weight.shape[0], self.head_dim)
+        if rest:
+            return [f"{module.weight.shape[0]} features are no whole heads of {self.head_dim}"]
+        if heads % world_size and world_size % heads:
+            return [f"{heads} heads do not divide among {world_size} ranks"]
+        return []
+
+    def _replicates(self, module: Any, world_size: int) -> bool:
+        return self.head_dim is not None and module.weight.shape[0] // self.head_dim < world_size
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        return {} if self._replicates(module, world_size) else {"weight": Shard(0), "bias": Shard(0)}
+
+    def install(self, module: Any, comm: Communicator) -> None:
+        features = None
+        if self.head_dim is not None and self._replicates(module, comm.world_size):
+            ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
+            features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
+        parallel = ColumnParallel(**self.member(comm), gather_output=self.gather_output, features=features)
+        install(module, parallel, linear)
+
+
+class FusedRowwise(FusedStyle):
+    """Input features split over ranks: x [T, K_r] -> [T_r, N], summed; the bias is added once. Options: FusedStyle."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return linear_faults(module)
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        return {"weight": Shard(1)}
+
+    def install(self, module: Any, comm: Communicator) -> None:
+        install(module, RowParallel(**self.member(comm)), linear)
+
+
+class FusedEmbedding(FusedStyle):
+    """The vocabulary split over ranks: ids of all tokens on every rank -> [T_r, H]. Options: FusedStyle."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if not hasattr(module, "num_embeddings") or getattr(module, "weight", None) is None:
+            return [f"{type(module).__name__} is no embedding"]
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        return [
+            f"an embedding with {name} cannot be split" for name in options if getattr(module, name, None)
+        ]
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        return {"weight": Shard(0)}
+
+    def install(self, module: Any, comm: Communicator) -> None:
+        install(module, VocabParallel(**self.member(comm)), embedding)
+
+
+class Replicated(Style):
+    """Every rank holds the module's own parameters whole.
+
+    partial   this rank's input is only a part of the tokens, or of the heads: gradients are summed over ranks.
+              False: it is the same on every rank, and so are gradients.
+    """
+
+    def __init__(self, *, partial: bool = True) -> None:
+        super().__init__()
+        self.partial = partial
+
+    def install(self, module: Any, comm: Communicator) -> None:
+        install(module, Replica(comm.name, self.partial), with_plain_parameters)
+
+
+def already_parallel(module: Any) -> list[str]:
+    """A module is split once, and before FSDP2 shards what is left."""
+    if getattr(module, "parallel", None) is not None:
+        return ["it is parallel already"]
+    if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        return ["its parameters are DTensors already (apply fully_shard afterwards)"]
+    return []
+
+
+def linear_faults(module: Any) -> list[str]:
+    """Why a module is not a linear layer that this package can split."""
+    weight = getattr(module, "weight", None)
+    if not hasattr(module, "in_features") or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
+    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
+    return []
+
+
+def install(module: Any, parallel: Any, forward: Any) -> None:
+    """Set module.parallel. A module that does not know the attribute calls it through a forward of ours.
+
+    The forward is a bound method, no closure: copies of the module have their own.
+    """
+    calls_it_itself = hasattr(module, "parallel")
+    module.parallel = parallel
+    if not calls_it_itself:
+        module.forward = MethodType(forward, module)
+
+
+def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
+    """The forward of a split nn.Linear."""
+    return self.parallel.linear(x, self, layout)
+
+
+def embedding(self: Any, input: Tensor, layout: Any = None) -> Tensor:
+    """The forward of a split nn.Embedding."""
+    return self.parallel.embed(input, self, layout)
+
+
+def with_plain_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
+    kept = dict(self._parameters)
+    try:
+        for name, parameter in kept.items():
+            if parameter is not None:
+                self._parameters[name] = self.parallel.read(parameter)
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        self._parameters.update(kept)

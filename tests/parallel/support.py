@@ -1,0 +1,109 @@
+"""What the tests of parallel models share: a model with its twin, meshes, and comparisons that name the tensor.
+
+Everything here runs inside a worker of tests.harness, in fp64 unless a test says otherwise: the two models do the same
+sums in another order, so they differ by roundings of 2**-53 relative to the largest term, some hundred in a row.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.nn.init import init_
+from fusedtp.parallel import parallelize
+
+TOLERANCE = {torch.float64: 2.0**-53 * 4096, torch.float32: 2.0**-24 * 4096}
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 29,
+    "hidden_size": 24,
+    "intermediate_size": 34,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 4,
+    "dtype": "float64",
+    "param_dtype": "float64",
+}
+
+
+def tp_mesh(group: Any) -> DeviceMesh:
+    """The group as a mesh of its own."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+
+
+def dp_tp_mesh() -> DeviceMesh:
+    """Four ranks as two by two."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def make(seed: int = 0, **changes: Any) -> CausalLM:
+    """A small model, the same on every rank. Norm weights and biases are random too: ones and zeros hide faults."""
+    model = init_(CausalLM(ModelConfig(**{**SMALL, **changes})), seed, std=0.3)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2
+                )
+    return model
+
+
+def make_pair(
+    group: Any, seed: int = 0, *, options: dict | None = None, **changes: Any
+) -> tuple[CausalLM, CausalLM]:
+    """The plain model and its parallel twin."""
+    plain = make(seed, **changes)
+    return plain, parallelize(copy.deepcopy(plain), tp_mesh(group), **(options or {}))
+
+
+def batch(batch_size: int, length: int, vocab: int = 29, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """input_ids and labels, some of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (batch_size, length), generator=generator)
+    labels = torch.randint(0, vocab, (batch_size, length), generator=generator)
+    return ids, labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.2, -100)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A DTensor's full value, on every rank; a plain tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_close(name: str, got: Tensor, want: Tensor) -> None:
+    """Relative to the largest entry, or to terms of size one that cancel (a key's bias moves no softmax)."""
+    got, want = full(got).detach(), full(want).detach()
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    if want.numel():
+        error = (got - want).abs().max().item()
+        bound = TOLERANCE[want.dtype] * max(want.abs().max().item(), 1.0)
+        assert error <= bound, f"{name}: off by {error:.2e}, bound {bound:.2e}"
+
+
+def assert_same_gradients(parallel: nn.Module, plain: nn.Module) -> None:
+    """Every gradient of the parallel model is complete, on every rank, and that of the plain one."""
+    wanted = dict(plain.named_parameters())
+    got = dict(parallel.named_parameters())
+    assert got.keys() == wanted.keys()
+    for name, parameter in got.items():
+        assert isinstance(parameter, DTensor) and parameter.shape == wanted[name].shape, name
+        assert parameter.grad is not None and parameter.grad.placements == parameter.placements, name
+        assert_close(f"gradient of {name}", parameter.grad, wanted[name].grad)
+        if all(p.is_replicate() for p in parameter.placements):  # full_tensor would take rank 0's word
+            assert_close(f"this rank's gradient of {name}", parameter.grad.to_local(), wanted[name].grad)
+
+
+def losses(models: Iterable[nn.Module], ids: Tensor, labels: Tensor) -> list[Tensor]:
+    """Forward and backward of each model."""
+    out = []
+    for model in models:
+        loss = model(ids, labels).loss
+        loss.backward()
+        out.append(loss)
+    return out

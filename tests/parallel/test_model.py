@@ -1,0 +1,80 @@
+"""The law: a parallelized model computes what the same class computes unparallelized: loss and every gradient."""
+
+from typing import Any
+
+import pytest
+
+from tests.harness import world
+from tests.parallel.support import assert_close, assert_same_gradients, batch, losses, make_pair
+
+CASES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "one kv head": {"num_key_value_heads": 1, "qk_norm": True},
+    "grouped kv heads": {"attention_bias": True, "mlp_bias": True},
+    "indivisible vocabulary and width": {"vocab_size": 31, "intermediate_size": 37},
+    "an empty share of the vocabulary": {"vocab_size": 5, "tie_word_embeddings": True},
+}
+GROUPED = {1: 4, 2: 6, 3: 6, 4: 2}  # world size -> kv heads: as many as divide, and two for four ranks
+
+
+def compare(group, batch_size: int, length: int, options: dict, changes: dict) -> None:
+    plain, parallel = make_pair(group, options=options, **changes)
+    ids, labels = batch(batch_size, length, vocab=plain.config.vocab_size)
+    want, got = losses((plain, parallel), ids, labels)
+    assert_close("loss", got, want)
+    assert_same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
+    changes = dict(CASES[case])
+    if case == "grouped kv heads":
+        changes["num_key_value_heads"] = GROUPED[world_size]
+    world(world_size).run(compare, 2, 6, {}, changes)
+
+
+@pytest.mark.parametrize("batch_size, length", [(1, 7), (3, 5), (1, 2), (1, 1), (1, 5)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(
+    batch_size: int, length: int, sequence_parallel: bool
+):
+    changes = {"num_key_value_heads": 1, "qk_norm": True, "attention_bias": True, "mlp_bias": True}
+    world(3).run(compare, batch_size, length, {"sequence_parallel": sequence_parallel}, changes)
+
+
+@pytest.mark.parametrize("case", ["tied", "one kv head", "grouped kv heads"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_without_sequence_parallelism(world_size: int, case: str):
+    changes = {**CASES[case], "num_key_value_heads": GROUPED[world_size], "qk_norm": True}
+    world(world_size).run(compare, 2, 3, {"sequence_parallel": False}, changes)
+
+
+@pytest.mark.parametrize("engine", ["collective", "chunked"])
+def test_every_engine(engine: str):
+    world(2).run(compare, 2, 5, {"engine": engine}, {"tie_word_embeddings": True})
+
+
+def compare_logits(group, plan: dict) -> None:
+    plain, parallel = make_pair(group, options={"plan": plan})
+    ids, labels = batch(2, 5)
+    want = plain(ids, labels, return_logits=True)
+    got = parallel(ids, labels, return_logits=True)
+    assert_close("logits", got.logits, want.logits)
+    assert_close("loss", got.loss, want.loss)
+    (want.loss + want.logits.square().mean()).backward()
+    (got.loss + got.logits.square().mean()).backward()
+    assert_same_gradients(parallel, plain)
+
+
+def test_a_head_that_gathers_its_logits():
+    plan = {
+        "embed_tokens": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+    }
+    world(3).run(compare_logits, plan)

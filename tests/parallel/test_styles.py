@@ -1,0 +1,198 @@
+"""The styles in torch's own parallelize_module, on a block of plain torch modules."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from fusedtp.ops.rows import split
+from fusedtp.parallel import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
+from tests.harness import world
+from tests.parallel.support import assert_close, assert_same_gradients, tp_mesh
+
+
+class PlainBlock(nn.Module):
+    """LayerNorm, attention over all tokens of [B, S, H] (or one sequence [T, H]), LayerNorm, MLP; 12 heads of 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.up, self.down = nn.Linear(24, 37), nn.Linear(37, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, 2)).transpose(-2, -3) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(-2, -3).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def plan(partial: bool = True, **options) -> dict:
+    columns = {name: FusedColwise(**options) for name in ("q", "k", "v", "up")}
+    rows = {name: FusedRowwise(**options) for name in ("o", "down")}
+    return {**columns, **rows, "norm*": Replicated(partial=partial)}
+
+
+def block_of(group, **options) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = PlainBlock().double()
+    for norm in (plain.norm1, plain.norm2):
+        nn.init.normal_(norm.weight)
+    return plain, parallelize_module(copy.deepcopy(plain), tp_mesh(group), plan(**options))
+
+
+def compare_block(group, shape: tuple[int, ...], dim: int, compiled: bool) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=torch.float64)
+    sizes = split(shape[dim], group.size())
+    even = len(set(sizes)) == 1
+    plain, parallel = block_of(group, dim=dim, sizes=None if even else sizes)
+    if compiled:
+        parallel.compile(fullgraph=True, backend="aot_eager")
+    wanted, own = x.clone().requires_grad_(), x.split(sizes, dim)[group.rank()].clone().requires_grad_()
+    want, got = plain(wanted), parallel(own)
+    assert_close("y", got, want.split(sizes, dim)[group.rank()])
+    want.square().sum().backward()
+    got.square().sum().backward()
+    assert_close("dx", own.grad, wanted.grad.split(sizes, dim)[group.rank()])
+    assert_same_gradients(parallel, plain)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "world_size, shape, dim",
+    [
+        (2, (8, 24), 0),
+        (3, (7, 24), 0),
+        (4, (2, 24), 0),
+        (2, (3, 4, 24), 1),
+        (3, (2, 7, 24), 1),
+        (4, (2, 2, 24), 1),
+    ],
+)
+def test_a_block_of_plain_modules(world_size: int, shape: tuple[int, ...], dim: int):
+    world(world_size).run(compare_block, shape, dim, False)
+
+
+def test_a_compiled_block_of_plain_modules():
+    world(2).run(compare_block, (2, 6, 24), 1, True, timeout=120)
+
+
+def compare_whole_tokens(group) -> None:
+    plain, parallel = block_of(group, sequence_parallel=False, partial=False)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want, got = plain(wanted), parallel(own)
+    assert_close("y", got, want)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    assert_close("dx", own.grad, wanted.grad)
+    assert_same_gradients(parallel, plain)
+
+
+def test_a_block_without_sequence_parallelism():
+    world(3).run(compare_whole_tokens)
+
+
+def compare_embedding(group, dim: int, sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Embedding(11, 6, padding_idx=7, dtype=torch.float64)
+    style = FusedEmbedding(dim=dim, sequence_parallel=sequence_parallel)
+    parallel = parallelize_module(copy.deepcopy(plain), tp_mesh(group), style)
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+    ids[0, 0] = 7
+    want, got = plain(ids), parallel(ids)
+    weight = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    own = weight
+    if sequence_parallel:
+        want_rows, own = (want.flatten(0, 1), weight.flatten(0, 1)) if dim == 0 else (want, weight)
+        sizes = split(want_rows.shape[dim], group.size())
+        assert_close("rows", got, want_rows.split(sizes, dim)[group.rank()])
+        own = own.split(sizes, dim)[group.rank()]
+    else:
+        assert_close("rows", got, want)
+    (want * weight).sum().backward()
+    (got * own).sum().backward()
+    assert_close("gradient", parallel.weight.grad, plain.weight.grad)
+    with pytest.raises(IndexError, match="id 11 is outside the vocabulary of 11"):
+        parallel(ids + 4)
+
+
+@pytest.mark.parametrize("dim, sequence_parallel", [(0, True), (1, True), (0, False)])
+def test_an_embedding_with_padding(dim: int, sequence_parallel: bool):
+    world(3).run(compare_embedding, dim, sequence_parallel)
+
+
+def share_one_gather(group) -> None:
+    from fusedtp.comm import communicator
+
+    _plain, parallel = block_of(group)
+    x = torch.randn(3, 24, dtype=torch.float64)
+    comm = communicator(group)
+    before = dict(comm.engine_calls)
+    with torch.no_grad():
+        parallel.q.parallel.project(x, (parallel.q, parallel.k, parallel.v))
+    calls = {key: n - before.get(key, 0) for key, n in comm.engine_calls.items()}
+    assert sum(n for (operation, _), n in calls.items() if operation == "all_gather_matmul") == 1
+    with pytest.raises(ValueError, match="must all be column-parallel"):
+        parallel.q.parallel.project(x, (parallel.q, parallel.o))
+
+
+def test_linears_that_share_their_input_share_one_gather():
+    world(2).run(share_one_gather)
+
+
+def lie_as_planned(group) -> None:
+    _, parallel = block_of(group)
+    expected = {
+        "q.weight": Shard(0),
+        "q.bias": Shard(0),
+        "o.weight": Shard(1),
+        "o.bias": Replicate(),
+        "norm1.bias": Replicate(),
+    }
+    parameters = dict(parallel.named_parameters())
+    for name, placement in expected.items():
+        assert isinstance(parameters[name], DTensor) and parameters[name].placements == (placement,), name
+    assert parallel.up.weight.to_local().shape == (split(37, group.size())[group.rank()], 24)
+
+
+def test_parameters_lie_as_the_style_says():
+    world(3).run(lie_as_planned)
+
+
+def refuse(group) -> None:
+    mesh = tp_mesh(group)
+    linear = parallelize_module(nn.Linear(4, 4), mesh, FusedColwise())
+    with pytest.raises(ValueError, match="parallel already"):
+        parallelize_module(linear, mesh, FusedRowwise())
+    with pytest.raises(ValueError, match="DTensors already"):
+        parallelize_module(parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()), mesh, FusedRowwise())
+    with pytest.raises(ValueError, match="Conv1d is no linear layer"):
+        parallelize_module(nn.Conv1d(4, 4, 1), mesh, FusedColwise())
+    with pytest.raises(ValueError, match="Linear is no embedding"):
+        parallelize_module(nn.Linear(4, 4), mesh, FusedEmbedding())
+    with pytest.raises(ValueError, match="embedding with max_norm"):
+        parallelize_module(nn.Embedding(4, 4, max_norm=1.0), mesh, FusedEmbedding())
+    with pytest.raises(ValueError, match="5 features are no whole heads of 2"):
+        parallelize_module(nn.Linear(4, 5), mesh, FusedColwise(head_dim=2))
+    with pytest.raises(ValueError, match="3 heads do not divide among 2 ranks"):
+        parallelize_module(nn.Linear(4, 6), mesh, FusedColwise(head_dim=2))
+
+
+def test_modules_that_a_style_does_not_fit():
+    world(2).run(refuse)
+
+
+def test_options_are_checked_at_once():
+    with pytest.raises(
+        ValueError, match="engine is 'fast'; it must be one of auto, collective, chunked, triton"
+    ):
+        FusedColwise(engine="fast")
+    with pytest.raises(ValueError, match="dim is 2"):
+        FusedRowwise(dim=2)
