@@ -1,0 +1,34 @@
+"""The `fusedtp` command: one table of subcommands, each a module with `main(argv) -> exit code`.
+
+A subcommand's module is imported when it is called, so `fusedtp --help` is quick and a subcommand's
+dependencies burden no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
+    "env": ("fusedtp.train.environment", "print what a bug report needs: versions, machine, devices"),
+}
+
+
+def usage() -> str:
+    rows = [f"  {name:10}{help_text}" for name, (_, help_text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: fusedtp COMMAND [OPTIONS]", "", *rows, "", "fusedtp COMMAND --help lists its options."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"fusedtp: unknown command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])

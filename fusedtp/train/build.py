@@ -1,0 +1,51 @@
+"""The model of a config: on one device, or parallel over the ranks of a world. The same start in both.
+
+    meta model --parallelize(tp)--> DTensors --shard(dp)--> FSDP2 --to_empty--> memory --init_(seed)--> values
+
+Each rank makes only its own part, and each parameter is drawn from (seed, name), so ranks need not agree.
+"""
+
+from __future__ import annotations
+
+from fusedtp.nn import CausalLM, ModelConfig, init_
+from fusedtp.parallel import parallelize
+from fusedtp.train.config import VOCAB_SIZE, TrainConfig
+from fusedtp.train.shard import shard
+from fusedtp.train.world import World
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def model_config(config: TrainConfig) -> ModelConfig:
+    """The library's configuration for these options."""
+    model = config.model
+    return ModelConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=model.width,
+        intermediate_size=model.mlp_width,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        qk_norm=model.qk_norm,
+        tie_word_embeddings=model.tie_embeddings,
+        residual_dropout=model.dropout,
+        embedding_dropout=model.dropout,
+        dtype=DTYPES[config.run.dtype],  # type: ignore[arg-type]
+        param_dtype="float32",
+    )
+
+
+def build(config: TrainConfig, world: World) -> CausalLM:
+    """The initialised model, this rank's part of it where the world has several."""
+    model = CausalLM(model_config(config), device="meta")
+    if world.tp_mesh is not None:
+        parallelize(
+            model,
+            world.tp_mesh,
+            engine=config.parallel.engine,
+            sequence_parallel=config.parallel.sequence_parallel,
+        )
+    if world.dp_mesh is not None:
+        shard(model, world.dp_mesh, world.tp)
+    init_(model.to_empty(device=world.device), config.run.seed)
+    return model

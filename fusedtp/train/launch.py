@@ -1,0 +1,156 @@
+"""`fusedtp train`: check everything, start the ranks, run one of them.
+
+    fusedtp train ...            checks; then starts torchrun with one process a rank (none for a single rank)
+      fusedtp train ... (rank)   the run itself; also what a torchrun of the user's starts on every node
+
+What can be known before a process starts is checked before it: options, data, run folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+
+from fusedtp.ops.engines import interpreting
+from fusedtp.train import text
+from fusedtp.train.config import TrainConfig, faults, layout, parse
+from fusedtp.train.data import Batches
+from fusedtp.train.environment import cores
+from fusedtp.train.run import run
+from fusedtp.train.verify import VerificationFailed
+from fusedtp.train.world import Place, device_type, torchrun_place, world_of
+
+OUTPUTS = ("metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard")
+WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
+
+
+def main(argv: list[str]) -> int:
+    """Run the job, or one rank of it under torchrun; returns the exit code."""
+    config, place = parse(argv), torchrun_place()
+    ranks, local_ranks = place[2:] if place else 2 * (default_ranks(config),)
+    dp, tp = layout(config, ranks, local_ranks)
+    if place is None:
+        ranks = local_ranks = dp * tp
+    found = faults(config, dp, tp) + machine_faults(config, dp, tp, ranks, local_ranks)
+    try:
+        if not found and place is None:
+            replace_outputs(config.run.folder)
+            prepare_data(config)
+    except (ValueError, OSError) as error:
+        found = [str(error)]
+    if found:
+        if place is None or place.local_rank == 0:
+            report(found)
+        return WRONG_USAGE
+    return launch(argv, ranks) if place is None and ranks > 1 else run_rank(config, dp, tp)
+
+
+def default_ranks(config: TrainConfig) -> int:
+    """Ranks where nobody says how many: two on CPU, every GPU otherwise."""
+    if config.parallel.tp is not None:
+        return max(1, config.parallel.tp * (config.parallel.dp or 1))
+    return max(1, torch.cuda.device_count()) if device_type(config.run.device) == "cuda" else 2
+
+
+def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_ranks: int) -> list[str]:
+    """What this machine, its files or the number of started ranks cannot do."""
+    found = []
+    device = device_type(config.run.device)
+    if min(dp, tp) > 0 and dp * tp != ranks:
+        found.append(f"--dp {dp} x --tp {tp} are {dp * tp} ranks, but {ranks} were started")
+    if device == "cuda" and torch.cuda.device_count() < local_ranks:
+        found.append(
+            f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer"
+        )
+    if config.parallel.engine == "triton" and device == "cpu" and not interpreting():
+        found.append(
+            "--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
+        )
+    return found + text.faults(config.data.data) + folder_faults(config.run.folder)
+
+
+def folder_faults(folder: Path) -> list[str]:
+    """Why a folder could not be made and written, without making it."""
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"cannot write the run to {folder}: {existing} is no folder"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"cannot write the run to {folder}: no permission to write in {existing}"]
+    return []
+
+
+def replace_outputs(folder: Path) -> None:
+    """Make the run folder and remove what an earlier run of this name wrote; other files stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in OUTPUTS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def prepare_data(config: TrainConfig) -> Path:
+    """Folder of the token files, built if need be; raises ValueError where the text is too short."""
+    folder = text.build(config.data.data, config.run.runs / ".tokens")
+    Batches(folder, length=config.data.length, batch=config.data.batch)
+    return folder
+
+
+def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
+    """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
+    handler, place = get_error_handler(), torchrun_place() or Place()
+    try:
+        with world_of(dp, tp, device_type(config.run.device)) as world:
+            if place.rank == 0:
+                replace_outputs(config.run.folder)
+            if place.local_rank == 0:
+                prepare_data(config)
+            world.wait_for_all()
+            run(config, prepare_data(config), world)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        handler.record_exception(error)
+        if not isinstance(error, (VerificationFailed, ValueError)):
+            traceback.print_exc()
+        elif torchrun_place() is None:
+            report([str(error)])
+        return FAILED
+    return 0
+
+
+def launch(argv: list[str], ranks: int) -> int:
+    """Start `ranks` processes on this machine through torchrun and wait for them."""
+    from torch.distributed import run as torchrun
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", "fusedtp", "train", *argv]
+    try:
+        torchrun.run(torchrun.parse_args(command))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message = failure.error_file_data.get("message", failure.message)
+        message = message.get("message", message) if isinstance(message, dict) else message
+        report([f"rank {rank}, exit code {failure.exitcode}: {message}"])
+        return FAILED
+    except (KeyboardInterrupt, SignalException):
+        report(["ended by a signal; torchrun has ended the ranks"])
+        return INTERRUPTED
+    return 0
+
+
+def report(faults: list[str]) -> None:
+    for fault in faults:
+        print(f"fusedtp train: error: {fault}", file=sys.stderr)

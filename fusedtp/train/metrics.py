@@ -1,0 +1,150 @@
+"""What a run measures, and where it goes: metrics.jsonl, TensorBoard events, and the screen.
+
+Every rank keeps the records of its steps; only rank 0 has sinks. A record is a flat dict with "step" and
+either the step's numbers or "val_loss".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fusedtp.train.config import TrainConfig
+from fusedtp.train.world import World
+
+
+class Sink(Protocol):
+    def write(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Times the steps of a loop and hands their records on."""
+
+    def __init__(self, config: TrainConfig, world: World, sinks: tuple[Sink, ...] = ()) -> None:
+        self.world, self.sinks = world, sinks
+        self.tokens = config.data.batch * config.data.length
+        self.steps: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
+        self._mark = (time.perf_counter(), world.wait_seconds())
+
+    def step(self, step: int, **numbers: float) -> None:
+        """Record a step that began when the previous record was made."""
+        (begin, waited), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
+        seconds = self._mark[0] - begin
+        numbers |= {
+            "seconds": seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "wait_share": (self._mark[1] - waited) / seconds,
+        }
+        self.steps.append({"step": step, **numbers})
+        self._write(self.steps[-1])
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record a validation loss; the time it took belongs to no step."""
+        self.validations.append({"step": step, "val_loss": loss})
+        self._write(self.validations[-1])
+        self._mark = (time.perf_counter(), self.world.wait_seconds())
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def screen(quiet: bool) -> Console:
+    """The terminal, or a log of fixed width."""
+    return Console(quiet=quiet, width=None if sys.stdout.isatty() else 110)
+
+
+def sinks_for(config: TrainConfig, world: World, console: Console) -> tuple[Sink, ...]:
+    """All sinks on rank 0, none elsewhere."""
+    if world.rank:
+        return ()
+    folder = config.run.folder
+    return (
+        JsonLines(folder / "metrics.jsonl"),
+        Events(folder / "tensorboard"),
+        Screen(config.optim.steps, console),
+    )
+
+
+class JsonLines:
+    """One JSON object a line, readable while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "w", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Events:
+    """TensorBoard events: a curve for every number."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Screen:
+    """A progress bar on a terminal; where there is none, a line for every tenth of the steps."""
+
+    NUMBERS = "loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  waiting {wait_share:.0%}"
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self.steps, self.console = steps, console
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("train", total=steps, numbers="")
+        self.progress.start()
+
+    def write(self, record: dict[str, Any]) -> None:
+        step = record["step"] + 1
+        if "val_loss" in record:
+            self.console.print(
+                f"step {step}: validation loss {record['val_loss']:.3f} nats/byte", highlight=False
+            )
+            return
+        numbers = self.NUMBERS.format(**record)
+        self.progress.update(self.task, completed=step, numbers=numbers)
+        if not self.console.is_terminal and (step % max(1, self.steps // 10) == 0 or step == 1):
+            self.console.print(f"step {step}/{self.steps}  {numbers}", highlight=False)
+
+    def close(self) -> None:
+        self.progress.stop()

@@ -1,0 +1,54 @@
+"""The optimizer and its schedule: AdamW, linear warm-up, cosine decay.
+
+    lr(step) = lr * (step + 1) / warmup                              step < warmup
+    lr(step) = lr * (m + (1 - m) * (1 + cos(pi * f)) / 2)            f = (step - warmup) / (steps - 1 - warmup)
+
+with m = min_lr, so that step `warmup` has the highest rate and the last step m times it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedtp.train.config import OptimOptions
+
+
+def learning_rate(options: OptimOptions, step: int) -> float:
+    """Learning rate of a step, counted from 0."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    share = (step - options.warmup) / max(1, options.steps - 1 - options.warmup)
+    return options.lr * (
+        options.min_lr + (1 - options.min_lr) * (1 + math.cos(math.pi * min(1.0, share))) / 2
+    )
+
+
+def adamw(model: nn.Module, options: OptimOptions, **implementation: Any) -> torch.optim.AdamW:
+    """AdamW over a model's parameters; `implementation` takes torch's foreach= or fused=.
+
+    Matrices decay, vectors (norm weights, biases) do not.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        **implementation,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, options: OptimOptions, step: int) -> float:
+    """Give every parameter group the learning rate of a step, and return it."""
+    rate = learning_rate(options, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate

@@ -1,0 +1,125 @@
+"""This process among the ranks of a job: its device, the ("dp", "tp") mesh, and what ranks tell each other.
+
+A job of one process has no mesh and starts no process group. Between hosts and for long waits there is a
+group of its own on gloo, so that neither occupies a GPU nor runs into the collectives' timeout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.ops import engines
+
+LONG_WAIT = timedelta(hours=6)  # while one rank trains alone for --verify, or writes
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this rank stands. `mesh` is None in a job of one process."""
+
+    dp: int = 1
+    tp: int = 1
+    rank: int = 0
+    device: torch.device = torch.device("cpu")
+    mesh: DeviceMesh | None = None
+    host_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        """Mesh of the tensor-parallel ranks; None where there is only one."""
+        return self.mesh["tp"] if self.mesh is not None and self.tp > 1 else None
+
+    @property
+    def dp_mesh(self) -> DeviceMesh | None:
+        """Mesh of the data-parallel ranks; None where there is only one."""
+        return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
+
+    def mean(self, value: Tensor) -> float:
+        """Mean of a number over the data-parallel ranks."""
+        value = value.detach().float().reshape(1)
+        if self.dp_mesh is not None:
+            dist.all_reduce(value, group=self.dp_mesh.get_group())
+        return value.item() / self.dp
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks are here; names those that are missing after LONG_WAIT."""
+        if self.host_group is not None:
+            dist.monitored_barrier(self.host_group, timeout=LONG_WAIT)
+
+    def check(self) -> None:
+        """Raise what a failed wait for a peer left behind, before it reaches the parameters."""
+        if self.tp_mesh is not None:
+            fusedtp.check(self.tp_mesh)
+
+    def engine_calls(self) -> dict[str, dict[str, int]]:
+        """Operation -> {engine that ran: calls} of this rank so far."""
+        return engines.calls(communicator(self.tp_mesh)) if self.tp_mesh is not None else {}
+
+    def wait_seconds(self) -> float:
+        """Time this rank has spent waiting for its tensor-parallel peers."""
+        return communicator(self.tp_mesh).wait_seconds if self.tp_mesh is not None else 0.0
+
+
+def device_type(asked: str) -> str:
+    """ "cpu" or "cuda" for the device option."""
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Place(NamedTuple):
+    """Of this process in a job, as torchrun's environment has it."""
+
+    rank: int = 0
+    local_rank: int = 0
+    ranks: int = 1
+    local_ranks: int = 1
+
+
+def torchrun_place() -> Place | None:
+    """Where torchrun put this process; None if none did."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_ranks = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    return Place(rank, int(local_rank), ranks, int(local_ranks))
+
+
+@contextmanager
+def world_of(dp: int, tp: int, device: str) -> Iterator[World]:
+    """Join the ranks that torchrun started; leave them when all is done.
+
+    After an error the groups are left as they are: the process ends, and torchrun ends its peers.
+    """
+    place = torchrun_place() or Place()
+    here = torch.device(device, place.local_rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    if dp * tp == 1:
+        yield World(device=here)
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
+    )
+    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    host_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)
+    yield World(dp, tp, place.rank, here, mesh, host_group)
+    dist.destroy_process_group()

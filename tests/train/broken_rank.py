@@ -1,0 +1,45 @@
+"""A rank of a training run in which something is broken on purpose: torchrun broken_rank.py BREAKAGE OPTIONS
+
+A breakage replaces one function by a wrong one, in this process only, and then trains as `fusedtp train` does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fusedtp import cli, ops
+from fusedtp.parallel import placement
+from fusedtp.train import loop
+
+
+def own_partial(x, weight, group, *, bias=None, sizes=None, dim=0, engine="auto"):
+    """matmul_reduce_scatter that forgets the other ranks' part of the sum."""
+    rank = dist.get_rank()
+    return F.linear(x, weight)[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+
+
+def failing_on_rank_1(optimizer, options, step):
+    """set_learning_rate that raises on one rank in the middle of a run."""
+    if step == 2 and dist.get_rank() == 1:
+        raise RuntimeError("the disk of rank 1 is full")
+    return 1e-3
+
+
+BREAKAGES: dict[str, AbstractContextManager] = {
+    "row_sum": patch.object(ops, "matmul_reduce_scatter", own_partial),
+    "replicated_gradient": patch.object(placement, "copy_to_group", lambda x, group: x),
+    "raise": patch.object(loop, "set_learning_rate", failing_on_rank_1),
+}
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(200, exit=True)  # a hang says where
+    torch.set_num_threads(1)
+    with BREAKAGES[sys.argv[1]]:
+        sys.exit(cli.main(["train", *sys.argv[2:]]))

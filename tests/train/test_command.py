@@ -1,0 +1,110 @@
+"""The command line: what is wrong is said before any process starts, and all of it at once."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from fusedtp import cli
+from fusedtp.train import launch
+from fusedtp.train.config import TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def no_process_starts(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launch, "launch", refuse)
+    monkeypatch.setattr(launch, "run_rank", refuse)
+
+
+def errors_of(capsys, *arguments: str) -> list[str]:
+    """Messages of a `fusedtp train` that ends with exit code 2."""
+    assert cli.main(["train", *arguments]) == 2
+    return [line.removeprefix("fusedtp train: error: ") for line in capsys.readouterr().err.splitlines()]
+
+
+def test_all_faults_of_a_command_line_come_together(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    found = errors_of(
+        capsys,
+        *(
+            "--tp",
+            "3",
+            "--heads",
+            "4",
+            "--lr",
+            "0",
+            "--data",
+            str(tmp_path / "missing"),
+            str(tmp_path / "file"),
+        ),
+        *("--runs", str(tmp_path / "file" / "runs")),
+    )
+    assert [fault[:22] for fault in found] == [
+        "--lr 0.0 is not positi",
+        "--tp 3 with 4 heads an",
+        f"--data {tmp_path}"[:22],
+        f"--data {tmp_path}"[:22],
+        "cannot write the run t",
+    ]
+    assert found[2].endswith("missing does not exist") and found[3].endswith("file is empty")
+    assert found[4].endswith(f"{tmp_path / 'file'} is no folder")
+
+
+def test_an_unwritable_run_folder_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(launch.os, "access", lambda path, mode: path != tmp_path)
+    (found,) = errors_of(capsys, "--runs", str(tmp_path / "runs"))
+    assert found == f"cannot write the run to {tmp_path}/runs/main: no permission to write in {tmp_path}"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_text_too_short_is_refused(capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    (found,) = errors_of(capsys, "--data", str(tmp_path / "short.txt"), "--runs", str(tmp_path / "runs"))
+    assert "--length 256 needs 257" in found
+
+
+def test_an_engine_that_cannot_run_here_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (found,) = errors_of(capsys, "--engine", "triton", "--device", "cpu", "--runs", str(tmp_path / "runs"))
+    assert "set TRITON_INTERPRET=1" in found
+
+
+def test_a_number_of_ranks_that_torchrun_did_not_start_is_refused(capsys, monkeypatch, tmp_path):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    (found,) = errors_of(capsys, "--tp", "2", "--dp", "2", "--runs", str(tmp_path / "runs"))
+    assert found == "--dp 2 x --tp 2 are 4 ranks, but 3 were started"
+
+
+def test_an_unknown_option_is_named(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", "--stepz", "3"])
+    assert exit_.value.code == 2
+    output = capsys.readouterr()
+    assert "--stepz" in output.out + output.err
+
+
+def test_an_unknown_command_is_named(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "'trian'" in capsys.readouterr().err
+
+
+def test_help_lists_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", "--help"])
+    assert not exit_.value.code
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    options = [field.name for part in fields(TrainConfig) for field in fields(part.default_factory)]
+    assert [name for name in options if f" --{name.replace('_', '-')} " not in output.replace(",", " ")] == []
+    assert output.count("(default:") == len(options) >= 30
+    assert "{fp32,bf16}" in output and "(default: fp32)" in output and "(default: main)" in output
+
+
+def test_env_prints_what_a_bug_report_needs(capsys):
+    assert cli.main(["env"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["packages"]["torch"] and printed["python"] and printed["cores"] >= 1
+    assert {"gpus", "platform", "processor", "backends", "variables"} <= printed.keys()

@@ -1,0 +1,101 @@
+"""Options: every fault of a command line is reported at once, and the schedule follows its formula."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fusedtp.nn import ModelConfig
+from fusedtp.train.build import model_config
+from fusedtp.train.config import ModelOptions, OptimOptions, TrainConfig, faults, layout, parse
+from fusedtp.train.optim import adamw, learning_rate, set_learning_rate
+
+
+def test_the_defaults_are_without_fault():
+    assert faults(TrainConfig(), 1, 2) == []
+
+
+def test_faults_are_reported_together():
+    arguments = (
+        "--heads 4 --width 10 --steps 0 --batch 7 --accumulate 2 --tp 3 --beta2 1 --name a/b --dropout 1"
+    )
+    config = parse(arguments.split())
+    found = faults(config, *layout(config, 3, 3))
+    named = [
+        "--width 10",
+        "--dropout 1.0",
+        "--steps 0",
+        "--beta2 1.0",
+        "--name 'a/b'",
+        "--tp 3 with 4 heads",
+        "--batch 7",
+    ]
+    assert [fault for fault in named if not any(one.startswith(fault) for one in found)] == []
+    assert len(found) == len(named)
+
+
+def test_heads_that_do_not_divide_say_which_sizes_work():
+    (found,) = faults(TrainConfig(ModelOptions(heads=4, kv_heads=2)), 1, 3)
+    assert found.startswith("--tp 3 with 4 heads")
+    assert "1, 2, 4 would work" in found
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 12])
+def test_which_tp_sizes_work_is_what_the_model_says(kv_heads):
+    model = ModelConfig(hidden_size=48, num_attention_heads=12, num_key_value_heads=kv_heads)
+    config = TrainConfig(model=ModelOptions(width=48, heads=12, kv_heads=kv_heads))
+    for tp in range(1, 13):
+        assert bool(faults(config, 1, tp)) == bool(model.tensor_parallel_faults(tp))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "local_ranks", "wanted"),
+    [
+        ("", 8, 8, (1, 8)),
+        ("", 16, 8, (2, 8)),
+        ("--dp 2", 8, 8, (2, 4)),
+        ("--tp 2", 8, 8, (4, 2)),
+        ("--tp 2 --dp 2", 2, 2, (2, 2)),
+        ("--dp 4", 2, 2, (4, 1)),
+        ("--tp 0", 2, 2, (2, 0)),
+    ],
+)
+def test_ranks_are_shared_out(arguments, ranks, local_ranks, wanted):
+    assert layout(parse(arguments.split()), ranks, local_ranks) == wanted
+
+
+def test_options_reach_the_model():
+    arguments = "--width 96 --heads 6 --kv-heads 3 --layers 2 --mlp-width 100 --dtype bf16 --qk-norm"
+    config = parse(arguments.split())
+    model = model_config(config)
+    assert (model.hidden_size, model.num_attention_heads, model.num_key_value_heads) == (96, 6, 3)
+    assert (model.num_hidden_layers, model.intermediate_size, model.qk_norm) == (2, 100, True)
+    assert (model.compute_dtype, model.parameter_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_the_learning_rate_follows_the_formula():
+    options = OptimOptions(steps=101, lr=2.0, warmup=20, min_lr=0.1)
+    rates = [learning_rate(options, step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[19] == rates[20] == 2.0
+    assert rates[60] == pytest.approx(2 * (0.1 + 0.9 / 2))
+    assert rates[40] == pytest.approx(2 * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2))
+    assert rates[100] == pytest.approx(0.2)
+    assert all(later < earlier for earlier, later in pairwise(rates[20:]))
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_a_rate():
+    options = OptimOptions(steps=2, warmup=20)
+    assert learning_rate(options, 1) == pytest.approx(options.lr / 10)
+    assert learning_rate(replace(options, steps=1, warmup=0), 0) == options.lr
+
+
+def test_only_matrices_decay_and_all_groups_follow_the_schedule():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    optimizer = adamw(model, options := OptimOptions(weight_decay=0.3))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {id(p): 0.3 if p.ndim > 1 else 0.0 for p in model.parameters()}
+    rate = set_learning_rate(optimizer, options, 3)
+    assert rate == learning_rate(options, 3)
+    assert {group["lr"] for group in optimizer.param_groups} == {rate}

@@ -1,0 +1,203 @@
+"""Whole runs of a tiny model: what they write, that they equal one process, and that a wrong one is found out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedtp import cli
+
+SIZES = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --steps 6 --warmup 2"
+TINY = [*SIZES.split(), "--val-every", "4", "--val-batches", "2", "--sample", "8"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of a tiny model only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "book.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """This environment without what an outer torchrun may have put there, one thread a rank."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, env=environment()
+    )
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
+    arguments = [
+        "train",
+        *TINY,
+        "--tp",
+        "1",
+        "--verify",
+        "--data",
+        str(corpus),
+        "--runs",
+        str(tmp_path),
+        "--name",
+        "one",
+    ]
+    assert cli.main(arguments) == 0
+    folder = tmp_path / "one"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(6))
+    assert [record["step"] for record in records if "val_loss" in record] == [3, 5]
+    summary = summary_of(folder)
+    assert summary["loss_first"] == steps[0]["loss"] and summary["loss_last"] == steps[-1]["loss"]
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["val_loss"] == records[-1]["val_loss"]
+    assert summary["world_size"] == 1 and summary["dtype"] == "fp32" and summary["engines"] == {}
+    assert summary["tokens_per_second"] == pytest.approx(
+        8 * 32 * 5 / sum(record["seconds"] for record in steps[1:])
+    )
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").iterdir())
+    assert json.loads((folder / "config.json").read_text())["model"]["width"] == 32
+    assert json.loads((folder / "versions.json").read_text())["packages"]["torch"]
+    assert "validation loss" in capsys.readouterr().out
+
+
+def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):
+    arguments = [
+        "train",
+        *TINY,
+        "--tp",
+        "1",
+        "--data",
+        str(corpus),
+        "--runs",
+        str(tmp_path),
+        "--name",
+        "again",
+    ]
+    losses = []
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+        (tmp_path / "again" / "mine.txt").touch()
+        lines = (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+        assert len(list((tmp_path / "again" / "tensorboard").iterdir())) == 1
+    assert losses[0] == losses[1]
+    assert (tmp_path / "again" / "mine.txt").exists()
+
+
+def test_accumulation_gives_the_same_training(corpus, tmp_path):
+    def losses(accumulate: int) -> list[float]:
+        arguments = [
+            "--tp",
+            "1",
+            "--data",
+            str(corpus),
+            "--runs",
+            str(tmp_path),
+            "--accumulate",
+            str(accumulate),
+        ]
+        assert cli.main(["train", *TINY, *arguments, "--dropout", "0.1"]) == 0
+        lines = (tmp_path / "main" / "metrics.jsonl").read_text().splitlines()
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+    assert losses(4) == pytest.approx(losses(1), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tp 2",
+        "--tp 2 --dtype bf16",
+        "--dp 2 --tp 2 --accumulate 2 --tie-embeddings --dropout 0.1",
+    ],
+)
+def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
+    done = command(
+        "-m",
+        "fusedtp",
+        "train",
+        *TINY,
+        *layout.split(),
+        "--verify",
+        "--data",
+        str(corpus),
+        "--runs",
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path / "main")
+    assert summary["verified"] is True
+    assert summary["world_size"] == summary["dp"] * summary["tp"] == (4 if "--dp" in layout else 2)
+    assert summary["max_loss_difference"] < (2e-2 if "bf16" in layout else 1e-5)
+    assert summary["engines"]["all_gather_matmul"]["chunked"] > 0
+    assert "one process" in done.stdout and summary["wait_share"] > 0
+
+
+def broken(breakage: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run on two ranks with something broken; see broken_rank.py."""
+    script = str(Path(__file__).with_name("broken_rank.py"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return command(*torchrun, script, breakage, *TINY, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["row_sum", "replicated_gradient"])
+def test_verify_finds_a_dropped_reduction(corpus, tmp_path, reduction):
+    done = broken(reduction, "--verify", "--data", str(corpus), "--runs", str(tmp_path))
+    assert done.returncode != 0
+    assert summary_of(tmp_path / "main")["verified"] is False
+    assert "NOT EQUAL" in done.stdout
+    assert "the parallel run is not the run of one process" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_failing_rank_ends_the_job_with_its_message(corpus, tmp_path):
+    done = broken("raise", "--data", str(corpus), "--runs", str(tmp_path))
+    assert done.returncode != 0
+    assert "the disk of rank 1 is full" in done.stderr
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
+    assert left == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.slow
+def test_an_empty_shard_is_refused_by_name(corpus, tmp_path):
+    narrow = ["--width", "2", "--heads", "1", "--kv-heads", "1", "--batch", "9", "--dp", "3", "--tp", "1"]
+    done = command("-m", "fusedtp", "train", *TINY, *narrow, "--data", str(corpus), "--runs", str(tmp_path))
+    assert done.returncode == 1
+    assert "fusedtp train: error: rank " in done.stderr
+    assert "layers.0.self_attn.q_proj.weight [2, 2]" in done.stderr
+    assert "Traceback" not in done.stderr
