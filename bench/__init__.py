@@ -1,0 +1,1 @@
+"""Microbenchmarks: `python -m bench`, or `make bench`."""

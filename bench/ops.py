@@ -1,0 +1,109 @@
+"""The operations against gloo collectives and matmuls.
+
+share removed   (t_gloo - t_ours) / (t_gloo - t_bare), of the time that gloo adds to the bare matmuls
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedtp.comm import communicator
+
+from .cases import OPERATIONS, Case, ways
+from .sample import Spread, interleave
+
+SHAPES = ((512, 512, 1408), (2048, 1024, 2816), (4096, 2048, 2048))  # tokens, K, N
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case."""
+
+    case: Case
+    bare: Spread
+    gloo: Spread
+    ours: Spread
+
+    @property
+    def ratio(self) -> float:
+        return self.gloo.median / self.ours.median
+
+    @property
+    def share(self) -> float:
+        return (self.gloo.median - self.ours.median) / (self.gloo.median - self.bare.median)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "ratio": self.ratio, "share_removed": self.share}
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows, and the symmetric memory of their group at the end."""
+
+    rows: list[Row]
+    symmetric_bytes: int
+    control_bytes: int
+    largest_moved_bytes: int
+
+    @property
+    def median_share(self) -> float:
+        return statistics.median(row.share for row in self.rows)
+
+    @property
+    def least_share(self) -> float:
+        return min(row.share for row in self.rows)
+
+    @property
+    def mean_ratio(self) -> float:
+        """Geometric."""
+        return math.exp(statistics.fmean(math.log(row.ratio) for row in self.rows))
+
+    @property
+    def bound_bytes(self) -> int:
+        """What DESIGN.md allows: two slots of the largest gathered or scattered tensor, and flags."""
+        return 2 * self.largest_moved_bytes + self.control_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rows": [row.as_dict() for row in self.rows],
+            "median_share_removed": self.median_share,
+            "least_share_removed": self.least_share,
+            "geometric_mean_ratio": self.mean_ratio,
+            "symmetric_bytes": self.symmetric_bytes,
+            "symmetric_bound_bytes": self.bound_bytes,
+        }
+
+
+def all_cases() -> list[Case]:
+    """Every row of the table; large and small alternate with neither operation nor dtype."""
+    return [
+        Case(operation, dtype, *shape, backward)
+        for dtype in DTYPES
+        for shape in SHAPES
+        for operation in OPERATIONS
+        for backward in (False, True)
+    ]
+
+
+def measure(rank: int, cases: list[Case], engine: str, budget: float) -> Result:
+    """All cases in about `budget` seconds, shared out by the square root of their work. Collective."""
+    weights = [math.sqrt(case.matmul_flops) for case in cases]
+    rows = []
+    for case, weight in zip(cases, weights, strict=True):
+        times = interleave(ways(case, engine), budget * weight / sum(weights))
+        rows.append(Row(case, **{name: Spread.of(seconds) for name, seconds in times.items()}))
+    group = dist.group.WORLD
+    assert group is not None
+    comm = communicator(group)
+    if not comm.has_workspace:
+        return Result(rows, 0, 0, 0)
+    held, control = comm.workspace.nbytes, comm.workspace.control.nbytes
+    return Result(rows, held, control, max(case.moved_bytes for case in cases))

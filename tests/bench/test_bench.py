@@ -1,0 +1,107 @@
+"""The benchmark's own laws: its ways agree, its figures are what they are called, its timeline measures overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.cases import OPERATIONS, Case, ways
+from bench.machine import slug
+from bench.ops import Result, Row
+from bench.sample import LEAST, Spread, interleave
+from bench.step import measure
+from bench.timeline import Call, arrivals, draw, overlapped
+from bench.world import run_ranks
+
+SMALL = [
+    Case(op, dtype, 32, 24, 40, both)
+    for op in OPERATIONS
+    for dtype in ("float32", "bfloat16")
+    for both in (0, 1)
+]
+
+
+def _gloo_and_ours(rank: int) -> list[tuple[str, Tensor, Tensor]]:
+    out = []
+    for case in SMALL:
+        found = ways(case, "chunked")
+        gloo, ours = found["gloo"](), found["ours"]()
+        pairs = [(gloo, ours)] if isinstance(gloo, Tensor) else zip(gloo, ours)
+        out += [(case.label, a.detach().clone(), b.detach().clone()) for a, b in pairs]
+    return out
+
+
+def test_gloo_and_ours_compute_the_same() -> None:
+    compared = run_ranks(_gloo_and_ours, 2)
+    assert len(compared) == 4 * (1 + 2)
+    for label, theirs, mine in compared:
+        loose = "bfloat16" in label
+        torch.testing.assert_close(
+            mine,
+            theirs,
+            rtol=2e-2,
+            atol=2e-1 if loose else 1e-4,
+            msg=lambda text, label=label: f"{label}: {text}",
+        )
+
+
+def _slow_on_rank_one(rank: int) -> tuple[dict[str, list[float]], list[str]]:
+    import time
+
+    order: list[str] = []
+
+    def way(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(seconds if rank == 1 else 0.0)
+
+    times = interleave({"a": lambda: way("a", 0.02), "b": lambda: way("b", 0.0)}, 0.0)
+    dist.barrier()
+    return times, order
+
+
+def test_a_sample_takes_as_long_as_the_slowest_rank_and_ways_alternate() -> None:
+    times, order = run_ranks(_slow_on_rank_one, 2)
+    assert len(times["a"]) == len(times["b"]) == LEAST
+    assert min(times["a"]) >= 0.02
+    assert min(times["b"]) < 0.02
+    assert order[-2 * LEAST :] == ["a", "b", "b", "a", "a", "b"]
+
+
+def _row(bare: float, gloo: float, ours: float) -> Row:
+    return Row(SMALL[0], *(Spread.of([t, t, t]) for t in (bare, gloo, ours)))
+
+
+def test_figures() -> None:
+    result = Result([_row(1, 3, 1.5), _row(1, 2, 2), _row(2, 4, 1)], 10, 4, 3)
+    assert [row.share for row in result.rows] == [0.75, 0.0, 1.5]
+    assert (result.median_share, result.least_share) == (0.75, 0.0)
+    assert result.mean_ratio == pytest.approx((2.0 * 1.0 * 4.0) ** (1 / 3))
+    assert result.bound_bytes == 10
+
+
+def test_overlap_counts_matmuls_before_the_last_shard_arrived(tmp_path: Path) -> None:
+    early = Call(0.0, 5.0, [("matmul 0", 1.0, 3.0), ("wait 1", 3.0, 3.0), ("matmul 1", 3.0, 5.0)])
+    late = Call(0.0, 7.0, [("matmul 1", 2.0, 4.0), ("wait 0", 4.0, 4.0), ("matmul 0", 4.0, 7.0)])
+    calls = [early, late]
+    assert arrivals("all_gather_matmul", calls, 0) == {1: 2.0}
+    assert overlapped("all_gather_matmul", calls, 0) == 1.0
+    assert overlapped("all_gather_matmul", calls, 1) == 0.0
+    assert arrivals("matmul_reduce_scatter", calls, 0) == {1: 7.0}
+    assert overlapped("matmul_reduce_scatter", calls, 0) == 4.0
+    assert overlapped("matmul_reduce_scatter", calls, 1) == 3.0
+    draw(tmp_path / "t.png", {"all_gather_matmul": calls})
+    assert (tmp_path / "t.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_training_steps_compute_the_same() -> None:
+    found = run_ranks(measure, 2, "float32", "chunked", 0.0)
+    assert max(found["first_loss_difference"].values()) < 1e-5
+
+
+def test_a_machine_names_its_folder() -> None:
+    assert slug({"cpu": "AMD EPYC (x)", "cores": 2}) == "amd-epyc-x-2-cores"
