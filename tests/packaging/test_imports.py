@@ -1,0 +1,123 @@
+"""`import fusedtp` needs neither Triton nor transformers, and imports inside the project run one way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lower layers first: a module may import from its own layer and from those before it.
+LAYERS = ("kernels", "comm", "ops", "nn", "parallel", "sim", "plan", "train", "cli")
+
+# Makes the modules named in argv importable no more, then computes one operation on two ranks.
+WITHOUT = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+import torch
+import fusedtp, fusedtp.nn, fusedtp.parallel
+
+x, w = torch.arange(12.0).reshape(4, 3), torch.arange(15.0).reshape(5, 3)
+got = fusedtp.VirtualWorld(2).run(
+    lambda group: fusedtp.all_gather_matmul(x.chunk(2)[group.rank()], [w], group)[0]
+)
+assert all(torch.equal(y, x @ w.T) for y in got), got
+assert not set(sys.argv[1:]) & set(sys.modules)
+"""
+
+
+# Where Python would take a top-level `kernels` from, were it asked to import one.
+FIND_KERNELS = """
+import importlib.util
+spec = importlib.util.find_spec("kernels")
+print(spec.origin if spec else None)
+"""
+
+
+def sources(layer: str) -> list[Path]:
+    """The files of a layer: a folder of fusedtp/, or one module."""
+    module = ROOT / "fusedtp" / f"{layer}.py"
+    return [module] if module.exists() else sorted((ROOT / "fusedtp" / layer).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of all that a file imports, also inside functions."""
+    package = ["fusedtp", *path.relative_to(ROOT / "fusedtp").parent.parts]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            up = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize(
+    "blocked", [["triton", "transformers"], ["tyro", "rich", "tensorboard", "matplotlib"]]
+)
+def test_package_imports_and_computes_without(blocked: list[str]) -> None:
+    """The library part runs where `blocked` is not installed."""
+    result = subprocess.run([sys.executable, "-c", WITHOUT, *blocked], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_editable_install_shows_no_top_level_kernels(tmp_path: Path) -> None:
+    """Another package is named `kernels`; ours must not be found in its place outside the tree."""
+    command = [sys.executable, "-c", FIND_KERNELS]
+    origin = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout.strip()
+    assert not Path(origin).is_relative_to(ROOT / "kernels"), origin
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new folder or module of fusedtp/ is placed in LAYERS, or the law below would not see it."""
+    found = {
+        path.name.removesuffix(".py") for path in (ROOT / "fusedtp").iterdir() if path.name[0] not in "._"
+    }
+    assert found - set(LAYERS) == {"py.typed"}
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if sources(layer)])
+def test_imports_run_one_way(layer: str) -> None:
+    """No layer imports from a later one."""
+    above = LAYERS[LAYERS.index(layer) + 1 :]
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(layer)
+        for name in imports(path)
+        if name.startswith("fusedtp.") and name.split(".")[1] in above
+    }
+    assert wrong == set()
+
+
+def test_kernels_import_triton_only() -> None:
+    """Device code imports triton, other device code and the standard library."""
+    allowed = {"triton", "fusedtp", *sys.stdlib_module_names}
+    files = sources("kernels")
+    assert files
+    wrong = {
+        f"{p.name} imports {name}" for p in files for name in imports(p) if name.split(".")[0] not in allowed
+    }
+    assert wrong == set()
+
+
+def test_models_do_not_communicate_themselves() -> None:
+    """nn/ holds single-device modules: what makes them parallel is set on them from outside."""
+    files = sources("nn")
+    assert files
+    wrong = {
+        f"{path.name} imports {name}"
+        for path in files
+        for name in imports(path)
+        if name.startswith("torch.distributed")
+    }
+    assert wrong == set()

@@ -1,0 +1,28 @@
+"""The README's program runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    (program,) = [b for b in blocks if "torchrun --nproc-per-node 2" in b]
+    (tmp_path / "block.py").write_text(program + "\nprint(tuple(y.shape), x.shape[0])\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "block.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(512, 256) 512" in done.stdout
+    assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", done.stdout)
