@@ -183,6 +183,26 @@ class Call:
         for p in sorted(self.to_wait):
             self.wait(p)
 
+    def agree(self) -> None:
+        """CPU, before growing, which is collective: every rank comes back from here, or every rank raises.
+
+        A handshake alone would let a rank through that a failing peer had already signalled.
+        """
+        fault: BaseException | None = None
+        try:
+            self.handshake()
+        except (SignalTimeout, SignatureMismatch, KeyboardInterrupt):
+            raise  # these all ranks see, or the group is at its end
+        except BaseException as error:
+            fault = error
+            self.abandon(error)
+        votes = self.comm.world.exchange(fault is None)
+        if fault is not None:
+            raise fault
+        if not all(votes):
+            what = f"rank {votes.index(False)} raised during {self.signature.operation} (call {self.number})"
+            raise PeerFailed(f"{what}; rank {self.comm.rank} stops too")
+
     def close(self) -> None:
         """Signal and wait for whoever is left (Note [Two rotating buffers])."""
         if self.on_cpu:

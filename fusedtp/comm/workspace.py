@@ -15,8 +15,8 @@ readiness. Skipping the signal of an empty shard breaks this.
 Note [Signatures]
 A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.
 Records rotate like the slots. On CUDA the kernels compare hashes of them; the host-sequenced engines there compare
-nothing. A rank that must grow its data region first exchanges signatures, since growing is
-collective and ranks that disagree would not all do it.
+nothing. A rank that must grow its data region first exchanges signatures and then votes, since growing is collective:
+ranks that disagree would not all do it, nor would a rank that raised.
 
 Note [Failed calls]
 A rank that finds a mismatch, or raises, still signals and waits for everybody before the error leaves the call, so
@@ -226,7 +226,7 @@ class Workspace:
             try:
                 if nbytes > self.slot_bytes:
                     if call.on_cpu:
-                        call.handshake()
+                        call.agree()
                     self.grow(nbytes)
                     call.reopen()
                 yield call

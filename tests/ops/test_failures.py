@@ -28,9 +28,13 @@ def used_memory(group, engine: str) -> set[str]:
     return {line.split()[4] for line in lines if "/memfd:fusedtp" in line}
 
 
-def fail_at_signal(group, engine: str, number: int, act) -> None:
-    """The layer's forward and backward; this rank acts in place of its `number`-th signal to a peer."""
-    fusedtp.set_timeout(group, 5 if engine == "triton" else 600)
+def fail_at_signal(group, engine: str, number: int, act, timeout: float = 600) -> None:
+    """The layer's forward and backward; this rank acts in place of its `number`-th signal to a peer.
+
+    With `chunked` and three ranks signals 1 and 2 precede the growth of the workspace, 3 and 4 are the all-gather's,
+    5 and 6 the reduce-scatter's, 7 the first of backward.
+    """
+    fusedtp.set_timeout(group, 5 if engine == "triton" else timeout)
     post, left = Call._post, [number]
 
     def counted(call, p, words) -> None:
@@ -54,7 +58,7 @@ def fault() -> None:
     raise KeyError("a fault of one rank")
 
 
-@pytest.mark.parametrize("number", [1, 2, 6])  # before the first signal, between two, in backward
+@pytest.mark.parametrize("number", [1, 2, 7])  # before the first signal, between two, in backward
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine, number):
     with World(3) as own:
@@ -73,13 +77,21 @@ def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine
 
 @pytest.mark.parametrize(
     ("engine", "number"),
-    [("chunked", 1), ("chunked", 2), ("chunked", 6), ("collective", 1), ("collective", 5), ("triton", 1)],
+    [*(("chunked", n) for n in (1, 2, 3, 5, 7)), ("collective", 1), ("collective", 5), ("triton", 1)],
 )
 def test_a_rank_that_raises_in_an_operation_is_named_by_its_peers(engine, number):
     outcomes = world(3).outcomes(fail_at_signal, engine, number, PerRank([None, fault, None]))
     assert outcomes[1].is_a("KeyError"), outcomes[1]
     for peer in (outcomes[0], outcomes[2]):
         assert peer.is_a("PeerFailed") and "rank 1" in peer.message and peer.seconds < 30, peer
+
+
+@pytest.mark.parametrize("number", [4, 6])  # the second of two signals: rank 2 has had its own
+def test_a_peer_that_was_signalled_before_the_fault_may_finish_the_call_and_stops_in_the_next(number):
+    outcomes = world(3).outcomes(fail_at_signal, "chunked", number, PerRank([None, fault, None]), 1)
+    assert outcomes[1].is_a("KeyError"), outcomes[1]
+    assert outcomes[0].is_a("PeerFailed") and "rank 1" in outcomes[0].message, outcomes[0]
+    assert outcomes[2].is_a("PeerFailed", "SignalTimeout") and outcomes[2].seconds < 30, outcomes[2]
 
 
 def wait_in_vain(group, engine: str) -> torch.Tensor | None:
