@@ -49,6 +49,7 @@ class Communicator:
         self.timeout_s = DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
         self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
+        self.layer_calls: dict[tuple[str, str], int] = {}  # (kind of layer, engine that ran) -> calls
         self.timeline: list[tuple[str, float, float]] | None = (
             None  # a list here receives (label, begin, end)
         )

@@ -100,10 +100,11 @@ def run(
     engine: str,
     needs_grad: int = 0,
     keep: bool = False,
+    layer: str = "",
 ) -> Result:
     """x [rows.local(rank), K], w_i [N_i, K] -> ([rows.total, N_i], gathered x or None). No autograd."""
     engine = engines.choose(comm, engine, rows, x.dtype).engine
-    engines.count(comm, "all_gather_matmul", engine)
+    engines.count(comm, "all_gather_matmul", engine, layer)
     with record_function(f"fusedtp.all_gather_matmul.{engine}"):
         if engine == "local":
             outs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]

@@ -67,10 +67,12 @@ def triton(
     return dws
 
 
-def run(comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, engine: str) -> list[Tensor]:
+def run(
+    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, engine: str, layer: str = ""
+) -> list[Tensor]:
     """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K]. No autograd."""
     engine = engines.choose(comm, engine, rows, x.dtype).engine
-    engines.count(comm, "all_gather_wgrad", engine)
+    engines.count(comm, "all_gather_wgrad", engine, layer)
     with record_function(f"fusedtp.all_gather_wgrad.{engine}"):
         if engine == "local":
             return [matmul(dy.t(), x) for dy in dys]

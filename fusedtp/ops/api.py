@@ -2,7 +2,8 @@
 
 `group` is a ProcessGroup, a 1-D DeviceMesh, a VirtualGroup or a group's name. `sizes` is every rank's row count, the
 same list on all ranks; without it a gather takes equal rows and a scatter splits as torch.chunk does. `dim=1` takes
-[B, S_r, K] for [T_r, K] and [B, S, N] for [T, N].
+[B, S_r, K] for [T_r, K] and [B, S, N] for [T, N]. `layer` is the kind of layer that the call and its backward are
+counted for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def all_gather_matmul(
     dim: int = 0,
     engine: str = "auto",
     keep_gathered: bool = False,
+    layer: str = "",
 ) -> tuple[Tensor, ...]:
     """Column-parallel linear layers on token shards, one gather for all of them.
 
@@ -62,10 +64,10 @@ def all_gather_matmul(
     flat = x.flatten(0, -2)
     needs_grad = _mask(x, *weights, *biases)
     if torch.compiler.is_compiling() or not needs_grad:
-        ys = autograd.forward_columns(_where(at, rows, engine), flat, weights, biases, needs_grad)
+        ys = autograd.forward_columns(_where(at, rows, engine, layer), flat, weights, biases, needs_grad)
     else:
         ys = autograd.column_linear(
-            _where(at, rows, engine), flat, weights, biases, needs_grad, keep_gathered
+            _where(at, rows, engine, layer), flat, weights, biases, needs_grad, keep_gathered
         )
     return tuple(_unflatten(y, rows.batch, rows.length, dim) for y in ys)
 
@@ -79,6 +81,7 @@ def matmul_reduce_scatter(
     sizes: Sequence[int] | None = None,
     dim: int = 0,
     engine: str = "auto",
+    layer: str = "",
 ) -> Tensor:
     """A row-parallel linear layer whose output is sharded by tokens.
 
@@ -106,15 +109,21 @@ def matmul_reduce_scatter(
     needs_grad = _mask(x, weight, bias)
     if torch.compiler.is_compiling() or not needs_grad:
         y = gradients.op("matmul_reduce_scatter")(
-            [flat], [weight], bias, at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad
+            [flat], [weight], bias, at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad, layer
         )
     else:
-        y = autograd.row_linear(_where(at, rows, engine), flat, weight, bias, needs_grad)
+        y = autograd.row_linear(_where(at, rows, engine, layer), flat, weight, bias, needs_grad)
     return _unflatten(y, rows.batch, rows.sizes[at.rank], dim)
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group: Group, *, bias: Tensor | None = None, engine: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    engine: str = "auto",
+    layer: str = "",
 ) -> Tensor:
     """A row-parallel linear layer without sequence parallelism.
 
@@ -135,9 +144,11 @@ def matmul_all_reduce(
     flat = x.flatten(0, -2)
     needs_grad = _mask(x, weight, bias)
     if torch.compiler.is_compiling() or not needs_grad:
-        y = gradients.op("matmul_all_reduce")(flat, weight, bias, at.name, engine, needs_grad)
+        y = gradients.op("matmul_all_reduce")(flat, weight, bias, at.name, engine, needs_grad, layer)
     else:
-        y = autograd.reduced_linear(at.name, engine, flat, weight, bias, needs_grad)
+        y = autograd.reduced_linear(
+            Where(at.name, at.rank, (), 1, engine, layer), flat, weight, bias, needs_grad
+        )
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -181,8 +192,8 @@ def _autocast(at: Place, t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(kind))
 
 
-def _where(at: Place, rows: Rows, engine: str) -> Where:
-    return Where(at.name, at.rank, rows.sizes, rows.batch, engine)
+def _where(at: Place, rows: Rows, engine: str, layer: str) -> Where:
+    return Where(at.name, at.rank, rows.sizes, rows.batch, engine, layer)
 
 
 def _mask(*tensors: Tensor | None) -> int:

@@ -75,6 +75,7 @@ def forward_columns(
         at.engine,
         needs_grad,
         False,
+        at.layer,
     )
 
 
@@ -174,7 +175,7 @@ class _RowInput(Function):
         ctx.save_for_backward(w)
         ctx.at, ctx.cell, ctx.keep = at, cell, bool(needs_grad & 2)
         return gradients.op("matmul_reduce_scatter")(
-            [x], [w], b, at.group, at.rank, at.sizes, at.batch, at.engine, needs_grad
+            [x], [w], b, at.group, at.rank, at.sizes, at.batch, at.engine, needs_grad, at.layer
         )
 
     @staticmethod
@@ -221,15 +222,15 @@ def row_linear(at: Where, x: Tensor, weight: Tensor, bias: Tensor | None, needs_
 
 class _ReducedInput(Function):
     @staticmethod
-    def forward(ctx: Any, group: str, engine: str, needs_grad: int, x: Tensor, w: Tensor, b: Any) -> Tensor:
+    def forward(ctx: Any, at: Where, needs_grad: int, x: Tensor, w: Tensor, b: Any) -> Tensor:
         ctx.save_for_backward(w)
-        return gradients.op("matmul_all_reduce")(x, w, b, group, engine, needs_grad)
+        return gradients.op("matmul_all_reduce")(x, w, b, at.group, at.engine, needs_grad, at.layer)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (w,) = ctx.saved_tensors
-        return None, None, None, matmul(dy, w), None, None
+        return None, None, matmul(dy, w), None, None
 
 
 class _ReducedWeight(Function):
@@ -247,12 +248,10 @@ class _ReducedWeight(Function):
         return None, dw, dy.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def reduced_linear(
-    group: str, engine: str, x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: int
-) -> Tensor:
+def reduced_linear(at: Where, x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: int) -> Tensor:
     """x [T, K], w [N, K], b [N] -> y [T, N] on every rank; dy is the same on all ranks, so both gradients are local."""
     plain_bias = bias.detach() if bias is not None else None
-    y = _ReducedInput.apply(group, engine, needs_grad, x, weight.detach(), plain_bias)
+    y = _ReducedInput.apply(at, needs_grad, x, weight.detach(), plain_bias)
     if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return y
     return _Join.apply(y, _ReducedWeight.apply(x.detach(), weight, bias))

@@ -85,15 +85,27 @@ def _check_triton(comm: Communicator, dtype: torch.dtype) -> None:
         )
 
 
-def count(comm: Communicator, operation: str, engine: str) -> None:
-    """Note one call, for `calls`."""
-    key = (operation, engine)
-    comm.engine_calls[key] = comm.engine_calls.get(key, 0) + 1
+def count(comm: Communicator, operation: str, engine: str, layer: str = "") -> None:
+    """Note one call, for `calls` and `layer_calls`."""
+    for seen, key in ((comm.engine_calls, operation), (comm.layer_calls, layer or operation)):
+        seen[key, engine] = seen.get((key, engine), 0) + 1
 
 
 def calls(comm: Communicator) -> dict[str, dict[str, int]]:
     """operation -> {engine that really ran: number of calls} of this rank's group since it was made."""
+    return _nested(comm.engine_calls)
+
+
+def layer_calls(comm: Communicator) -> dict[str, dict[str, int]]:
+    """kind of layer -> {engine that really ran: number of calls}, forward and backward.
+
+    What runs for no layer in particular (the loss, gradients of replicated parameters) stands under its operation.
+    """
+    return _nested(comm.layer_calls)
+
+
+def _nested(counts: dict[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     out: dict[str, dict[str, int]] = {}
-    for (operation, engine), n in sorted(comm.engine_calls.items()):
-        out.setdefault(operation, {})[engine] = n
+    for (key, engine), n in sorted(counts.items()):
+        out.setdefault(key, {})[engine] = n
     return out

@@ -29,26 +29,27 @@ def op(name: str) -> Any:
 
 
 class Where(NamedTuple):
-    """Which ranks hold which rows, and the engine asked for."""
+    """Which ranks hold which rows, the engine asked for, and the kind of layer that calls are counted for."""
 
     group: str
     rank: int
     sizes: tuple[int, ...]
     batch: int
     engine: str
+    layer: str = ""
 
 
 def column_dgrad(at: Where, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """dy_i [T, N_i], w_i [N_i, K] -> dx [T_r, K]."""
     transposed = [w.t() for w in weights]
     return op("matmul_reduce_scatter")(
-        list(dys), transposed, None, at.group, at.rank, at.sizes, at.batch, at.engine, 0
+        list(dys), transposed, None, at.group, at.rank, at.sizes, at.batch, at.engine, 0, at.layer
     )
 
 
 def column_wgrad(at: Where, x: Tensor, dys: Sequence[Tensor]) -> list[Tensor]:
     """x [T_r, K], dy_i [T, N_i] -> dw_i [N_i, K]."""
-    return op("all_gather_wgrad")(x, list(dys), at.group, at.sizes, at.batch, at.engine)
+    return op("all_gather_wgrad")(x, list(dys), at.group, at.sizes, at.batch, at.engine, at.layer)
 
 
 def row_dgrad(
@@ -57,7 +58,7 @@ def row_dgrad(
     """dy [T_r, N], w_j [N, K_j] -> dx_j [T, K_j], and the gathered dy if `keep`."""
     transposed = [w.t() for w in weights]
     outs = op("all_gather_matmul")(
-        dy, transposed, [], 0, at.group, at.rank, at.sizes, at.batch, at.engine, 0, keep
+        dy, transposed, [], 0, at.group, at.rank, at.sizes, at.batch, at.engine, 0, keep, at.layer
     )
     return (outs[:-1], outs[-1]) if keep else (outs, None)
 

@@ -8,10 +8,10 @@
     fusedtp::all_reduce_rows         [T, N] -> [T, N]
 
 L = batch * sizes[rank] rows here, T = batch * sum(sizes). `needs_grad` (a bit mask of the inputs) takes part in the
-signature that ranks compare; `biased` is a bit mask of the weights that have a bias (an optional tensor in a list
-gets no gradient from torch.library). The autograd registered here is what torch.compile and opcheck see: one node
-with all gradients. Eager code goes through autograd.py, whose nodes keep dgrad and wgrad apart; both call
-gradients.py.
+signature that ranks compare; `layer` names the kind of layer that a call is counted for; `biased` is a bit mask of the
+weights that have a bias (an optional tensor in a list gets no gradient from torch.library). The autograd registered
+here is what torch.compile and opcheck see: one node with all gradients. Eager code goes through autograd.py, whose
+nodes keep dgrad and wgrad apart; both call gradients.py.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def all_gather_matmul(
     engine: str,
     needs_grad: int,
     keep: bool,
+    layer: str,
 ) -> list[Tensor]:
     rows = Rows(tuple(sizes), batch)
     given = iter(biases)
     every = [next(given) if biased >> i & 1 else None for i in range(len(weights))]
     with as_given(x):
-        outs, full = _agmm.run(communicator(group), x, weights, every, rows, engine, needs_grad, keep)
+        outs, full = _agmm.run(communicator(group), x, weights, every, rows, engine, needs_grad, keep, layer)
     return [*outs, full] if full is not None else outs
 
 
@@ -76,6 +77,7 @@ def _(
     engine: str,
     needs_grad: int,
     keep: bool,
+    layer: str,
 ) -> list[Tensor]:
     total = batch * sum(sizes)
     outs = [x.new_empty(total, w.shape[0]) for w in weights]
@@ -93,10 +95,11 @@ def matmul_reduce_scatter(
     batch: int,
     engine: str,
     needs_grad: int,
+    layer: str,
 ) -> Tensor:
     with as_given(xs[0]):
         return _mmrs.run(
-            communicator(group), xs, weights, bias, Rows(tuple(sizes), batch), engine, needs_grad
+            communicator(group), xs, weights, bias, Rows(tuple(sizes), batch), engine, needs_grad, layer
         )
 
 
@@ -111,34 +114,61 @@ def _(
     batch: int,
     engine: str,
     needs_grad: int,
+    layer: str,
 ) -> Tensor:
     return xs[0].new_empty(batch * sizes[rank], weights[0].shape[0])
 
 
 @torch.library.custom_op("fusedtp::matmul_all_reduce", mutates_args=())
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, engine: str, needs_grad: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    engine: str,
+    needs_grad: int,
+    layer: str,
 ) -> Tensor:
     with as_given(x):
-        return _mmar.run(communicator(group), x, weight, bias, engine, needs_grad)
+        return _mmar.run(communicator(group), x, weight, bias, engine, needs_grad, layer)
 
 
 @matmul_all_reduce.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, engine: str, needs_grad: int) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    engine: str,
+    needs_grad: int,
+    layer: str,
+) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("fusedtp::all_gather_wgrad", mutates_args=())
 def all_gather_wgrad(
-    x: Tensor, dys: Sequence[Tensor], group: str, sizes: Sequence[int], batch: int, engine: str
+    x: Tensor,
+    dys: Sequence[Tensor],
+    group: str,
+    sizes: Sequence[int],
+    batch: int,
+    engine: str,
+    layer: str,
 ) -> list[Tensor]:
     with as_given(x):
-        return _wgrad.run(communicator(group), x, dys, Rows(tuple(sizes), batch), engine)
+        return _wgrad.run(communicator(group), x, dys, Rows(tuple(sizes), batch), engine, layer)
 
 
 @all_gather_wgrad.register_fake
 def _(
-    x: Tensor, dys: Sequence[Tensor], group: str, sizes: Sequence[int], batch: int, engine: str
+    x: Tensor,
+    dys: Sequence[Tensor],
+    group: str,
+    sizes: Sequence[int],
+    batch: int,
+    engine: str,
+    layer: str,
 ) -> list[Tensor]:
     return [x.new_empty(dy.shape[1], x.shape[1]) for dy in dys]
 
@@ -177,11 +207,11 @@ def _(x: Tensor, group: str) -> Tensor:
 
 
 def _save_column(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, _, biased, group, rank, sizes, batch, engine, _, keep = inputs
+    x, weights, _, biased, group, rank, sizes, batch, engine, _, keep, layer = inputs
     if keep:
         ctx.mark_non_differentiable(output[-1])
     ctx.save_for_backward(x, *weights)
-    ctx.where = gradients.Where(group, rank, tuple(sizes), batch, engine)
+    ctx.where = gradients.Where(group, rank, tuple(sizes), batch, engine, layer)
     ctx.biased = [i for i in range(len(weights)) if biased >> i & 1]
 
 
@@ -194,13 +224,13 @@ def _column_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     if _any(ctx.needs_input_grad[1]):
         dws = gradients.column_wgrad(ctx.where, x, dys)
     dbs = [dys[i].sum(0) for i in ctx.biased] if _any(ctx.needs_input_grad[2]) else [None] * len(ctx.biased)
-    return dx, dws, dbs, *([None] * 8)
+    return dx, dws, dbs, *([None] * 9)
 
 
 def _save_row(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    xs, weights, _, group, rank, sizes, batch, engine, _ = inputs
+    xs, weights, _, group, rank, sizes, batch, engine, _, layer = inputs
     ctx.save_for_backward(*xs, *weights)
-    ctx.where = gradients.Where(group, rank, tuple(sizes), batch, engine)
+    ctx.where = gradients.Where(group, rank, tuple(sizes), batch, engine, layer)
 
 
 @first_order
@@ -216,7 +246,7 @@ def _row_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         full = gradients.gather(ctx.where, dy) if full is None else full
         dws = [matmul(full.t(), x) for x in xs]
     db = dy.sum(0) if ctx.needs_input_grad[2] else None
-    return dxs, dws, db, None, None, None, None, None, None
+    return dxs, dws, db, *([None] * 7)
 
 
 def _save_reduced(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -228,7 +258,7 @@ def _reduced_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     dx = matmul(dy, weight) if ctx.needs_input_grad[0] else None
     dw = matmul(dy.t(), x) if ctx.needs_input_grad[1] else None
-    return dx, dw, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+    return dx, dw, dy.sum(0) if ctx.needs_input_grad[2] else None, *([None] * 4)
 
 
 def _any(flag: Any) -> bool:

@@ -53,12 +53,18 @@ def triton(
 
 
 def run(
-    comm: Communicator, x: Tensor, weight: Tensor, bias: Tensor | None, engine: str, needs_grad: int = 0
+    comm: Communicator,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    engine: str,
+    needs_grad: int = 0,
+    layer: str = "",
 ) -> Tensor:
     """x [T, K], w [N, K] -> [T, N]. No autograd."""
     rows = Rows(split(x.shape[0], comm.world_size))
     engine = engines.choose(comm, engine, rows, x.dtype).engine
-    engines.count(comm, "matmul_all_reduce", engine)
+    engines.count(comm, "matmul_all_reduce", engine, layer)
     with record_function(f"fusedtp.matmul_all_reduce.{engine}"):
         if engine == "local":
             return linear(x, weight, bias)

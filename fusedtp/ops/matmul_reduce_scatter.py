@@ -94,10 +94,11 @@ def run(
     rows: Rows,
     engine: str,
     needs_grad: int = 0,
+    layer: str = "",
 ) -> Tensor:
     """x_j [rows.total, K_j], w_j [N, K_j] -> [rows.local(rank), N]. No autograd."""
     engine = engines.choose(comm, engine, rows, xs[0].dtype).engine
-    engines.count(comm, "matmul_reduce_scatter", engine)
+    engines.count(comm, "matmul_reduce_scatter", engine, layer)
     with record_function(f"fusedtp.matmul_reduce_scatter.{engine}"):
         xs, weights = joined(xs, weights)
         width = weights[0].shape[0]

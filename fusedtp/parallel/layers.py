@@ -39,6 +39,7 @@ class Member:
     sequence_parallel     whether tokens are split between layers
     dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
     sizes                 every rank's tokens where no layout says so; None: equal to gather, torch.chunk's to scatter
+    layer                 the kind of layer that calls are counted for, such as mlp.down_proj
     """
 
     group: str
@@ -48,6 +49,7 @@ class Member:
     sequence_parallel: bool = True
     dim: int = 0
     sizes: tuple[int, ...] | None = None
+    layer: str = ""
 
     def token_sizes(self, layout: Any) -> tuple[int, ...] | None:
         """Every rank's tokens, as the layout has it."""
@@ -107,7 +109,14 @@ class ColumnParallel(Member):
         if self.sequence_parallel:
             sizes = self.token_sizes(layout)
             ys = ops.all_gather_matmul(
-                x, weights, self.group, biases=biases, sizes=sizes, dim=self.dim, engine=self.engine
+                x,
+                weights,
+                self.group,
+                biases=biases,
+                sizes=sizes,
+                dim=self.dim,
+                engine=self.engine,
+                layer=joined_kind([each.parallel.layer for each in linears]),
             )
         else:
             x = copy_to_group(x, self.group)
@@ -147,9 +156,10 @@ class RowParallel(Member):
                 sizes=self.token_sizes(layout),
                 dim=self.dim,
                 engine=self.engine,
+                layer=self.layer,
             )
         bias = None if bias is None else local(bias).to(x.dtype)
-        return ops.matmul_all_reduce(x, weight, self.group, bias=bias, engine=self.engine)
+        return ops.matmul_all_reduce(x, weight, self.group, bias=bias, engine=self.engine, layer=self.layer)
 
 
 @dataclass(frozen=True)
@@ -188,6 +198,16 @@ class VocabParallel(Member):
         padding = padding - begin if padding is not None and begin <= padding < begin + rows else None
         y = F.embedding(ids.where(mine, 0), weight, padding)
         return y.masked_fill(~mine[..., None], 0)
+
+
+def kind_of(name: str) -> str:
+    """layers.3.self_attn.q_proj -> self_attn.q_proj: the same for all layers of a stack."""
+    return ".".join([part for part in name.split(".") if not part.isdigit()][-2:])
+
+
+def joined_kind(kinds: Sequence[str]) -> str:
+    """self_attn.q_proj, self_attn.k_proj -> self_attn.q_proj+k_proj"""
+    return "+".join([kinds[0], *(kind.rpartition(".")[2] for kind in kinds[1:])])
 
 
 def with_main_grad(weight: Tensor, dtype: torch.dtype) -> Tensor:

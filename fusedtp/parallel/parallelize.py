@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 
+from .layers import Member, kind_of
 from .placement import Mesh
 from .plan import make_steps, plan_of
 
@@ -48,6 +50,8 @@ def parallelize(
     )
     for step in steps:
         step.style._apply(step.module, mesh)
+        if isinstance(getattr(step.module, "parallel", None), Member):
+            step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
     if sequence_parallel:
         for module in model.modules():
             if hasattr(module, "token_split"):

@@ -88,7 +88,7 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
         f"{summary['dtype']}",
     }
     rows |= {
-        name.replace("_", " "): ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
+        name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
         for name, engines in summary["engines"].items()
     }
     if verification is not None:

@@ -72,8 +72,8 @@ class World:
             fusedtp.check(self.tp_mesh)
 
     def engine_calls(self) -> dict[str, dict[str, int]]:
-        """Operation -> {engine that ran: calls} of this rank so far."""
-        return engines.calls(communicator(self.tp_mesh)) if self.tp_mesh is not None else {}
+        """Kind of layer -> {engine that ran: calls} of this rank so far."""
+        return engines.layer_calls(communicator(self.tp_mesh)) if self.tp_mesh is not None else {}
 
     def wait_seconds(self) -> float:
         """Time this rank has spent waiting for its tensor-parallel peers."""

@@ -23,12 +23,12 @@ def arguments(name: str, engine: str, group) -> tuple:
     shard, full = numbers(SIZES[r], 4, seed=r), numbers(sum(SIZES), 4, seed=r)
     weights, bias = [numbers(5, 4, seed=10 + r), numbers(2, 4, seed=20 + r)], numbers(5, seed=30)
     return {
-        "all_gather_matmul": (shard, weights, [bias], 1, *place, engine, 7, False),
-        "matmul_reduce_scatter": ([full], weights[:1], bias, *place, engine, 7),
-        "matmul_all_reduce": (full, weights[0], bias, group.group_name, engine, 7),
+        "all_gather_matmul": (shard, weights, [bias], 1, *place, engine, 7, False, ""),
+        "matmul_reduce_scatter": ([full], weights[:1], bias, *place, engine, 7, "mlp"),
+        "matmul_all_reduce": (full, weights[0], bias, group.group_name, engine, 7, ""),
         "all_gather_wgrad": (
             shard.detach(), [numbers(5, 3, grad=False), numbers(5, 1, grad=False)],
-            group.group_name, list(SIZES), 1, engine,
+            group.group_name, list(SIZES), 1, engine, "",
         ),
         "all_gather_rows": (shard, *place),
         "reduce_scatter_rows": (full, *place),

@@ -19,7 +19,7 @@ from fusedtp.parallel import placement
 from fusedtp.train import loop
 
 
-def own_partial(x, weight, group, *, bias=None, sizes=None, dim=0, engine="auto"):
+def own_partial(x, weight, group, *, bias=None, sizes=None, dim=0, engine="auto", layer=""):
     """matmul_reduce_scatter that forgets the other ranks' part of the sum."""
     rank = dist.get_rank()
     return F.linear(x, weight)[sum(sizes[:rank]) : sum(sizes[: rank + 1])]

@@ -156,7 +156,13 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
     assert summary["verified"] is True
     assert summary["world_size"] == summary["dp"] * summary["tp"] == (4 if "--dp" in layout else 2)
     assert summary["max_loss_difference"] < (2e-2 if "bf16" in layout else 1e-5)
-    assert summary["engines"]["all_gather_matmul"]["chunked"] > 0
+    calls = {kind: engines["chunked"] for kind, engines in summary["engines"].items()}
+    columns, rows = (
+        ("self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"),
+        ("self_attn.o_proj", "mlp.down_proj"),
+    )
+    assert {*columns, *rows, "lm_head"} <= set(calls), calls
+    assert calls[columns[0]] == calls[columns[1]] > 0 and calls[rows[0]] == calls[rows[1]] > 0, calls
     assert "one process" in done.stdout and summary["wait_share"] > 0
 
 
