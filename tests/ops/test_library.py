@@ -1,8 +1,11 @@
 """The custom ops pass torch's own checks, and compiled layers equal eager ones, gradients included."""
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import fusedtp
 from fusedtp.comm import communicator
@@ -92,8 +95,8 @@ def compiled_against_eager(group, engine: str, dim: int, by_name: bool = False) 
         assert torch.equal(eager, compiled), f"tensor {i} differs"
 
 
-def _compile(function):
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
+def _compile(function, backend: str = "aot_eager"):
+    return torch.compile(function, fullgraph=True, backend=backend)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -104,6 +107,69 @@ def test_one_compiled_graph_equals_eager(engine, dim):
 
 def test_a_compiled_function_takes_the_group_itself():
     world(2).run(compiled_against_eager, "auto", 0, timeout=120)
+
+
+def compiled_by_inductor(group) -> None:
+    torch._dynamo.reset()
+    fusedtp.reserve(group, 1 << 16)
+    sizes, r = (1, 40), group.rank()
+    name = communicator(group).name
+
+    def two_layers(x: Tensor, up: Tensor, gate: Tensor, down: Tensor) -> Tensor:
+        (u,) = fusedtp.all_gather_matmul(x, [up], name, sizes=sizes)
+        (g,) = fusedtp.all_gather_matmul(x, [gate], name, sizes=sizes)
+        return fusedtp.matmul_reduce_scatter(u * g.relu(), down, name, sizes=sizes)
+
+    found = []
+    for function in (two_layers, _compile(two_layers, "inductor")):
+        given = (
+            numbers(sizes[r], 4, seed=r),
+            numbers(5, 4, seed=r),
+            numbers(5, 4, seed=9),
+            numbers(4, 5, seed=19),
+        )
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        y = function(*leaves)
+        y.backward(torch.ones_like(y))
+        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for i, (eager, compiled) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(eager, compiled), f"tensor {i} differs"
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
+)
+def test_inductor_equals_eager_with_very_uneven_rows():
+    world(2).run(compiled_by_inductor, timeout=300)
+
+
+def calls_in_a_chain(group) -> int:
+    """How many of the graph's calls take an effect token from the one before."""
+    torch._dynamo.reset()
+    fusedtp.reserve(group, 1 << 16)
+    name, chained = communicator(group).name, []
+
+    def look(graph, inputs):
+        chained.extend(node for node in graph.graph.nodes if "with_effects" in str(node.target))
+        return graph
+
+    x, w = numbers(3, 4, grad=False), numbers(5, 4, grad=False)
+
+    def independent(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            fusedtp.all_gather_matmul(x, [w], name)[0],
+            fusedtp.matmul_all_reduce(x, w, name),
+        )
+
+    torch.compile(independent, fullgraph=True, backend=aot_autograd(fw_compiler=look))(x, w)
+    return len(chained)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library.CustomOpDef, "register_effect"), reason="older torch has no such mark"
+)
+def test_a_compiler_may_not_swap_two_calls():
+    assert world(2).run(calls_in_a_chain, timeout=120) == [2, 2]
 
 
 def compiled_of_changing_shape(group) -> None:
