@@ -1,0 +1,39 @@
+"""Simulated ranks: every schedule of a multi-rank Triton kernel on one CPU, with its races and deadlocks found.
+
+Kernels must be decorated under TRITON_INTERPRET=1. See docs/checking-kernels.md.
+"""
+
+from .case import Await, Case, Copy, Launch, Mismatch, Run, Signal, compare
+from .explore import Outcome, Schedule, exhaust, explore, run, run_schedule
+from .faults import RULES, Access, Fault, Moment, SimulationFault, Site, UnsupportedKernel, Wait
+from .memory import Memory, symmetric
+from .strategies import DEFAULT, STRATEGIES
+
+__all__ = [
+    "DEFAULT",
+    "RULES",
+    "STRATEGIES",
+    "Access",
+    "Await",
+    "Case",
+    "Copy",
+    "Fault",
+    "Launch",
+    "Memory",
+    "Mismatch",
+    "Moment",
+    "Outcome",
+    "Run",
+    "Schedule",
+    "Signal",
+    "SimulationFault",
+    "Site",
+    "UnsupportedKernel",
+    "Wait",
+    "compare",
+    "exhaust",
+    "explore",
+    "run",
+    "run_schedule",
+    "symmetric",
+]

@@ -1,0 +1,120 @@
+"""What to simulate: launches of every rank, the memory they share, and what must come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .memory import Memory
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel on a stream of a rank. grid: 1 to 3 numbers; args: by name, tensors on the CPU."""
+
+    kernel: Any
+    grid: int | tuple[int, ...]
+    args: dict[str, Any]
+    stream: str = "0"
+
+    @property
+    def name(self) -> str:
+        return getattr(self.kernel, "__name__", "kernel")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        grid = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
+        x, y, z = (*grid, 1, 1)[:3]
+        return x, y, z
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy by a copy engine, in `pieces` that land one after another. Tensors of one shape, contiguous."""
+
+    dst: Tensor
+    src: Tensor
+    pieces: int = 1
+    stream: str = "0"
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A flag written by the stream: released at system scope after all that came before it there."""
+
+    flag: Tensor  # one element of an int32 or int64 tensor, as a view
+    value: int
+    stream: str = "0"
+
+
+@dataclass(frozen=True)
+class Await:
+    """The stream waits until the flag is at least `value` (in wrapping arithmetic) and acquires."""
+
+    flag: Tensor
+    value: int
+    stream: str = "0"
+
+
+Work = Launch | Copy | Signal | Await
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An output that is not the reference."""
+
+    name: str
+    rank: int
+    index: tuple[int, ...]
+    wanted: str
+    seen: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One fresh instance of a case.
+
+    work     one list a rank: what its streams do, in order of issue
+    memory   what kernels reach by address rather than by argument
+    check    called after the schedule; raises or returns mismatches where the result is wrong
+    """
+
+    work: Sequence[Sequence[Work]]
+    memory: Sequence[Memory] = ()
+    check: Callable[[], Sequence[Mismatch] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named way to make runs. `make()` allocates anew each time and does the same every time.
+
+    Raises ValueError from `explore` if `make` gives a run without `check`: a schedule that compares nothing would
+    prove little.
+    """
+
+    name: str
+    make: Callable[[], Run]
+    kernels: tuple[str, ...] = field(default=())
+
+
+def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[Mismatch]:
+    """Mismatches of every rank's output with its reference, bit for bit (NaN equals NaN)."""
+    found = []
+    for rank, (g, w) in enumerate(zip(got, want, strict=True)):
+        if g.shape != w.shape or g.dtype != w.dtype:
+            raise ValueError(
+                f"{name} of rank {rank} is {tuple(g.shape)} {g.dtype}, its reference {tuple(w.shape)} {w.dtype}"
+            )
+        differ = ~((g == w) | ((g != g) & (w != w)))
+        if bool(differ.any()):
+            at = int(torch.argmax(differ.flatten().to(torch.uint8)))
+            index = tuple(int(i) for i in np.unravel_index(at, tuple(g.shape) or (1,)))
+            wanted, seen = w.flatten()[at].item(), g.flatten()[at].item()
+            found.append(Mismatch(name, rank, index, str(wanted), str(seen), int(differ.sum())))
+    return found

@@ -1,0 +1,178 @@
+"""Happens-before by vector clocks, and the shadow memory that finds races.
+
+Programs are mapped to slots: program i of every launch of one stream takes the slot (rank, stream, i), since launch
+order puts it after all programs of the launch before. clock[s][t] is how far slot s has seen slot t. A slot's own
+entry grows with each of its releases, so that what it does afterwards is not covered by them.
+
+Edges come from releases that an acquire reads from (through read-modify-writes in between, which carry on a release
+sequence), and only where both scopes reach the other's device; from launch order on a stream; from waits of a host.
+Relaxed atomics give none.
+
+The shadow keeps for every byte the last write, and for every slot the last read, as numbers of events. An access
+races with an earlier one that its slot has not seen, unless both are atomics that reach one another.
+
+Sources: Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race Detection"; PTX ISA, "Memory
+Consistency Model", sections on release and acquire patterns and on morally strong operations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+SYSTEM, DEVICE, BLOCK = "sys", "gpu", "cta"
+PLAIN = 0
+ATOMIC = {SYSTEM: 1, DEVICE: 2, BLOCK: 3}
+NEVER_WRITTEN = 1  # event 0: written before the run began; event 1: never
+
+
+class Order(NamedTuple):
+    """What an atomic promises: sem is relaxed, acquire, release or acq_rel; scope sys, gpu or cta."""
+
+    sem: str
+    scope: str
+
+    @property
+    def acquires(self) -> bool:
+        return self.sem in ("acquire", "acq_rel")
+
+    @property
+    def releases(self) -> bool:
+        return self.sem in ("release", "acq_rel")
+
+
+class Events:
+    """All accesses of a schedule, by number; arrays that grow."""
+
+    def __init__(self) -> None:
+        self.slot = np.zeros(4096, np.int32)
+        self.clock = np.zeros(4096, np.int32)
+        self.atomic = np.zeros(4096, np.int8)
+        self.rank = np.zeros(4096, np.int32)
+        self.info: list[object] = [None, None]
+
+    def add(self, slot: int, clock: int, atomic: int, rank: int, info: object) -> int:
+        n = len(self.info)
+        if n == len(self.slot):
+            for name in ("slot", "clock", "atomic", "rank"):
+                setattr(self, name, np.concatenate([getattr(self, name), np.zeros_like(getattr(self, name))]))
+        self.slot[n], self.clock[n], self.atomic[n], self.rank[n] = slot, clock, atomic, rank
+        self.info.append(info)
+        return n
+
+
+class Clocks:
+    """Vector clocks of all slots, and what each atomic word carries."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.seen = np.zeros((num_slots, num_slots), np.int32)
+        np.fill_diagonal(self.seen, 1)
+        # word -> {(rank, scope of the release): clock that it carries}
+        self._words: dict[int, dict[tuple[int, str, int], np.ndarray]] = {}
+
+    def now(self, slot: int) -> int:
+        return int(self.seen[slot, slot])
+
+    def join(self, slot: int, clock: np.ndarray) -> None:
+        """The slot has seen all that `clock` has."""
+        np.maximum(self.seen[slot], clock, out=self.seen[slot])
+
+    def copy(self, slot: int) -> np.ndarray:
+        """What the slot has seen, itself included; from here on it is a step further."""
+        clock = self.seen[slot].copy()
+        self.seen[slot, slot] += 1
+        return clock
+
+    def atomic(
+        self, slot: int, rank: int, word: int, order: Order, read: bool, write: bool, rmw: bool
+    ) -> None:
+        """An atomic on the word at this place of the shadow. A failed compare-and-swap writes nothing."""
+        carried = self._words.get(word)
+        if read and order.acquires and carried:
+            for (source, scope, by), clock in carried.items():
+                if _reach(source, scope, rank, order.scope, by == slot):
+                    self.join(slot, clock)
+        if not write:
+            return
+        if not rmw:
+            carried = None
+        if order.releases:
+            carried = dict(carried or {})
+            carried[rank, order.scope, slot if order.scope == BLOCK else -1] = self.copy(slot)
+        if carried:
+            self._words[word] = carried
+        else:
+            self._words.pop(word, None)
+
+    def forget(self, words: np.ndarray) -> None:
+        """A plain store has replaced what these words carried."""
+        if self._words:
+            for word in words[: len(words)].tolist() if len(words) < len(self._words) else list(self._words):
+                if len(words) < len(self._words) or word in words:
+                    self._words.pop(word, None)
+
+
+def _reach(rank_a: int, scope_a: str, rank_b: int, scope_b: str, same_slot: bool) -> bool:
+    """Whether each operation's scope includes the other's place. Every rank is a device."""
+    if BLOCK in (scope_a, scope_b):
+        return same_slot
+    return rank_a == rank_b or (scope_a == SYSTEM and scope_b == SYSTEM)
+
+
+class Shadow:
+    """Who last wrote and read each byte. Events 0 and 1 stand for before the run."""
+
+    def __init__(self, size: int, num_slots: int) -> None:
+        self.written = np.zeros(size, np.int32)
+        self.read = np.zeros((num_slots, size), np.int32)
+
+    def conflict(
+        self,
+        clocks: Clocks,
+        events: Events,
+        slot: int,
+        rank: int,
+        atomic: int,
+        places: np.ndarray,
+        writes: bool,
+    ) -> tuple[str, int, int] | None:
+        """(rule, the earlier event, index in `places`) of a race of an access now, or None."""
+        seen = clocks.seen[slot]
+        last = self.written[places]
+        found = self._racing(seen, events, rank, atomic, last)
+        if found is not None:
+            rule = "write-write race" if writes else "read-write race"
+            event = int(last[found])
+            return _rule(rule, events, event, atomic), event, found
+        if writes:
+            readers = self.read[:, places]
+            found = self._racing(seen, events, rank, atomic, readers.ravel())
+            if found is not None:
+                event = int(readers.ravel()[found])
+                return _rule("read-write race", events, event, atomic), event, found % len(places)
+        return None
+
+    @staticmethod
+    def _racing(seen: np.ndarray, events: Events, rank: int, atomic: int, last: np.ndarray) -> int | None:
+        racing = events.clock[last] > seen[events.slot[last]]
+        if not racing.any():
+            return None
+        if atomic:
+            kind, source = events.atomic[last], events.rank[last]
+            both_reach = (kind == ATOMIC[SYSTEM]) & (atomic == ATOMIC[SYSTEM])
+            near = (source == rank) & (kind != PLAIN) & (kind != ATOMIC[BLOCK]) & (atomic != ATOMIC[BLOCK])
+            racing &= ~(both_reach | near)
+            if not racing.any():
+                return None
+        return int(np.argmax(racing))
+
+    def note(self, slot: int, event: int, places: np.ndarray, writes: bool) -> None:
+        if writes:
+            self.written[places] = event
+        else:
+            self.read[slot, places] = event
+
+
+def _rule(rule: str, events: Events, event: int, atomic: int) -> str:
+    return "scope" if atomic and events.atomic[event] else rule

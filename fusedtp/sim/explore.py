@@ -1,0 +1,290 @@
+"""Run a case under one schedule or many, and make a found fault small.
+
+run        one schedule; raises SimulationFault
+explore    many; returns what was tried and the fault, if any, with the shortest schedule found that shows it
+exhaust    every schedule with at most `preemptions` switches away from a program that could go on
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .case import Case, Launch, Run
+from .faults import Fault, SimulationFault, UnsupportedKernel
+from .machine import Machine
+from .memory import Memory
+from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
+
+SHRINK_SCHEDULES = 40
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything that decides a schedule."""
+
+    strategy: str = "random"
+    seed: int = 0
+    resident: int | str | None = None
+    weak: bool = False
+    fine: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {self.strategy!r}; it must be one of {', '.join(STRATEGIES)}")
+
+
+@dataclass
+class Outcome:
+    """What `explore` did."""
+
+    case: str
+    schedules: int = 0
+    switches: int = 0
+    seconds: float = 0.0
+    fault: Fault | None = None
+    raised: BaseException | None = field(
+        default=None, repr=False
+    )  # by the user's code, with its own traceback
+
+    @property
+    def passed(self) -> bool:
+        return self.fault is None
+
+    def raise_fault(self) -> None:
+        """Raises SimulationFault if there is a fault."""
+        if self.fault is not None:
+            raise SimulationFault(self.fault) from self.raised
+
+
+def run(
+    kernel: Any,
+    grid: int | tuple[int, ...],
+    args_of_rank: Callable[[int], dict[str, Any]] | Sequence[dict[str, Any]],
+    world_size: int,
+    *,
+    seed: int = 0,
+    resident: int | str | None = None,
+    strategy: str = "random",
+    weak: bool = False,
+    fine: bool = False,
+    memory: Sequence[Memory] = (),
+) -> int:
+    """One schedule of one launch a rank; returns the number of context switches.
+
+        kernel         a triton.jit function, decorated under TRITON_INTERPRET=1
+        grid           programs of a rank
+        args_of_rank   rank -> arguments by name, or a list of those; tensors on the CPU
+        memory         what kernels reach through addresses, see `symmetric`
+        resident       how many programs of a rank are alive at once; "varying": changes during the run
+        weak           plain stores reach other programs late and in any order, until a release
+        fine           switch at every memory access, not only at atomics
+
+    Raises SimulationFault (an AssertionError) for a race, a deadlock, a read of never-written memory or an access
+    outside every allocation; ValueError where ranks' arguments do not fit together; UnsupportedKernel.
+    """
+    given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
+    check_arguments(given, world_size)
+    work = [[Launch(kernel, grid, args)] for args in given]
+    return run_schedule(Run(work, memory), Schedule(strategy, seed, resident, weak, fine))
+
+
+def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
+    """Every rank gives the same arguments by name, of the same kind and dtype. Raises ValueError naming the rank."""
+    if len(given) != world_size:
+        raise ValueError(f"arguments for {len(given)} ranks, the world has {world_size}")
+    for rank, args in enumerate(given[1:], start=1):
+        if set(args) != set(given[0]):
+            odd = sorted(set(args) ^ set(given[0]))
+            raise ValueError(f"rank {rank} and rank 0 differ in arguments {odd}")
+        for name, value in args.items():
+            first = given[0][name]
+            if hasattr(value, "dtype") and getattr(first, "dtype", None) != value.dtype:
+                raise ValueError(
+                    f"argument {name!r} is {value.dtype} on rank {rank}, {getattr(first, 'dtype', type(first))} on 0"
+                )
+            if isinstance(value, (bool, str)) and type(first) is not type(value):
+                raise ValueError(f"argument {name!r} is {value!r} on rank {rank}, {first!r} on rank 0")
+
+
+def run_schedule(
+    run: Run, schedule: Schedule, *, strategy: Callable[..., Strategy] | None = None, detect: bool = True
+) -> int:
+    """One schedule of a run, its result checked; returns the number of switches. Raises as `run` does."""
+    return _execute(run, schedule, strategy or STRATEGIES[schedule.strategy], detect, trace=False).switches
+
+
+def _execute(
+    run: Run, schedule: Schedule, strategy: Callable[..., Strategy], detect: bool, trace: bool
+) -> Machine:
+    machine = Machine(
+        run, strategy, seed=schedule.seed, resident=schedule.resident, weak=schedule.weak, fine=schedule.fine,
+        detect=detect, trace=trace,
+    )  # fmt: skip
+    try:
+        machine.run()
+        for mismatch in (run.check() if run.check else None) or ():
+            where = f"{mismatch.name} of rank {mismatch.rank} {list(mismatch.index)}"
+            message = f"{where} and {mismatch.count - 1} more elements" if mismatch.count > 1 else where
+            raise SimulationFault(
+                Fault(
+                    "wrong value",
+                    f"{message} differ from the reference",
+                    wanted=mismatch.wanted,
+                    seen=mismatch.seen,
+                )
+            )
+    except SimulationFault as error:
+        error.fault = error.fault.found_by(
+            schedule.strategy,
+            schedule.seed,
+            str(schedule.resident),
+            machine.switches,
+            tuple(machine.trace or ()),
+        )
+        raise
+    return machine
+
+
+def schedules(
+    count: int,
+    strategies: Sequence[str] = DEFAULT,
+    *,
+    first_seed: int = 0,
+    residents: Sequence[Any] | None = None,
+) -> Iterator[Schedule]:
+    """`count` schedules: strategies in turn; all resident, one resident and a varying number in turn; weak and not."""
+    residents = (None, 1, "varying", 2) if residents is None else residents
+    for i in range(count):
+        name = strategies[i % len(strategies)]
+        turn = i // len(strategies)
+        yield Schedule(
+            name, first_seed + i, residents[turn % len(residents)], weak=turn // len(residents) % 2 == 1
+        )
+
+
+def explore(
+    case: Case,
+    schedules: int | Iterable[Schedule] = 200,
+    strategies: Sequence[str] = DEFAULT,
+    *,
+    seconds: float | None = None,
+    first_seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    shrink: bool = True,
+) -> Outcome:
+    """Many schedules of a case, until one shows a fault.
+
+    schedules   how many, or which
+    seconds     stop after about that long
+    progress    called with the number of schedules done
+
+    An exception of the kernel or of the case itself comes out as a fault with rule "raised" and keeps its traceback
+    in `raised`; UnsupportedKernel and ValueError, which concern the case as a whole, are raised.
+    """
+    begin = time.monotonic()
+    outcome = Outcome(case.name)
+    chosen = (
+        _schedules(schedules, strategies, first_seed=first_seed) if isinstance(schedules, int) else schedules
+    )
+    for schedule in chosen:
+        if seconds is not None and time.monotonic() - begin > seconds:
+            break
+        fault = _attempt(case, schedule, outcome)
+        outcome.schedules += 1
+        if progress is not None:
+            progress(outcome.schedules)
+        if fault is not None:
+            outcome.fault = _shortest(case, fault, schedule) if shrink else fault
+            break
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+_schedules = schedules
+
+
+def _attempt(
+    case: Case, schedule: Schedule, outcome: Outcome, strategy: Callable[..., Strategy] | None = None
+) -> Fault | None:
+    made = case.make()
+    if made.check is None:
+        raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
+    try:
+        machine = _execute(made, schedule, strategy or STRATEGIES[schedule.strategy], True, trace=False)
+        outcome.switches += machine.switches
+        return None
+    except SimulationFault as error:
+        return error.fault
+    except (UnsupportedKernel, ValueError):
+        raise
+    except Exception as error:
+        outcome.raised = error
+        return Fault(
+            "raised", f"{type(error).__name__}: {error}", strategy=schedule.strategy, seed=schedule.seed,
+            resident=str(schedule.resident),
+        )  # fmt: skip
+
+
+def _shortest(case: Case, fault: Fault, schedule: Schedule) -> Fault:
+    """The same fault with the fewest context switches among some more schedules, with a trace."""
+    best, found = schedule, fault
+    for seed in range(SHRINK_SCHEDULES):
+        name = ("run_to_block", "pct")[seed % 2]
+        other = Schedule(name, seed, schedule.resident, schedule.weak, schedule.fine)
+        again = _attempt(case, other, Outcome(case.name))
+        if again is not None and again.key() == fault.key() and again.switches < found.switches:
+            best, found = other, again
+    try:
+        _execute(case.make(), best, STRATEGIES[best.strategy], True, trace=True)
+    except SimulationFault as error:
+        return error.fault
+    except Exception:
+        return found
+    return found
+
+
+def exhaust(
+    case: Case,
+    preemptions: int = 1,
+    *,
+    limit: int = 10_000,
+    resident: int | str | None = None,
+    weak: bool = False,
+) -> Outcome:
+    """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
+
+    Stops after `limit` schedules. Source: Musuvathi and Qadeer 2007, "Iterative Context Bounding".
+    """
+    begin = time.monotonic()
+    outcome = Outcome(case.name)
+    schedule = Schedule("replay", 0, resident, weak)
+    todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
+    while todo and outcome.schedules < limit:
+        choices, left = todo.pop()
+        replays: list[Replay] = []
+        fault = _attempt(case, schedule, outcome, _replayed(choices, replays))
+        outcome.schedules += 1
+        if fault is not None:
+            outcome.fault = fault
+            break
+        seen = replays[-1].seen
+        for step in range(len(choices), len(seen)):
+            chosen, options = seen[step]
+            cost = 1 if step > 0 and seen[step - 1][0] in options else 0  # it could have gone on
+            if left >= cost:
+                before = tuple(each for each, _ in seen[:step])
+                todo.extend(((*before, other), left - cost) for other in options if other != chosen)
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def _replayed(choices: Sequence[int], made: list[Replay]) -> Callable[..., Strategy]:
+    def replay(rng: random.Random, world_size: int) -> Strategy:
+        made.append(Replay(rng, world_size, choices))
+        return made[-1]
+
+    return replay

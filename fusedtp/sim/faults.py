@@ -1,0 +1,154 @@
+"""What the simulator finds: accesses, faults and the errors that carry them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+
+class Site(NamedTuple):
+    """A line of the user's source, innermost first, and the line of the kernel that led there."""
+
+    file: str
+    line: int
+    function: str
+    kernel_line: int  # in the kernel's own file; the same as `line` where the kernel itself does it
+
+    def __str__(self) -> str:
+        called = f", called at line {self.kernel_line}" if self.kernel_line != self.line else ""
+        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}{called}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """One load, store or atomic of one program.
+
+    what     "load", "store", "atomic_add", ..., with order and scope for an atomic
+    tensor   name of the allocation, with the rank that owns it
+    first, last   the elements touched that matter, as index tuples of the tensor
+    """
+
+    rank: int
+    launch: str
+    program: int
+    site: Site
+    what: str
+    tensor: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    step: int
+    value: str = ""
+
+    def __str__(self) -> str:
+        span = (
+            _index(self.first) if self.first == self.last else f"{_index(self.first)} to {_index(self.last)}"
+        )
+        value = f" = {self.value}" if self.value else ""
+        return (
+            f"rank {self.rank}, {self.launch}, program {self.program}: {self.what} {self.tensor}{span}{value}\n"
+            f"    at {self.site}"
+        )
+
+
+def _index(at: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(i) for i in at) + "]"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A program that cannot go on: what it polls, and what it saw there."""
+
+    rank: int
+    launch: str
+    program: int
+    site: Site
+    tensor: str
+    index: tuple[int, ...]
+    seen: str
+    last_writer: str = ""
+
+    def __str__(self) -> str:
+        written = self.last_writer or "nobody wrote it during this run"
+        return (
+            f"rank {self.rank}, {self.launch}, program {self.program} waits for {self.tensor}{_index(self.index)}, "
+            f"sees {self.seen} ({written})\n    at {self.site}"
+        )
+
+
+class Moment(NamedTuple):
+    """One line of a trace: what a program did at a step of the schedule."""
+
+    step: int
+    rank: int
+    launch: str
+    program: int
+    what: str
+    site: Site | None = None
+    begin: float = 0.0  # of a timeline; steps where no time is simulated
+    end: float = 0.0
+
+
+RULES = {
+    "write-write race": "two programs write the same bytes and nothing orders them",
+    "read-write race": "one program reads what another writes and nothing orders them",
+    "scope": "two ranks use one word with atomics whose scope does not reach the other rank",
+    "never written": "a load reads workspace that nobody has written",
+    "out of bounds": "an access outside every allocation that the case named",
+    "deadlock": "every live program waits and nothing can wake it",
+    "wrong value": "the result differs from the reference",
+    "raised": "the kernel or the reference raised",
+    "timed out": "a kernel recorded a failed wait or another signature",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One finding. `rule` is a key of RULES; `accesses` are the two ends of a race, `waits` those of a deadlock."""
+
+    rule: str
+    message: str
+    accesses: tuple[Access, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    wanted: str = ""
+    seen: str = ""
+    strategy: str = ""
+    seed: int = 0
+    resident: str = ""
+    switches: int = 0  # context switches of the shortest schedule found that shows it
+    trace: tuple[Moment, ...] = field(default=(), repr=False)
+
+    def found_by(
+        self, strategy: str, seed: int, resident: str, switches: int, trace: tuple[Moment, ...]
+    ) -> Fault:
+        """The same finding with the schedule that shows it."""
+        return replace(self, strategy=strategy, seed=seed, resident=resident, switches=switches, trace=trace)
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same fault in another schedule: rule and source lines."""
+        sites = [a.site for a in self.accesses] or [w.site for w in self.waits]
+        return self.rule, *sorted({(s.file, s.line) for s in sites})
+
+    def __str__(self) -> str:
+        lines = [f"{self.rule}: {self.message}"]
+        lines += [f"  {text}" for access in self.accesses for text in str(access).splitlines()]
+        lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
+        if self.wanted or self.seen:
+            lines.append(f"  wanted {self.wanted}, seen {self.seen}")
+        if self.strategy:
+            lines.append(
+                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}; "
+                f"{self.switches} context switches"
+            )
+        return "\n".join(lines)
+
+
+class SimulationFault(AssertionError):
+    """A schedule showed a fault; `fault` tells which. An AssertionError, so that pytest and hypothesis shrink it."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+class UnsupportedKernel(ValueError):
+    """The simulator cannot run this: inline assembly, an extern call, a version of Triton it does not know."""

@@ -1,0 +1,149 @@
+"""The memory of a simulated world: named allocations, and where an address lies among them.
+
+Every tensor that a kernel may touch is an allocation with a name and a rank. All of them together form one line of
+bytes, the shadow, on which the race detector keeps who touched what; `Map.locate` turns addresses into places there.
+Allocations stand a red zone apart, so that no address just past one falls into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One tensor a rank that kernels reach by address: symmetric memory, flags, scratch.
+
+    tensors   one a rank, CPU, contiguous
+    poisoned  nobody has written it yet: reading an element before a store to it is a fault
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    poisoned: bool = False
+
+    @property
+    def pointers(self) -> Tensor:
+        """int64 [W]: the addresses, as a kernel takes them."""
+        return torch.tensor([t.data_ptr() for t in self.tensors], dtype=torch.int64)
+
+
+def symmetric(
+    name: str,
+    world_size: int,
+    shape: Iterable[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    poisoned: bool = True,
+) -> Memory:
+    """Memory of the same shape on every rank; every byte 0xFF (NaN for floats) where poisoned, else zero."""
+    fill = 0xFF if poisoned else 0
+    shape = tuple(shape)
+    size = int(np.prod(shape)) * dtype.itemsize
+    tensors = tuple(
+        torch.full((size,), fill, dtype=torch.uint8).view(dtype).view(shape) for _ in range(world_size)
+    )
+    return Memory(name, tensors, poisoned)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A tensor's bytes and where they stand in the shadow."""
+
+    name: str
+    rank: int
+    tensor: Tensor
+    poisoned: bool
+    base: int
+    nbytes: int
+    place: int  # of its first byte in the shadow
+
+    def index_of(self, place: int) -> tuple[int, ...]:
+        """The element that holds this byte of the shadow, as an index of the tensor (of its storage if strided)."""
+        element = (place - self.place) // self.tensor.element_size()
+        if not self.tensor.is_contiguous() or self.tensor.dim() == 0:
+            return (element,)
+        return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape)))
+
+
+class Map:
+    """All allocations of one schedule. The first registration of an address wins; views add nothing."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Allocation] = {}
+        self.size = 0
+        self._sorted: list[Allocation] = []
+        self._bases = self._ends = self._places = np.zeros(0, np.int64)
+
+    def add(self, name: str, rank: int, tensor: Tensor, poisoned: bool = False) -> None:
+        """Register the storage behind `tensor`, unless it is known."""
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} of rank {rank} is on {tensor.device}; the simulator works on CPU tensors"
+            )
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0 or storage.data_ptr() in self._found:
+            return
+        whole = tensor
+        if tensor.numel() * tensor.element_size() != storage.nbytes() or not tensor.is_contiguous():
+            whole = torch.empty(0, dtype=tensor.dtype).set_(
+                storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)
+            )
+        self._found[storage.data_ptr()] = Allocation(
+            name, rank, whole, poisoned, storage.data_ptr(), storage.nbytes(), self.size
+        )
+        self.size += storage.nbytes()
+
+    def add_arguments(self, name: str, rank: int, value: Any) -> None:
+        """Register every tensor in an argument of a kernel, tuples and named tuples included."""
+        if isinstance(value, Tensor):
+            self.add(name, rank, value)
+        elif isinstance(value, tuple):
+            fields = getattr(value, "_fields", range(len(value)))
+            for key, item in zip(fields, value, strict=True):
+                self.add_arguments(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]", rank, item)
+        elif hasattr(value, "base") and isinstance(value.base, Tensor):  # a TensorDescriptor
+            self.add(name, rank, value.base)
+
+    def freeze(self) -> None:
+        """After the last `add`."""
+        self._sorted = sorted(self._found.values(), key=lambda a: a.base)
+        self._bases = np.array([a.base for a in self._sorted], np.int64)
+        self._ends = np.array([a.base + a.nbytes for a in self._sorted], np.int64)
+        self._places = np.array([a.place for a in self._sorted], np.int64)
+
+    @property
+    def allocations(self) -> list[Allocation]:
+        """Sorted by address."""
+        return self._sorted
+
+    def locate(self, addresses: np.ndarray, itemsize: int) -> tuple[np.ndarray, int | None]:
+        """int64 addresses [n] -> places in the shadow of their first bytes [n], and which is out of bounds or None."""
+        low = int(np.searchsorted(self._bases, addresses[0], side="right")) - 1
+        lowest, highest = int(addresses.min()), int(addresses.max())
+        if low >= 0 and lowest >= self._bases[low] and highest + itemsize <= self._ends[low]:
+            return addresses - (self._bases[low] - self._places[low]), None
+        found = np.searchsorted(self._bases, addresses, side="right") - 1
+        wrong = (found < 0) | (addresses + itemsize > self._ends[found])
+        if wrong.any():
+            return addresses, int(np.argmax(wrong))
+        return addresses - self._bases[found] + self._places[found], None
+
+    def at(self, place: int) -> Allocation:
+        """The allocation that holds this byte of the shadow."""
+        return next(a for a in self._sorted if a.place <= place < a.place + a.nbytes)
+
+    def nearest(self, address: int) -> str:
+        """Words for an address outside: how far past which allocation."""
+        if not self._sorted:
+            return f"address {address:#x}; the case names no memory"
+        best = min(self._sorted, key=lambda a: min(abs(address - a.base), abs(address - a.base - a.nbytes)))
+        if address >= best.base:
+            return f"{address - best.base - best.nbytes + 1} bytes past the end of {best.name} of rank {best.rank}"
+        return f"{best.base - address} bytes before {best.name} of rank {best.rank}"

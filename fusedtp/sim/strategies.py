@@ -1,0 +1,134 @@
+"""Who runs next. A strategy sees the runnable programs and the number of switches so far; all draw from one seed.
+
+random            anyone, at every switch
+round_robin       in turn
+run_to_block      the same one until it waits or ends
+starve_rank       one rank only when no other can run
+starve_program    one program only when no other can run
+pct               fixed priorities, lowered at d random points (Burckhardt et al. 2010, "A Randomized Scheduler
+                  with Probabilistic Guarantees of Finding Bugs"): finds a bug of depth d with probability
+                  at least 1 / (n k^(d-1)) for n programs and k steps
+replay            a list of choices, then run_to_block: what `exhaustive` and minimisation use
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Runnable(Protocol):
+    """A program as a strategy sees it."""
+
+    rank: int
+    slot: int
+    order: int  # of its start
+
+
+class Strategy:
+    """`pick` returns an index into `runnable`, which is never empty and sorted by `order`."""
+
+    name = "random"
+
+    def __init__(self, rng: random.Random, world_size: int) -> None:
+        self.rng = rng
+        self.world_size = world_size
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        return self.rng.randrange(len(runnable))
+
+
+class RoundRobin(Strategy):
+    name = "round_robin"
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        if current is None:
+            return 0
+        return next((i for i, each in enumerate(runnable) if each.order > current.order), 0)
+
+
+class RunToBlock(Strategy):
+    name = "run_to_block"
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        for i, each in enumerate(runnable):
+            if each is current:
+                return i
+        return self.rng.randrange(len(runnable))
+
+
+class StarveRank(Strategy):
+    name = "starve_rank"
+
+    def __init__(self, rng: random.Random, world_size: int) -> None:
+        super().__init__(rng, world_size)
+        self.victim = rng.randrange(world_size)
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        others = [i for i, each in enumerate(runnable) if each.rank != self.victim]
+        return self.rng.choice(others) if others else self.rng.randrange(len(runnable))
+
+
+class StarveProgram(Strategy):
+    name = "starve_program"
+
+    def __init__(self, rng: random.Random, world_size: int) -> None:
+        super().__init__(rng, world_size)
+        self.number = rng.randrange(1 << 16)
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        slots = 1 + max(each.slot for each in runnable)
+        others = [i for i, each in enumerate(runnable) if each.slot != self.number % slots]
+        return self.rng.choice(others) if others else 0
+
+
+class Pct(Strategy):
+    name = "pct"
+    CHANGES = 3
+    STEPS = 600  # among so many first switches the change points are drawn
+
+    def __init__(self, rng: random.Random, world_size: int) -> None:
+        super().__init__(rng, world_size)
+        self._priority: dict[int, float] = {}
+        self._changes = sorted(rng.randrange(1, self.STEPS) for _ in range(self.CHANGES))
+        self._steps = 0
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        self._steps += 1
+        for each in runnable:
+            self._priority.setdefault(each.order, 1 + self.rng.random())
+        best = max(range(len(runnable)), key=lambda i: self._priority[runnable[i].order])
+        if self._changes and self._steps >= self._changes[0]:
+            self._priority[runnable[best].order] = len(self._changes) / (1 + self.CHANGES)
+            self._changes.pop(0)
+        return best
+
+
+class Replay(Strategy):
+    """The given choices (`order` of a program), then run_to_block; notes what was runnable at each switch."""
+
+    name = "replay"
+
+    def __init__(self, rng: random.Random, world_size: int, choices: Sequence[int] = ()) -> None:
+        super().__init__(rng, world_size)
+        self.choices = list(choices)
+        self.seen: list[tuple[int, list[int]]] = []  # the choice and all that could have been chosen
+
+    def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
+        step = len(self.seen)
+        orders = [each.order for each in runnable]
+        if step < len(self.choices) and self.choices[step] in orders:
+            chosen = orders.index(self.choices[step])
+        elif current is not None and current.order in orders:
+            chosen = orders.index(current.order)
+        else:
+            chosen = 0
+        self.seen.append((orders[chosen], orders))
+        return chosen
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    each.name: each for each in (Strategy, RoundRobin, RunToBlock, StarveRank, StarveProgram, Pct, Replay)
+}
+DEFAULT = ("random", "pct", "starve_rank", "starve_program", "run_to_block", "round_robin")
