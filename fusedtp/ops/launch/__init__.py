@@ -5,18 +5,22 @@ end. Outputs are ordinary tensors; nothing of the workspace is handed out.
 """
 
 from .config import Config, Machine
-from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad
+from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad, plan_matmul, plan_wgrad
 from .plain import matmul
-from .run import require_triton
+from .run import Launch, require_triton
 from .scatter import (
     matmul_all_reduce,
     matmul_all_reduce_bytes,
     matmul_reduce_scatter,
+    plan_one_shot,
+    plan_reduce_scatter,
+    plan_two_shot,
     reduce_scatter_bytes,
 )
 
 __all__ = [
     "Config",
+    "Launch",
     "Machine",
     "all_gather_bytes",
     "all_gather_matmul",
@@ -25,6 +29,11 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_reduce_bytes",
     "matmul_reduce_scatter",
+    "plan_matmul",
+    "plan_one_shot",
+    "plan_reduce_scatter",
+    "plan_two_shot",
+    "plan_wgrad",
     "reduce_scatter_bytes",
     "require_triton",
 ]

@@ -1,0 +1,215 @@
+"""The library's own fused kernels as cases: several calls on one workspace, small tiles, exact numbers.
+
+A call is an operation with its shapes. Rotation of the slots and the epochs break only from the third call on, so the
+cases make three, of different shapes, ragged and empty shards among them. Inputs are small integers: sums are
+exact in fp32 and the result must equal the single-device formula bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops import launch
+from fusedtp.ops.launch import Config
+from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.rows import Rows, split
+
+from .case import Case, Mismatch, Run, Work, compare
+from .worlds import SimulatedWorld, launches
+
+TILE = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation.
+
+    sizes    rows of every rank, per batch entry (for an all-reduce only their sum counts)
+    widths   N of each weight (the scattered operations take the first)
+    k        columns of x; where they are this rank's own, rank r has k + r
+    chunk    rows (gather) or tiles (reduction) that one flag covers
+    programs (senders, others)
+    """
+
+    operation: str
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...] = (17,)
+    k: int = 16
+    batch: int = 1
+    bias: bool = True
+    keep: bool = False
+    dtype: torch.dtype = torch.float32
+    chunk: int = 16
+    programs: tuple[int, int] = (1, 2)
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.sizes, self.batch)
+
+    @property
+    def config(self) -> Config:
+        senders, others = self.programs
+        return Config(TILE, TILE, TILE, send_programs=senders, other_programs=others, chunk=self.chunk)
+
+    def slot_bytes(self) -> int:
+        """What the call needs in a slot."""
+        rows, n, w = self.rows, self.widths[0], len(self.sizes)
+        if self.operation in ("all_gather_matmul", "all_gather_wgrad"):
+            return launch.all_gather_bytes(rows, self.k, self.dtype)
+        if self.operation == "matmul_reduce_scatter":
+            return launch.reduce_scatter_bytes(rows, n, self.dtype)
+        return launch.matmul_all_reduce_bytes(
+            rows.total, n, w, self.dtype, self.operation == "one_shot_all_reduce"
+        )
+
+
+@dataclass
+class Operands:
+    """A call's inputs by rank and the outputs that must come out."""
+
+    x: list[Tensor]
+    weights: list[list[Tensor]]  # dys for a weight gradient
+    biases: list[list[Tensor | None]]
+    wanted: dict[str, list[Tensor]]
+
+
+def operands(call: Call, seed: int) -> Operands:
+    """Drawn from `seed`, with the single-device formula's results."""
+    generator = torch.Generator().manual_seed(seed)
+    w, rows = len(call.sizes), call.rows
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).to(call.dtype)
+
+    if call.operation in ("all_gather_matmul", "all_gather_wgrad"):
+        x = draw(rows.total, call.k)
+        own = [torch.cat([*rows.blocks(x, r)]) for r in range(w)]
+        if call.operation == "all_gather_wgrad":
+            dys = [[draw(rows.total, n) for n in call.widths] for _ in range(w)]
+            dw = {f"dw{i}": [_exact(dys[r][i].t(), x.t()) for r in range(w)] for i in range(len(call.widths))}
+            return Operands(own, dys, [[None] * len(call.widths)] * w, dw)
+        ws = [[draw(n, call.k) for n in call.widths] for _ in range(w)]
+        bs: list[list[Tensor | None]] = [
+            [draw(n) if call.bias and i == 0 else None for i, n in enumerate(call.widths)] for _ in range(w)
+        ]
+        y = {f"y{i}": [_exact(x, ws[r][i], bs[r][i]) for r in range(w)] for i in range(len(call.widths))}
+        if call.keep:
+            y["gathered"] = [x] * w
+        return Operands(own, ws, bs, y)
+    xs = [draw(rows.total, call.k + r) for r in range(w)]
+    parts = [[draw(call.widths[0], call.k + r)] for r in range(w)]
+    bias = draw(call.widths[0]) if call.bias else None
+    full = _exact(torch.cat(xs, 1), torch.cat([p[0] for p in parts], 1), bias)
+    scattered = call.operation == "matmul_reduce_scatter"
+    outs = [torch.cat([*rows.blocks(full, r)]) if scattered else full for r in range(w)]
+    return Operands(xs, parts, [[bias]] * w, {"y": outs})
+
+
+def _exact(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    y = x.double() @ w.double().t()
+    return (y if b is None else y + b.double()).to(x.dtype)
+
+
+def plan(
+    call: Call, given: Operands, world: SimulatedWorld, rank: int, signature: int
+) -> tuple[Any, dict[str, Tensor]]:
+    """This rank's launch of the call and its outputs by name, filled with NaN."""
+    x = given.x[rank].clone()
+    weights = [w.clone() for w in given.weights[rank]]
+    biases = [None if b is None else b.clone() for b in given.biases[rank]]
+    view, w = world.view(rank), world.world_size
+    where, end = (view, rank, w), (signature, call.config, HOST)
+    if call.operation == "all_gather_matmul":
+        planned, ys, gathered = launch.plan_matmul(
+            *where, x, weights, biases, call.rows, signature, call.keep, call.config, HOST
+        )
+        outs = {f"y{i}": y for i, y in enumerate(ys)}
+        outs |= {} if gathered is None else {"gathered": gathered}
+    elif call.operation == "all_gather_wgrad":
+        planned, dws = launch.plan_wgrad(*where, x, weights, call.rows, *end)
+        outs = {f"dw{i}": dw for i, dw in enumerate(dws)}
+    elif call.operation == "matmul_reduce_scatter":
+        planned, y = launch.plan_reduce_scatter(*where, x, weights[0], biases[0], call.rows, *end)
+        outs = {"y": y}
+    else:
+        planner = launch.plan_one_shot if call.operation == "one_shot_all_reduce" else launch.plan_two_shot
+        planned, y = planner(*where, x, weights[0], biases[0], *end)
+        outs = {"y": y}
+    for out in outs.values():
+        out.fill_(torch.nan)
+    return planned, outs
+
+
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
+    """A case of these calls, one after another on one workspace."""
+    w = len(calls[0].sizes)
+    given = [operands(call, seed + i) for i, call in enumerate(calls)]
+
+    def make() -> Run:
+        flags = 1 + max(2 * _chunks(call) for call in calls)
+        world = SimulatedWorld(w, max(call.slot_bytes() for call in calls), flags)
+        work: list[list[Work]] = [[] for _ in range(w)]
+        outs: list[tuple[Operands, list[dict[str, Tensor]]]] = []
+        for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
+            made = []
+            for rank in range(w):
+                planned, named = plan(call, inputs, world, rank, 101 + i)
+                work[rank].extend(launches(planned, world.epochs.tensors[rank]))
+                made.append(named)
+            outs.append((inputs, made))
+        return Run(work, world.memory, _checker(world, outs))
+
+    return Case(name, make, tuple(dict.fromkeys(call.operation for call in calls)))
+
+
+def _chunks(call: Call) -> int:
+    rows, columns = call.batch * max(sum(call.sizes), 1), -(-call.widths[0] // TILE)
+    return 2 + max(-(-rows // call.chunk), -(-rows // TILE) * columns)
+
+
+def _checker(
+    world: SimulatedWorld, outs: Sequence[tuple[Operands, list[dict[str, Tensor]]]]
+) -> Callable[[], list[Mismatch]]:
+    def check() -> list[Mismatch]:
+        found: list[Mismatch] = []
+        for rank, status in enumerate(world.statuses.tensors):
+            if int(status[0]):
+                found.append(Mismatch("status", rank, (0,), "0", str(int(status[0])), 1))
+        for i, (given, made) in enumerate(outs):
+            for name, want in given.wanted.items():
+                found += compare(f"{name} of call {i}", [named[name] for named in made], want)
+        return found
+
+    return check
+
+
+def _ragged(world_size: int, rows: int) -> tuple[int, ...]:
+    """Uneven, the second rank without any."""
+    return tuple(0 if r == 1 else rows + 5 * r % 7 for r in range(world_size))
+
+
+def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list[Case]:
+    """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row."""
+    w = world_size
+    shapes = [(16,) * w, _ragged(w, 9), split(w + 1, w)]
+
+    def calls(operation: str, **options: Any) -> list[Call]:
+        ks = (16, 20, 5)
+        return [
+            Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)
+        ]
+
+    cases = {
+        "all_gather_matmul": calls("all_gather_matmul", widths=(17, 5), keep=True),
+        "matmul_reduce_scatter": calls("matmul_reduce_scatter", chunk=1),
+        "one_shot_all_reduce": calls("one_shot_all_reduce", chunk=1),
+        "two_shot_all_reduce": calls("two_shot_all_reduce", chunk=1),
+        "all_gather_wgrad": calls("all_gather_wgrad"),
+    }
+    cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
+    return [fused_case(name, each, seed=7) for name, each in cases.items()]
