@@ -15,23 +15,33 @@ from fusedtp.comm import Communicator, Signature
 
 from . import engines
 from .local import shards_as_they_come
-from .matmul import is_16_bit, matmul, wide, widens
+from .matmul import is_16_bit, matmul_as, wide, widens
 from .profile import record_function
 from .rows import Rows
 
 
 def collective(
-    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, signature: Signature
+    comm: Communicator,
+    x: Tensor,
+    dys: Sequence[Tensor],
+    rows: Rows,
+    signature: Signature,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """The process group's all_gather, then matmuls."""
     with comm.agreed(signature):
         counts = [rows.local(p) for p in range(comm.world_size)]
         full = rows.gather(comm.all_gather(x, counts).split(counts))
-    return [matmul(dy.t(), full) for dy in dys]
+    return [matmul_as(dy.t(), full, dtype) for dy in dys]
 
 
 def chunked(
-    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, signature: Signature
+    comm: Communicator,
+    x: Tensor,
+    dys: Sequence[Tensor],
+    rows: Rows,
+    signature: Signature,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """Accumulates shard by shard where that rounds no more than one matmul does; else gathers the shards first."""
     width = x.shape[1]
@@ -50,11 +60,16 @@ def chunked(
                     for dw, dy in zip(dws, dys, strict=True):
                         for block, part in rows.pairs(dy, shard, p):
                             dw.addmm_(wide(block).t(), wide(part))
-    return [dw.to(x.dtype) for dw in dws] if full is None else [matmul(dy.t(), full) for dy in dys]
+    return [dw.to(dtype) for dw in dws] if full is None else [matmul_as(dy.t(), full, dtype) for dy in dys]
 
 
 def triton(
-    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, signature: Signature
+    comm: Communicator,
+    x: Tensor,
+    dys: Sequence[Tensor],
+    rows: Rows,
+    signature: Signature,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """One launch: programs push x to all peers, the others accumulate over the shards that have come."""
     from . import launch
@@ -63,21 +78,30 @@ def triton(
         comm.workspace.call(signature, rows.total * x.shape[1] * x.element_size()) as call,
         call.device_view() as view,
     ):
-        dws = launch.all_gather_wgrad(view, comm.rank, comm.world_size, x, dys, rows, signature.hash32())
+        dws = launch.all_gather_wgrad(
+            view, comm.rank, comm.world_size, x, dys, rows, signature.hash32(), dtype=dtype
+        )
     return dws
 
 
 def run(
-    comm: Communicator, x: Tensor, dys: Sequence[Tensor], rows: Rows, engine: str, layer: str = ""
+    comm: Communicator,
+    x: Tensor,
+    dys: Sequence[Tensor],
+    rows: Rows,
+    engine: str,
+    layer: str = "",
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K]. No autograd."""
+    """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K] of x's dtype, or fp32. No autograd."""
+    dtype = dtype or x.dtype
     engine = engines.choose(comm, engine, rows, x.dtype).engine
     engines.count(comm, "all_gather_wgrad", engine, layer)
     with record_function(f"fusedtp.all_gather_wgrad.{engine}"):
         if engine == "local":
-            return [matmul(dy.t(), x) for dy in dys]
+            return [matmul_as(dy.t(), x, dtype) for dy in dys]
         signature = Signature(
             "all_gather_wgrad", engine, x.dtype, x.shape[1], rows.sizes, rows.batch, len(dys)
         )
         sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
-        return sibling(comm, x, dys, rows, signature)
+        return sibling(comm, x, dys, rows, signature, dtype)

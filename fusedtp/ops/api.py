@@ -4,6 +4,9 @@
 same list on all ranks; without it a gather takes equal rows and a scatter splits as torch.chunk does. `dim=1` takes
 [B, S_r, K] for [T_r, K] and [B, S, N] for [T, N]. `layer` is the kind of layer that the call and its backward are
 counted for.
+
+A weight with an attribute `main_grad` (fp32, its shape) gets its gradient added there, unrounded, and None in `.grad`:
+see Note [main_grad] in main_grad.py. Under torch.compile such a weight raises.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.comm import Group, Place, place
@@ -18,6 +22,7 @@ from fusedtp.comm import Group, Place, place
 from . import autograd, gradients
 from . import library as _library  # registers the custom ops
 from .gradients import Where
+from .main_grad import main_grads_of
 from .rows import Rows, rows_of_full, rows_of_shard
 
 assert _library
@@ -57,8 +62,9 @@ def all_gather_matmul(
             f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
         )
     rows = rows_of_shard(x, at, sizes, dim)
-    x, weights = _autocast(at, x), [_autocast(at, w) for w in weights]
-    biases = [None if b is None else _autocast(at, b) for b in biases]
+    sinks = main_grads_of(weights)
+    x, weights = _autocast(at.device_type, x), [_autocast(at.device_type, w) for w in weights]
+    biases = [None if b is None else _autocast(at.device_type, b) for b in biases]
     for w, b in zip(weights, biases, strict=True):
         _check_operands(at, x, w, b)
     flat = x.flatten(0, -2)
@@ -67,7 +73,7 @@ def all_gather_matmul(
         ys = autograd.forward_columns(_where(at, rows, engine, layer), flat, weights, biases, needs_grad)
     else:
         ys = autograd.column_linear(
-            _where(at, rows, engine, layer), flat, weights, biases, needs_grad, keep_gathered
+            _where(at, rows, engine, layer), flat, weights, biases, needs_grad, sinks, keep_gathered
         )
     return tuple(_unflatten(y, rows.batch, rows.length, dim) for y in ys)
 
@@ -103,7 +109,9 @@ def matmul_reduce_scatter(
             f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
         )
     rows = rows_of_full(x.shape, at, sizes, dim)
-    x, weight, bias = _autocast(at, x), _autocast(at, weight), None if bias is None else _autocast(at, bias)
+    (sink,) = main_grads_of([weight])
+    x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
+    bias = None if bias is None else _autocast(at.device_type, bias)
     _check_operands(at, x, weight, bias)
     flat = x.flatten(0, -2)
     needs_grad = _mask(x, weight, bias)
@@ -112,7 +120,7 @@ def matmul_reduce_scatter(
             [flat], [weight], bias, at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad, layer
         )
     else:
-        y = autograd.row_linear(_where(at, rows, engine, layer), flat, weight, bias, needs_grad)
+        y = autograd.row_linear(_where(at, rows, engine, layer), flat, weight, bias, needs_grad, sink)
     return _unflatten(y, rows.batch, rows.sizes[at.rank], dim)
 
 
@@ -139,7 +147,9 @@ def matmul_all_reduce(
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
     at = place(group)
-    x, weight, bias = _autocast(at, x), _autocast(at, weight), None if bias is None else _autocast(at, bias)
+    (sink,) = main_grads_of([weight])
+    x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
+    bias = None if bias is None else _autocast(at.device_type, bias)
     _check_operands(at, x, weight, bias)
     flat = x.flatten(0, -2)
     needs_grad = _mask(x, weight, bias)
@@ -147,7 +157,7 @@ def matmul_all_reduce(
         y = gradients.op("matmul_all_reduce")(flat, weight, bias, at.name, engine, needs_grad, layer)
     else:
         y = autograd.reduced_linear(
-            Where(at.name, at.rank, (), 1, engine, layer), flat, weight, bias, needs_grad
+            Where(at.name, at.rank, (), 1, engine, layer), flat, weight, bias, needs_grad, sink
         )
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -179,14 +189,30 @@ def all_gather_wgrad(
             )
     return tuple(
         gradients.op("all_gather_wgrad")(
-            x.detach().flatten(0, -2), flat, at.name, rows.sizes, rows.batch, engine
+            x.detach().flatten(0, -2), flat, at.name, rows.sizes, rows.batch, engine, "", x.dtype
         )
     )
 
 
-def _autocast(at: Place, t: Tensor) -> Tensor:
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of x [..., K], w [N, K], b [N] -> [..., N], for a weight that may have a main_grad.
+
+    forward  y = x @ w.T + b          dgrad  dx = dy @ w          wgrad  dw = dy.T @ x, all local
+
+    Raises ValueError for a main_grad of another shape, RuntimeError where a weight with main_grad is compiled.
+    """
+    (sink,) = main_grads_of([weight])
+    if sink is None:
+        return F.linear(x, weight, bias)
+    kind = x.device.type
+    x, weight = _autocast(kind, x), _autocast(kind, weight)
+    bias = None if bias is None else _autocast(kind, bias)
+    y = autograd.local_linear(x.flatten(0, -2), weight, bias, sink)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _autocast(kind: str, t: Tensor) -> Tensor:
     """What torch.autocast does to the operands of a linear layer."""
-    kind = at.device_type
     if not torch.is_autocast_enabled(kind) or t.dtype == torch.float64 or not t.is_floating_point():
         return t
     return t.to(torch.get_autocast_dtype(kind))

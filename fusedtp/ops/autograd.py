@@ -12,7 +12,7 @@ _Join hands dy to both. _Input.backward computes dx; _Weight.backward computes d
 memory (one element, expanded); it exists so that dy reaches _Weight. The weight node of a row-parallel layer is
 made first, so that autograd runs it after the input node (later nodes first) and finds the gathered dy there.
 
-A weight with an attribute `main_grad` (fp32, same shape) gets its gradient added there, and None in `.grad`.
+`sinks` are the weights' main_grads, None for a weight that has none (Note [main_grad] in main_grad.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from . import gradients
 from .first_order import first_order
 from .gradients import Where
-from .matmul import matmul
+from .local import linear
+from .main_grad import Sink, deliver
+from .matmul import is_16_bit, matmul, matmul_as
 
 
 class _Join(Function):
@@ -47,15 +50,10 @@ def _token(like: Tensor, rows: int, width: int) -> Tensor:
     return like.new_empty(1).expand(rows, width)
 
 
-def _deliver(dw: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    if main_grad is None:
-        return dw
-    main_grad.add_(dw)
-    return None
-
-
-def _main_grads(weights: Sequence[Tensor]) -> list[Tensor | None]:
-    return [getattr(w, "main_grad", None) for w in weights]
+def _wgrad_dtype(x: Tensor, sinks: Sequence[Sink | None]) -> torch.dtype:
+    """fp32 where a sink takes what 16 bits would round."""
+    narrow = is_16_bit(x.dtype) and any(sink is not None for sink in sinks)
+    return torch.float32 if narrow else x.dtype
 
 
 def forward_columns(
@@ -98,11 +96,17 @@ class _ColumnInput(Function):
 class _ColumnWeight(Function):
     @staticmethod
     def forward(
-        ctx: Any, at: Where, x: Tensor, gathered: Tensor | None, n: int, *weights_and_biases: Any
+        ctx: Any,
+        at: Where,
+        x: Tensor,
+        gathered: Tensor | None,
+        sinks: Sequence[Sink | None],
+        *weights_and_biases: Any,
     ) -> Any:
+        n = len(sinks)
         weights = weights_and_biases[:n]
         ctx.save_for_backward(x, gathered)
-        ctx.at, ctx.n, ctx.main_grads = at, n, _main_grads(weights)
+        ctx.at, ctx.n, ctx.sinks = at, n, sinks
         rows = at.batch * sum(at.sizes)
         return tuple(_token(x, rows, w.shape[0]) for w in weights)
 
@@ -113,12 +117,13 @@ class _ColumnWeight(Function):
         needs = ctx.needs_input_grad[4:]
         dws: list[Tensor | None] = [None] * ctx.n
         if any(needs[: ctx.n]):
+            dtype = _wgrad_dtype(x, ctx.sinks)
             if gathered is None:
-                grads = gradients.column_wgrad(ctx.at, x, dys)
+                grads = gradients.column_wgrad(ctx.at, x, dys, dtype)
             else:
-                grads = [matmul(dy.t(), gathered) for dy in dys]
-            wanted = zip(grads, ctx.main_grads, needs[: ctx.n], strict=True)
-            dws = [_deliver(dw, main) if need else None for dw, main, need in wanted]
+                grads = [matmul_as(dy.t(), gathered, dtype) for dy in dys]
+            wanted = zip(grads, ctx.sinks, needs[: ctx.n], strict=True)
+            dws = [deliver(dw, sink, x.dtype) if need else None for dw, sink, need in wanted]
         dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs[ctx.n :], strict=True)]
         return (None, None, None, None, *dws, *dbs)
 
@@ -129,6 +134,7 @@ def column_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     needs_grad: int,
+    sinks: Sequence[Sink | None],
     keep_gathered: bool = False,
 ) -> list[Tensor]:
     """x [T_r, K], w_i [N_i, K], b_i [N_i] -> y_i [T, N_i]; saves the shard of x, or the gathered x if asked to."""
@@ -142,7 +148,7 @@ def column_linear(
         ys = _GatheredInput.apply(at, x, gathered, n, *plain[0], *plain[1])
     if not any(t is not None and t.requires_grad for t in (*weights, *biases)):
         return list(ys)
-    tokens = _ColumnWeight.apply(at, x.detach(), gathered, n, *weights, *biases)
+    tokens = _ColumnWeight.apply(at, x.detach(), gathered, sinks, *weights, *biases)
     joined = _Join.apply(*ys, *tokens)
     return [joined] if n == 1 else list(joined)
 
@@ -189,9 +195,17 @@ class _RowInput(Function):
 
 class _RowWeight(Function):
     @staticmethod
-    def forward(ctx: Any, at: Where, cell: dict[str, Any], x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        at: Where,
+        cell: dict[str, Any],
+        sink: Sink | None,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.at, ctx.cell, ctx.main_grads = at, cell, _main_grads([w])
+        ctx.at, ctx.cell, ctx.sink = at, cell, sink
         return _token(x, at.batch * at.sizes[at.rank], w.shape[0])
 
     @staticmethod
@@ -199,22 +213,29 @@ class _RowWeight(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         dw = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             kept = ctx.cell.pop("dy", None)
             fits = (
                 kept is not None and kept[0] is dy and kept[1] == dy._version
             )  # else of another backward pass
             full = kept[2] if kept is not None and fits else gradients.gather(ctx.at, dy)
-            dw = _deliver(matmul(full.t(), x), ctx.main_grads[0])
-        return None, None, None, dw, dy.sum(0) if ctx.needs_input_grad[4] else None
+            dw = _dw(full, x, ctx.sink)
+        return None, None, None, None, dw, dy.sum(0) if ctx.needs_input_grad[5] else None
 
 
-def row_linear(at: Where, x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: int) -> Tensor:
+def _dw(dy: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:
+    """dy [T, N], x [T, K] -> dw [N, K], or None where the sink took it."""
+    return deliver(matmul_as(dy.t(), x, _wgrad_dtype(x, [sink])), sink, x.dtype)
+
+
+def row_linear(
+    at: Where, x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: int, sink: Sink | None
+) -> Tensor:
     """x [T, K], w [N, K], b [N] -> y [T_r, N]; saves x."""
     cell: dict[str, Any] = {}
     token = None
     if weight.requires_grad or (bias is not None and bias.requires_grad):
-        token = _RowWeight.apply(at, cell, x.detach(), weight, bias)
+        token = _RowWeight.apply(at, cell, sink, x.detach(), weight, bias)
     plain_bias = bias.detach() if bias is not None else None
     y = _RowInput.apply(at, needs_grad, cell, x, weight.detach(), plain_bias)
     return y if token is None else _Join.apply(y, token)
@@ -233,25 +254,48 @@ class _ReducedInput(Function):
         return None, None, matmul(dy, w), None, None
 
 
-class _ReducedWeight(Function):
+class _LocalWeight(Function):
+    """Where every rank has dy: of all tokens, or of its own for a weight that it reads for itself."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def forward(ctx: Any, sink: Sink | None, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.main_grads = _main_grads([w])
+        ctx.sink = sink
         return _token(x, x.shape[0], w.shape[0])
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        dw = _deliver(matmul(dy.t(), x), ctx.main_grads[0]) if ctx.needs_input_grad[1] else None
-        return None, dw, dy.sum(0) if ctx.needs_input_grad[2] else None
+        dw = _dw(dy, x, ctx.sink) if ctx.needs_input_grad[2] else None
+        return None, None, dw, dy.sum(0) if ctx.needs_input_grad[3] else None
 
 
-def reduced_linear(at: Where, x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: int) -> Tensor:
+def reduced_linear(
+    at: Where, x: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: int, sink: Sink | None
+) -> Tensor:
     """x [T, K], w [N, K], b [N] -> y [T, N] on every rank; dy is the same on all ranks, so both gradients are local."""
     plain_bias = bias.detach() if bias is not None else None
     y = _ReducedInput.apply(at, needs_grad, x, weight.detach(), plain_bias)
     if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return y
-    return _Join.apply(y, _ReducedWeight.apply(x.detach(), weight, bias))
+    return _Join.apply(y, _LocalWeight.apply(sink, x.detach(), weight, bias))
+
+
+class _LocalInput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(w)
+        return linear(x, w, b)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (w,) = ctx.saved_tensors
+        return matmul(dy, w), None, None
+
+
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink) -> Tensor:
+    """x [T, K], w [N, K], b [N] -> y [T, N] without communication, but for the sink of a weight that ranks share."""
+    y = _LocalInput.apply(x, weight.detach(), None if bias is None else bias.detach())
+    return _Join.apply(y, _LocalWeight.apply(sink, x.detach(), weight, bias))

@@ -47,9 +47,9 @@ def column_dgrad(at: Where, dys: Sequence[Tensor], weights: Sequence[Tensor]) ->
     )
 
 
-def column_wgrad(at: Where, x: Tensor, dys: Sequence[Tensor]) -> list[Tensor]:
-    """x [T_r, K], dy_i [T, N_i] -> dw_i [N_i, K]."""
-    return op("all_gather_wgrad")(x, list(dys), at.group, at.sizes, at.batch, at.engine, at.layer)
+def column_wgrad(at: Where, x: Tensor, dys: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """x [T_r, K], dy_i [T, N_i] -> dw_i [N_i, K] of `dtype`: x's, or fp32."""
+    return op("all_gather_wgrad")(x, list(dys), at.group, at.sizes, at.batch, at.engine, at.layer, dtype)
 
 
 def row_dgrad(

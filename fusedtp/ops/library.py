@@ -3,7 +3,7 @@
     fusedtp::all_gather_matmul       x [L, K], w_i [N_i, K], b_i -> y_i [T, N_i], and the gathered x if `keep`
     fusedtp::matmul_reduce_scatter   x_j [T, K_j], w_j [N, K_j], b -> y [L, N]
     fusedtp::matmul_all_reduce       x [T, K], w [N, K], b -> y [T, N]
-    fusedtp::all_gather_wgrad        x [L, K], dy_i [T, N_i] -> dw_i [N_i, K]
+    fusedtp::all_gather_wgrad        x [L, K], dy_i [T, N_i] -> dw_i [N_i, K] of x's dtype, or fp32
     fusedtp::all_gather_rows         x [L, N] -> [T, N];   fusedtp::reduce_scatter_rows   [T, N] -> [L, N]
     fusedtp::all_reduce_rows         [T, N] -> [T, N]
 
@@ -156,9 +156,10 @@ def all_gather_wgrad(
     batch: int,
     engine: str,
     layer: str,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     with as_given(x):
-        return _wgrad.run(communicator(group), x, dys, Rows(tuple(sizes), batch), engine, layer)
+        return _wgrad.run(communicator(group), x, dys, Rows(tuple(sizes), batch), engine, layer, dtype)
 
 
 @all_gather_wgrad.register_fake
@@ -170,8 +171,9 @@ def _(
     batch: int,
     engine: str,
     layer: str,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    return [x.new_empty(dy.shape[1], x.shape[1]) for dy in dys]
+    return [x.new_empty(dy.shape[1], x.shape[1], dtype=dtype) for dy in dys]
 
 
 @torch.library.custom_op("fusedtp::all_gather_rows", mutates_args=())
@@ -223,7 +225,7 @@ def _column_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     dx = gradients.column_dgrad(ctx.where, dys, weights) if ctx.needs_input_grad[0] else None
     dws: Any = [None] * len(weights)
     if _any(ctx.needs_input_grad[1]):
-        dws = gradients.column_wgrad(ctx.where, x, dys)
+        dws = gradients.column_wgrad(ctx.where, x, dys, x.dtype)
     dbs = [dys[i].sum(0) for i in ctx.biased] if _any(ctx.needs_input_grad[2]) else [None] * len(ctx.biased)
     return dx, dws, dbs, *([None] * 9)
 

@@ -69,3 +69,17 @@ def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty(x.shape[0], y.shape[1])
     matmul_into(out, [x], [y], bias)
     return out
+
+
+def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [M, K], y [K, N] -> a new [M, N] of `dtype`; fp32 of 16-bit operands has not been rounded to 16 bits."""
+    if dtype == x.dtype:
+        return matmul(x, y)
+    assert dtype == torch.float32 and is_16_bit(x.dtype), (x.dtype, dtype)
+    if x.is_cuda and torch.version.hip is None:
+        return torch.mm(x, y, out_dtype=dtype)
+    y = y.float()
+    out = torch.empty(x.shape[0], y.shape[1], dtype=dtype, device=x.device)
+    for begin in range(0, x.shape[0], _ROWS):
+        torch.mm(x[begin : begin + _ROWS].float(), y, out=out[begin : begin + _ROWS])
+    return out

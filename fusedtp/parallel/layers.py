@@ -11,6 +11,10 @@ Without sequence parallelism activations between layers are whole on every rank:
 They hold names and numbers only, no tensors and no process group, so that a model copies and compiles.
 Each is a method of module, x and layout, so that the modules of `fusedtp.nn` call it where they stand (see
 nn/hooks.py); a module of others gets a `forward` that does.
+
+A parameter with an attribute `main_grad` gets its gradient added there in place of `.grad`: the weight of a linear
+layer in fp32 and unrounded, any other (bias, norm, embedding) as autograd made it. It cannot be compiled.
+See Note [main_grad] in ops/main_grad.py.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp import ops
+from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
-from .placement import local, read
+from .placement import local
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,18 @@ class Replica:
 
     def read(self, parameter: Tensor) -> Tensor:
         """The plain tensor, its gradient complete on every rank."""
-        return read(parameter, self.members) if self.partial else local(parameter)
+        own = accumulated(parameter)
+        return copy_to_group(own, self.members) if self.partial else own
+
+    def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if main_grad_of(weight) is None:
+            return self.read(weight).to(dtype)
+        return with_main_grad(weight, dtype, self.members if self.partial else None)
 
     def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
         """x [..., K] -> [..., N], whatever tokens these are."""
         bias = None if linear.bias is None else self.read(linear.bias).to(x.dtype)
-        return F.linear(x, self.read(linear.weight).to(x.dtype), bias)
+        return ops.local_linear(x, self._weight(linear.weight, x.dtype), bias)
 
     def project(self, x: Tensor, linears: Sequence[Any], layout: Any = None) -> tuple[Tensor, ...]:
         """Each for itself."""
@@ -120,19 +131,20 @@ class ColumnParallel(Member):
             )
         else:
             x = copy_to_group(x, self.group)
-            ys = tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+            ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
         return tuple(
             each.parallel._gathered(y, each) if each.parallel.gather_output else y
             for y, each in zip(ys, linears, strict=True)
         )
 
     def _own(self, parameter: Tensor) -> Tensor:
-        if self.features is None:
-            return local(parameter)
-        return read(parameter, self.group).narrow(0, *self.features)
+        own = accumulated(parameter)
+        return own if self.features is None else copy_to_group(own, self.group).narrow(0, *self.features)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return with_main_grad(weight, dtype) if self.features is None else self._own(weight).to(dtype)
+        if main_grad_of(weight) is None:
+            return self._own(weight).to(dtype)
+        return with_main_grad(weight, dtype, self.group if self.features else None, self.features)
 
     def _gathered(self, y: Tensor, linear: Any) -> Tensor:
         columns = split(linear.out_features, self.world_size)
@@ -147,7 +159,7 @@ class RowParallel(Member):
         """x [T, K_r] -> [T_r, N]; without sequence parallelism x [..., K_r] -> [..., N]."""
         weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
         if self.sequence_parallel:
-            bias = None if bias is None else read(bias, self.group).to(x.dtype)
+            bias = None if bias is None else copy_to_group(accumulated(bias), self.group).to(x.dtype)
             return ops.matmul_reduce_scatter(
                 x,
                 weight,
@@ -158,7 +170,7 @@ class RowParallel(Member):
                 engine=self.engine,
                 layer=self.layer,
             )
-        bias = None if bias is None else local(bias).to(x.dtype)
+        bias = None if bias is None else accumulated(bias).to(x.dtype)
         return ops.matmul_all_reduce(x, weight, self.group, bias=bias, engine=self.engine, layer=self.layer)
 
 
@@ -183,7 +195,7 @@ class VocabParallel(Member):
 
         Raises IndexError (on CPU; not when compiled) for an id outside the vocabulary, as torch does.
         """
-        weight, vocab_size = local(embedding.weight), embedding.num_embeddings
+        weight, vocab_size = accumulated(embedding.weight), embedding.num_embeddings
         if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
             wrong = (input_ids < 0) | (input_ids >= vocab_size)
             if bool(wrong.any()):
@@ -210,10 +222,27 @@ def joined_kind(kinds: Sequence[str]) -> str:
     return "+".join([kinds[0], *(kind.rpartition(".")[2] for kind in kinds[1:])])
 
 
-def with_main_grad(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """This rank's shard in `dtype`; an fp32 `main_grad` of the parameter travels along, for wgrad to add to."""
-    own = local(weight).to(dtype)
-    main_grad = getattr(weight, "main_grad", None)
+def accumulated(parameter: Tensor) -> Tensor:
+    """This rank's part; its gradient is added to the parameter's main_grad, if it has one."""
+    main_grad = main_grad_of(parameter)
+    return local(parameter) if main_grad is None else accumulating(local(parameter), local(main_grad))
+
+
+def with_main_grad(
+    weight: Tensor, dtype: torch.dtype, group: str | None = None, features: tuple[int, int] | None = None
+) -> Tensor:
+    """This rank's part in `dtype`; the parameter's `main_grad`, if it has one, travels along, for wgrad to add to.
+
+    group      ranks that all hold the weight, and each only a part of its gradient
+    features   (begin, count) of the rows of such a weight that this rank uses
+    """
+    own = local(weight) if features is None else local(weight).narrow(0, *features)
+    main_grad = main_grad_of(weight)
+    own = own.to(dtype)
     if main_grad is not None:
-        own.main_grad = local(main_grad)  # type: ignore[attr-defined]
+        total = local(main_grad)
+        own = own.view_as(own)  # the attribute is not to land on the parameter
+        own.main_grad = (  # type: ignore[attr-defined]
+            total if group is None else SharedMainGrad(total, group, features[0] if features else 0)
+        )
     return own

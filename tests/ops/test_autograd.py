@@ -33,11 +33,11 @@ def mlp(group, engine: str, x: Tensor, up: Tensor, gate: Tensor, down: Tensor) -
     return scatter(group, engine, a * b, down)
 
 
-def leaves(group, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def leaves(group) -> list[Tensor]:
     """x [T_r, 4], up and gate [5, 4], down [4, 5]."""
     r = group.rank()
     shapes = (SIZES[r], 4), (5, 4), (5, 4), (4, 5)
-    return [numbers(*s, seed=10 * i + r, dtype=dtype) for i, s in enumerate(shapes)]
+    return [numbers(*s, seed=10 * i + r) for i, s in enumerate(shapes)]
 
 
 def gradients(y: Tensor, given: list[Tensor]) -> list[Tensor]:
@@ -135,24 +135,24 @@ def test_double_backward_raises(operation):
         assert "double backward is not supported" in message, message
 
 
-def accumulated(group, engine: str, dtype: torch.dtype) -> None:
-    given = leaves(group, dtype)
+def accumulated(group, engine: str) -> None:
+    given = leaves(group)
     want = gradients(mlp(group, engine, *given), given)
     for weight in given[1:]:
-        weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
+        weight.main_grad = torch.full_like(weight, 0.5)
     for _ in range(2):
         y = mlp(group, engine, *given)
-        y.backward(torch.arange(y.numel()).view(y.shape).to(dtype))
+        y.backward(torch.arange(y.numel()).view(y.shape).float())
     assert_equal([given[0].grad], [2 * want[0]])
     for weight, gradient in zip(given[1:], want[1:], strict=True):
         assert weight.grad is None
-        assert torch.equal(weight.main_grad, 0.5 + 2 * gradient.float())
+        assert torch.equal(weight.main_grad, 0.5 + 2 * gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_weight_with_main_grad_accumulates_there_in_fp32(engine, dtype):
-    world(2).run(accumulated, engine, dtype)
+def test_a_weight_with_main_grad_accumulates_there(engine):
+    """In 16 bits too: tests/parallel/test_main_grad.py."""
+    world(2).run(accumulated, engine)
 
 
 def reduced_into_main_grad(group) -> None:

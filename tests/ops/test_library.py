@@ -31,7 +31,7 @@ def arguments(name: str, engine: str, group) -> tuple:
         "matmul_all_reduce": (full, weights[0], bias, group.group_name, engine, 7, ""),
         "all_gather_wgrad": (
             shard.detach(), [numbers(5, 3, grad=False), numbers(5, 1, grad=False)],
-            group.group_name, list(SIZES), 1, engine, "",
+            group.group_name, list(SIZES), 1, engine, "", torch.float32,
         ),
         "all_gather_rows": (shard, *place),
         "reduce_scatter_rows": (full, *place),

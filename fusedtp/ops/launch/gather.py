@@ -104,15 +104,18 @@ def all_gather_wgrad(
     rows: Any,
     sig: int,
     config: Config | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """dw_i = dy_i.T @ all_gather(x), see kernels/all_gather_wgrad.py.
 
     x        [R_r, K]   any strides
     dy_i     [T, N_i]   rows in global order, any strides
-    return   [N_i, K] each
+    return   [N_i, K] each, of `dtype` (fp32: as accumulated; None: x's)
     """
     check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, dys)
-    launch, outputs = plan_wgrad(view, rank, world_size, x, dys, rows, sig, config, machine_for(view, x))
+    launch, outputs = plan_wgrad(
+        view, rank, world_size, x, dys, rows, sig, config, machine_for(view, x), dtype
+    )
     launch.run(view, x.device)
     return outputs
 
@@ -127,13 +130,14 @@ def plan_wgrad(
     sig: int,
     config: Config | None,
     machine: Machine,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Launch, list[Tensor]]:
     """The launch of all_gather_wgrad, not yet run, and its outputs."""
     from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
 
     k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
     config = config or with_senders(tiles(machine, x.dtype, out_rows, k), machine, rows, view)
-    outputs = [x.new_empty(dy.shape[1], k) for dy in dys]
+    outputs = [x.new_empty(dy.shape[1], k, dtype=dtype) for dy in dys]
     args = dict(
         **gather_args(view, rank, world_size, x, rows, sig, config, machine),
         grads=tuple(dys),

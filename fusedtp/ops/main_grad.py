@@ -1,0 +1,114 @@
+"""Gradients accumulated in fp32: a parameter with an attribute `main_grad` gets its gradient added there.
+
+Note [main_grad]
+`main_grad` is a plain tensor (or a DTensor) of the parameter's own shape, or of this rank's shard of it, fp32 where
+the parameter is of 16 bits. `.grad` then stays None, and what a loop reads instead is `main_grad`:
+
+    weight of a linear layer     dw is made in fp32 and added unrounded, whatever the dtype of the activations: column-
+                                 and row-parallel, replicated, with and without sequence parallelism, under autocast
+    any other parameter of a     the gradient that autograd made is added: of a 16-bit bias, norm or embedding it has
+    parallel layer               been rounded to 16 bits once for each use in a step
+    under torch.compile          raises: a compiled graph cannot add to a tensor that it does not take
+
+A weight that every rank holds and each multiplies only a part of has its dw summed over ranks, in fp32, first. The
+operations themselves (fusedtp.all_gather_matmul ...) look at their weights only; the layers of fusedtp.parallel at
+every parameter. Modules that are not parallel are torch's alone and look at none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .first_order import first_order
+from .gradients import op
+
+
+class Sink(Protocol):
+    """What takes a gradient: a tensor, or a part of one that all ranks hold."""
+
+    def add_(self, gradient: Tensor, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SharedMainGrad:
+    """The main_grad [N, K] of a weight that all ranks hold, of which this one multiplies the rows from `begin` on."""
+
+    total: Tensor
+    group: str
+    begin: int = 0
+
+    def add_(self, dw: Tensor) -> None:
+        """Collective: dw [n, K] of every rank, summed over ranks."""
+        full = dw
+        if dw.shape != self.total.shape:
+            full = dw.new_zeros(self.total.shape)
+            full[self.begin : self.begin + dw.shape[0]] = dw
+        self.total.add_(op("all_reduce_rows")(full, self.group))
+
+
+def main_grad_of(parameter: Tensor) -> Any:
+    """Where the parameter's gradient goes in place of `.grad`; None: it goes there.
+
+    Raises RuntimeError where it is being compiled.
+    """
+    if not parameter.requires_grad or not torch.is_grad_enabled():
+        return None
+    sink = getattr(parameter, "main_grad", None)
+    if sink is not None and torch.compiler.is_compiling():
+        _refuse_to_compile()
+    return sink
+
+
+# Runs while tracing. An error that is traced would only break the graph, and what is compiled of the rest go wrong.
+@torch.compiler.assume_constant_result
+def _refuse_to_compile() -> None:
+    raise RuntimeError(
+        "a parameter with main_grad is used in a compiled function: the graph would put its gradient into .grad and "
+        "leave main_grad as it is. Compile without main_grad, or keep this layer out of the graph "
+        "(torch.compiler.disable)"
+    )
+
+
+def main_grads_of(weights: Sequence[Tensor]) -> list[Sink | None]:
+    """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
+    sinks = [main_grad_of(w) for w in weights]
+    for w, sink in zip(weights, sinks, strict=True):
+        if isinstance(sink, Tensor) and sink.shape != w.shape:
+            raise ValueError(
+                f"the weight has shape {tuple(w.shape)}, its main_grad {tuple(sink.shape)}; one is wanted"
+            )
+    return sinks
+
+
+def deliver(dw: Tensor, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
+    """What a node returns for a weight of `dtype`: nothing where the sink takes it, else dw rounded to dtype."""
+    if sink is None:
+        return dw.to(dtype)
+    sink.add_(dw)
+    return None
+
+
+def accumulating(parameter: Tensor, main_grad: Tensor) -> Tensor:
+    """The parameter itself, whose gradient is added to main_grad as autograd made it."""
+    return _Accumulating.apply(parameter, main_grad)
+
+
+class _Accumulating(Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        ctx.set_materialize_grads(False)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        if gradient is not None:
+            ctx.main_grad.add_(gradient)
+        return None, None
