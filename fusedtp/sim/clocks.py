@@ -8,8 +8,9 @@ Edges come from releases that an acquire reads from (through read-modify-writes 
 sequence), and only where both scopes reach the other's device; from launch order on a stream; from waits of a host.
 Relaxed atomics give none.
 
-The shadow keeps for every byte the last write, and for every slot the last read, as numbers of events. An access
-races with an earlier one that its slot has not seen, unless both are atomics that reach one another.
+The shadow keeps for every byte the last write, and for every slot the last read, as numbers of events; plain accesses
+and atomics apart. An access races with an earlier one that its slot has not seen, unless both are atomics that reach
+one another. The first race of a schedule is found exactly (FastTrack, theorem 1); what follows it need not be.
 
 Sources: Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race Detection"; PTX ISA, "Memory
 Consistency Model", sections on release and acquire patterns and on morally strong operations.
@@ -24,7 +25,6 @@ import numpy as np
 SYSTEM, DEVICE, BLOCK = "sys", "gpu", "cta"
 PLAIN = 0
 ATOMIC = {SYSTEM: 1, DEVICE: 2, BLOCK: 3}
-NEVER_WRITTEN = 1  # event 0: written before the run began; event 1: never
 
 
 class Order(NamedTuple):
@@ -50,7 +50,7 @@ class Events:
         self.clock = np.zeros(4096, np.int32)
         self.atomic = np.zeros(4096, np.int8)
         self.rank = np.zeros(4096, np.int32)
-        self.info: list[object] = [None, None]
+        self.info: list[object] = [None]  # event 0
 
     def add(self, slot: int, clock: int, atomic: int, rank: int, info: object) -> int:
         n = len(self.info)
@@ -105,12 +105,10 @@ class Clocks:
         else:
             self._words.pop(word, None)
 
-    def forget(self, words: np.ndarray) -> None:
-        """A plain store has replaced what these words carried."""
-        if self._words:
-            for word in words[: len(words)].tolist() if len(words) < len(self._words) else list(self._words):
-                if len(words) < len(self._words) or word in words:
-                    self._words.pop(word, None)
+    def forget(self, first: int, last: int) -> None:
+        """A plain store to bytes between these has replaced what words there carried."""
+        for word in [w for w in self._words if first <= w < last]:
+            del self._words[word]
 
 
 def _reach(rank_a: int, scope_a: str, rank_b: int, scope_b: str, same_slot: bool) -> bool:
@@ -121,11 +119,19 @@ def _reach(rank_a: int, scope_a: str, rank_b: int, scope_b: str, same_slot: bool
 
 
 class Shadow:
-    """Who last wrote and read each byte. Events 0 and 1 stand for before the run."""
+    """Who last wrote and read each byte.
+
+    written, read   the last plain write of a byte, and the last plain read by each slot; event 0 is before the run
+    unwritten       bytes that nobody has written
+    atomics         byte -> the last atomic read and write of each slot: few bytes have any
+    """
 
     def __init__(self, size: int, num_slots: int) -> None:
         self.written = np.zeros(size, np.int32)
         self.read = np.zeros((num_slots, size), np.int32)
+        self.unwritten = np.zeros(size, bool)
+        self._has_atomics = np.zeros(size, bool)
+        self._atomics: dict[int, dict[tuple[int, bool], int]] = {}
 
     def conflict(
         self,
@@ -137,42 +143,61 @@ class Shadow:
         places: np.ndarray,
         writes: bool,
     ) -> tuple[str, int, int] | None:
-        """(rule, the earlier event, index in `places`) of a race of an access now, or None."""
+        """(rule, the earlier event, index in `places`) of a race of an access now with an earlier one, or None."""
         seen = clocks.seen[slot]
         last = self.written[places]
-        found = self._racing(seen, events, rank, atomic, last)
+        found = _unseen(seen, events, last)
         if found is not None:
-            rule = "write-write race" if writes else "read-write race"
-            event = int(last[found])
-            return _rule(rule, events, event, atomic), event, found
+            return "write-write race" if writes else "read-write race", int(last[found]), found
         if writes:
-            readers = self.read[:, places]
-            found = self._racing(seen, events, rank, atomic, readers.ravel())
+            readers = self.read[:, places].ravel()
+            found = _unseen(seen, events, readers)
             if found is not None:
-                event = int(readers.ravel()[found])
-                return _rule("read-write race", events, event, atomic), event, found % len(places)
+                return "read-write race", int(readers[found]), found % len(places)
+        if self._has_atomics[places].any():
+            return self._conflict_with_atomics(seen, events, rank, atomic, places, writes)
         return None
 
-    @staticmethod
-    def _racing(seen: np.ndarray, events: Events, rank: int, atomic: int, last: np.ndarray) -> int | None:
-        racing = events.clock[last] > seen[events.slot[last]]
-        if not racing.any():
-            return None
-        if atomic:
-            kind, source = events.atomic[last], events.rank[last]
-            both_reach = (kind == ATOMIC[SYSTEM]) & (atomic == ATOMIC[SYSTEM])
-            near = (source == rank) & (kind != PLAIN) & (kind != ATOMIC[BLOCK]) & (atomic != ATOMIC[BLOCK])
-            racing &= ~(both_reach | near)
-            if not racing.any():
-                return None
-        return int(np.argmax(racing))
+    def _conflict_with_atomics(
+        self, seen: np.ndarray, events: Events, rank: int, atomic: int, places: np.ndarray, writes: bool
+    ) -> tuple[str, int, int] | None:
+        for index in np.flatnonzero(self._has_atomics[places]).tolist():
+            for (slot, wrote), event in self._atomics[int(places[index])].items():
+                if not (writes or wrote) or events.clock[event] <= seen[slot]:
+                    continue
+                if not atomic:
+                    return "write-write race" if writes and wrote else "read-write race", event, index
+                if not _atomics_reach(atomic, rank, int(events.atomic[event]), int(events.rank[event])):
+                    return "scope", event, index
+        return None
 
-    def note(self, slot: int, event: int, places: np.ndarray, writes: bool) -> None:
+    def note(self, slot: int, event: int, atomic: int, places: np.ndarray, writes: bool) -> None:
+        """This access has happened."""
         if writes:
+            self.unwritten[places] = False
+        if atomic:
+            self._has_atomics[places] = True
+            for place in places.tolist():
+                self._atomics.setdefault(place, {})[slot, writes] = event
+        elif writes:
             self.written[places] = event
         else:
             self.read[slot, places] = event
 
+    def last_write(self, place: int) -> int:
+        """The event that last wrote this byte, 0 if none did."""
+        atomics = [event for (_, wrote), event in self._atomics.get(place, {}).items() if wrote]
+        return max(int(self.written[place]), *atomics, 0)
 
-def _rule(rule: str, events: Events, event: int, atomic: int) -> str:
-    return "scope" if atomic and events.atomic[event] else rule
+
+def _unseen(seen: np.ndarray, events: Events, last: np.ndarray) -> int | None:
+    """The first of these events that the slot has not seen."""
+    racing = events.clock[last] > seen[events.slot[last]]
+    return int(np.argmax(racing)) if racing.any() else None
+
+
+def _atomics_reach(a: int, rank_a: int, b: int, rank_b: int) -> bool:
+    """Whether two atomics of different programs are atomic towards one another."""
+    if ATOMIC[BLOCK] in (a, b):
+        return False
+    return rank_a == rank_b or (a == ATOMIC[SYSTEM] and b == ATOMIC[SYSTEM])

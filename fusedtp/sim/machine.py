@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,7 +24,7 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from .case import Copy, Launch, Run, Signal, Work
-from .clocks import ATOMIC, NEVER_WRITTEN, PLAIN, Clocks, Events, Order, Shadow
+from .clocks import ATOMIC, PLAIN, Clocks, Events, Order, Shadow
 from .faults import Access, Fault, Moment, SimulationFault, Site, Wait
 from .interpreter import Builder, arguments, interpreted, site
 from .memory import Map
@@ -32,6 +33,7 @@ from .strategies import Strategy
 
 MAX_TRACE = 20000
 SAME_READS = 3  # times round a loop of reads that return the same before a program counts as waiting
+VAIN_ROUNDS = 8
 HOST_SITE = Site("host", 0, "host", 0)
 FROZEN = SimpleNamespace(monotonic_ns=lambda: 0, sleep=lambda seconds: None)  # no wait times out here
 
@@ -43,6 +45,17 @@ class Info(NamedTuple):
     what: str
     site: Site
     step: int
+    wrote: bool
+
+
+@dataclass
+class Poll:
+    """A word that a program reads again and again."""
+
+    site: Site
+    value: bytes
+    shown: str
+    times: int = 1
 
 
 class Actor:
@@ -53,8 +66,8 @@ class Actor:
         self.rank = stream.rank
         self.greenlet: greenlet
         self.grid = (1, 1, 1)
-        self.seen: dict[tuple[Any, ...], int] = {}  # reads since it last did something new
-        self.polled: dict[int, tuple[Site, str]] = {}  # words among them: place -> where, value
+        self.seen: set[tuple[Any, ...]] = set()  # reads since it last did something
+        self.polled: dict[int, Poll] = {}  # the atomics and volatile loads among them, by place
         self.repeats = 0
         self.asleep = False
 
@@ -128,10 +141,11 @@ class Machine:
         self.shadow = Shadow(self.memory.size, slots)
         for a in self.memory.allocations:
             if a.poisoned:
-                self.shadow.written[a.place : a.place + a.nbytes] = NEVER_WRITTEN
+                self.shadow.unwritten[a.place : a.place + a.nbytes] = True
         self.stores = Stores(self.rng) if weak else None
         self.live: list[Actor] = []
-        self.sleepers: dict[int, list[Actor]] = {}
+        self.sleepers: dict[int, set[Actor]] = {}
+        self.vain_rounds = 0
         self.started = self.switches = self.step = 0
         self.limit = [self._limit() for _ in range(self.world_size)]
         self.trace: list[Moment] | None = [] if trace else None
@@ -177,9 +191,11 @@ class Machine:
             self._start()
             runnable = [actor for actor in self.live if not actor.asleep]
             if not runnable:
-                if self.live or any(s.todo or s.work for s in self.streams):
-                    raise SimulationFault(self._deadlock())
-                return
+                if not self.live and not any(s.todo or s.work for s in self.streams):
+                    return
+                if self._once_more():
+                    continue
+                raise SimulationFault(self._deadlock())
             chosen = runnable[0] if len(runnable) == 1 else runnable[self.strategy.pick(runnable, current)]
             if chosen is not current:
                 self.switches += 1
@@ -271,7 +287,7 @@ class Machine:
             self.stores.own(self._me.slot, int(places.min()), int(places.max()) + itemsize)
         self._access("load", places, itemsize, writes=False)
         result = do()
-        self._read(places, itemsize, result.data, "volatile" if volatile else "")
+        self._read(places, result.data, "volatile" if volatile else "")
         return result
 
     def store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray, do: Callable) -> Any:
@@ -281,7 +297,7 @@ class Machine:
         if places is None:
             return None
         self._access("store", places, value.itemsize, writes=True)
-        self.clocks.forget(places)
+        self.clocks.forget(int(places.min()), int(places.max()) + 1)
         self._did_something()
         me = self._me
         if self.stores is None:
@@ -328,7 +344,7 @@ class Machine:
             self._note(what, me, places)
             self._wake(places, itemsize)
         else:
-            self._read(places, itemsize, result.data[mask], what)
+            self._read(places, result.data[mask], what)
         return result
 
     def barrier(self) -> None:
@@ -365,12 +381,12 @@ class Machine:
             return
         me = self._me
         covered = (places[:, None] + np.arange(itemsize)).ravel() if itemsize > 1 else places
-        info = Info(me, what, self._site(), self.step)
+        info = Info(me, what, self._site(), self.step, writes)
         found = self.shadow.conflict(self.clocks, self.events, me.slot, me.rank, atomic, covered, writes)
         if found is not None:
             raise SimulationFault(self._race(found, info, covered))
         if not writes:
-            fresh = self.shadow.written[covered] == NEVER_WRITTEN
+            fresh = self.shadow.unwritten[covered]
             if fresh.any():
                 at = covered[np.flatnonzero(fresh)]
                 access = self._describe(info, at)
@@ -378,7 +394,7 @@ class Machine:
                     Fault("never written", f"nobody has written what {access.what} reads", (access,))
                 )
         event = self.events.add(me.slot, self.clocks.now(me.slot), atomic, me.rank, info)
-        self.shadow.note(me.slot, event, covered, writes)
+        self.shadow.note(me.slot, event, atomic, covered, writes)
 
     # -- spinning --------------------------------------------------------------------------------------------------
 
@@ -387,36 +403,35 @@ class Machine:
         me.seen.clear()
         me.polled.clear()
         me.repeats = 0
+        self.vain_rounds = 0
 
-    def _read(self, places: np.ndarray, itemsize: int, value: np.ndarray, what: str) -> None:
+    def _read(self, places: np.ndarray, value: np.ndarray, what: str) -> None:
         """A read that changed nothing. Reading the same again and again is waiting."""
         me = self._me
         first = int(places[0])
-        if what:  # an atomic or volatile
-            where = self._site()
-            shown = value.ravel()[0] if value.size else None
-            key: tuple[Any, ...] = (where.line, where.kernel_line, first, value.tobytes())
-            me.polled[first] = (where, str(shown))
-        else:
-            key = (first, len(places))
-        if key not in me.seen:
-            if not what and me.repeats == 0 and len(me.seen) > 256:
-                me.seen.clear()
-            me.seen[key] = 1
-            me.repeats = 0
-            return
         if not what:
-            return
-        me.seen[key] += 1
-        me.repeats += 1
-        if me.seen[key] > SAME_READS and me.repeats > SAME_READS * len(me.polled):
-            self._sleep()
+            key: tuple[Any, ...] = (first, len(places))
+        else:  # an atomic or volatile
+            where = self._site()
+            key = (where.line, where.kernel_line, first, value.tobytes())
+            poll = me.polled.get(first)
+            if poll is None or poll.value != value.tobytes():
+                me.polled[first] = Poll(where, value.tobytes(), str(value.ravel()[0]) if value.size else "?")
+            else:
+                poll.times += 1
+        if key not in me.seen:
+            me.seen.add(key)
+            me.repeats = 0
+        elif what:
+            me.repeats += 1
+            if me.repeats > SAME_READS * len(me.polled):
+                self._sleep()
 
     def _sleep(self) -> None:
         me = self._me
         me.asleep = True
         for place in me.polled:
-            self.sleepers.setdefault(place, []).append(me)
+            self.sleepers.setdefault(place, set()).add(me)
         self._switch()
 
     def _wake(self, places: np.ndarray, itemsize: int) -> None:
@@ -425,9 +440,23 @@ class Machine:
         low, high = int(places.min()), int(places.max()) + itemsize
         for place in [p for p in self.sleepers if low <= p < high]:
             for actor in self.sleepers.pop(place):
-                actor.asleep = False
-                actor.seen.clear()
-                actor.repeats = 0
+                self._rouse(actor)
+
+    def _rouse(self, actor: Actor) -> None:
+        actor.asleep = False
+        actor.seen.clear()
+        actor.repeats = 0
+        for waiting in self.sleepers.values():
+            waiting.discard(actor)
+
+    def _once_more(self) -> bool:
+        """Everyone sleeps. Some rounds more, in case a program reads the same word often without waiting for it."""
+        self.vain_rounds += 1
+        if self.vain_rounds > VAIN_ROUNDS:
+            return False
+        for actor in self.live:
+            self._rouse(actor)
+        return bool(self.live)
 
     # -- work of the host ------------------------------------------------------------------------------------------
 
@@ -463,7 +492,7 @@ class Machine:
             behind = (int(flag) - work.value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
             if behind >= 0:
                 return
-            me.polled[int(places[0])] = (HOST_SITE, str(int(flag)))
+            me.polled[int(places[0])] = Poll(HOST_SITE, b"", str(int(flag)))
             self._sleep()
 
     def _place_of(self, tensor: Any) -> int:
@@ -502,17 +531,10 @@ class Machine:
     def _race(self, found: tuple[str, int, int], now: Info, covered: np.ndarray) -> Fault:
         rule, event, index = found
         before = self.events.info[event]
-        place = covered[index : index + 1]
-        if not isinstance(before, Info):
-            access = self._describe(now, place)
-            return Fault(rule, "an access races with the state before the run", (access,))
-        shadow = self.shadow.written if rule != "read-write race" or "load" in now.what else None
-        same = place
-        if shadow is not None:
-            same = covered[shadow[covered] == event]
-        else:
-            same = covered[self.shadow.read[before.actor.slot][covered] == event]
-        same = same if len(same) else place
+        assert isinstance(before, Info)  # what was there before the run races with nothing
+        last = self.shadow.written if before.wrote else self.shadow.read[before.actor.slot]
+        same = covered[last[covered] == event]
+        same = same if len(same) else covered[index : index + 1]  # an atomic
         first, second = self._describe(before, same, False), self._describe(now, same)
         a, b = first, second
         message = (
@@ -523,19 +545,18 @@ class Machine:
     def _deadlock(self) -> Fault:
         waits = []
         for actor in self.live:
-            for place, (where, seen) in list(actor.polled.items())[-1:]:
-                a = self.memory.at(place)
-                event = self.events.info[int(self.shadow.written[place])] if self.detect else None
-                writer = ""
-                if isinstance(event, Info):
-                    w = event.actor
-                    writer = f"last written by rank {w.rank}, {w.name}, program {w.program}"
-                waits.append(
-                    Wait(
-                        actor.rank, actor.name, actor.program, where, f"{a.name} of rank {a.rank} ",
-                        a.index_of(place), seen, writer,
-                    )
-                )  # fmt: skip
+            if not actor.polled:
+                continue
+            place, poll = max(actor.polled.items(), key=lambda item: item[1].times)
+            a = self.memory.at(place)
+            event = self.events.info[self.shadow.last_write(place)]
+            by = event.actor if isinstance(event, Info) else None
+            writer = f"last written by rank {by.rank}, {by.name}, program {by.program}" if by else ""
+            tensor = f"{a.name} of rank {a.rank} "
+            index = a.index_of(place)
+            waits.append(
+                Wait(actor.rank, actor.name, actor.program, poll.site, tensor, index, poll.shown, writer)
+            )
         queued = [
             f"{len(s.todo)} programs of rank {s.rank}"
             + (f" (at most {self.limit[s.rank]} resident)" if self.resident else "")
