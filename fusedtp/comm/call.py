@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import semaphore
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
-from .signature import Signature, compare, failure_words
+from .signature import REFUSED, Signature, compare, failure_words
 
 if TYPE_CHECKING:
     from .workspace import DeviceView, Workspace
@@ -196,6 +196,8 @@ class Call:
         except BaseException as error:
             fault = error
             self.abandon(error)
+            if self.is_refused():  # by a rank that does not vote, as all the others know too
+                raise
         votes = self.comm.world.exchange(fault is None)
         if fault is not None:
             raise fault
@@ -241,6 +243,24 @@ class Call:
             self.ws.failed = timeout
         self.ws._epoch[0] = int32(self.number)
         self.ws.status.zero_()
+
+    def refuse(self) -> None:
+        """Note [Refused calls]: signal every peer that this rank raised in place of this call."""
+        words = failure_words(self.number, REFUSED)
+        self.fail_peers(words)
+        for p in self.peers:
+            self._post(p, words)
+        self.ws._epoch[0] = int32(self.number)
+
+    def settle(self) -> None:
+        """Take the peers' signals of a call that this rank refused."""
+        for p in sorted(self.to_wait):
+            self._take(p)
+
+    def is_refused(self) -> bool:
+        """After all peers' signals were taken: whether one of them refused this call."""
+        records = self.ws._records[self.comm.rank][self.parity]
+        return any(int(records[p][0]) == REFUSED for p in self.peers)
 
     def leave_peers(self) -> None:
         """After a timeout or an interrupt: tell whoever still waits for this rank, and wait for nobody."""

@@ -100,6 +100,21 @@ class Communicator:
         yield
 
     @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around one operation: a rank that raises in here before any call has begun tells its peers (CPU).
+
+        They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
+        """
+        workspace = self._workspace if self.has_workspace else None
+        begun = workspace.number if workspace is not None else 0
+        try:
+            yield
+        except Exception:
+            if workspace is not None and workspace.number == begun:
+                workspace.refuse()
+            raise
+
+    @contextmanager
     def span(self, label: str) -> Iterator[None]:
         """Record a stretch of host time in `timeline`, if one is being kept."""
         if self.timeline is None:

@@ -10,7 +10,7 @@ class PeerDied(SignalTimeout):
 
 
 class PeerFailed(RuntimeError):
-    """A peer raised in the middle of an operation and said so before it left."""
+    """A peer raised before an operation or in the middle of it, and said so before it left."""
 
 
 class SignatureMismatch(ValueError):

@@ -15,8 +15,9 @@ import torch
 
 from .errors import PeerFailed, SignatureMismatch
 
+FAILED, REFUSED = 0, 1  # a rank that raised in the middle of a call, or before it began
 OPERATIONS = (
-    "failed", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
+    "failed", "refused", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
     "all_gather", "reduce_scatter", "all_reduce",
 )  # fmt: skip
 ENGINES = ("collective", "chunked", "triton")
@@ -74,10 +75,10 @@ def _template(s: Signature) -> np.ndarray:
     return out
 
 
-def failure_words(call: int) -> np.ndarray:
-    """What a rank publishes that raised in the middle of a call."""
+def failure_words(call: int, kind: int = FAILED) -> np.ndarray:
+    """What a rank publishes that raised in the middle of a call, or (REFUSED) in place of it."""
     out = np.zeros(NUM_WORDS, np.int64)
-    out[1] = call
+    out[0], out[1] = kind, call
     return out
 
 
@@ -96,9 +97,10 @@ def compare(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_si
     """Raises SignatureMismatch naming both ranks and the first field that differs, PeerFailed if the peer raised."""
     if mine.tobytes() == theirs.tobytes():
         return
-    if theirs[0] == 0:
+    if theirs[0] in (FAILED, REFUSED):
+        when = "during" if theirs[0] == FAILED else "before it began"
         raise PeerFailed(
-            f"rank {peer} raised during {_show(0, mine)} (call {int(mine[1])}); rank {rank} stops too"
+            f"rank {peer} raised {when} {_show(0, mine)} (call {int(mine[1])}); rank {rank} stops too"
         )
     for i, name in enumerate(FIELDS):
         if mine[i] != theirs[i]:

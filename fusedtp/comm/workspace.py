@@ -23,6 +23,12 @@ A rank that finds a mismatch, or raises, still signals and waits for everybody b
 that the group stays in step and can be used again (a rank to which the failing one had already published finishes
 its call). After a timeout it cannot: the workspace is marked failed and
 every later call raises at once.
+
+Note [Refused calls]
+A rank may also raise before its call begins: it alone has found x on another device. On CPU it then takes part in
+that call by signalling "refused" to every peer, and raises at once; it takes the peers' signals when it begins its
+next call. (Its peers may have the same fault, or come much later.) Every peer sees the refusal, so none goes on to
+what only all ranks together can do, such as growing.
 """
 
 from __future__ import annotations
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 FLAGS_PER_SOURCE = 4096
 MAX_VIEWS = 1024  # kept
+NOTHING = Signature("refused", "collective", torch.float32, 0, ())
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class Workspace:
         self._view: DeviceView | None = None
         self._order = StreamOrder() if comm.device.type == "cuda" else None
         self._in_graph = False
+        self._refused: Call | None = None  # the last call, whose signals this rank still has to take
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
         device = comm.device
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
@@ -214,11 +222,39 @@ class Workspace:
             f"saw {seen}); the group {self.comm.name!r} can not be used again"
         )
 
+    def refuse(self) -> None:
+        """CPU: this rank raises in place of the call that its peers are about to make; see Note [Refused calls]."""
+        with self.lock:
+            if self.comm.device.type != "cpu" or self.failed is not None:
+                return
+            try:
+                self._settle()
+            except SignalTimeout:
+                return  # the group is at its end, and the peers have been told
+            self.number += 1
+            self._refused = Call(self, NOTHING)
+            self._refused.refuse()
+
+    def _settle(self) -> None:
+        refused, self._refused = self._refused, None
+        if refused is None:
+            return
+        try:
+            refused.settle()
+        except (SignalTimeout, KeyboardInterrupt) as error:
+            self._give_up(refused, error)
+            raise
+
+    def _give_up(self, call: Call, error: BaseException) -> None:
+        self.failed = error if isinstance(error, SignalTimeout) else SignalTimeout("interrupted in a call")
+        call.leave_peers()
+
     @contextmanager
     def call(self, signature: Signature, nbytes: int) -> Iterator[Call]:
         """One call of this group's order; `nbytes` a slot, the same on all ranks."""
         with self.lock:
             self.check()
+            self._settle()
             self.number += 1
             if self._order is not None:
                 self._in_graph |= self._order.enter()
@@ -232,10 +268,7 @@ class Workspace:
                 yield call
                 call.close()
             except (SignalTimeout, KeyboardInterrupt) as error:
-                self.failed = (
-                    error if isinstance(error, SignalTimeout) else SignalTimeout("interrupted in a call")
-                )
-                call.leave_peers()
+                self._give_up(call, error)
                 raise
             except BaseException as error:
                 call.abandon(error)

@@ -5,6 +5,9 @@ same list on all ranks; without it a gather takes equal rows and a scatter split
 [B, S_r, K] for [T_r, K] and [B, S, N] for [T, N]. `layer` is the kind of layer that the call and its backward are
 counted for.
 
+On CPU a rank that raises for its own arguments makes its peers raise PeerFailed, naming it, and the group stays
+usable. On a GPU they wait for it until the group's timeout.
+
 A weight with an attribute `main_grad` (fp32, its shape) gets its gradient added there, unrounded, and None in `.grad`:
 see Note [main_grad] in main_grad.py. Under torch.compile such a weight raises.
 """
@@ -12,12 +15,13 @@ see Note [main_grad] in main_grad.py. Under torch.compile such a weight raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtp.comm import Group, Place, place
+from fusedtp.comm import Group, Place, communicator, place
 
 from . import autograd, gradients
 from . import library as _library  # registers the custom ops
@@ -55,27 +59,28 @@ def all_gather_matmul(
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
     """
     at = place(group)
-    weights = list(weights)
-    biases = [None] * len(weights) if biases is None else list(biases)
-    if not weights or len(biases) != len(weights):
-        raise ValueError(
-            f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
-        )
-    rows = rows_of_shard(x, at, sizes, dim)
-    sinks = main_grads_of(weights)
-    x, weights = _autocast(at.device_type, x), [_autocast(at.device_type, w) for w in weights]
-    biases = [None if b is None else _autocast(at.device_type, b) for b in biases]
-    for w, b in zip(weights, biases, strict=True):
-        _check_operands(at, x, w, b)
-    flat = x.flatten(0, -2)
-    needs_grad = _mask(x, *weights, *biases)
-    if torch.compiler.is_compiling() or not needs_grad:
-        ys = autograd.forward_columns(_where(at, rows, engine, layer), flat, weights, biases, needs_grad)
-    else:
-        ys = autograd.column_linear(
-            _where(at, rows, engine, layer), flat, weights, biases, needs_grad, sinks, keep_gathered
-        )
-    return tuple(_unflatten(y, rows.batch, rows.length, dim) for y in ys)
+    with _in_step(at):
+        weights = list(weights)
+        biases = [None] * len(weights) if biases is None else list(biases)
+        if not weights or len(biases) != len(weights):
+            raise ValueError(
+                f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
+            )
+        rows = rows_of_shard(x, at, sizes, dim)
+        sinks = main_grads_of(weights)
+        x, weights = _autocast(at.device_type, x), [_autocast(at.device_type, w) for w in weights]
+        biases = [None if b is None else _autocast(at.device_type, b) for b in biases]
+        for w, b in zip(weights, biases, strict=True):
+            _check_operands(at, x, w, b)
+        flat = x.flatten(0, -2)
+        needs_grad = _mask(x, *weights, *biases)
+        if torch.compiler.is_compiling() or not needs_grad:
+            ys = autograd.forward_columns(_where(at, rows, engine, layer), flat, weights, biases, needs_grad)
+        else:
+            ys = autograd.column_linear(
+                _where(at, rows, engine, layer), flat, weights, biases, needs_grad, sinks, keep_gathered
+            )
+        return tuple(_unflatten(y, rows.batch, rows.length, dim) for y in ys)
 
 
 def matmul_reduce_scatter(
@@ -104,24 +109,25 @@ def matmul_reduce_scatter(
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
     at = place(group)
-    if x.dim() != 2 + dim or dim not in (0, 1):
-        raise ValueError(
-            f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
-        )
-    rows = rows_of_full(x.shape, at, sizes, dim)
-    (sink,) = main_grads_of([weight])
-    x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
-    bias = None if bias is None else _autocast(at.device_type, bias)
-    _check_operands(at, x, weight, bias)
-    flat = x.flatten(0, -2)
-    needs_grad = _mask(x, weight, bias)
-    if torch.compiler.is_compiling() or not needs_grad:
-        y = gradients.op("matmul_reduce_scatter")(
-            [flat], [weight], bias, at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad, layer
-        )
-    else:
-        y = autograd.row_linear(_where(at, rows, engine, layer), flat, weight, bias, needs_grad, sink)
-    return _unflatten(y, rows.batch, rows.sizes[at.rank], dim)
+    with _in_step(at):
+        if x.dim() != 2 + dim or dim not in (0, 1):
+            raise ValueError(
+                f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
+            )
+        rows = rows_of_full(x.shape, at, sizes, dim)
+        (sink,) = main_grads_of([weight])
+        x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
+        bias = None if bias is None else _autocast(at.device_type, bias)
+        _check_operands(at, x, weight, bias)
+        flat = x.flatten(0, -2)
+        needs_grad = _mask(x, weight, bias)
+        if torch.compiler.is_compiling() or not needs_grad:
+            y = gradients.op("matmul_reduce_scatter")(
+                [flat], [weight], bias, at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad, layer
+            )
+        else:
+            y = autograd.row_linear(_where(at, rows, engine, layer), flat, weight, bias, needs_grad, sink)
+        return _unflatten(y, rows.batch, rows.sizes[at.rank], dim)
 
 
 def matmul_all_reduce(
@@ -147,19 +153,20 @@ def matmul_all_reduce(
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
     at = place(group)
-    (sink,) = main_grads_of([weight])
-    x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
-    bias = None if bias is None else _autocast(at.device_type, bias)
-    _check_operands(at, x, weight, bias)
-    flat = x.flatten(0, -2)
-    needs_grad = _mask(x, weight, bias)
-    if torch.compiler.is_compiling() or not needs_grad:
-        y = gradients.op("matmul_all_reduce")(flat, weight, bias, at.name, engine, needs_grad, layer)
-    else:
-        y = autograd.reduced_linear(
-            Where(at.name, at.rank, (), 1, engine, layer), flat, weight, bias, needs_grad, sink
-        )
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    with _in_step(at):
+        (sink,) = main_grads_of([weight])
+        x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
+        bias = None if bias is None else _autocast(at.device_type, bias)
+        _check_operands(at, x, weight, bias)
+        flat = x.flatten(0, -2)
+        needs_grad = _mask(x, weight, bias)
+        if torch.compiler.is_compiling() or not needs_grad:
+            y = gradients.op("matmul_all_reduce")(flat, weight, bias, at.name, engine, needs_grad, layer)
+        else:
+            y = autograd.reduced_linear(
+                Where(at.name, at.rank, (), 1, engine, layer), flat, weight, bias, needs_grad, sink
+            )
+        return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def all_gather_wgrad(
@@ -180,18 +187,19 @@ def all_gather_wgrad(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     """
     at = place(group)
-    rows = rows_of_shard(x, at, sizes, dim)
-    flat = [dy.detach().flatten(0, -2) for dy in dys]
-    for dy in flat:
-        if dy.shape[0] != rows.total or dy.dtype != x.dtype:
-            raise ValueError(
-                f"rank {at.rank}: dy has {dy.shape[0]} rows of {dy.dtype}, x {rows.total} in all of {x.dtype}"
+    with _in_step(at):
+        rows = rows_of_shard(x, at, sizes, dim)
+        flat = [dy.detach().flatten(0, -2) for dy in dys]
+        for dy in flat:
+            if dy.shape[0] != rows.total or dy.dtype != x.dtype:
+                raise ValueError(
+                    f"rank {at.rank}: dy has {dy.shape[0]} rows of {dy.dtype}, x {rows.total} in all of {x.dtype}"
+                )
+        return tuple(
+            gradients.op("all_gather_wgrad")(
+                x.detach().flatten(0, -2), flat, at.name, rows.sizes, rows.batch, engine, "", x.dtype
             )
-    return tuple(
-        gradients.op("all_gather_wgrad")(
-            x.detach().flatten(0, -2), flat, at.name, rows.sizes, rows.batch, engine, "", x.dtype
         )
-    )
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -209,6 +217,11 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     bias = None if bias is None else _autocast(kind, bias)
     y = autograd.local_linear(x.flatten(0, -2), weight, bias, sink)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _in_step(at: Place) -> AbstractContextManager[None]:
+    """A fault that this rank finds in its own arguments fails its peers too: they would wait for it in vain."""
+    return nullcontext() if torch.compiler.is_compiling() else communicator(at.name).in_step()
 
 
 def _autocast(kind: str, t: Tensor) -> Tensor:
