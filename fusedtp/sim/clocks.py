@@ -84,22 +84,21 @@ class Clocks:
         self.seen[slot, slot] += 1
         return clock
 
-    def atomic(
-        self, slot: int, rank: int, word: int, order: Order, read: bool, write: bool, rmw: bool
-    ) -> None:
-        """An atomic on the word at this place of the shadow. A failed compare-and-swap writes nothing."""
+    def acquire(self, slot: int, rank: int, word: int, order: Order) -> None:
+        """An atomic reads the word: see what its value carries. Before the access itself is checked for races."""
         carried = self._words.get(word)
-        if read and order.acquires and carried:
+        if carried and order.acquires:
             for (source, scope, by), clock in carried.items():
                 if _reach(source, scope, rank, order.scope, by == slot):
                     self.join(slot, clock)
-        if not write:
-            return
-        if not rmw:
-            carried = None
+
+    def publish(self, slot: int, rank: int, word: int, order: Order, rmw: bool) -> None:
+        """An atomic has written the word: let its new value carry what it releases, a read-modify-write the old too."""
+        carried = dict(self._words.get(word, {})) if rmw else {}
         if order.releases:
-            carried = dict(carried or {})
-            carried[rank, order.scope, slot if order.scope == BLOCK else -1] = self.copy(slot)
+            key = rank, order.scope, slot if order.scope == BLOCK else -1
+            clock = self.copy(slot)
+            carried[key] = np.maximum(carried[key], clock) if key in carried else clock
         if carried:
             self._words[word] = carried
         else:
@@ -123,7 +122,7 @@ class Shadow:
 
     written, read   the last plain write of a byte, and the last plain read by each slot; event 0 is before the run
     unwritten       bytes that nobody has written
-    atomics         byte -> the last atomic read and write of each slot: few bytes have any
+    atomics         byte -> the last atomic read and write of each slot and scope: few bytes have any
     """
 
     def __init__(self, size: int, num_slots: int) -> None:
@@ -131,7 +130,7 @@ class Shadow:
         self.read = np.zeros((num_slots, size), np.int32)
         self.unwritten = np.zeros(size, bool)
         self._has_atomics = np.zeros(size, bool)
-        self._atomics: dict[int, dict[tuple[int, bool], int]] = {}
+        self._atomics: dict[int, dict[tuple[int, bool, int], int]] = {}
 
     def conflict(
         self,
@@ -162,7 +161,7 @@ class Shadow:
         self, seen: np.ndarray, events: Events, rank: int, atomic: int, places: np.ndarray, writes: bool
     ) -> tuple[str, int, int] | None:
         for index in np.flatnonzero(self._has_atomics[places]).tolist():
-            for (slot, wrote), event in self._atomics[int(places[index])].items():
+            for (slot, wrote, _), event in self._atomics[int(places[index])].items():
                 if not (writes or wrote) or events.clock[event] <= seen[slot]:
                     continue
                 if not atomic:
@@ -178,7 +177,7 @@ class Shadow:
         if atomic:
             self._has_atomics[places] = True
             for place in places.tolist():
-                self._atomics.setdefault(place, {})[slot, writes] = event
+                self._atomics.setdefault(place, {})[slot, writes, atomic] = event
         elif writes:
             self.written[places] = event
         else:
@@ -186,7 +185,7 @@ class Shadow:
 
     def last_write(self, place: int) -> int:
         """The event that last wrote this byte, 0 if none did."""
-        atomics = [event for (_, wrote), event in self._atomics.get(place, {}).items() if wrote]
+        atomics = [event for (_, wrote, _), event in self._atomics.get(place, {}).items() if wrote]
         return max(int(self.written[place]), *atomics, 0)
 
 

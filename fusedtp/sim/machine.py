@@ -336,9 +336,13 @@ class Machine:
             else True
         )
         writes = name in ("atomic_xchg", "atomic_store") or (name != "atomic_load" and changed)
+        if name != "atomic_store":
+            for place in places.tolist():
+                self.clocks.acquire(me.slot, me.rank, place, order)
         self._access(what, places, itemsize, writes=writes, atomic=ATOMIC[order.scope])
-        for place in places.tolist():
-            self.clocks.atomic(me.slot, me.rank, place, order, name != "atomic_store", writes, rmw)
+        if writes:
+            for place in places.tolist():
+                self.clocks.publish(me.slot, me.rank, place, order, rmw)
         if writes:
             self._did_something()
             self._note(what, me, places)
@@ -479,8 +483,11 @@ class Machine:
             me = self._me
             writes = isinstance(work, Signal)
             name = f"{'signal' if writes else 'wait'} (host)"
+            if not writes:
+                self.clocks.acquire(me.slot, me.rank, int(places[0]), order)
             self._access(name, places, flag.element_size(), writes=writes, atomic=ATOMIC["sys"])
-            self.clocks.atomic(me.slot, me.rank, int(places[0]), order, not writes, writes, False)
+            if writes:
+                self.clocks.publish(me.slot, me.rank, int(places[0]), order, False)
             if isinstance(work, Signal):
                 if self.stores:
                     self.stores.release(me.slot)

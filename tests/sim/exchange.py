@@ -1,0 +1,132 @@
+"""Small multi-rank kernels whose faults can be switched on one by one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedtp.sim import Await, Copy, Launch, Memory, Run, Signal, compare, symmetric
+
+N = 16
+
+
+@triton.jit
+def ring(src, inbox, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr,
+         ACQUIRE: tl.constexpr, WAIT: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
+    """Send to the next rank, wait for the one before, keep what came."""
+    at = tl.arange(0, N)
+    to = (rank + 1) % W
+    out = tl.load(inbox + to).to(tl.pointer_type(tl.float32))
+    tl.store(out + SHIFT + at, tl.load(src + at))
+    tl.debug_barrier()
+    flag = tl.load(flags + to).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flag, 1, sem=SEM, scope=SCOPE)
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    if WAIT:
+        while tl.atomic_add(mine, 0, sem=ACQUIRE, scope=SCOPE) < 1:
+            pass
+    box = tl.load(inbox + rank).to(tl.pointer_type(tl.float32))
+    tl.store(dst + at, tl.load(box + at))
+
+
+def ring_run(world_size: int = 3, **changes) -> Run:
+    """changes: sem, scope, acquire, wait, shift."""
+    options = dict(SEM="release", SCOPE="sys", ACQUIRE="acquire", WAIT=True, SHIFT=0)
+    options |= {name.upper(): value for name, value in changes.items()}
+    inbox = symmetric("inbox", world_size, (N,))
+    flags = symmetric("flags", world_size, (1,), torch.int32, poisoned=False)
+    src = [torch.arange(N) + 100.0 * r for r in range(world_size)]
+    dst = [torch.full((N,), torch.nan) for _ in range(world_size)]
+    work = [
+        [Launch(ring, 1, dict(src=src[r], inbox=inbox.pointers, flags=flags.pointers, dst=dst[r], rank=r,
+                              W=world_size, N=N, **options))]
+        for r in range(world_size)
+    ]  # fmt: skip
+    return Run(work, [inbox, flags], lambda: compare("dst", dst, [src[r - 1] for r in range(world_size)]))
+
+
+@triton.jit
+def wait_for(flag, dst, VALUE: tl.constexpr):
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < VALUE:
+        pass
+    tl.store(dst, 1.0)
+
+
+def unanswered_run() -> Run:
+    """Rank 1 waits for a value that rank 0 never writes."""
+    flags = symmetric("flags", 2, (4,), torch.int32, poisoned=False)
+    dst = torch.zeros(1)
+    work = [
+        [Signal(flags.tensors[1][2], 1)],
+        [Launch(wait_for, 1, dict(flag=flags.tensors[1][2:], dst=dst, VALUE=2))],
+    ]
+    return Run(work, [flags], lambda: compare("dst", [dst], [torch.ones(1)]))
+
+
+@triton.jit
+def push_then_wait(flag, count, dst, PROGRAMS: tl.constexpr):
+    """Every program announces itself and waits for all others: right only if all are alive at once."""
+    tl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
+    while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < PROGRAMS:
+        pass
+    tl.store(dst + tl.program_id(0), 1.0)
+
+
+def barrier_run(programs: int = 3) -> Run:
+    count, dst = torch.zeros(1, dtype=torch.int32), torch.zeros(programs)
+    args = dict(flag=count, count=count, dst=dst, PROGRAMS=programs)
+    return Run(
+        [[Launch(push_then_wait, programs, args)]], (), lambda: compare("dst", [dst], [torch.ones(programs)])
+    )
+
+
+@triton.jit
+def add(x, y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, tl.load(x + at) + 1)
+
+
+def streams_run(second: str = "0", awaited: bool = True) -> Run:
+    """x -> +1 -> copied to rank 1 by a copy engine -> +1 there, after the copy's flag."""
+    x, y, z, w = (torch.zeros(N) for _ in range(4))
+    flags = symmetric("flags", 2, (1,), torch.int32, poisoned=False)
+    flag = flags.tensors[1][0]
+    sender = [
+        Launch(add, 1, dict(x=x, y=y, N=N)),
+        Copy(z, y, 4, stream=second),
+        Signal(flag, 1, stream=second),
+    ]
+    receiver = [*([Await(flag, 1)] if awaited else []), Launch(add, 1, dict(x=z, y=w, N=N))]
+    return Run(
+        [sender, receiver], [flags, Memory("z", (y, z))], lambda: compare("w", [w], [torch.full((N,), 2.0)])
+    )
+
+
+@triton.jit
+def critical(lock, data, ROUNDS: tl.constexpr, SCOPE: tl.constexpr):
+    for _ in range(ROUNDS):
+        while tl.atomic_cas(lock, 0, 1, sem="acquire", scope=SCOPE) != 0:
+            pass
+        tl.store(data, tl.load(data) + 1)
+        tl.atomic_xchg(lock, 0, sem="release", scope=SCOPE)
+
+
+def lock_run(scope: str, ranks: int) -> Run:
+    """Programs add to one number under a lock: of one rank, or one program each of several ranks."""
+    lock = symmetric("lock", 1, (1,), torch.int32, poisoned=False).tensors[0]
+    data = torch.zeros(1)
+    args = dict(lock=lock, data=data, ROUNDS=2, SCOPE=scope)
+    work = [[Launch(critical, 3 // ranks, args)] for _ in range(ranks)]
+    return Run(work, (), lambda: compare("data", [data], [torch.full((1,), 6.0)]))
+
+
+@triton.jit
+def masked(x, y, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+def masked_run(n: int) -> Run:
+    x, y = torch.arange(5.0), torch.zeros(5)
+    return Run([[Launch(masked, 1, dict(x=x, y=y, n=n, N=8))]], (), lambda: compare("y", [y[:n]], [x[:n]]))

@@ -1,0 +1,149 @@
+"""Schedules of small kernels: correct ones pass all of them, each fault is found by its rule and named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedtp.sim import DEFAULT, Case, Fault, Schedule, SimulationFault, exhaust, explore, run_schedule
+from tests.sim import exchange
+from tests.sim.support import interpreted
+
+schedules = st.builds(
+    Schedule,
+    st.sampled_from(DEFAULT),
+    st.integers(0, 2**31),
+    st.sampled_from([None, 1, 2, "varying"]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+def fault_of(maker: str, options: dict, schedule: Schedule, detect: bool = True) -> Fault | None:
+    try:
+        run_schedule(getattr(exchange, maker)(**options), schedule, detect=detect)
+    except SimulationFault as error:
+        return error.fault
+    return None
+
+
+def found(maker: str, schedules: int = 60, **options) -> Fault:
+    """What exploring finds."""
+    return interpreted(explored, maker, schedules, options)
+
+
+def explored(maker: str, schedules: int, options: dict) -> Fault | None:
+    return explore(Case(maker, lambda: getattr(exchange, maker)(**options)), schedules).fault
+
+
+@settings(max_examples=80)
+@given(schedules, st.integers(1, 5))
+def test_a_correct_exchange_passes_every_schedule(schedule, world_size):
+    assert interpreted(fault_of, "ring_run", {"world_size": world_size}, schedule) is None
+
+
+@settings(max_examples=20)
+@given(schedules)
+@pytest.mark.parametrize("maker", ["streams_run", "barrier_run", "masked_run", "lock_run"])
+def test_correct_streams_barriers_masks_and_locks_pass(maker, schedule):
+    options = {"masked_run": {"n": 5}, "lock_run": {"scope": "gpu", "ranks": 1}}.get(maker, {})
+    if maker == "barrier_run":  # wants all of its programs alive
+        schedule = Schedule(schedule.strategy, schedule.seed, None, schedule.weak, schedule.fine)
+    assert interpreted(fault_of, maker, options, schedule) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"sem": "relaxed"}, {"acquire": "relaxed"}, {"scope": "gpu"}, {"scope": "cta"}], ids=str
+)
+def test_a_weakened_signal_is_a_race_of_the_data(change):
+    fault = found("ring_run", **change)
+    if change.get("scope"):
+        assert fault.rule == "scope" and all("flags" in a.tensor for a in fault.accesses)
+        return
+    store, load = fault.accesses
+    assert fault.rule == "read-write race"
+    assert store.what == "store" and load.what == "load" and store.rank == (load.rank - 1) % 3
+    assert load.tensor.strip() == f"inbox of rank {load.rank}" and (load.first, load.last) == ((0,), (15,))
+    assert store.site.function == load.site.function == "ring" and store.site.line < load.site.line
+
+
+def test_a_missing_wait_is_found():
+    fault = found("ring_run", wait=False)
+    assert fault.rule in ("read-write race", "never written") and "inbox" in fault.accesses[-1].tensor
+
+
+def test_a_store_past_the_end_is_named_with_its_distance():
+    fault = found("ring_run", shift=1)
+    assert fault.rule == "out of bounds" and "past the end of inbox" in fault.message
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_lanes_beyond_the_tensor_are_accesses_unless_masked(n):
+    assert found("masked_run", n=n).rule == "out of bounds"
+
+
+def test_late_stores_make_a_relaxed_release_a_wrong_value():
+    """Without the race detector: the data themselves come too late."""
+    faults = [
+        interpreted(fault_of, "ring_run", {"sem": sem}, Schedule("random", seed, None, True), False)
+        for sem in ("relaxed", "release")
+        for seed in range(20)
+    ]
+    wrong, right = faults[:20], faults[20:]
+    assert {fault.rule for fault in wrong if fault} == {"wrong value"} and right == [None] * 20
+
+
+def test_a_wait_that_nobody_answers_is_a_deadlock_that_names_the_flag():
+    fault = found("unanswered_run")
+    (wait,) = fault.waits
+    assert fault.rule == "deadlock" and (wait.rank, wait.index, wait.seen) == (1, (2,), "1")
+    assert wait.tensor.strip() == "flags of rank 1" and "rank 0, signal" in wait.last_writer
+
+
+def test_programs_that_wait_for_ones_that_cannot_start_are_a_deadlock():
+    assert interpreted(fault_of, "barrier_run", {}, Schedule(resident=3)) is None
+    fault = interpreted(fault_of, "barrier_run", {}, Schedule(resident=2))
+    assert fault.rule == "deadlock" and "1 programs of rank 0 (at most 2 resident)" in fault.message
+
+
+@pytest.mark.parametrize("options", [{"second": "copies"}, {"awaited": False}], ids=str)
+def test_streams_are_ordered_only_within_and_by_flags(options):
+    fault = found("streams_run", **options)
+    assert fault.rule == "read-write race" and any("copy" in a.what for a in fault.accesses)
+
+
+def test_a_lock_of_device_scope_does_not_hold_across_devices():
+    assert found("lock_run", scope="sys", ranks=3) is None
+    assert found("lock_run", scope="gpu", ranks=3).rule == "scope"
+
+
+@settings(max_examples=15)
+@given(schedules)
+def test_a_schedule_is_decided_by_its_seed(schedule):
+    first, again = (interpreted(fault_of, "ring_run", {"sem": "relaxed"}, schedule) for _ in range(2))
+    assert first == again
+
+
+def replayed() -> tuple[Fault, Fault]:
+    case = Case("ring", lambda: exchange.ring_run(acquire="relaxed"))
+    fault = explore(case, 60).fault
+    again = fault_of("ring_run", {"acquire": "relaxed"}, Schedule(fault.strategy, fault.seed, None))
+    return fault, again
+
+
+def test_the_reported_seed_replays_the_fault_and_the_trace_is_kept():
+    fault, again = interpreted(replayed)
+    assert fault.key() == again.key() and fault.switches == again.switches
+    assert [m.what for m in fault.trace].count("starts") >= 2
+
+
+def exhausted(options: dict, preemptions: int) -> tuple[int, str | None]:
+    outcome = exhaust(Case("ring", lambda: exchange.ring_run(2, **options)), preemptions)
+    return outcome.schedules, outcome.fault and outcome.fault.rule
+
+
+def test_every_schedule_of_a_small_case():
+    none, one = (interpreted(exhausted, {}, preemptions) for preemptions in (0, 1))
+    assert none[1] is one[1] is None and 2 <= none[0] < one[0]
+    assert interpreted(exhausted, {"wait": False}, 1)[1] is not None
