@@ -73,13 +73,13 @@ def all_gather_matmul(
         for w, b in zip(weights, biases, strict=True):
             _check_operands(at, x, w, b)
         flat = x.flatten(0, -2)
-        needs_grad = _mask(x, *weights, *biases)
+        where, needs_grad = _where(at, rows, engine, layer), _mask(x, *weights, *biases)
         if torch.compiler.is_compiling() or not needs_grad:
-            ys = autograd.forward_columns(_where(at, rows, engine, layer), flat, weights, biases, needs_grad)
+            keep = keep_gathered and needs_grad != 0
+            outs = autograd.forward_columns(where, flat, weights, biases, needs_grad, keep)
+            ys = outs[: len(weights)]
         else:
-            ys = autograd.column_linear(
-                _where(at, rows, engine, layer), flat, weights, biases, needs_grad, sinks, keep_gathered
-            )
+            ys = autograd.column_linear(where, flat, weights, biases, needs_grad, sinks, keep_gathered)
         return tuple(_unflatten(y, rows.batch, rows.length, dim) for y in ys)
 
 

@@ -57,9 +57,14 @@ def _wgrad_dtype(x: Tensor, sinks: Sequence[Sink | None]) -> torch.dtype:
 
 
 def forward_columns(
-    at: Where, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_grad: int
+    at: Where,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    needs_grad: int,
+    keep: bool,
 ) -> list[Tensor]:
-    """The custom op, which takes no None among its biases."""
+    """The custom op, which takes no None among its biases; the gathered x comes last if `keep`."""
     given = [(i, b) for i, b in enumerate(biases) if b is not None]
     return gradients.op("all_gather_matmul")(
         x,
@@ -72,25 +77,30 @@ def forward_columns(
         at.batch,
         at.engine,
         needs_grad,
-        False,
+        keep,
         at.layer,
     )
 
 
 class _ColumnInput(Function):
     @staticmethod
-    def forward(ctx: Any, at: Where, needs_grad: int, x: Tensor, n: int, *weights_and_biases: Any) -> Any:
+    def forward(
+        ctx: Any, at: Where, needs_grad: int, keep: bool, x: Tensor, n: int, *weights_and_biases: Any
+    ) -> Any:
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
         ctx.save_for_backward(*weights)
         ctx.at = at
-        return tuple(forward_columns(at, x, weights, biases, needs_grad))
+        outs = forward_columns(at, x, weights, biases, needs_grad, keep)
+        if keep:
+            ctx.mark_non_differentiable(outs[-1])
+        return tuple(outs)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         weights = ctx.saved_tensors
-        dx = gradients.column_dgrad(ctx.at, dys, weights)
-        return (None, None, dx, None, *([None] * (2 * len(weights))))
+        dx = gradients.column_dgrad(ctx.at, dys[: len(weights)], weights)
+        return (None, None, None, dx, None, *([None] * (2 * len(weights))))
 
 
 class _ColumnWeight(Function):
@@ -140,37 +150,13 @@ def column_linear(
     """x [T_r, K], w_i [N_i, K], b_i [N_i] -> y_i [T, N_i]; saves the shard of x, or the gathered x if asked to."""
     n = len(weights)
     plain = [w.detach() for w in weights], [b.detach() if b is not None else None for b in biases]
-    if not keep_gathered:
-        gathered = None
-        ys = _ColumnInput.apply(at, needs_grad, x, n, *plain[0], *plain[1])
-    else:
-        gathered = gradients.op("all_gather_rows")(x.detach(), at.group, at.rank, at.sizes, at.batch)
-        ys = _GatheredInput.apply(at, x, gathered, n, *plain[0], *plain[1])
+    outs = _ColumnInput.apply(at, needs_grad, keep_gathered, x, n, *plain[0], *plain[1])
+    ys, gathered = outs[:n], outs[n] if keep_gathered else None
     if not any(t is not None and t.requires_grad for t in (*weights, *biases)):
         return list(ys)
     tokens = _ColumnWeight.apply(at, x.detach(), gathered, sinks, *weights, *biases)
     joined = _Join.apply(*ys, *tokens)
     return [joined] if n == 1 else list(joined)
-
-
-class _GatheredInput(Function):
-    """_ColumnInput on rows gathered beforehand, which the weight node keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, at: Where, x: Tensor, gathered: Tensor, n: int, *weights_and_biases: Any) -> Any:
-        from .local import linear
-
-        weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        ctx.save_for_backward(*weights)
-        ctx.at = at
-        return tuple(linear(gathered, w, b) for w, b in zip(weights, biases, strict=True))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        weights = ctx.saved_tensors
-        dx = gradients.column_dgrad(ctx.at, dys, weights)
-        return (None, dx, None, None, *([None] * (2 * len(weights))))
 
 
 class _RowInput(Function):

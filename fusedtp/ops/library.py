@@ -211,9 +211,10 @@ def _(x: Tensor, group: str) -> Tensor:
 
 def _save_column(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, _, biased, group, rank, sizes, batch, engine, _, keep, layer = inputs
+    ctx.keep = keep
     if keep:
         ctx.mark_non_differentiable(output[-1])
-    ctx.save_for_backward(x, *weights)
+    ctx.save_for_backward(output[-1] if keep else x, *weights)
     ctx.where = gradients.Where(group, rank, tuple(sizes), batch, engine, layer)
     ctx.biased = [i for i in range(len(weights)) if biased >> i & 1]
 
@@ -225,7 +226,8 @@ def _column_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     dx = gradients.column_dgrad(ctx.where, dys, weights) if ctx.needs_input_grad[0] else None
     dws: Any = [None] * len(weights)
     if _any(ctx.needs_input_grad[1]):
-        dws = gradients.column_wgrad(ctx.where, x, dys, x.dtype)
+        local = [matmul(dy.t(), x) for dy in dys] if ctx.keep else None
+        dws = local or gradients.column_wgrad(ctx.where, x, dys, x.dtype)
     dbs = [dys[i].sum(0) for i in ctx.biased] if _any(ctx.needs_input_grad[2]) else [None] * len(ctx.biased)
     return dx, dws, dbs, *([None] * 9)
 

@@ -219,6 +219,52 @@ def test_a_kept_gather_is_not_repeated_in_backward():
     world(2).run(kept)
 
 
+def kept_by_engine(group, engine: str) -> None:
+    given = leaves(group)[:3]
+    fusedtp.reserve(group, 1 << 16)
+    comm = communicator(group)
+    comm.engine_calls.clear()
+    comm.layer_calls.clear()
+    gather(group, engine, *given, keep_gathered=True, layer="attention")
+    assert comm.engine_calls == {("all_gather_matmul", engine): 1}
+    assert comm.layer_calls == {("attention", engine): 1}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_kept_gather_runs_in_the_engine_asked_for_and_is_counted_for_its_layer(engine):
+    world(2).run(kept_by_engine, engine)
+
+
+def kept_by_one(group) -> str:
+    given = leaves(group)[:3]
+    with pytest.raises(ValueError) as raised:
+        gather(group, "chunked", *(t.detach() if group.rank() else t for t in given), keep_gathered=True)
+    return str(raised.value)
+
+
+def test_ranks_that_keep_a_gather_compare_which_inputs_need_gradients():
+    assert all("needs_grad" in message for message in world(2).run(kept_by_one))
+
+
+def kept_in_a_graph(group, engine: str) -> None:
+    torch._dynamo.reset()
+    fusedtp.reserve(group, 1 << 16)
+    comm = communicator(group)
+    found = []
+    for compile in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        given = leaves(group)[:3]
+        ys = compile(lambda *args: gather(group, engine, *args, keep_gathered=True))(*given)
+        comm.engine_calls.clear()
+        found.append([*ys, *torch.autograd.grad(ys, given, [torch.ones_like(y) for y in ys])])
+        assert not any(operation == "all_gather_wgrad" for operation, _ in comm.engine_calls)
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_compiled_gather_is_kept_too(engine):
+    world(2).run(kept_in_a_graph, engine, timeout=120)
+
+
 def changed_in_place(group) -> str:
     given = leaves(group)
     y = mlp(group, "chunked", *given)
