@@ -35,6 +35,7 @@ def summarize(
         "max_loss_difference": verification and verification.max_loss_difference,
         "max_grad_norm_difference": verification and verification.max_grad_norm_difference,
         "verified": verification and verification.passed,
+        "verified_steps": verification and verification.steps,
         "tokens_per_second": metrics.tokens * len(steps) / seconds,
         "wait_share": sum(record["wait_share"] * record["seconds"] for record in steps) / seconds,
         "seconds": sum(record["seconds"] for record in metrics.steps),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fusedtp import cli, ops
-from fusedtp.parallel import placement
+from fusedtp.parallel import layers
 from fusedtp.train import loop
 
 
@@ -25,6 +25,19 @@ def own_partial(x, weight, group, *, bias=None, sizes=None, dim=0, engine="auto"
     return F.linear(x, weight)[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
+def off_by_one_percent(*args, **kwargs):
+    """matmul_reduce_scatter with a result that is a hundredth too large."""
+    return 1.01 * matmul_reduce_scatter(*args, **kwargs)
+
+
+def broken_from_step_12(model, batches, step):
+    """backward of a step, in the last of which the forward is slightly wrong."""
+    with patch.object(
+        ops, "matmul_reduce_scatter", off_by_one_percent if step >= 12 else matmul_reduce_scatter
+    ):
+        return backward(model, batches, step)
+
+
 def failing_on_rank_1(optimizer, options, step):
     """set_learning_rate that raises on one rank in the middle of a run."""
     if step == 2 and dist.get_rank() == 1:
@@ -32,9 +45,11 @@ def failing_on_rank_1(optimizer, options, step):
     return 1e-3
 
 
+matmul_reduce_scatter, backward = ops.matmul_reduce_scatter, loop.backward
 BREAKAGES: dict[str, AbstractContextManager] = {
     "row_sum": patch.object(ops, "matmul_reduce_scatter", own_partial),
-    "replicated_gradient": patch.object(placement, "copy_to_group", lambda x, group: x),
+    "replicated_gradient": patch.object(layers, "copy_to_group", lambda x, group: x),
+    "late": patch.object(loop, "backward", broken_from_step_12),
     "raise": patch.object(loop, "set_learning_rate", failing_on_rank_1),
 }
 

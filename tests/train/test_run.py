@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from fusedtp import cli
+from fusedtp.train.config import parse
+from fusedtp.train.verify import rounding
 
 SIZES = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --steps 6 --warmup 2"
 TINY = [*SIZES.split(), "--val-every", "4", "--val-batches", "2", "--sample", "8"]
@@ -126,7 +128,8 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
         lines = (tmp_path / "main" / "metrics.jsonl").read_text().splitlines()
         return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
-    assert losses(4) == pytest.approx(losses(1), rel=1e-5)
+    # Accumulating changes the order of sums only; in six steps at this rate, no step's roundings are amplified.
+    assert losses(4) == pytest.approx(losses(1), rel=6 * rounding(parse(TINY)))
 
 
 @pytest.mark.slow
@@ -155,7 +158,7 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
     summary = summary_of(tmp_path / "main")
     assert summary["verified"] is True
     assert summary["world_size"] == summary["dp"] * summary["tp"] == (4 if "--dp" in layout else 2)
-    assert summary["max_loss_difference"] < (2e-2 if "bf16" in layout else 1e-5)
+    assert summary["verified_steps"] == 6
     calls = {kind: engines["chunked"] for kind, engines in summary["engines"].items()}
     columns, rows = (
         ("self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"),
@@ -181,6 +184,14 @@ def test_verify_finds_a_dropped_reduction(corpus, tmp_path, reduction):
     assert summary_of(tmp_path / "main")["verified"] is False
     assert "NOT EQUAL" in done.stdout
     assert "the parallel run is not the run of one process" in done.stderr
+
+
+@pytest.mark.slow
+def test_verify_finds_an_error_of_one_percent_that_comes_late(corpus, tmp_path):
+    done = broken("late", "--steps", "14", "--verify", "--data", str(corpus), "--runs", str(tmp_path))
+    assert done.returncode != 0
+    assert summary_of(tmp_path / "main")["verified"] is False
+    assert "NOT EQUAL: loss differs" in done.stdout
 
 
 @pytest.mark.slow

@@ -1,40 +1,70 @@
-"""What --verify calls equal: rounding passes, anything larger or not finite does not."""
+"""What --verify calls equal: rounding passes in every step, and anything larger or not finite does not."""
 
 import math
 
 import pytest
+import torch
 
+from fusedtp.train import text
 from fusedtp.train.config import parse
-from fusedtp.train.verify import bound, compare
+from fusedtp.train.verify import LARGEST, SPREAD, bounds, compare, reference_steps, rounding, shake_
 
+CPU = torch.device("cpu")
+STEPS = 20
+TINY = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --warmup 2"
+
+# Three made-up steps; the shaken run is off by one part in 1000 of the loss and two of the norm, all in step 1.
 REFERENCE = [
     {"loss": 5.0, "grad_norm": 2.0},
     {"loss": 4.0, "grad_norm": 1.0},
     {"loss": 3.0, "grad_norm": 4.0},
 ]
+SPREADS = {"loss": (0.0, 1e-3, 1e-3), "grad_norm": (0.0, 2e-3, 2e-3)}
 
 
-def differing(step: int, **factors: float) -> list[dict[str, float]]:
-    """The reference with one step's numbers multiplied."""
+def differing(records: list[dict[str, float]], step: int, **factors: float) -> list[dict[str, float]]:
+    """The records with one step's numbers multiplied."""
     return [
         {name: value * (factors.get(name, 1.0) if i == step else 1.0) for name, value in record.items()}
-        for i, record in enumerate(REFERENCE)
+        for i, record in enumerate(records)
     ]
+
+
+SHAKEN = differing(REFERENCE, 1, loss=1 + 1e-3, grad_norm=1 - 2e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, tuple]:
+    """Precision -> config, reference and shaken run of a tiny model over all steps."""
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "book.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    tokens = text.build((folder / "book.txt",), folder / "tokens")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        config = parse([*TINY.split(), "--dtype", dtype])
+        runs = (reference_steps(config, tokens, STEPS, CPU, shaken) for shaken in (False, True))
+        found[dtype] = (config, *runs)
+    torch.set_num_threads(threads)
+    return found
 
 
 def test_the_bound_follows_the_derivation():
     config = parse(["--layers", "2", "--width", "64", "--mlp-width", "128", "--batch", "4", "--length", "64"])
-    error = math.sqrt(40) * (2**-24 + math.sqrt(256) * 2**-24)
-    assert bound(config, 0) == pytest.approx(error)
-    assert bound(config, 5) == pytest.approx(32 * error)
-    assert bound(config, 19) == 0.1
+    one_step = 2**-24 + math.sqrt(40 * 256) * 2**-24
+    assert rounding(config) == pytest.approx(one_step)
     half = parse(["--layers", "2", "--batch", "4", "--length", "64", "--dtype", "bf16"])
-    assert bound(half, 0) == pytest.approx(math.sqrt(40) * 2**-9, rel=1e-2)
+    assert rounding(half) == pytest.approx(2**-9 + math.sqrt(40 * 704) * 2**-24)
+    wanted = [[one_step + SPREAD * SPREADS[name][step] for name in SPREADS] for step in range(3)]
+    torch.testing.assert_close(
+        bounds(config, REFERENCE, SHAKEN), torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=0
+    )
 
 
 def test_the_same_numbers_are_equal():
-    result = compare(parse([]), REFERENCE, REFERENCE)
-    assert result.passed
+    result = compare(parse([]), REFERENCE, REFERENCE, SHAKEN)
+    assert result.passed and result.steps == result.of == 3
     assert result.max_loss_difference == result.max_grad_norm_difference == result.share_of_bound == 0
 
 
@@ -43,13 +73,14 @@ def test_the_same_numbers_are_equal():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_each_step_has_its_bound(step, name, sign):
     config = parse([])
+    bound = rounding(config) + SPREAD * SPREADS[name][step]
     inside, outside = (
-        compare(config, differing(step, **{name: 1 + sign * share * bound(config, step)}), REFERENCE)
+        compare(config, differing(REFERENCE, step, **{name: 1 + sign * share * bound}), REFERENCE, SHAKEN)
         for share in (0.9, 1.1)
     )
     assert inside.passed and not outside.passed
     assert inside.share_of_bound == pytest.approx(0.9, rel=1e-6)
-    wanted = 0.9 * bound(config, step) * (REFERENCE[step]["loss"] if name == "loss" else 1)
+    wanted = 0.9 * bound * (REFERENCE[step]["loss"] if name == "loss" else 1)
     got = inside.max_loss_difference if name == "loss" else inside.max_grad_norm_difference
     assert got == pytest.approx(wanted, rel=1e-6)
 
@@ -57,6 +88,46 @@ def test_each_step_has_its_bound(step, name, sign):
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_what_is_not_finite_is_not_equal(wrong):
     for name in ("loss", "grad_norm"):
-        result = compare(parse([]), differing(1, **{name: wrong}), REFERENCE)
-        assert not result.passed
-    assert not compare(parse([]), REFERENCE, differing(1, loss=wrong, grad_norm=wrong)).passed
+        assert not compare(parse([]), differing(REFERENCE, 1, **{name: wrong}), REFERENCE, SHAKEN).passed
+    every = [dict.fromkeys(record, wrong) for record in REFERENCE]
+    assert not compare(parse([]), REFERENCE, every, every).passed
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("step", [0, 12, STEPS - 1])
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_a_loss_that_is_off_by_one_percent_fails_in_every_step(trained, dtype, step, factor):
+    config, reference, shaken = trained[dtype]
+    assert len(bounds(config, reference, shaken)) == STEPS
+    assert not compare(config, differing(reference, step, loss=factor), reference, shaken).passed
+    if dtype == "fp32":
+        assert not compare(config, differing(reference, step, grad_norm=factor), reference, shaken).passed
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_another_run_with_other_roundings_passes(trained, dtype):
+    config, reference, shaken = trained[dtype]
+    assert reference != shaken
+    assert compare(config, shaken, reference, shaken).share_of_bound <= 1 / SPREAD
+
+
+def test_where_rounding_may_cause_anything_nothing_is_compared():
+    config = parse([])
+    wild = differing(SHAKEN, 2, loss=1 + 1.01 * LARGEST / SPREAD)
+    result = compare(config, differing(REFERENCE, 2, loss=2.0), REFERENCE, wild)
+    assert result.passed and (result.steps, result.of) == (2, 3)
+    assert "equal in 2 of 3 steps" in result.in_words()
+    assert not compare(config, differing(REFERENCE, 1, loss=1.01), REFERENCE, wild).passed
+    nothing = compare(config, REFERENCE, REFERENCE, differing(REFERENCE, 0, grad_norm=1.1))
+    assert nothing.steps == 0 and not nothing.passed and "NOT COMPARED" in nothing.in_words()
+
+
+def test_shaking_moves_every_parameter_to_a_neighbour():
+    model = torch.nn.Linear(40, 50)
+    before = [p.clone() for p in model.parameters()]
+    eps = torch.finfo(torch.float32).eps
+    shake_(model, eps, torch.Generator().manual_seed(0))
+    for old, new in zip(before, model.parameters(), strict=True):
+        change = ((new.double() - old.double()) / old.double()).detach()
+        assert change.abs().max() <= 2 * eps and change.abs().min() >= eps / 2
+    assert change.sign().unique().tolist() == [-1.0, 1.0]
