@@ -12,6 +12,22 @@ In every call every rank signals every peer and waits for every peer, also with 
 n + 2, all peers have left call n (they signalled in n + 1), and its slot can be written again; no call waits for
 readiness. Skipping the signal of an empty shard breaks this.
 
+Note [Slot bytes]
+What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] of which rank p has R_p rows, in
+elements of the working dtype. A group holds two slots of the largest of its calls, and the control region.
+
+                                       chunked         triton
+    all_gather_matmul, _wgrad          max R_p * K     T * K
+    matmul_reduce_scatter              T * N           W * max R_p * N
+    matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
+    matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
+    movers (all_gather, ...)           as the matmul   -
+    collective: none
+
+So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push
+W partials of a rank's rows into the slot of that rank, and slots are of equal size on all ranks. Evenly split rows
+make that T * N, rounded up to W equal shards; rows of one rank alone, W times as much.
+
 Note [Signatures]
 A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.
 Records rotate like the slots. On CUDA the kernels compare hashes of them; the host-sequenced engines there compare

@@ -82,7 +82,7 @@ def triton(
     from . import launch
 
     with (
-        comm.workspace.call(signature, rows.total * x.shape[1] * x.element_size()) as call,
+        comm.workspace.call(signature, launch.all_gather_bytes(rows, x.shape[1], x.dtype)) as call,
         call.device_view() as view,
     ):
         out = launch.all_gather_matmul(

@@ -73,13 +73,17 @@ def triton(
     rows: Rows,
     signature: Signature,
 ) -> Tensor:
-    """One launch: tiles are pushed to their owner, whose last programs sum them."""
+    """One launch: tiles are pushed to their owner, whose last programs sum them.
+
+    An owner's slot holds a partial of its rows from every rank at once, so that no sender waits for room. With rows
+    that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
+    """
     from . import launch
 
     x = torch.cat(list(xs), 1) if len(xs) > 1 else xs[0]
     weight = torch.cat(list(weights), 1) if len(weights) > 1 else weights[0]
-    most = comm.world_size * max(rows.sizes) * rows.batch * weight.shape[0] * x.element_size()
-    with comm.workspace.call(signature, most) as call, call.device_view() as view:
+    nbytes = launch.reduce_scatter_bytes(rows, weight.shape[0], x.dtype)
+    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
         y = launch.matmul_reduce_scatter(
             view, comm.rank, comm.world_size, x, weight, bias, rows, signature.hash32()
         )
