@@ -2,6 +2,7 @@
 
 run        one schedule; raises SimulationFault
 explore    many; returns what was tried and the fault, if any, with the shortest schedule found that shows it
+trace      one schedule, with all that every program did
 exhaust    every schedule with at most `preemptions` switches away from a program that could go on
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .case import Case, Launch, Run
-from .faults import Fault, SimulationFault, UnsupportedKernel
+from .faults import Fault, Moment, SimulationFault, UnsupportedKernel
 from .machine import Machine
 from .memory import Memory
 from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
@@ -117,6 +118,15 @@ def run_schedule(
     return _execute(run, schedule, strategy or STRATEGIES[schedule.strategy], detect, trace=False).switches
 
 
+def trace(run: Run, schedule: Schedule, *, detect: bool = True) -> tuple[tuple[Moment, ...], Fault | None]:
+    """What every program did in one schedule of a run, up to its end or its fault: what a timeline draws."""
+    try:
+        machine = _execute(run, schedule, STRATEGIES[schedule.strategy], detect, trace=True)
+        return tuple(machine.trace or ()), None
+    except SimulationFault as error:
+        return error.fault.trace, error.fault
+
+
 def _execute(
     run: Run, schedule: Schedule, strategy: Callable[..., Strategy], detect: bool, trace: bool
 ) -> Machine:
@@ -142,6 +152,8 @@ def _execute(
             schedule.strategy,
             schedule.seed,
             str(schedule.resident),
+            schedule.weak,
+            schedule.fine,
             machine.switches,
             tuple(machine.trace or ()),
         )
@@ -225,7 +237,7 @@ def _attempt(
         outcome.raised = error
         return Fault(
             "raised", f"{type(error).__name__}: {error}", strategy=schedule.strategy, seed=schedule.seed,
-            resident=str(schedule.resident),
+            resident=str(schedule.resident), weak=schedule.weak, fine=schedule.fine,
         )  # fmt: skip
 
 

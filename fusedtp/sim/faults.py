@@ -76,7 +76,12 @@ class Wait:
 
 
 class Moment(NamedTuple):
-    """One line of a trace: what a program did at a step of the schedule."""
+    """One line of a trace: what a program did at a step of the schedule.
+
+    kind     "start", "end", "load", "store", "atomic", "copy", "wait" (falls asleep), "wake"
+    tensor   as in Access, with first and last; what a sleeper polls
+    begin, end   where time is simulated; both 0 elsewhere, where only the order counts
+    """
 
     step: int
     rank: int
@@ -84,8 +89,12 @@ class Moment(NamedTuple):
     program: int
     what: str
     site: Site | None = None
-    begin: float = 0.0  # of a timeline; steps where no time is simulated
+    begin: float = 0.0
     end: float = 0.0
+    kind: str = ""
+    tensor: str = ""
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
 
 
 RULES = {
@@ -114,14 +123,26 @@ class Fault:
     strategy: str = ""
     seed: int = 0
     resident: str = ""
+    weak: bool = False
+    fine: bool = False
     switches: int = 0  # context switches of the shortest schedule found that shows it
     trace: tuple[Moment, ...] = field(default=(), repr=False)
 
     def found_by(
-        self, strategy: str, seed: int, resident: str, switches: int, trace: tuple[Moment, ...]
+        self,
+        strategy: str,
+        seed: int,
+        resident: str,
+        weak: bool,
+        fine: bool,
+        switches: int,
+        trace: tuple[Moment, ...],
     ) -> Fault:
         """The same finding with the schedule that shows it."""
-        return replace(self, strategy=strategy, seed=seed, resident=resident, switches=switches, trace=trace)
+        return replace(
+            self, strategy=strategy, seed=seed, resident=resident, weak=weak, fine=fine, switches=switches,
+            trace=trace,
+        )  # fmt: skip
 
     def key(self) -> tuple[object, ...]:
         """Equal for the same fault in another schedule: rule and source lines."""
@@ -136,8 +157,8 @@ class Fault:
             lines.append(f"  wanted {self.wanted}, seen {self.seen}")
         if self.strategy:
             lines.append(
-                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}; "
-                f"{self.switches} context switches"
+                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "
+                f"weak={self.weak}, fine={self.fine}; {self.switches} context switches"
             )
         return "\n".join(lines)
 

@@ -31,7 +31,7 @@ from .memory import Map
 from .stores import Stores
 from .strategies import Strategy
 
-MAX_TRACE = 20000
+MAX_TRACE = 200_000
 SAME_READS = 3  # times round a loop of reads that return the same before a program counts as waiting
 VAIN_ROUNDS = 8
 HOST_SITE = Site("host", 0, "host", 0)
@@ -148,7 +148,7 @@ class Machine:
         self.vain_rounds = 0
         self.started = self.switches = self.step = 0
         self.limit = [self._limit() for _ in range(self.world_size)]
-        self.trace: list[Moment] | None = [] if trace else None
+        self.trace: deque[Moment] | None = deque(maxlen=MAX_TRACE) if trace else None  # the last ones count
         self._known: dict[CodeType, bool] = {}
         self.actor: Actor | None = None
         self._builder = Builder()
@@ -247,7 +247,7 @@ class Machine:
             actor.greenlet = greenlet(lambda: self._host(work))
         stream.alive += 1
         self.live.append(actor)
-        self._note("starts", actor, None)
+        self._note("start", "starts", actor)
 
     def _width(self, stream: Stream) -> int:
         later = [s.first_slot for s in self.streams if s.first_slot > stream.first_slot]
@@ -261,7 +261,7 @@ class Machine:
         stream.clock = clock if stream.clock is None else np.maximum(stream.clock, clock)
         if self.resident == "varying":
             self.limit[actor.rank] = self._limit()
-        self._note("ends", actor, None)
+        self._note("end", "ends", actor)
 
     def _end_all(self) -> None:
         for actor in self.live:
@@ -286,6 +286,7 @@ class Machine:
         if self.stores:
             self.stores.own(self._me.slot, int(places.min()), int(places.max()) + itemsize)
         self._access("load", places, itemsize, writes=False)
+        self._note("load", "load", self._me, places)
         result = do()
         self._read(places, result.data, "volatile" if volatile else "")
         return result
@@ -300,6 +301,7 @@ class Machine:
         self.clocks.forget(int(places.min()), int(places.max()) + 1)
         self._did_something()
         me = self._me
+        self._note("store", "store", me, places)
         if self.stores is None:
             do()
             self._wake(places, value.itemsize)
@@ -343,9 +345,11 @@ class Machine:
         if writes:
             for place in places.tolist():
                 self.clocks.publish(me.slot, me.rank, place, order, rmw)
+        if self.trace is not None:
+            shown = "writes " + _first(after[mask]) if writes else "reads " + _first(result.data[mask])
+            self._note("atomic", f"{what} {shown}", me, places)
         if writes:
             self._did_something()
-            self._note(what, me, places)
             self._wake(places, itemsize)
         else:
             self._read(places, result.data[mask], what)
@@ -434,8 +438,9 @@ class Machine:
     def _sleep(self) -> None:
         me = self._me
         me.asleep = True
-        for place in me.polled:
+        for place, poll in me.polled.items():
             self.sleepers.setdefault(place, set()).add(me)
+            self._note("wait", f"waits, sees {poll.shown}", me, np.array([place]), poll.site)
         self._switch()
 
     def _wake(self, places: np.ndarray, itemsize: int) -> None:
@@ -448,6 +453,7 @@ class Machine:
 
     def _rouse(self, actor: Actor) -> None:
         actor.asleep = False
+        self._note("wake", "wakes", actor)
         actor.seen.clear()
         actor.repeats = 0
         for waiting in self.sleepers.values():
@@ -473,6 +479,7 @@ class Machine:
                 self._switch()
                 self._host_access("copy reads", part, writes=False)
                 self._host_access("copy writes", to, writes=True)
+                self._note("copy", "copy", self._me, self._host_places(to), HOST_SITE)
                 to.copy_(part)
             return
         flag = work.flag
@@ -492,12 +499,13 @@ class Machine:
                 if self.stores:
                     self.stores.release(me.slot)
                 flag.fill_(work.value)
+                self._note("atomic", f"{name} writes {work.value}", me, places, HOST_SITE)
                 self._wake(places, flag.element_size())
-                self._note(f"signals {work.value}", me, places)
                 return
             bits = 8 * flag.element_size()
             behind = (int(flag) - work.value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
             if behind >= 0:
+                self._note("atomic", f"{name} reads {int(flag)}", me, places, HOST_SITE)
                 return
             me.polled[int(places[0])] = Poll(HOST_SITE, b"", str(int(flag)))
             self._sleep()
@@ -507,20 +515,29 @@ class Machine:
 
     def _host_access(self, what: str, tensor: Any, *, writes: bool) -> None:
         if tensor.numel():
-            places = self._place_of(tensor) + np.arange(tensor.numel()) * tensor.element_size()
-            self._access(what, places, tensor.element_size(), writes=writes)
+            self._access(what, self._host_places(tensor), tensor.element_size(), writes=writes)
+
+    def _host_places(self, tensor: Any) -> np.ndarray:
+        return self._place_of(tensor) + np.arange(tensor.numel()) * tensor.element_size()
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
-    def _note(self, what: str, actor: Actor, places: np.ndarray | None) -> None:
-        if self.trace is None or len(self.trace) >= MAX_TRACE:
+    def _note(
+        self, kind: str, what: str, actor: Actor, places: np.ndarray | None = None, where: Site | None = None
+    ) -> None:
+        if self.trace is None:
             return
-        where = None
-        if places is not None:
-            a = self.memory.at(int(places[0]))
-            what = f"{what} {a.name} of rank {a.rank} {list(a.index_of(int(places[0])))}"
-            where = self._site()
-        self.trace.append(Moment(self.step, actor.rank, actor.name, actor.program, what, where))
+        moment = Moment(self.step, actor.rank, actor.name, actor.program, what, where, kind=kind)
+        if places is not None and len(places):
+            low, high = int(places.min()), int(places.max())
+            a = self.memory.at(low)
+            moment = moment._replace(
+                site=where or self._site(),
+                tensor=f"{a.name} of rank {a.rank}",
+                first=a.index_of(low),
+                last=a.index_of(min(high, a.place + a.nbytes - 1)),
+            )
+        self.trace.append(moment)
 
     def _describe(self, info: Info, places: np.ndarray, value: bool = True) -> Access:
         low, high = int(places.min()), int(places.max())
@@ -574,6 +591,10 @@ class Machine:
         if queued:
             message += "; not started yet: " + ", ".join(queued)
         return Fault("deadlock", message, waits=tuple(waits))
+
+
+def _first(values: np.ndarray) -> str:
+    return str(values.ravel()[0])
 
 
 def _clock_holders(kernels: Any) -> list[ModuleType]:
