@@ -22,11 +22,11 @@ def train(model: CausalLM, batches: Batches, config: TrainConfig, world: World, 
     for step in range(options.steps):
         rate = set_learning_rate(optimizer, options, step)
         loss = backward(model, batches, step)
-        world.check()
-        norm = clip_grad_norm_(model, options.clip)
+        norm = clip_grad_norm_(model, options.clip).item()  # returns when all of the step's kernels have run,
+        world.check()  # so that one which failed is found before it reaches a parameter
         optimizer.step()
         optimizer.zero_grad()
-        metrics.step(step, loss=world.mean(loss), grad_norm=norm.item(), lr=rate)
+        metrics.step(step, loss=world.mean(loss), grad_norm=norm, lr=rate)
         if (step + 1) % config.run.val_every == 0 or step + 1 == options.steps:
             held_out = batches.validation(config.data.val_batches)
             metrics.validation(step, validation_loss(model, held_out, world))
