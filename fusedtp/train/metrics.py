@@ -1,7 +1,7 @@
 """What a run measures, and where it goes: metrics.jsonl, TensorBoard events, and the screen.
 
 Every rank keeps the records of its steps; only rank 0 has sinks. A record is a flat dict with "step" and
-either the step's numbers or "val_loss".
+either the step's numbers or "val_loss". A number that this device does not measure is None.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Metrics:
         self.validations: list[dict[str, Any]] = []
         self._mark = (time.perf_counter(), world.wait_seconds())
 
-    def step(self, step: int, **numbers: float) -> None:
+    def step(self, step: int, **numbers: float | None) -> None:
         """Record a step that began when the previous record was made."""
-        (begin, waited), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
-        seconds = self._mark[0] - begin
+        (begin, before), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
+        end, waited = self._mark
+        seconds = end - begin
         numbers |= {
             "seconds": seconds,
             "tokens_per_second": self.tokens / seconds,
-            "wait_share": (self._mark[1] - waited) / seconds,
+            "wait_share": None if waited is None or before is None else (waited - before) / seconds,
         }
         self.steps.append({"step": step, **numbers})
         self._write(self.steps[-1])
@@ -107,7 +108,7 @@ class Events:
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
@@ -116,8 +117,6 @@ class Events:
 
 class Screen:
     """A progress bar on a terminal; where there is none, a line for every tenth of the steps."""
-
-    NUMBERS = "loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  waiting {wait_share:.0%}"
 
     def __init__(self, steps: int, console: Console) -> None:
         self.steps, self.console = steps, console
@@ -141,7 +140,9 @@ class Screen:
                 f"step {step}: validation loss {record['val_loss']:.3f} nats/byte", highlight=False
             )
             return
-        numbers = self.NUMBERS.format(**record)
+        numbers = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if record["wait_share"] is not None:
+            numbers += f"  waiting {record['wait_share']:.0%}"
         self.progress.update(self.task, completed=step, numbers=numbers)
         if not self.console.is_terminal and (step % max(1, self.steps // 10) == 0 or step == 1):
             self.console.print(f"step {step}/{self.steps}  {numbers}", highlight=False)

@@ -25,9 +25,13 @@ def summarize(
     parameters: int,
     verification: Verification | None,
 ) -> dict[str, Any]:
-    """The run in numbers. tokens_per_second and wait_share leave out the first step, which warms up."""
+    """The run in numbers. tokens_per_second and wait_share leave out the first step, which warms up.
+
+    wait_share is None where waiting is not measured.
+    """
     steps = metrics.steps[1:] or metrics.steps
     seconds = sum(record["seconds"] for record in steps)
+    measured = all(record["wait_share"] is not None for record in steps)
     return {
         "loss_first": metrics.steps[0]["loss"],
         "loss_last": metrics.steps[-1]["loss"],
@@ -37,7 +41,9 @@ def summarize(
         "verified": verification and verification.passed,
         "verified_steps": verification and verification.steps,
         "tokens_per_second": metrics.tokens * len(steps) / seconds,
-        "wait_share": sum(record["wait_share"] * record["seconds"] for record in steps) / seconds,
+        "wait_share": (
+            sum(record["wait_share"] * record["seconds"] for record in steps) / seconds if measured else None
+        ),
         "seconds": sum(record["seconds"] for record in metrics.steps),
         "steps": len(metrics.steps),
         "tokens_per_step": metrics.tokens,
@@ -80,11 +86,12 @@ def plot(path: Path, metrics: Metrics) -> None:
 def show(console: Console, summary: dict[str, Any], verification: Verification | None) -> None:
     """The table at the end of a run."""
     table = Table(show_header=False, title="training run", title_justify="left")
+    waiting = summary["wait_share"]
     rows = {
         "loss": f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats/byte",
         "validation loss": f"{summary['val_loss']:.3f} nats/byte",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s",
-        "waiting for peers": f"{summary['wait_share']:.0%} of a step",
+        "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
         "ranks": f"{summary['dp']} data parallel x {summary['tp']} tensor parallel, {summary['device']}, "
         f"{summary['dtype']}",
     }

@@ -75,9 +75,14 @@ class World:
         """Kind of layer -> {engine that ran: calls} of this rank so far."""
         return engines.layer_calls(communicator(self.tp_mesh)) if self.tp_mesh is not None else {}
 
-    def wait_seconds(self) -> float:
-        """Time this rank has spent waiting for its tensor-parallel peers."""
-        return communicator(self.tp_mesh).wait_seconds if self.tp_mesh is not None else 0.0
+    def wait_seconds(self) -> float | None:
+        """Time this rank has spent waiting for its tensor-parallel peers; None where it is not measured.
+
+        On a GPU kernels wait, and nothing on the host knows for how long.
+        """
+        if self.tp_mesh is None:
+            return 0.0
+        return communicator(self.tp_mesh).wait_seconds if self.device.type == "cpu" else None
 
 
 def device_type(asked: str) -> str:

@@ -1,0 +1,44 @@
+"""Records: waiting is a share of the step where it is measured, and nowhere 0 % because nobody looked."""
+
+import io
+import json
+from unittest.mock import MagicMock
+
+import torch
+from rich.console import Console
+
+from fusedtp.train import report, world
+from fusedtp.train.config import TrainConfig
+from fusedtp.train.metrics import Metrics, sinks_for
+from fusedtp.train.world import World
+
+
+def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
+    """The last record, the summary and the screen of two steps on two ranks of such a device."""
+    waited = iter(range(9))
+    peers = MagicMock()
+    type(peers).wait_seconds = property(lambda self: next(waited))
+    monkeypatch.setattr(world, "communicator", lambda mesh: peers)
+    where = World(tp=2, device=torch.device(device), mesh=MagicMock())
+    config, screen = TrainConfig(), Console(file=io.StringIO(), width=110)
+    monkeypatch.setattr(type(config.run), "folder", folder)
+    with Metrics(config, where, sinks_for(config, where, screen)) as metrics:
+        for step in range(2):
+            metrics.step(step, loss=2.0, grad_norm=1.0, lr=0.1)
+        metrics.validation(1, 2.0)
+    summary = report.summarize(config, where, metrics, {}, 10, None)
+    report.show(screen, summary, None)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads(lines[1]), summary, screen.file.getvalue()
+
+
+def test_waiting_is_measured_on_cpu(tmp_path, monkeypatch):
+    record, summary, shown = record_run("cpu", tmp_path, monkeypatch)
+    assert record["wait_share"] == summary["wait_share"] == 1 / record["seconds"]
+    assert "% of a step" in shown and "not measured" not in shown
+
+
+def test_waiting_is_not_measured_on_a_gpu(tmp_path, monkeypatch):
+    record, summary, shown = record_run("cuda", tmp_path, monkeypatch)
+    assert record["wait_share"] is None and summary["wait_share"] is None
+    assert "not measured" in shown and "%" not in shown
