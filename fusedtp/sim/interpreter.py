@@ -222,14 +222,16 @@ def _triton_folder() -> str:
     return os.path.dirname(sys.modules["triton"].__file__ or "?")
 
 
-_OWN = __file__.rpartition("/")[0]
+def _is_own(file: str) -> bool:
+    """Whether the file is the simulator's; packages beneath it may hold kernels."""
+    return file.rpartition("/")[0] == __file__.rpartition("/")[0]
 
 
 def _is_users(code: CodeType, known: dict[CodeType, bool]) -> bool:
     users = known.get(code)
     if users is None:
         name = code.co_filename
-        users = known[code] = not name.startswith((_triton_folder(), _OWN, "<"))
+        users = known[code] = not (name.startswith((_triton_folder(), "<")) or _is_own(name))
     return users
 
 
@@ -243,7 +245,7 @@ def site(known: dict[CodeType, bool] | None = None) -> Site:
         if _is_users(frame.f_code, known):
             inner = inner or frame
             outer_line = frame.f_lineno
-        elif inner is not None and frame.f_code.co_filename.startswith(_OWN):
+        elif inner is not None and _is_own(frame.f_code.co_filename):
             break  # the simulator called the kernel
         frame = frame.f_back
     if inner is None:
