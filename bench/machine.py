@@ -49,8 +49,9 @@ def describe(ranks: int, options: list[str]) -> dict[str, Any]:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A folder name for this machine: CPU and cores."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
+    """A folder name for this machine: CPU, its vector instructions and cores."""
+    name = f"{machine['cpu']} {machine['capability']} {machine['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def arguments() -> list[str]:

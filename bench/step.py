@@ -2,8 +2,8 @@
 
     gap closed   (t_torch - t_ours) / (t_torch - t_ceiling)
 
-`collective` is ours with the process group's own collectives: what it gains over torch is not fusion but fewer host
-operations between the matmuls, so gains are split there.
+`collective` is ours with the process group's own collectives: what it gains or loses against torch is no fusion but
+other host operations between the matmuls, so gains are split there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""The README's program runs as it stands there."""
+"""The README's program runs as it stands there, and its figures are the saved ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from bench import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +30,17 @@ def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "(512, 256) 512" in done.stdout
     assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", done.stdout)
+
+
+def test_the_measured_tables_are_those_of_the_saved_result():
+    (path,) = (ROOT / "bench" / "results").glob("*cores/bench.json")
+    result, text = json.loads(path.read_text()), (ROOT / "README.md").read_text()
+    for part in (markdown.machine, markdown.operations, markdown.training_step):
+        assert part(result) in text, part.__name__
+    rows = result["operations"]["rows"]
+    removed, ratios = [row["share_removed"] for row in rows], [row["ratio"] for row in rows]
+    said = (
+        f"Removed in the median row {statistics.median(removed):.2f}, at least {min(removed):.2f}; "
+        f"geometric mean of gloo / fusedtp {statistics.geometric_mean(ratios):.2f}."
+    )
+    assert said in text

@@ -1,0 +1,51 @@
+"""python -m bench.markdown RESULT.json: the tables of the README, from a saved result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .report import gap
+
+
+def operations(result: dict[str, Any]) -> str:
+    """A row a case: milliseconds, the speedup, and the share of gloo's overhead that is gone."""
+    lines = [
+        "| operation | dtype | tokens x K x N | | matmuls alone | gloo | fusedtp | gloo / fusedtp | removed |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["operations"]["rows"]:
+        case = row["case"]
+        times = [f"{1e3 * row[way]['median']:.1f}" for way in ("bare", "gloo", "ours")]
+        lines.append(
+            f"| `{case['operation']}` | {case['dtype']} | {case['tokens']} x {case['k']} x {case['n']} "
+            f"| {'fwd+bwd' if case['backward'] else 'fwd'} | {' | '.join(times)} "
+            f"| {row['ratio']:.2f} | {row['share_removed']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def training_step(result: dict[str, Any]) -> str:
+    """A row a way to run the step: seconds by dtype."""
+    steps = result["training_step"]
+    lines = ["| | " + " | ".join(step["dtype"] for step in steps) + " |", "|---|" + "---:|" * len(steps)]
+    for way in steps[0]["seconds"]:
+        lines.append(f"| {way} | " + " | ".join(f"{s['seconds'][way]['median']:.3f} s" for s in steps) + " |")
+    lines.append("| gap closed | " + " | ".join(f"{gap(step)['gap closed']:.0%}" for step in steps) + " |")
+    return "\n".join(lines)
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Where, with what and how it was measured."""
+    about = result["machine"]
+    return (
+        f"{about['cpu']} ({about['capability']}, {about['cores']} cores), Python {about['python']}, "
+        f"torch {about['torch']}, `{about['command']}`"
+    )
+
+
+if __name__ == "__main__":
+    found = json.loads(Path(sys.argv[1]).read_text())
+    print("\n\n".join([machine(found), operations(found), training_step(found)]))
