@@ -7,7 +7,7 @@ from .dropout import HiddenDropout
 from .embedding import VocabParallelEmbedding
 from .generate import generate
 from .init import init_
-from .layout import TokenLayout
+from .layout import TokenLayout, document_ids_from_lengths
 from .linear import Linear, project
 from .loss import vocab_parallel_cross_entropy
 from .mlp import MLP
@@ -28,6 +28,7 @@ __all__ = [
     "TokenLayout",
     "TransformerBlock",
     "VocabParallelEmbedding",
+    "document_ids_from_lengths",
     "generate",
     "init_",
     "project",

@@ -104,22 +104,6 @@ class ModelConfig:
             found += [f"rope_scaling: {fault}" for fault in self.rope_scaling.faults()]
         return found
 
-    def tensor_parallel_faults(self, world_size: int) -> list[str]:
-        """Why this model cannot be split over world_size ranks; empty where it can."""
-        if self._heads_split(world_size):
-            return []
-        fine = [str(w) for w in range(1, self.num_attention_heads + 1) if self._heads_split(w)]
-        return [
-            f"tensor parallel size {world_size} splits neither {self.num_attention_heads} query heads nor "
-            f"{self.num_key_value_heads} kv heads evenly; sizes that would work: {', '.join(fine)}"
-        ]
-
-    def _heads_split(self, world_size: int) -> bool:
-        kv_heads = self.num_key_value_heads or 1
-        if world_size < 1 or self.num_attention_heads % world_size:
-            return False
-        return kv_heads % world_size == 0 or world_size % kv_heads == 0
-
     @property
     def compute_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""

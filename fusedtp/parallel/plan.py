@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.ops.rows import split
 
 from .styles import FusedColwise, FusedEmbedding, FusedRowwise, Replicated, Style, already_parallel
@@ -122,19 +123,10 @@ def _head_faults(named: Mapping[str, Any], styles: Mapping[str, Any], world_size
             heads.setdefault(_parent(name), set()).add(named[name].weight.shape[0] // head_dim)
     return {
         parent: f"{_pattern(parent)}: {world_size} ranks cannot evenly share {max(counts)} query heads and "
-        f"{min(counts)} kv heads; sizes that would work: {_dividing(counts)}"
+        f"{min(counts)} kv heads; sizes that would work: {sizes_that_split(max(counts), min(counts))}"
         for parent, counts in heads.items()
-        if not _divides(world_size, counts)
+        if not heads_split(world_size, max(counts), min(counts))
     }
-
-
-def _divides(world_size: int, heads: set[int]) -> bool:
-    kv = min(heads)
-    return max(heads) % world_size == 0 and (kv % world_size == 0 or world_size % kv == 0)
-
-
-def _dividing(heads: set[int]) -> str:
-    return ", ".join(str(w) for w in range(1, max(heads) + 1) if _divides(w, heads))
 
 
 def _sharing_faults(

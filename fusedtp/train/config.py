@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import tyro
 
+from fusedtp.nn.heads import heads_split, sizes_that_split
+
 VOCAB_SIZE = 256  # byte tokens: a token is a byte of the text
 
 
@@ -214,11 +216,11 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     found = [
         fault for part in (model, data, config.optim, config.parallel, config.run) for fault in part.faults()
     ]
-    if tp > 0 and model.heads > 0 and model.kv_heads > 0 and not _splits_heads(model, tp):
-        works = ", ".join(str(n) for n in range(1, model.heads + 1) if _splits_heads(model, n))
+    if min(tp, model.heads, model.kv_heads) > 0 and not heads_split(tp, model.heads, model.kv_heads):
         found.append(
-            f"--tp {tp} with {model.heads} heads and {model.kv_heads} kv heads: tp must divide the heads, "
-            f"and divide the kv heads or be a multiple of them; {works} would work"
+            f"--tp {tp} with {model.heads} heads and {model.kv_heads} kv heads: tp must divide the heads, and "
+            "divide the kv heads or be a multiple of them; "
+            f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
@@ -226,10 +228,6 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             f"x {data.accumulate} microbatches"
         )
     return found
-
-
-def _splits_heads(model: ModelOptions, tp: int) -> bool:
-    return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
 def _not_positive(options: object, *names: str) -> list[str]:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.nn import ModelConfig, RopeScaling, TokenLayout
-from fusedtp.nn.layout import document_ids_from_lengths
+from fusedtp.nn import ModelConfig, RopeScaling, TokenLayout, document_ids_from_lengths
+from fusedtp.nn.heads import heads_split, sizes_that_split
 
 
 def test_left_out_heads_are_filled_in() -> None:
@@ -38,26 +38,25 @@ def test_no_heads_is_a_fault_and_no_crash(heads: int) -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 12))
-def test_faults_of_a_world_size_name_sizes_that_work(kv_heads: int, group: int, world_size: int) -> None:
-    heads = kv_heads * group
-    config = ModelConfig(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=2)
+def test_ranks_share_heads_where_each_query_head_meets_its_kv_head(kv: int, group: int, size: int) -> None:
+    heads = kv * group
 
     def works(size: int) -> bool:
-        """Whole query heads on every rank, and all those of a rank have their kv head there."""
+        """By the definition: equal runs of query heads, and of kv heads, or of a kv head's copies."""
         if heads % size:
             return False
-        return kv_heads % size == 0 or size % kv_heads == 0
+        mine = heads // size
+        needed = [{h // group for h in range(rank * mine, (rank + 1) * mine)} for rank in range(size)]
+        return len({len(n) for n in needed}) == 1 and mine % len(needed[0]) == 0 and _evenly_held(needed)
 
-    faults = config.tensor_parallel_faults(world_size)
-    assert (faults == []) == works(world_size)
-    if faults:
-        named = [int(n) for n in faults[0].split("would work: ")[1].split(", ")]
-        assert named == [n for n in range(1, heads + 1) if works(n)]
+    assert heads_split(size, heads, kv) == works(size)
+    assert sizes_that_split(heads, kv) == ", ".join(str(n) for n in range(1, heads + 1) if works(n))
 
 
-def test_three_ranks_of_four_heads() -> None:
-    (fault,) = ModelConfig(num_attention_heads=4).tensor_parallel_faults(3)
-    assert fault.endswith("sizes that would work: 1, 2, 4")
+def _evenly_held(needed: list[set[int]]) -> bool:
+    """Whether all kv heads are held by equally many ranks."""
+    held = [sum(head in each for each in needed) for head in set().union(*needed)]
+    return len(set(held)) == 1
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 3))

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fusedtp.nn import ModelConfig
 from fusedtp.train.build import model_config
 from fusedtp.train.config import ModelOptions, OptimOptions, TrainConfig, faults, layout, parse
 from fusedtp.train.optim import adamw, learning_rate, set_learning_rate
@@ -40,14 +39,6 @@ def test_heads_that_do_not_divide_say_which_sizes_work():
     (found,) = faults(TrainConfig(ModelOptions(heads=4, kv_heads=2)), 1, 3)
     assert found.startswith("--tp 3 with 4 heads")
     assert "1, 2, 4 would work" in found
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 12])
-def test_which_tp_sizes_work_is_what_the_model_says(kv_heads):
-    model = ModelConfig(hidden_size=48, num_attention_heads=12, num_key_value_heads=kv_heads)
-    config = TrainConfig(model=ModelOptions(width=48, heads=12, kv_heads=kv_heads))
-    for tp in range(1, 13):
-        assert bool(faults(config, 1, tp)) == bool(model.tensor_parallel_faults(tp))
 
 
 @pytest.mark.parametrize(
