@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
@@ -76,6 +76,23 @@ def make_steps(
         lines = "".join(f"\n  - {fault}" for fault in _once(faults))
         raise ValueError(f"{type(model).__name__} cannot be parallelized over {world_size} ranks:{lines}")
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
+
+
+def placements_of(model: nn.Module, world_size: int) -> dict[str, Placement]:
+    """How parallelize would place every parameter over so many ranks, by its plan; a shared one under its first name.
+
+    Raises ValueError as make_steps.
+    """
+    steps = make_steps(
+        model, plan_of(model), world_size, fully_sharded=False, engine="auto", sequence_parallel=True
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Placement] = {}
+    for step in steps:
+        placements = step.style.placements(step.module, world_size)
+        for key, parameter in step.module.named_parameters(recurse=False):
+            found.setdefault(names[id(parameter)], placements.get(key, Replicate()))
+    return found
 
 
 def _planned(

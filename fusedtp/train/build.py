@@ -8,9 +8,11 @@ Each rank makes only its own part, and each parameter is drawn from (seed, name)
 from __future__ import annotations
 
 from fusedtp.nn import CausalLM, ModelConfig, init_
+from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import parallelize
+from fusedtp.parallel.plan import placements_of
 from fusedtp.train.config import VOCAB_SIZE, TrainConfig
-from fusedtp.train.shard import shard
+from fusedtp.train.shard import empty_shards, shard
 from fusedtp.train.world import World
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -33,6 +35,18 @@ def model_config(config: TrainConfig) -> ModelConfig:
         dtype=DTYPES[config.run.dtype],  # type: ignore[arg-type]
         param_dtype="float32",
     )
+
+
+def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
+    """Whether some of dp x tp ranks would hold nothing of a parameter, by the shapes of the model on meta.
+
+    A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
+    """
+    model = config.model
+    if dp < 2 or model.faults() or not heads_split(tp, model.heads, model.kv_heads):
+        return []
+    on_meta = CausalLM(model_config(config), device="meta")
+    return empty_shards(on_meta, placements_of(on_meta, tp) if tp > 1 else {}, dp, tp)
 
 
 def build(config: TrainConfig, world: World) -> CausalLM:

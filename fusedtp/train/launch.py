@@ -3,7 +3,7 @@
     fusedtp train ...            checks; then starts torchrun with one process a rank (none for a single rank)
       fusedtp train ... (rank)   the run itself; also what a torchrun of the user's starts on every node
 
-What can be known before a process starts is checked before it: options, data, run folder.
+What can be known before a process starts is checked before it and reported together: options, shapes, data, run folder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 
 from fusedtp.ops.engines import interpreting
 from fusedtp.train import text
+from fusedtp.train.build import shard_faults
 from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import cores
@@ -39,13 +40,10 @@ def main(argv: list[str]) -> int:
     dp, tp = layout(config, ranks, local_ranks)
     if place is None:
         ranks = local_ranks = dp * tp
-    found = faults(config, dp, tp) + machine_faults(config, dp, tp, ranks, local_ranks)
-    try:
-        if not found and place is None:
-            replace_outputs(config.run.folder)
-            prepare_data(config)
-    except (ValueError, OSError) as error:
-        found = [str(error)]
+    found = faults(config, dp, tp) + shard_faults(config, dp, tp)
+    found += machine_faults(config, dp, tp, ranks, local_ranks)
+    if place is None:
+        found += data_faults(config)
     if found:
         if place is None or place.local_rank == 0:
             report(found)
@@ -75,6 +73,17 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
             "--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
         )
     return found + text.faults(config.data.data) + folder_faults(config.run.folder)
+
+
+def data_faults(config: TrainConfig) -> list[str]:
+    """What is wrong with the text itself, which is known when the token files are built; builds them."""
+    if config.data.faults() or text.faults(config.data.data) or folder_faults(config.run.folder):
+        return []  # these are reported; without them there is nothing to build
+    try:
+        prepare_data(config)
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return []
 
 
 def folder_faults(folder: Path) -> list[str]:

@@ -6,24 +6,35 @@ a model is refused by name before it is sharded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fusedtp.nn import TransformerBlock
 from fusedtp.ops.rows import split
 
 
-def empty_shards(model: nn.Module, dp: int, tp: int) -> list[str]:
-    """Names of the parameters that would leave a rank without rows, with their shapes."""
+def empty_shards(model: nn.Module, placements: Mapping[str, Placement], dp: int, tp: int) -> list[str]:
+    """What is wrong with sharding over dp ranks a model whose parameters lie over tp ranks as said (default: whole).
+
+    One message that names all parameters which would leave a rank without rows, with their shapes; none if none would.
+    """
     found = []
     for name, parameter in model.named_parameters():
         rows = parameter.shape[0] if parameter.ndim else 0
-        split_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
-        if any(0 in split(part, dp) for part in (split(rows, tp) if split_by_tp else (rows,))):
+        parts = split(rows, tp) if placements.get(name) == Shard(0) else (rows,)
+        if any(0 in split(part, dp) for part in parts):
             found.append(f"{name} {list(parameter.shape)}")
-    return found
+    if not found:
+        return []
+    return [
+        f"with {dp} data-parallel x {tp} tensor-parallel ranks a rank would hold no row of "
+        + ", ".join(found)
+        + ": use fewer ranks or a larger model"
+    ]
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, tp: int = 1) -> FSDPModule:
@@ -31,12 +42,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, tp: int = 1) -> FSDPModule:
 
     Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
     """
-    if empty := empty_shards(model, mesh.size(), tp):
-        raise ValueError(
-            f"with {mesh.size()} data-parallel x {tp} tensor-parallel ranks a rank would hold no row of "
-            + ", ".join(empty)
-            + ": use fewer ranks or a larger model"
-        )
+    placements = {name: p.placements[0] for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    if found := empty_shards(model, placements, mesh.size(), tp):
+        raise ValueError(found[0])
     for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -66,6 +66,26 @@ def test_text_too_short_is_refused(capsys, tmp_path):
     assert "--length 256 needs 257" in found
 
 
+def test_an_empty_shard_and_a_short_text_are_found_with_all_the_rest(capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    narrow = "--width 2 --heads 1 --kv-heads 1 --mlp-width 6 --layers 1 --batch 9 --dp 3 --tp 1 --steps 0"
+    where = ["--data", str(tmp_path / "short.txt"), "--runs", str(tmp_path / "runs")]
+    steps, shard, length = errors_of(capsys, *narrow.split(), *where)
+    assert steps == "--steps 0 is not positive"
+    assert shard.startswith("with 3 data-parallel x 1 tensor-parallel ranks a rank would hold no row of ")
+    assert "layers.0.self_attn.q_proj.weight [2, 2]" in shard and "mlp.gate_proj" not in shard
+    assert "--length 256 needs 257" in length
+
+
+def test_shards_are_cut_by_tensor_parallelism_first(capsys, tmp_path):
+    """Seven rows over two ranks are four and three; the three leave one of four data-parallel ranks without."""
+    sizes = "--width 8 --heads 2 --kv-heads 2 --mlp-width 7 --layers 1 --tp 2 --batch 12"
+    narrow = [*sizes.split(), "--runs", str(tmp_path)]
+    (found,) = errors_of(capsys, *narrow, "--dp", "4")
+    assert "mlp.gate_proj.weight [7, 8], layers.0.mlp.up_proj.weight [7, 8]: use" in found
+    assert launch.shard_faults(launch.parse(narrow), 2, 2) == []
+
+
 def test_an_engine_that_cannot_run_here_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     (found,) = errors_of(capsys, "--engine", "triton", "--device", "cpu", "--runs", str(tmp_path / "runs"))

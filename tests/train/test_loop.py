@@ -40,7 +40,8 @@ class Late:
 def test_a_failed_step_reaches_no_parameter(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("once upon a time " * 200)
     tokens = text.build((tmp_path / "book.txt",), tmp_path / "tokens")
-    config = parse("--width 16 --mlp-width 8 --layers 1 --length 16 --batch 2 --steps 5 --warmup 0".split())
+    sizes = "--width 16 --mlp-width 8 --layers 1 --length 16 --batch 2 --steps 5 --warmup 0"
+    config = parse(sizes.split())
     world = FailingWorld()
     model = build(config, world)
     seen: list[list[torch.Tensor]] = []

@@ -208,13 +208,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-@pytest.mark.slow
-def test_an_empty_shard_is_refused_by_name(corpus, tmp_path):
-    narrow = ["--width", "2", "--heads", "1", "--kv-heads", "1", "--batch", "9", "--dp", "3", "--tp", "1"]
-    done = command("-m", "fusedtp", "train", *TINY, *narrow, "--data", str(corpus), "--runs", str(tmp_path))
-    assert done.returncode == 1
-    assert "fusedtp train: error: rank " in done.stderr
-    assert "layers.0.self_attn.q_proj.weight [2, 2]" in done.stderr
-    assert "Traceback" not in done.stderr
