@@ -43,11 +43,11 @@ format: venv ## let ruff mend what it can
 bench: venv ## measure on this machine: a table, JSON and a plot
 	$(BIN)/python -m bench $(ARGS)
 
-gpu: ## GPU tests and benchmark with the system's torch, without .venv
-	@$(GPU_PYTHON) -c 'import einops, hypothesis, pytest, torch, triton; \
+gpu: ## GPU tests, then the CPU benchmark, with the system's torch and without .venv
+	@$(GPU_PYTHON) -c 'import einops, hypothesis, matplotlib, pytest, rich, torch, triton, tyro; \
 	  torch.cuda.is_available() or exit("make gpu: torch sees no GPU")'
 	$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/gpu tests/nn/test_gpu.py -m gpu $(ARGS)
 	$(GPU_PYTHON) -m bench
 
 wheel: venv ## build dist/fusedtp-*.whl

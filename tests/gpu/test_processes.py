@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ def _cases() -> list[Case]:
     shape = {
         "sizes": (70, 33),
         "features": 150,
-        "local": ((90, 40), (90, 40)),
+        "local": ((60, 40), (60, 40)),
         "batch": None,
         "tell_sizes": True,
     }
@@ -30,11 +31,14 @@ def _cases() -> list[Case]:
         for engine in ("triton", "chunked")
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
     ]
-    shape["local"], common["biased"] = ((90,), (90,)), (True,)
-    return gathers + [
-        Case(operation="matmul_reduce_scatter", engine=engine, dtype=torch.float32, **shape, **common)
-        for engine in ("triton", "chunked")
+    others = {"local": ((90,), (90,)), "biased": (True,)}
+    wgrads = [replace(case, operation="all_gather_wgrad", biased=(False, False)) for case in gathers]
+    scatters = [
+        replace(case, operation=operation, sizes=sizes, **others)
+        for case in gathers
+        for operation, sizes in (("matmul_reduce_scatter", (70, 33)), ("matmul_all_reduce", (52, 51)))
     ]
+    return gathers + wgrads + scatters
 
 
 def _rank(rank: int, store: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,18 +13,30 @@ from hypothesis import strategies as st
 import fusedtp
 from fusedtp import VirtualWorld
 from tests.properties.cases import Case
-from tests.properties.laws import compare
-from tests.properties.strategies import cases
+from tests.properties.laws import compare, errors, mixed, repeated, with_nan_and_inf
+from tests.properties.strategies import OPERATIONS, cases
+from tests.properties.test_numerics import a_case, together
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICE = "cuda"
+
+
+def _world(world_size: int, law, *arguments) -> list:
+    """Every rank's law(group, *arguments), on the GPU."""
+
+    def body(group: object):
+        fusedtp.set_timeout(group, 60.0)
+        return law(group, *arguments, device=DEVICE)
+
+    return VirtualWorld(world_size, device=DEVICE).run(body)
+
+
+def _compare(group: object, case: Case, device: str) -> None:
+    compare(case, group, device)
 
 
 def _run(case: Case) -> None:
-    def body(group: object) -> None:
-        fusedtp.set_timeout(group, 60.0)
-        compare(case, group, "cuda")
-
-    VirtualWorld(case.world_size, device="cuda").run(body)
+    _world(case.world_size, _compare, case)
 
 
 @settings(max_examples=100, deadline=None)
@@ -37,6 +50,37 @@ def test_the_kernels_equal_the_formula(data):
 @given(st.data())
 def test_the_other_engines_equal_the_formula(engine, data):
     _run(data.draw(cases(engine=engine)))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_random_inputs_have_errors_within_their_bounds(operation, dtype):
+    case = a_case(operation, "triton", dtype, 3)
+    for name, (ratio, worst) in together(_world(3, errors, case)).items():
+        assert worst <= 1 and (dtype == torch.float32 or ratio <= 2), f"{name}: {worst}, {ratio}"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_repeated_run_gives_the_same_bits(operation):
+    _world(4, repeated, a_case(operation, "triton", torch.bfloat16, 4), 20, 0.002)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_nan_and_inf_come_out_as_plain_torch_gives_them(data):
+    case = data.draw(cases(engine="triton", dtypes=KERNEL_DTYPES, rows=300, width=200, features=400))
+    _world(case.world_size, with_nan_and_inf, replace(case, unused=()), 0.01)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.data())
+def test_200_mixed_calls_on_one_workspace(data):
+    small = {"world_sizes": (4,), "rows": 40, "width": 60, "features": 100}
+    one = st.sampled_from(["triton", "triton", "chunked"]).flatmap(
+        lambda engine: cases(engine=engine, **small)
+    )
+    drawn = data.draw(st.lists(one, min_size=12, max_size=20))
+    _world(4, mixed, drawn, 200, 0.001, data.draw(st.integers(0, 999)))
 
 
 def _replays(calls: int, replays: int, group: fusedtp.comm.VirtualGroup) -> None:

@@ -123,9 +123,9 @@ def exact(group, case: Case) -> None:
     compare(case, group)
 
 
-def repeated(group, case: Case, times: int, delay: float) -> None:
+def repeated(group, case: Case, times: int, delay: float, device: str = "cpu") -> None:
     """The same call again gives the same bits, whoever comes first."""
-    data, own = build(case), random.Random(group.rank())
+    data, own = build(case, device), random.Random(group.rank())
     first = results(case, group, data, group.rank(), poisoned=False)
     for _ in range(times):
         time.sleep(own.random() * delay)
@@ -133,7 +133,7 @@ def repeated(group, case: Case, times: int, delay: float) -> None:
             assert torch.equal(t, first[name]), f"{name} differs when run again"
 
 
-def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int) -> None:
+def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int, device: str = "cpu") -> None:
     """Many calls of mixed operations, shapes, engines on one workspace, each rank at its own pace.
 
     Results are looked at again some calls later: they must not lie in memory that later calls write. A rank that
@@ -145,7 +145,9 @@ def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int) -> None
     for number in range(calls):
         time.sleep(own.random() * delay)
         try:
-            got = compare(shared.choice(drawn), group, poisoned=False)  # poisoning would make ranks wait
+            got = compare(
+                shared.choice(drawn), group, device, poisoned=False
+            )  # poisoning would make ranks wait
             kept.append([(t, t.clone()) for t in got.values()])
             for then, copy in kept[0]:
                 assert_same("a result of five calls ago", then, copy)
@@ -154,15 +156,15 @@ def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int) -> None
     assert not faults, "\n".join(faults)
 
 
-def with_nan_and_inf(group, case: Case, share: float) -> None:
+def with_nan_and_inf(group, case: Case, share: float, device: str = "cpu") -> None:
     """NaN and inf in the inputs come out where plain torch has them, and nowhere else."""
-    data, generator = build(case), torch.Generator().manual_seed(case.seed + 1)
+    data, generator = build(case, device), torch.Generator().manual_seed(case.seed + 1)
     values = torch.tensor([float("nan"), float("inf"), float("-inf")])
 
     def strike(t: Tensor) -> Tensor:
         hit = torch.rand(t.shape, generator=generator) < share
-        chosen = values[torch.randint(3, t.shape, generator=generator)].to(t.dtype)
-        return torch.where(hit, chosen, t)
+        chosen = values[torch.randint(3, t.shape, generator=generator)]
+        return torch.where(hit.to(device), chosen.to(t), t)
 
     data.xs = [strike(x) for x in data.xs]
     data.weights = [[strike(w) for w in ws] for ws in data.weights]
@@ -180,7 +182,7 @@ class Error:
     worst: float  # the largest error, as a multiple of its bound (Note [Bounds])
 
 
-def errors(group, case: Case) -> dict[str, Error]:
+def errors(group, case: Case, device: str = "cpu") -> dict[str, Error]:
     """The errors of each result on random inputs.
 
     Note [Bounds]
@@ -188,7 +190,7 @@ def errors(group, case: Case) -> dict[str, Error]:
     sum and S the same sum of absolute values, one matmul has an error of at most (L + W + 2) v S. Each of W
     partials p_r that travels in a 16-bit dtype adds u |p_r|, the result u |y|: W + 1 roundings.
     """
-    rank, data = group.rank(), build(case)
+    rank, data = group.rank(), build(case, device)
     got = results(case, group, data, rank)
     exactly = asked_for(case, expected(case, data, rank))
     plain = asked_for(case, expected(case, data, rank, case.dtype))
