@@ -76,7 +76,7 @@ def _place_in_vocabulary(comm: Any, logits: Tensor, vocab_size: int | None) -> t
     world_size, here = comm.world_size, logits.shape[1]
     if vocab_size is None:
         mine = torch.full((1, 1), here, dtype=torch.float64, device=logits.device)
-        sizes = [int(n) for n in comm.all_gather(mine, (1,) * world_size).flatten().tolist()]
+        sizes = [int(n) for n in _gathered(comm, mine).flatten().tolist()]
         return sum(sizes[: comm.rank]), sum(sizes)
     chunk = -(-vocab_size // world_size)
     start = min(comm.rank * chunk, vocab_size)
@@ -87,6 +87,13 @@ def _place_in_vocabulary(comm: Any, logits: Tensor, vocab_size: int | None) -> t
             f"{world_size} ranks"
         )
     return start, vocab_size
+
+
+def _gathered(comm: Any, x: Tensor) -> Tensor:
+    """x [T, n] of every rank -> [W * T, n]. No autograd."""
+    from fusedtp.ops.gradients import op
+
+    return op("all_gather_rows")(x, comm.name, comm.rank, (x.shape[0],) * comm.world_size, 1, "")
 
 
 def _check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -103,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
         stats, world_size = local_stats(logits, labels, start), 1
         if comm is not None:
             world_size = comm.world_size
-            stats = comm.all_gather(stats, (len(labels),) * world_size)
+            stats = _gathered(comm, stats)
         lse, target = combine_stats(stats.view(world_size, len(labels), 2))
         ctx.save_for_backward(logits, labels, lse)
         ctx.start, ctx.ignore_index = start, ignore_index

@@ -65,4 +65,4 @@ def row_dgrad(
 
 def gather(at: Where, dy: Tensor) -> Tensor:
     """dy [T_r, N] -> [T, N]."""
-    return op("all_gather_rows")(dy, at.group, at.rank, at.sizes, at.batch)
+    return op("all_gather_rows")(dy, at.group, at.rank, at.sizes, at.batch, at.layer)

@@ -177,32 +177,34 @@ def _(
 
 
 @torch.library.custom_op("fusedtp::all_gather_rows", mutates_args=())
-def all_gather_rows(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int) -> Tensor:
-    return movers.all_gather(communicator(group), x, Rows(tuple(sizes), batch))
+def all_gather_rows(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int, layer: str) -> Tensor:
+    return movers.all_gather(communicator(group), x, Rows(tuple(sizes), batch), layer)
 
 
 @all_gather_rows.register_fake
-def _(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int) -> Tensor:
+def _(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int, layer: str) -> Tensor:
     return x.new_empty(batch * sum(sizes), x.shape[1])
 
 
 @torch.library.custom_op("fusedtp::reduce_scatter_rows", mutates_args=())
-def reduce_scatter_rows(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int) -> Tensor:
-    return movers.reduce_scatter(communicator(group), x, Rows(tuple(sizes), batch))
+def reduce_scatter_rows(
+    x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int, layer: str
+) -> Tensor:
+    return movers.reduce_scatter(communicator(group), x, Rows(tuple(sizes), batch), layer)
 
 
 @reduce_scatter_rows.register_fake
-def _(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int) -> Tensor:
+def _(x: Tensor, group: str, rank: int, sizes: Sequence[int], batch: int, layer: str) -> Tensor:
     return x.new_empty(batch * sizes[rank], x.shape[1])
 
 
 @torch.library.custom_op("fusedtp::all_reduce_rows", mutates_args=())
-def all_reduce_rows(x: Tensor, group: str) -> Tensor:
-    return movers.all_reduce(communicator(group), x)
+def all_reduce_rows(x: Tensor, group: str, layer: str) -> Tensor:
+    return movers.all_reduce(communicator(group), x, layer)
 
 
 @all_reduce_rows.register_fake
-def _(x: Tensor, group: str) -> Tensor:
+def _(x: Tensor, group: str, layer: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -275,15 +277,15 @@ def _save_where(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gather_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return reduce_scatter_rows(dy, *ctx.where), None, None, None, None
+    return reduce_scatter_rows(dy, *ctx.where), None, None, None, None, None
 
 
 def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return all_gather_rows(dy, *ctx.where), None, None, None, None
+    return all_gather_rows(dy, *ctx.where), None, None, None, None, None
 
 
 def _all_reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return dy, None
+    return dy, None, None
 
 
 all_gather_matmul.register_autograd(_column_backward, setup_context=_save_column)

@@ -49,7 +49,7 @@ class SharedMainGrad:
         if dw.shape != self.total.shape:
             full = dw.new_zeros(self.total.shape)
             full[self.begin : self.begin + dw.shape[0]] = dw
-        self.total.add_(op("all_reduce_rows")(full, self.group))
+        self.total.add_(op("all_reduce_rows")(full, self.group, ""))
 
 
 def main_grad_of(parameter: Tensor) -> Any:

@@ -32,7 +32,7 @@ def chunked(
     """One-shot through the workspace, or `matmul_reduce_scatter` and an all-gather."""
     nbytes = rows.total * weight.shape[0] * x.element_size()
     if nbytes >= movers.TWO_SHOT_BYTES:
-        return movers.all_gather(comm, scatter.chunked(comm, [x], [weight], bias, rows, signature), rows)
+        return movers.gathered(comm, scatter.chunked(comm, [x], [weight], bias, rows, signature), rows)
     with comm.workspace.call(signature, nbytes) as call:
         parts = [call.buffer(p, (rows.total, weight.shape[0]), x.dtype) for p in range(comm.world_size)]
         linear_into(parts[comm.rank], x, weight, None)

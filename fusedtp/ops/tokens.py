@@ -1,7 +1,8 @@
 """Differentiable movers of token rows between ranks, without a matmul.
 
 Each is a linear map on the whole world, and its backward is that map's transpose, given what the gradient is on each
-rank: a part of the sum ("partial") or the same on all ranks ("replicated").
+rank: a part of the sum ("partial") or the same on all ranks ("replicated"). `layer` is the kind of layer that calls
+are counted for.
 """
 
 from __future__ import annotations
@@ -21,48 +22,30 @@ from .rows import Rows
 assert _library
 
 
-def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], grad: str = "sum") -> Tensor:
-    """x [T_r, ...] -> [T, ...] on every rank.
-
-    grad="sum": the gradient is partial and is reduce-scattered. grad="slice": it is replicated, and a rank takes its
-    own rows. Raises ValueError for another `grad`.
-    """
-    if grad not in ("sum", "slice"):
-        raise ValueError(f"grad is {grad!r}; it must be 'sum' or 'slice'")
+def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
+    """x [T_r, ...] -> [T, ...] on every rank; the gradient is replicated, and a rank takes its own rows of it."""
     at = place(group)
-    flat = _as_rows(x)
-    if grad == "slice":
-        full = _GatherSlice.apply(flat, at.name, at.rank, tuple(sizes))
-    else:
-        full = torch.ops.fusedtp.all_gather_rows(flat, at.name, at.rank, tuple(sizes), 1)
+    full = _Gather.apply(_as_rows(x), at.name, at.rank, tuple(sizes), layer)
     return full.reshape(full.shape[0], *x.shape[1:])
 
 
-def scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """x [T, ...], replicated -> this rank's [T_r, ...]. The backward gathers: every rank has all rows' gradient."""
-    at = place(group)
-    flat = _as_rows(x)
-    part = _Scatter.apply(flat, at.name, at.rank, tuple(sizes))
-    return part.reshape(part.shape[0], *x.shape[1:])
-
-
-def reduce_scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
     """x [T, ...], partial -> [T_r, ...], summed over ranks. The backward gathers."""
     at = place(group)
     flat = _as_rows(x)
-    part = torch.ops.fusedtp.reduce_scatter_rows(flat, at.name, at.rank, tuple(sizes), 1)
+    part = torch.ops.fusedtp.reduce_scatter_rows(flat, at.name, at.rank, tuple(sizes), 1, layer)
     return part.reshape(part.shape[0], *x.shape[1:])
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
+def copy_to_group(x: Tensor, group: Group, layer: str = "") -> Tensor:
     """The identity; its backward sums the ranks' partial gradients."""
-    return _Copy.apply(x, place(group).name)
+    return _Copy.apply(x, place(group).name, layer)
 
 
-def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+def all_reduce_sum(x: Tensor, group: Group, layer: str = "") -> Tensor:
     """The sum over ranks; the gradient is replicated and passes unchanged."""
     flat = _as_rows(x)
-    return torch.ops.fusedtp.all_reduce_rows(flat, place(group).name).reshape(x.shape)
+    return torch.ops.fusedtp.all_reduce_rows(flat, place(group).name, layer).reshape(x.shape)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -70,45 +53,25 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x.reshape(x.numel(), 1)
 
 
-def _own(full: Tensor, rank: int, sizes: tuple[int, ...]) -> Tensor:
-    begin = Rows(sizes).offset(rank)
-    return full[begin : begin + sizes[rank]].clone()
-
-
-class _GatherSlice(Function):
+class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: str, rank: int, sizes: tuple[int, ...], layer: str) -> Tensor:
         ctx.rank, ctx.sizes = rank, sizes
-        return torch.ops.fusedtp.all_gather_rows(x, group, rank, sizes, 1)
+        return torch.ops.fusedtp.all_gather_rows(x, group, rank, sizes, 1, layer)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return _own(dy, ctx.rank, ctx.sizes), None, None, None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.rank, ctx.sizes = group, rank, sizes
-        return _own(x, rank, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return (
-            torch.ops.fusedtp.all_gather_rows(dy.contiguous(), ctx.group, ctx.rank, ctx.sizes, 1),
-            None,
-            None,
-            None,
-        )
+        begin = Rows(ctx.sizes).offset(ctx.rank)
+        return dy[begin : begin + ctx.sizes[ctx.rank]].clone(), None, None, None, None
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: str, layer: str) -> Tensor:
+        ctx.group, ctx.layer = group, layer
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         flat = _as_rows(dy)
-        return torch.ops.fusedtp.all_reduce_rows(flat, ctx.group).reshape(dy.shape), None
+        return torch.ops.fusedtp.all_reduce_rows(flat, ctx.group, ctx.layer).reshape(dy.shape), None, None

@@ -32,7 +32,7 @@ from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
-from .placement import local
+from .placement import local, read
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Replica:
     def read(self, parameter: Tensor) -> Tensor:
         """The plain tensor, its gradient complete on every rank."""
         own = accumulated(parameter)
-        return copy_to_group(own, self.members) if self.partial else own
+        return read(own, self.members) if self.partial else own
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if main_grad_of(weight) is None:
@@ -117,6 +117,7 @@ class ColumnParallel(Member):
         biases = [
             None if each.bias is None else each.parallel._own(each.bias).to(x.dtype) for each in linears
         ]
+        kind = joined_kind([each.parallel.layer for each in linears])
         if self.sequence_parallel:
             sizes = self.token_sizes(layout)
             ys = ops.all_gather_matmul(
@@ -127,10 +128,10 @@ class ColumnParallel(Member):
                 sizes=sizes,
                 dim=self.dim,
                 engine=self.engine,
-                layer=joined_kind([each.parallel.layer for each in linears]),
+                layer=kind,
             )
         else:
-            x = copy_to_group(x, self.group)
+            x = copy_to_group(x, self.group, layer=kind)
             ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
         return tuple(
             each.parallel._gathered(y, each) if each.parallel.gather_output else y
@@ -139,7 +140,7 @@ class ColumnParallel(Member):
 
     def _own(self, parameter: Tensor) -> Tensor:
         own = accumulated(parameter)
-        return own if self.features is None else copy_to_group(own, self.group).narrow(0, *self.features)
+        return own if self.features is None else read(own, self.group).narrow(0, *self.features)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if main_grad_of(weight) is None:
@@ -148,7 +149,7 @@ class ColumnParallel(Member):
 
     def _gathered(self, y: Tensor, linear: Any) -> Tensor:
         columns = split(linear.out_features, self.world_size)
-        return gather_tokens(y.movedim(-1, 0), self.group, columns, grad="slice").movedim(0, -1)
+        return gather_tokens(y.movedim(-1, 0), self.group, columns, self.layer).movedim(0, -1)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class RowParallel(Member):
         """x [T, K_r] -> [T_r, N]; without sequence parallelism x [..., K_r] -> [..., N]."""
         weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
         if self.sequence_parallel:
-            bias = None if bias is None else copy_to_group(accumulated(bias), self.group).to(x.dtype)
+            bias = None if bias is None else read(accumulated(bias), self.group).to(x.dtype)
             return ops.matmul_reduce_scatter(
                 x,
                 weight,
@@ -182,13 +183,14 @@ class VocabParallel(Member):
         """ids [T] or [B, S] -> [T_r, H]; [B, S] -> [B, S_r, H] with dim=1; all rows without sequence parallelism."""
         y = self.lookup(input_ids, embedding)
         if not self.sequence_parallel:
-            return all_reduce_sum(y, self.group)
+            return all_reduce_sum(y, self.group, self.layer)
         sizes = self.token_sizes(layout)
         if self.dim == 0:
             y = y.flatten(0, -2)
-            return reduce_scatter_tokens(y, self.group, sizes or split(y.shape[0], self.world_size))
+            sizes = sizes or split(y.shape[0], self.world_size)
+            return reduce_scatter_tokens(y, self.group, sizes, self.layer)
         sizes = sizes or split(y.shape[1], self.world_size)
-        return reduce_scatter_tokens(y.transpose(0, 1), self.group, sizes).transpose(0, 1)
+        return reduce_scatter_tokens(y.transpose(0, 1), self.group, sizes, self.layer).transpose(0, 1)
 
     def lookup(self, input_ids: Tensor, embedding: Any) -> Tensor:
         """ids [...] -> [..., H]: rows of the ids that this rank holds, zeros for the others.

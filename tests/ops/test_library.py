@@ -33,9 +33,9 @@ def arguments(name: str, engine: str, group) -> tuple:
             shard.detach(), [numbers(5, 3, grad=False), numbers(5, 1, grad=False)],
             group.group_name, list(SIZES), 1, engine, "", torch.float32,
         ),
-        "all_gather_rows": (shard, *place),
-        "reduce_scatter_rows": (full, *place),
-        "all_reduce_rows": (full, group.group_name),
+        "all_gather_rows": (shard, *place, ""),
+        "reduce_scatter_rows": (full, *place, "embedding"),
+        "all_reduce_rows": (full, group.group_name, ""),
     }[name]  # fmt: skip
 
 

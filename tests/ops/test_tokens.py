@@ -1,11 +1,11 @@
 """Movers of token rows: forward and backward are each other's transpose, for any rows a rank, also none."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fusedtp.comm import communicator
 from fusedtp.ops import tokens
 from tests.harness import world
 
@@ -31,13 +31,8 @@ def all_movers(group, sizes: tuple[int, ...], tail: tuple[int, ...]) -> None:
         assert torch.equal(got, y), name
         assert torch.equal(torch.autograd.grad(got, x, gradient)[0], dx), f"gradient of {name}"
 
-    gather, scatter = tokens.gather_tokens, tokens.scatter_tokens
-    check("gather, sum", lambda x: gather(x, group, sizes), shards[r], fulls[r], whole, summed[own])
-    check(
-        "gather, slice", lambda x: gather(x, group, sizes, grad="slice"), shards[r], whole, whole, shards[r]
-    )
-    check("scatter", lambda x: scatter(x, group, sizes), whole, summed[own], shards[r], summed)
-    reduce_scatter = tokens.reduce_scatter_tokens
+    gather, reduce_scatter = tokens.gather_tokens, tokens.reduce_scatter_tokens
+    check("gather", lambda x: gather(x, group, sizes), shards[r], whole, whole, shards[r])
     check(
         "reduce_scatter", lambda x: reduce_scatter(x, group, sizes), fulls[r], shards[r], summed[own], whole
     )
@@ -65,11 +60,26 @@ def test_scalars_are_summed_too():
     world(3).run(scalar)
 
 
-def unknown_grad(group) -> str:
-    with pytest.raises(ValueError) as raised:
-        tokens.gather_tokens(torch.ones(1, 1), group, (1,), grad="mean")
-    return str(raised.value)
+def counted(group) -> None:
+    comm, sizes = communicator(group), (2, 1)
+    x = torch.ones(2 - group.rank(), 4, requires_grad=True)
+    big = torch.ones(3, 1 << 17, requires_grad=True)  # in two shots, which are one call
+    laws = {
+        "all_gather": lambda: tokens.gather_tokens(x, group, sizes, layer="head"),
+        "reduce_scatter": lambda: tokens.reduce_scatter_tokens(big, group, sizes, layer="head"),
+        "all_reduce": lambda: tokens.all_reduce_sum(big, group, layer="head"),
+    }
+    for operation, mover in laws.items():
+        comm.engine_calls.clear()
+        comm.layer_calls.clear()
+        mover()
+        assert comm.engine_calls == {(operation, "chunked"): 1}
+        assert comm.layer_calls == {("head", "chunked"): 1}
+    comm.layer_calls.clear()
+    tokens.reduce_scatter_tokens(big, group, sizes, layer="embedding").sum().backward()
+    tokens.copy_to_group(big, group, layer="mlp").sum().backward()
+    assert comm.layer_calls == {("embedding", "chunked"): 2, ("mlp", "chunked"): 1}
 
 
-def test_an_unknown_grad_is_refused():
-    assert "mean" in world(1).run(unknown_grad)[0]
+def test_every_move_is_counted_once_for_its_layer_and_so_is_its_backward():
+    world(2).run(counted)
