@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from .config import ModelConfig
@@ -67,13 +68,14 @@ class Attention(nn.Module):
         known = prepared(known, self.config, q.device, q.dtype)
         assert known.rotary is not None
         q, k, v = (
-            t.view(known.batch, known.length, t.shape[-1] // self.head_dim, self.head_dim) for t in (q, k, v)
+            rearrange(t, "(b s) (h d) -> b s h d", b=known.batch, s=known.length, d=self.head_dim)
+            for t in (q, k, v)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rate = self.config.attention_dropout if self.training else 0.0
         y = attend(rotate(q, *known.rotary), rotate(k, *known.rotary), v, known.mask, rate)
-        return self.o_proj(y.flatten(2).flatten(0, 1), layout)
+        return self.o_proj(rearrange(y, "b s h d -> (b s) (h d)"), layout)
 
 
 def prepared(
@@ -105,18 +107,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) ->
     grouped = q.shape[2] != k.shape[2]
     if grouped and (q.device.type == "cpu" or mask.dense is not None):
         # SDPA's own grouping is no faster than repeated heads on CPU; with a mask, CUDA's fast kernels lack it.
-        k, v, grouped = _repeat(k, q.shape[2]), _repeat(v, q.shape[2]), False
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        group = q.shape[2] // k.shape[2]
+        k, v = (repeat(t, "b s h d -> b s (h g) d", g=group) for t in (k, v))
+        grouped = False
+    q, k, v = (rearrange(t, "b s h d -> b h s d") for t in (q, k, v))
     if mask.blocks is not None:
         y = flex(q, k, v, mask.blocks, grouped)
     else:
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask.dense, is_causal=mask.is_causal, dropout_p=dropout, enable_gqa=grouped
         )
-    return y.transpose(1, 2).to(dtype)
-
-
-def _repeat(x: Tensor, heads: int) -> Tensor:
-    """[B, S, kv_heads, D] -> [B, S, heads, D], each kv head once for every query head of its group."""
-    batch, length, kv_heads, dim = x.shape
-    return x[:, :, :, None].expand(batch, length, kv_heads, heads // kv_heads, dim).flatten(2, 3)
+    return rearrange(y, "b h s d -> b s h d").to(dtype)
