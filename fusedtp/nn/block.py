@@ -43,9 +43,9 @@ class TransformerBlock(nn.Module):
         self.self_attn = Attention(config, device=device, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
         self.mlp = MLP(config, device=device, dtype=dtype)
-        self.attention_dropout = HiddenDropout(rate, layer, AFTER_ATTENTION)
-        self.mlp_dropout = HiddenDropout(rate, layer, AFTER_MLP)
+        self.after_attention = HiddenDropout(rate, layer, AFTER_ATTENTION)
+        self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        x = x + self.attention_dropout(self.self_attn(self.input_layernorm(x), layout), layout)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x), layout), layout)
+        x = x + self.after_attention(self.self_attn(self.input_layernorm(x), layout), layout)
+        return x + self.after_mlp(self.mlp(self.post_attention_layernorm(x), layout), layout)

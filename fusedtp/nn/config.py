@@ -24,6 +24,11 @@ class ModelConfig:
     num_key_value_heads and head_dim are filled in where left out: one kv head a query head, and
     hidden_size / num_attention_heads. `dtype` is what activations are computed in, `param_dtype` what
     parameters are kept in.
+
+    attention_dropout drops attention weights and draws from the generator of the rank's own device, as torch's
+    attention does, unlike residual_dropout and embedding_dropout, which any split of the tokens meets alike. So
+    with it a run depends on the world size, and ranks must be seeded differently, or the heads of all ranks drop
+    the same weights: torch.manual_seed(seed + rank).
     """
 
     vocab_size: int = 256

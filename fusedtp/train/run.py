@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from fusedtp.train import report
 from fusedtp.train.build import build
 from fusedtp.train.config import TrainConfig
@@ -34,6 +36,7 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
     if world.rank == 0:
         report.write_json(folder / "config.json", config.to_dict())
         report.write_json(folder / "versions.json", environment())
+    torch.manual_seed(config.run.seed + world.rank)  # torch's own dropout must differ from rank to rank
     model = build(config, world)
     parameters = model.num_parameters()
     console.print(
