@@ -4,7 +4,7 @@
     rank r+1            copy x to slot | publish | x @ w      | wait r+2 | ...
                                             ^ its flag is set long before rank r asks for it
 
-Siblings with one signature: `collective`, `chunked`, `triton`; the oracle is `reference.all_gather_matmul`.
+Siblings with one signature: `collective`, `chunked`, `triton`; the oracle of all is tests/properties/oracle.py.
 `keep` also returns the gathered rows, copied out of the workspace.
 """
 
