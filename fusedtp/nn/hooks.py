@@ -10,7 +10,8 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     RMSNorm                   reading a parameter       parallel.read(parameter) -> plain tensor
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
 
-Nothing else in this package knows that ranks exist, except for TokenLayout (which rows are mine).
+Besides, these know that ranks exist: TokenLayout (which rows are mine), CausalLM (token_split and token_group, set by
+parallelize), the loss and `generate` (which read sharded logits), and init_ (which draws a DTensor's own part).
 """
 
 from __future__ import annotations
