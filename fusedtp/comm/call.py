@@ -198,11 +198,13 @@ class Call:
             self.abandon(error)
             if self.is_refused():  # by a rank that does not vote, as all the others know too
                 raise
-        votes = self.comm.world.exchange(fault is None)
+        consequence = isinstance(fault, PeerFailed)  # of what another rank raised, which is the one to name
+        votes = self.comm.world.exchange(0 if fault is None else 1 if consequence else 2)
         if fault is not None:
             raise fault
-        if not all(votes):
-            what = f"rank {votes.index(False)} raised during {self.signature.operation} (call {self.number})"
+        if any(votes):
+            culprit = votes.index(max(votes))
+            what = f"rank {culprit} raised during {self.signature.operation} (call {self.number})"
             raise PeerFailed(f"{what}; rank {self.comm.rank} stops too")
 
     def close(self) -> None:
