@@ -11,6 +11,10 @@ import sys
 
 COMMANDS = {
     "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
+    "check": (
+        "fusedtp.sim.check",
+        "find races, deadlocks and wrong results of multi-rank kernels, without a GPU",
+    ),
     "env": ("fusedtp.train.environment", "print what a bug report needs: versions, machine, devices"),
 }
 

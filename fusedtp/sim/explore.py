@@ -111,6 +111,15 @@ def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
                 raise ValueError(f"argument {name!r} is {value!r} on rank {rank}, {first!r} on rank 0")
 
 
+def check_run(run: Run) -> None:
+    """`check_arguments` of every launch that all ranks make in the same place. Raises ValueError."""
+    launches = [[each for each in work if isinstance(each, Launch)] for work in run.work]
+    if len({len(each) for each in launches}) == 1:
+        for together in zip(*launches, strict=True):
+            if len({id(each.kernel) for each in together}) == 1:
+                check_arguments([each.args for each in together], len(run.work))
+
+
 def run_schedule(
     run: Run, schedule: Schedule, *, strategy: Callable[..., Strategy] | None = None, detect: bool = True
 ) -> int:
@@ -225,6 +234,8 @@ def _attempt(
     made = case.make()
     if made.check is None:
         raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
+    if outcome.schedules == 0:
+        check_run(made)
     try:
         machine = _execute(made, schedule, strategy or STRATEGIES[schedule.strategy], True, trace=False)
         outcome.switches += machine.switches

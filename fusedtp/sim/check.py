@@ -1,0 +1,285 @@
+"""`fusedtp check`: run kernels on simulated ranks under many schedules, report the first fault of each.
+
+Exit code 0 where nothing is found, 1 for a fault or an exception of the user's code, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .explore import Schedule, schedules
+from .faults import Fault
+from .report import WIDTH, replay, report
+from .strategies import DEFAULT, STRATEGIES
+from .workers import (
+    BadInput,
+    Found,
+    Part,
+    Pool,
+    UserError,
+    cores,
+    find,
+    pool,
+    resident_of,
+    run_exhaust,
+    run_part,
+    run_trace,
+    schedule_of,
+)
+
+FAULTY, BAD_INPUT, INTERRUPTED = 1, 2, 130
+SCHEDULES = 200
+EXHAUST_LIMIT = 10_000
+PART = 25  # schedules that a worker takes at once, at most
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Find races, deadlocks and wrong results of multi-rank Triton kernels, on simulated ranks."""
+
+    cases: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Fused kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default: every
+    fused kernel of the library."""
+    world_size: tuple[int, ...] = ()
+    """Ranks; several numbers check each. Default: 4, or what the case itself says."""
+    schedules: int | None = None
+    """Schedules of each case. Default: 200, or as many as fit where --seconds is given."""
+    seconds: float | None = None
+    """Stop each case after about so long."""
+    seed: int = 0
+    """Seed of the first schedule; the next ones count up."""
+    strategies: tuple[str, ...] = DEFAULT
+    """Who runs next, in turn."""
+    resident: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{all,varying,N}...")] = ()
+    """Programs of a rank that are alive at once, in turn. Default: all 1 varying 2."""
+    weak: bool | None = None
+    """Stores reach other programs late and in any order until a release. Default: in turn without and with."""
+    fine: bool = False
+    """Switch at every memory access, not only at atomics."""
+    exhaust: int | None = None
+    """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
+    workers: int | None = None
+    """Processes. Default: one a core."""
+    timeline: Path | None = None
+    """Write an HTML timeline of the fault, or of one schedule where there is none."""
+
+    def faults(self) -> list[str]:
+        """What is wrong with the options themselves."""
+        found = [f"--strategies {name!r} must be one of {', '.join(DEFAULT)}" for name in self.strategies
+                 if name not in STRATEGIES or name == "replay"]  # fmt: skip
+        for word in self.resident:
+            try:
+                resident_of(word)
+            except ValueError as error:
+                found.append(str(error))
+        for name in ("schedules", "seconds", "workers", "exhaust"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "exhaust" else 1e-9):
+                found.append(f"--{name} {value} is too small")
+        found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
+        if not self.strategies:
+            found.append("--strategies names none")
+        if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
+            found.append(f"--timeline {self.timeline}: no such folder")
+        return found
+
+    def residents(self) -> tuple[int | str | None, ...] | None:
+        return tuple(resident_of(word) for word in self.resident) or None
+
+    def chosen(self) -> Iterator[Schedule]:
+        """The schedules of a case, without end."""
+        for schedule in schedules(1 << 40, self.strategies, first_seed=self.seed, residents=self.residents()):
+            weak = schedule.weak if self.weak is None else self.weak
+            yield replace(schedule, fine=self.fine, weak=weak)
+
+    def limit(self) -> int | None:
+        """How many schedules a case gets; None: as many as time allows."""
+        return SCHEDULES if self.schedules is None and self.seconds is None else self.schedules
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case."""
+
+    found: Found
+    schedules: int
+    switches: int
+    seconds: float
+    part: Part | None = None  # with the fault
+
+    @property
+    def verdict(self) -> str:
+        if self.part is None or self.part.fault is None:
+            return "ok"
+        return self.part.fault.rule
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    options = tyro.cli(CheckOptions, prog="fusedtp check", args=argv)
+    wrong = options.faults()
+    if wrong:
+        return _refuse(wrong)
+    try:
+        with pool(options.workers or cores()) as workers:
+            return check(options, workers)
+    except BadInput as error:
+        return _refuse([str(error)])
+    except UserError as error:
+        print(error, end="", file=sys.stderr)
+        return FAULTY
+    except BrokenProcessPool:
+        return _refuse(["a worker process died; the kernel may have used up memory (try --workers 1)"])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _refuse(wrong: Sequence[str]) -> int:
+    for line in wrong:
+        print(f"fusedtp check: error: {line}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def check(options: CheckOptions, workers: Pool) -> int:
+    """Check every case that the options name, print the table and the reports."""
+    found = [
+        each
+        for world_size in options.world_size or (None,)
+        for each in workers.submit(find, options.cases, world_size).result()
+    ]
+    results = []
+    with _progress() as progress:
+        for each in found:
+            task = progress.add_task(f"{each.name} ({each.world_size} ranks)", total=options.limit())
+            advance = lambda count, task=task: progress.advance(task, count)  # noqa: E731
+            results.append(run_case(each, options, workers, advance))
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table(results))
+    faulty = [result for result in results if result.part is not None]
+    for result in faulty:
+        heading = f"{result.found.name} on {result.found.world_size} ranks"
+        text = f"\n{heading}\n{'-' * len(heading)}\n{_words(result, options, console.width)}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if options.timeline is not None and results:
+        _write_timeline(options, workers, faulty[0] if faulty else results[0])
+    return FAULTY if faulty else 0
+
+
+def _words(result: Result, options: CheckOptions, width: int) -> str:
+    """The report of a fault; of an exception of the user's code its own traceback."""
+    found, part = result.found, result.part
+    assert part is not None and part.fault is not None
+    command = _exhaust_command(found, options)
+    if part.raised:
+        lines = replay(part.fault, found.name, found.asked, command)
+        return "\n".join([part.raised, "Replay:", *(f"  {line}" for line in lines)])
+    return report(
+        part.fault, name=found.name, world_size=found.asked, without=part.without, width=max(width, WIDTH),
+        command=command,
+    )  # fmt: skip
+
+
+def _progress() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} schedules"),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def table(results: Sequence[Result]) -> Table:
+    """A row a case."""
+    made = Table()
+    made.add_column("case", overflow="fold")
+    for name in ("ranks", "schedules", "switches", "schedules/s"):
+        made.add_column(name, justify="right")
+    made.add_column("result")
+    for each in results:
+        rate = f"{each.schedules / max(each.seconds, 1e-9):.1f}"
+        size = str(each.found.world_size)
+        made.add_row(each.found.name, size, str(each.schedules), str(each.switches), rate, each.verdict)
+    return made
+
+
+def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callable[[int], None]) -> Result:
+    """All schedules of a case, a part to each worker, until the earliest part with a fault is known."""
+    begin = time.monotonic()
+    parts = _exhaustive(options) if options.exhaust is not None else _parts(options, workers.workers)
+    running: dict[Future[Part], int] = {}
+    done: dict[int, Part] = {}
+    number = itertools.count()
+    while True:
+        late = options.seconds is not None and time.monotonic() - begin > options.seconds
+        while len(running) < workers.workers and not late and not _faulty(done):
+            arguments = next(parts, None)
+            if arguments is None:
+                break
+            running[workers.submit(arguments[0], found, *arguments[1:])] = next(number)
+        if not running:
+            break
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            part = done[running.pop(future)] = future.result()
+            advance(part.schedules)
+    ran, switches = (
+        sum(part.schedules for part in done.values()),
+        sum(part.switches for part in done.values()),
+    )
+    return Result(found, ran, switches, time.monotonic() - begin, next(iter(_faulty(done)), None))
+
+
+def _faulty(done: dict[int, Part]) -> list[Part]:
+    """Earliest first, so that what is reported does not depend on which worker was quicker."""
+    return [part for _, part in sorted(done.items()) if part.fault is not None]
+
+
+def _parts(options: CheckOptions, workers: int) -> Iterator[tuple[Any, ...]]:
+    limit, chosen = options.limit(), options.chosen()
+    size, given = 1, 0
+    while limit is None or given < limit:
+        share = size if limit is None else min(size, -(-(limit - given) // workers))
+        yield run_part, tuple(itertools.islice(chosen, share))
+        given += share
+        size = min(2 * size, PART)  # the first ones are short: most faults show at once
+
+
+def _exhaustive(options: CheckOptions) -> Iterator[tuple[Any, ...]]:
+    limit = options.schedules or EXHAUST_LIMIT
+    for resident in options.residents() or (None, 1):
+        for weak in (False, True) if options.weak is None else (options.weak,):
+            yield run_exhaust, options.exhaust, limit, resident, weak
+
+
+def _exhaust_command(found: Found, options: CheckOptions) -> str:
+    if options.exhaust is None:
+        return ""
+    size = "" if found.asked is None else f" --world-size {found.asked}"
+    return f"fusedtp check {found.name}{size} --exhaust {options.exhaust}"
+
+
+def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> None:
+    from .timeline import html
+
+    assert options.timeline is not None
+    fault: Fault | None = result.part.fault if result.part else None
+    schedule = next(options.chosen()) if fault is None or fault.strategy == "replay" else schedule_of(fault)
+    moments = (
+        fault.trace if fault and fault.trace else workers.submit(run_trace, result.found, schedule).result()
+    )
+    title = f"{result.found.name} on {result.found.world_size} ranks"
+    options.timeline.write_text(html(moments, title=title, fault=fault), encoding="utf-8")
+    print(f"timeline: {options.timeline}")

@@ -1,0 +1,207 @@
+"""A fault in words: who did what where, what came of it, the shortest interleaving as a table, how to replay it."""
+
+from __future__ import annotations
+
+import linecache
+import shlex
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.box import ASCII
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .faults import RULES, Access, Fault, Moment, Site, Wait
+
+ROWS = 15
+WIDTH = 110
+
+
+def report(
+    fault: Fault, *, name: str = "", world_size: int | None = None, without: Fault | None = None, width: int = WIDTH,
+    command: str = "",
+) -> str:  # fmt: skip
+    """Everything known of a fault, as text.
+
+    name, world_size   of the case, as `fusedtp check` takes them
+    without            what the same schedule ends with where races are not looked for
+    command            that replays it, where a seed alone does not
+    """
+    lines = [f"{fault.rule}: {fault.message}", f"({RULES.get(fault.rule, '')})"]
+    for access in fault.accesses:
+        lines += ["", *_access(access)]
+    for wait in fault.waits:
+        lines += ["", *_wait(wait)]
+    if fault.wanted or fault.seen:
+        lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"]
+    if without is not None:
+        lines += [
+            "",
+            f"Where nobody looks for races this schedule ends with a {without.rule}: {without.message}",
+        ]
+        if without.wanted or without.seen:
+            lines.append(f"wanted {without.wanted}, seen {without.seen}")
+    rows = relevant(fault)
+    if rows:
+        lines += [
+            "",
+            f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:",
+        ]
+        lines += interleaving(rows, width).splitlines()
+        if fault.weak:
+            lines.append("A store is on its way from its row on; until a release others may not see it.")
+    if fault.strategy:
+        lines += ["", "Replay:", *(f"  {line}" for line in replay(fault, name, world_size, command))]
+    return "\n".join(lines)
+
+
+def _access(access: Access) -> list[str]:
+    value = f", {access.value} there at first" if access.value else ""
+    what = f"{access.what} {access.tensor.strip()} {_span(access.first, access.last)}{value}"
+    return [_who(access.rank, access.launch, access.program) + what, *_source(access.site)]
+
+
+def _wait(wait: Wait) -> list[str]:
+    written = wait.last_writer or "nobody wrote it during this run"
+    what = f"waits for {wait.tensor.strip()} {_span(wait.index, wait.index)}, sees {wait.seen} ({written})"
+    return [_who(wait.rank, wait.launch, wait.program) + what, *_source(wait.site)]
+
+
+def _who(rank: int, launch: str, program: int) -> str:
+    return f"rank {rank}, {launch}, program {program}: "
+
+
+def _span(first: tuple[int, ...], last: tuple[int, ...]) -> str:
+    return f"{list(first)}" if first == last else f"{list(first)} to {list(last)}"
+
+
+def _source(site: Site) -> list[str]:
+    if site.line <= 0:
+        return ["    on the host"]
+    text = linecache.getline(site.file, site.line).strip()
+    return [f"    {site}", *([f"        {text}"] if text else [])]
+
+
+def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -> list[str]:
+    """A command line and a Python call that show the fault again."""
+    resident = "all" if fault.resident in ("None", "") else fault.resident
+    size = [] if world_size is None else ["--world-size", str(world_size)]
+    words = [
+        "fusedtp",
+        "check",
+        *([name] if name else []),
+        *size,
+        "--schedules",
+        "1",
+        "--strategies",
+        fault.strategy,
+    ]
+    words += ["--seed", str(fault.seed), "--resident", resident, "--weak" if fault.weak else "--no-weak"]
+    words += ["--fine"] if fault.fine else []
+    if fault.strategy == "replay":
+        return [command] if command else []
+    value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
+    schedule = f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine})"
+    case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'})"
+    return [
+        shlex.join(words),
+        "or in Python, with TRITON_INTERPRET=1 in the environment:",
+        "  from fusedtp.sim import Schedule, run_schedule",
+        "  from fusedtp.sim.select import case_of",
+        f"  run_schedule({case}.make(), {schedule})",
+    ]
+
+
+def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
+    """The last moments of a trace that touch what the fault is about, or order the programs that it names."""
+    if not fault.trace:
+        return []
+    ends: tuple[Access | Wait, ...] = (*fault.accesses, *fault.waits)
+    programs = {(each.rank, each.launch, each.program) for each in ends}
+    tensors = {each.tensor.strip() for each in ends}
+    if not programs:
+        tensors = {m.tensor for m in fault.trace if m.tensor and f"{m.tensor} [" in fault.message}
+    low = min((each.first for each in fault.accesses), default=None)
+    high = max((each.last for each in fault.accesses), default=None)
+
+    def concerns(moment: Moment) -> bool:
+        who = moment.rank, moment.launch, moment.program
+        if moment.kind in ("atomic", "wait"):
+            return not programs or who in programs or moment.tensor in tensors
+        if moment.kind not in ("load", "store", "copy") or moment.tensor not in tensors:
+            return False
+        return low is None or high is None or (moment.first <= high and moment.last >= low)
+
+    kept = _without_polls([m for m in fault.trace if concerns(m)])
+    if fault.accesses:
+        kept.append(_now(fault.accesses[-1]))  # the trace ends before it
+        first = fault.accesses[0]
+        if not any(_is(m, first) for m in kept):  # the half of a copy that reads
+            at = next(i for i, m in enumerate(kept) if m.step >= first.step)
+            kept.insert(at, _now(first))
+    if len(kept) <= rows:
+        return kept
+    last = kept[-rows:]
+    before = next((m for m in reversed(kept[:-rows]) if fault.accesses and _is(m, fault.accesses[0])), None)
+    return [before, *last[1:]] if before is not None else last
+
+
+def _now(access: Access) -> Moment:
+    return Moment(
+        access.step, access.rank, access.launch, access.program, access.what, access.site, kind="load",
+        tensor=access.tensor.strip(), first=access.first, last=access.last,
+    )  # fmt: skip
+
+
+def _is(moment: Moment, access: Access) -> bool:
+    return moment.site == access.site and (moment.step, moment.rank, moment.program, moment.tensor) == (
+        access.step, access.rank, access.program, access.tensor.strip()
+    )  # fmt: skip
+
+
+def _without_polls(moments: Sequence[Moment]) -> list[Moment]:
+    """Reads of a word that end in a wait for it become the wait; a wait taken up again in vain is one wait."""
+    kept: list[Moment | None] = []
+    mine: dict[tuple[int, str, int], list[int]] = {}
+    for moment in moments:
+        own = mine.setdefault((moment.rank, moment.launch, moment.program), [])
+        if moment.kind == "wait":
+            while own and _polls(kept[own[-1]], moment):
+                kept[own.pop()] = None
+            before = kept[own[-1]] if own else None
+            if (
+                before is not None
+                and before.kind == "wait"
+                and before._replace(step=0) == moment._replace(step=0)
+            ):
+                continue
+        own.append(len(kept))
+        kept.append(moment)
+    return [moment for moment in kept if moment is not None]
+
+
+def _polls(before: Moment | None, wait: Moment) -> bool:
+    return (
+        before is not None and before.kind == "atomic" and " reads " in before.what
+        and (before.tensor, before.first) == (wait.tensor, wait.first)
+    )  # fmt: skip
+
+
+def interleaving(moments: Sequence[Moment], width: int = WIDTH) -> str:
+    """Ranks from left to right, time downwards."""
+    ranks = sorted({moment.rank for moment in moments})
+    several = {rank: len({(m.launch, m.program) for m in moments if m.rank == rank}) > 1 for rank in ranks}
+    launches = len({moment.launch for moment in moments}) > 1
+    table = Table(box=ASCII, pad_edge=False, show_lines=False)
+    table.add_column("step", justify="right", no_wrap=True)
+    for rank in ranks:
+        table.add_column(f"rank {rank}", overflow="fold")
+    for moment in moments:
+        who = f"{moment.launch if launches else 'program'} {moment.program}: " if several[moment.rank] else ""
+        line = f" (line {moment.site.line})" if moment.site and moment.site.line > 0 else ""
+        cell = f"{who}{moment.what}: {moment.tensor} {_span(moment.first, moment.last)}{line}"
+        table.add_row(str(moment.step), *(Text(cell if moment.rank == rank else "") for rank in ranks))
+    out = StringIO()
+    Console(file=out, width=width, no_color=True).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

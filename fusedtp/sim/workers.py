@@ -1,0 +1,185 @@
+"""Worker processes of `fusedtp check`: each interprets kernels and runs its part of a case's schedules.
+
+The calling process never interprets, so that it can compile: TRITON_INTERPRET is set while workers start, and they
+import triton anew. What comes back are plain values; an exception of the user's code comes back as its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from .case import Case
+from .explore import Schedule, exhaust, explore, trace
+from .faults import Fault, Moment, UnsupportedKernel
+from .select import case_of, cases_of
+
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+OWN = os.path.dirname(__file__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A case to check. `asked` is the world size that was asked for, which its file may ignore."""
+
+    name: str
+    asked: int | None
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What became of some schedules of a case.
+
+    fault      of the first that showed one
+    without    the fault's schedule again without the race detector: what becomes of its result
+    raised     traceback, where the user's code raised
+    """
+
+    schedules: int = 0
+    switches: int = 0
+    fault: Fault | None = None
+    without: Fault | None = None
+    raised: str = ""
+
+
+class BadInput(ValueError):
+    """The user named something that cannot be checked; the message is one line."""
+
+
+class UserError(Exception):
+    """The user's code raised; the message is its own traceback."""
+
+
+def find(names: Sequence[str], world_size: int | None) -> list[Found]:
+    """The cases that these names stand for, in a worker."""
+    with _told_apart():
+        found = [case for name in names or ("",) for case in cases_of(name, world_size)]
+        return [Found(case.name, world_size, len(case.make().work)) for case in found]
+
+
+def run_part(found: Found, schedules: Sequence[Schedule]) -> Part:
+    """These schedules of a case, in a worker."""
+    return _part(found, lambda case: explore(case, schedules))
+
+
+def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak: bool) -> Part:
+    """Every schedule of a case with at most so many preemptions, in a worker."""
+    return _part(found, lambda case: exhaust(case, preemptions, limit=limit, resident=resident, weak=weak))
+
+
+def _part(found: Found, run: Callable[[Case], Any]) -> Part:
+    with _told_apart():
+        case = case_of(found.name, found.asked)
+        outcome = run(case)
+    fault, raised = outcome.fault, ""
+    without = None
+    if outcome.raised is not None:
+        raised = _users_traceback(outcome.raised)
+    elif fault is not None and fault.accesses and fault.strategy != "replay":
+        try:
+            without = trace(case.make(), schedule_of(fault), detect=False)[1]
+        except Exception:
+            without = None  # what a race did to an address may raise anything
+    return Part(outcome.schedules, outcome.switches, fault, without, raised)
+
+
+def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:
+    """What every program did in one schedule, in a worker."""
+    with _told_apart():
+        return trace(case_of(found.name, found.asked).make(), schedule)[0]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def schedule_of(fault: Fault) -> Schedule:
+    """The schedule that shows it."""
+    return Schedule(fault.strategy, fault.seed, resident_of(fault.resident), fault.weak, fault.fine)
+
+
+def resident_of(word: str) -> int | str | None:
+    """As `Schedule` takes it. Raises ValueError."""
+    if word in ("all", "None"):
+        return None
+    if word == "varying" or (word.isdecimal() and int(word) > 0):
+        return word if word == "varying" else int(word)
+    raise ValueError(f"--resident {word!r} must be all, varying or at least 1")
+
+
+class Pool:
+    """Worker processes, started when they are needed."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._executor = ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), initializer=_begin
+        )
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._executor.submit(function, *arguments)
+
+    def close(self, now: bool) -> None:
+        """End the workers; `now`: without waiting for what they do."""
+        children = multiprocessing.active_children() if now else []
+        self._executor.shutdown(wait=not now, cancel_futures=True)
+        for child in children:
+            child.terminate()
+
+
+@contextmanager
+def pool(workers: int) -> Iterator[Pool]:
+    """Workers that interpret; ended at once where the body raises."""
+    with patch.dict(os.environ, ENVIRONMENT):
+        made = Pool(workers)
+        try:
+            yield made
+        except BaseException:
+            made.close(now=True)
+            raise
+        made.close(now=False)
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Turns what the simulator refuses into BadInput, and what the user's code raises into UserError."""
+    try:
+        yield
+    except UnsupportedKernel as error:
+        raise BadInput(str(error)) from None
+    except ValueError as error:
+        if _raised_by_us(error):
+            raise BadInput(str(error)) from None
+        raise UserError(_users_traceback(error)) from None
+    except Exception as error:
+        raise UserError(_users_traceback(error)) from None
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(OWN)
+
+
+def _users_traceback(error: BaseException) -> str:
+    """From the user's first line on: what called it is ours."""
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code.co_filename.startswith((OWN, "<frozen importlib")):
+        at = at.tb_next
+    return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))
