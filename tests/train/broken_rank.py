@@ -48,7 +48,7 @@ def failing_on_rank_1(optimizer, options, step):
 matmul_reduce_scatter, backward = ops.matmul_reduce_scatter, loop.backward
 BREAKAGES: dict[str, AbstractContextManager] = {
     "row_sum": patch.object(ops, "matmul_reduce_scatter", own_partial),
-    "replicated_gradient": patch.object(placement, "copy_to_group", lambda x, group: x),
+    "replicated_gradient": patch.object(placement, "copy_to_group", lambda x, *_, **__: x),
     "late": patch.object(loop, "backward", broken_from_step_12),
     "raise": patch.object(loop, "set_learning_rate", failing_on_rank_1),
 }
