@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
+from fusedtp.nn import RopeScaling, document_ids_from_lengths
 from tests.harness import world
 from tests.parallel.support import assert_close, assert_same_gradients, batch, losses, make_pair
 
@@ -14,6 +16,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped kv heads": {"attention_bias": True, "mlp_bias": True},
     "indivisible vocabulary and width": {"vocab_size": 31, "intermediate_size": 37},
     "an empty share of the vocabulary": {"vocab_size": 5, "tie_word_embeddings": True},
+    "a sliding window": {"sliding_window": 3, "num_key_value_heads": 1},
+    "linear RoPE scaling": {"rope_scaling": RopeScaling("linear", 2.5), "rope_theta": 20.0},
+    "llama3 RoPE scaling": {"rope_scaling": RopeScaling("llama3", 8.0, 16), "rope_theta": 20.0},
+    "yarn RoPE scaling": {"rope_scaling": RopeScaling("yarn", 4.0, 64), "rope_theta": 20.0},
 }
 GROUPED = {1: 4, 2: 6, 3: 6, 4: 2}  # world size -> kv heads: as many as divide, and two for four ranks
 
@@ -35,7 +41,7 @@ def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
     world(world_size).run(compare, 2, 6, {}, changes)
 
 
-@pytest.mark.parametrize("batch_size, length", [(1, 7), (3, 5), (1, 2), (1, 1), (1, 5)])
+@pytest.mark.parametrize("batch_size, length", [(1, 7), (3, 5), (1, 2), (1, 1), (1, 5), (0, 5), (2, 0)])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(
     batch_size: int, length: int, sequence_parallel: bool
@@ -54,6 +60,27 @@ def test_without_sequence_parallelism(world_size: int, case: str):
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
 def test_every_engine(engine: str):
     world(2).run(compare, 2, 5, {"engine": engine}, {"tie_word_embeddings": True})
+
+
+def compare_documents(group, window: int | None) -> None:
+    """Documents that end inside and between the ranks' tokens; positions in no order, since RoPE sees distances."""
+    document_ids = document_ids_from_lengths([[2, 3, 2], [4, 1, 2]])
+    positions = torch.tensor([[0, 5, 1, 9, 2, 30, 4], [7, 0, 0, 11, 3, 2, 1]])
+    plain, parallel = make_pair(group, sliding_window=window)
+    ids, labels = batch(2, 7)
+    out = [model(ids, labels, positions, document_ids).loss for model in (plain, parallel)]
+    for loss in out:
+        loss.backward()
+    assert_close("loss", out[1], out[0])
+    assert_same_gradients(parallel, plain)
+    for other in (plain(ids, labels, positions).loss, plain(ids, labels, None, document_ids).loss):
+        assert other.item() != out[0].item(), "neither may be without effect"
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_documents_and_positions(world_size: int, window: int | None):
+    world(world_size).run(compare_documents, window)
 
 
 def compare_logits(group, plan: dict) -> None:
