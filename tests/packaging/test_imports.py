@@ -43,14 +43,16 @@ print(spec.origin if spec else None)
 
 
 def sources(layer: str) -> list[Path]:
-    """The files of a layer: a folder of fusedtp/, or one module."""
+    """The files of a layer: a folder of fusedtp/ (or kernels/ beside it), or one module."""
     module = ROOT / "fusedtp" / f"{layer}.py"
-    return [module] if module.exists() else sorted((ROOT / "fusedtp" / layer).rglob("*.py"))
+    folder = ROOT / "kernels" if layer == "kernels" else ROOT / "fusedtp" / layer
+    return [module] if module.exists() else sorted(folder.rglob("*.py"))
 
 
 def imports(path: Path) -> set[str]:
     """Absolute names of all that a file imports, also inside functions."""
-    package = ["fusedtp", *path.relative_to(ROOT / "fusedtp").parent.parts]
+    parts = path.relative_to(ROOT).parent.parts
+    package = list(parts) if parts[0] == "fusedtp" else ["fusedtp", *parts]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

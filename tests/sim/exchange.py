@@ -130,3 +130,16 @@ def masked(x, y, n, N: tl.constexpr):
 def masked_run(n: int) -> Run:
     x, y = torch.arange(5.0), torch.zeros(5)
     return Run([[Launch(masked, 1, dict(x=x, y=y, n=n, N=8))]], (), lambda: compare("y", [y[:n]], [x[:n]]))
+
+
+@triton.jit
+def reverse(x, y, N: tl.constexpr):
+    """Each program keeps what the program at the other end wrote."""
+    tl.store(y + tl.program_id(0), tl.load(x + N - 1 - tl.program_id(0)))
+
+
+def launches_run(second: str = "0") -> Run:
+    """Two launches, the second on the same stream or on another."""
+    x, y, z = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
+    work = [Launch(reverse, 4, dict(x=x, y=y, N=4)), Launch(reverse, 4, dict(x=y, y=z, N=4), stream=second)]
+    return Run([work], (), lambda: compare("z", [z], [x]))

@@ -45,7 +45,7 @@ def test_a_correct_exchange_passes_every_schedule(schedule, world_size):
 
 @settings(max_examples=20)
 @given(schedules)
-@pytest.mark.parametrize("maker", ["streams_run", "barrier_run", "masked_run", "lock_run"])
+@pytest.mark.parametrize("maker", ["streams_run", "launches_run", "barrier_run", "masked_run", "lock_run"])
 def test_correct_streams_barriers_masks_and_locks_pass(maker, schedule):
     options = {"masked_run": {"n": 5}, "lock_run": {"scope": "gpu", "ranks": 1}}.get(maker, {})
     if maker == "barrier_run":  # wants all of its programs alive
@@ -111,6 +111,10 @@ def test_programs_that_wait_for_ones_that_cannot_start_are_a_deadlock():
 def test_streams_are_ordered_only_within_and_by_flags(options):
     fault = found("streams_run", **options)
     assert fault.rule == "read-write race" and any("copy" in a.what for a in fault.accesses)
+
+
+def test_launches_are_ordered_on_one_stream_only():
+    assert found("launches_run", second="other").rule == "read-write race"
 
 
 def test_a_lock_of_device_scope_does_not_hold_across_devices():
