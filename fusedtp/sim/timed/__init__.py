@@ -1,0 +1,7 @@
+"""How long a schedule takes on a node that is described by a data file. See docs/timed-schedule.md."""
+
+from .engine import Engine
+from .node import Node, load_node, machines
+from .timeline import Segment, Step, Timeline
+
+__all__ = ["Engine", "Node", "Segment", "Step", "Timeline", "load_node", "machines"]

@@ -1,0 +1,239 @@
+"""The library's fused operations at the sizes that users run, as launched on a GPU, without memory behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE, DeviceView
+from fusedtp.ops import launch
+from fusedtp.ops.launch.config import tiles
+from fusedtp.ops.launch.gather import with_senders
+from fusedtp.ops.launch.scatter import reduction
+from fusedtp.ops.rows import Rows, split
+
+from ..case import Copy, Launch, Run, Signal, Work
+from ..memory import Memory, symmetric
+from ..worlds import launches
+from .node import Node
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OPERATIONS = (GATHER, SCATTER, REDUCE)
+PROGRAMS, ENGINE = "programs", "copy engine"
+SIGNATURE = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One operation of a group.
+
+    tokens      T, rows of all ranks
+    widths      N of every weight, of this rank for a gather, of all for a reduction
+    k           K of this rank
+    config      None: as the launchers choose
+    transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream
+    order       of the engine's copies: "successor" (rank + 1 first) or "same" (all ranks begin with rank 0)
+    """
+
+    operation: str
+    tokens: int
+    widths: tuple[int, ...]
+    k: int
+    world_size: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    config: launch.Config | None = None
+    transport: str = PROGRAMS
+    order: str = "successor"
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(split(self.tokens, self.world_size))
+
+    def chosen(self, node: Node) -> launch.Config:
+        """The configuration that a launch on this node takes."""
+        if self.config is not None:
+            return self.config
+        machine, owned, n = node.machine, max(self.rows.sizes), self.widths[0]
+        if self.operation == GATHER:
+            shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
+            config = with_senders(shape, machine, self.rows, _Flags)
+            if self.transport == ENGINE:
+                config = replace(config, send_programs=0, other_programs=machine.programs)
+            return config
+        flags = FLAGS_PER_SOURCE - 1
+        if self.operation == REDUCE and not launch.scatter.one_shot(self.tokens, n, self.dtype):
+            flags = FLAGS_PER_SOURCE // 2 - 1
+        elif self.operation == REDUCE:
+            owned = self.tokens
+        return reduction(machine, self.dtype, owned, n, flags)
+
+    @property
+    def flops(self) -> int:
+        """Of one rank, if its tiles had no tails."""
+        return 2 * self.tokens * sum(self.widths) * self.k
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that a rank receives from its peers at least."""
+        item, w = self.dtype.itemsize, self.world_size
+        others = self.tokens - max(self.rows.sizes)
+        if self.operation == GATHER:
+            return others * self.k * item
+        own = max(self.rows.sizes) * self.widths[0] * item * (w - 1)
+        return own if self.operation == SCATTER else own + others * self.widths[0] * item
+
+
+class _Flags:
+    flags_per_source = FLAGS_PER_SOURCE
+
+
+class EmptyWorld:
+    """A workspace of W ranks whose slots nobody touches."""
+
+    def __init__(self, world_size: int, slot_bytes: int) -> None:
+        self.slot_bytes = -(-slot_bytes // 16) * 16
+        w, words = world_size, dict(poisoned=False)
+        slots = tuple(torch.empty(2 * self.slot_bytes, dtype=torch.uint8) for _ in range(w))
+        self.data = Memory("slots", slots)
+        self.flags = symmetric("flags", w, (w, FLAGS_PER_SOURCE), torch.int32, **words)
+        self.signatures = symmetric("signatures", w, (2, w), torch.int32, **words)
+        self.epochs = symmetric("epoch", w, (1,), torch.int32, **words)
+        self.failures = symmetric("failure", w, (8,), torch.int64, **words)
+        self.statuses = symmetric("status", w, (8,), torch.int64, **words)
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        return self.data, self.flags, self.signatures, self.epochs, self.failures, self.statuses
+
+    def view(self, rank: int) -> DeviceView:
+        return DeviceView(
+            data_ptrs=self.data.pointers,
+            flag_ptrs=self.flags.pointers,
+            sig_ptrs=self.signatures.pointers,
+            epoch=self.epochs.tensors[rank],
+            status=self.statuses.tensors[rank],
+            failure=self.failures.tensors[rank],
+            slot_bytes=self.slot_bytes,
+            flags_per_source=FLAGS_PER_SOURCE,
+            timeout_s=600.0,
+        )
+
+
+def fused_run(problem: Problem, node: Node) -> Run:
+    """One call of the operation on every rank, on a fresh workspace."""
+    p, rows, w = problem, problem.rows, problem.world_size
+    if p.operation not in OPERATIONS:
+        raise ValueError(f"operation {p.operation!r}; known are {', '.join(OPERATIONS)}")
+    if p.transport not in (PROGRAMS, ENGINE) or (p.transport == ENGINE and p.operation != GATHER):
+        raise ValueError(f"transport {p.transport!r} of {p.operation}: the copy engine serves {GATHER} only")
+    config, machine, n = p.chosen(node), node.machine, p.widths[0]
+    if p.operation == GATHER:
+        nbytes = launch.all_gather_bytes(rows, p.k, p.dtype)
+    elif p.operation == SCATTER:
+        nbytes = launch.reduce_scatter_bytes(rows, n, p.dtype)
+    else:
+        nbytes = launch.matmul_all_reduce_bytes(p.tokens, n, w, p.dtype)
+    world = EmptyWorld(w, nbytes)
+    work: list[list[Work]] = []
+    for rank in range(w):
+        view = world.view(rank)
+        height = rows.local(rank) if p.operation == GATHER else p.tokens
+        x = torch.empty(height, p.k, dtype=p.dtype)
+        weights = [torch.empty(width, p.k, dtype=p.dtype) for width in p.widths]
+        if p.operation == GATHER:
+            planned, _, _ = launch.plan_matmul(
+                view, rank, w, x, weights, [None] * len(weights), rows, SIGNATURE, False, config, machine
+            )
+        elif p.operation == SCATTER:
+            planned, _ = launch.plan_reduce_scatter(
+                view, rank, w, x, weights[0], None, rows, SIGNATURE, config, machine
+            )
+        else:
+            one = launch.scatter.one_shot(p.tokens, n, p.dtype)
+            plan = launch.plan_one_shot if one else launch.plan_two_shot
+            planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
+        mine: list[Work] = list(launches(planned, world.epochs.tensors[rank]))
+        if p.transport == ENGINE:
+            mine += _copies(p, world, rank, x, config.chunk)
+        work.append(mine)
+    return Run(work, world.memory)
+
+
+def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> list[Work]:
+    """What the sending programs would do, done by the host's copy stream: arrive, then chunks and their flags."""
+    w, rows = p.world_size, p.rows
+    peers = [(rank + step) % w for step in range(1, w)]
+    if p.order == "same":
+        peers = [r for r in range(w) if r != rank]
+    work: list[Work] = []
+    parity, epoch = 1, 1  # of the first call
+    signature = torch.tensor([SIGNATURE], dtype=torch.int32)
+    for peer in peers:
+        word = world.signatures.tensors[peer][parity, rank : rank + 1]
+        work.append(Copy(word, signature, stream="copy"))
+        work.append(Signal(world.flags.tensors[peer][rank, :1], epoch, stream="copy"))
+    row = p.k * p.dtype.itemsize
+    local, begin = x.view(torch.uint8).view(-1), parity * world.slot_bytes + rows.offset(rank) * row
+    for peer in peers:
+        for c, part in enumerate(local.split(chunk * row)):
+            first = begin + c * chunk * row
+            there = world.data.tensors[peer][first : first + part.numel()]
+            work.append(Copy(there, part, stream="copy"))
+            flag = world.flags.tensors[peer][rank, 1 + c : 2 + c]
+            work.append(Signal(flag, epoch, stream="copy"))
+    return work
+
+
+def matmul_run(problem: Problem, node: Node) -> Run:
+    """The same products alone, on one rank that has all operands: one plain matmul, all SMs."""
+    from fusedtp.kernels.matmul import matmul_kernel
+
+    p, machine = problem, node.machine
+    m, n, k = p.tokens, sum(p.widths), p.k
+    config = tiles(machine, p.dtype, m, n) if p.config is None else p.config
+    x, w, y = (torch.empty(*shape, dtype=p.dtype) for shape in ((m, k), (n, k), (m, n)))
+    args: dict[str, Any] = dict(
+        x=x, stride_xm=k, stride_xk=1, w=w, stride_wn=k, stride_wk=1, bias=None, y=y, M=m, N=n, K=k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
+        EVEN_K=k % config.block_k == 0,
+    )  # fmt: skip
+    return Run([[Launch(matmul_kernel, machine.programs, args)]])
+
+
+MODELS: dict[str, tuple[int, int]] = {  # hidden size, size inside the MLP
+    "llama3-8b": (4096, 14336),
+    "llama3-70b": (8192, 28672),
+    "llama3-405b": (16384, 53248),
+    "qwen3-32b": (5120, 25600),
+}
+
+
+def model_problem(operation: str, shape: str, tokens: int, world_size: int, **options: Any) -> Problem:
+    """An MLP's operation: a gather feeds gate and up projection, a reduction follows the down projection.
+
+    shape   a name of MODELS, or "NxK" of one full weight, of which every rank has its part
+    """
+    if shape in MODELS:
+        hidden, inner = MODELS[shape]
+        n, k, copies = (inner, hidden, 2) if operation == GATHER else (hidden, inner, 1)
+    else:
+        try:
+            n, k = (int(part) for part in shape.lower().split("x"))
+        except ValueError:
+            raise ValueError(f"shape {shape!r} is neither NxK nor one of {', '.join(MODELS)}") from None
+        copies = 1
+    if operation == GATHER:
+        n = -(-n // world_size)
+    else:
+        k = -(-k // world_size)
+    return Problem(operation, tokens, (n,) * copies, k, world_size, **options)
+
+
+def variants(problem: Problem, node: Node, values: Sequence[Any], field: str) -> list[Problem]:
+    """The problem with each value in a field of its configuration."""
+    config = problem.chosen(node)
+    return [replace(problem, config=replace(config, **{field: v})) for v in values]

@@ -1,0 +1,449 @@
+"""What `tl` is in a timed run: loads, stores and products are counted, everything else keeps shapes and addresses.
+
+Integers of 32 and 64 bits in memory are data of the protocol (addresses of peers, epochs, flags, indices), so they
+are read and written for real. All other data is left out. A single element costs nothing by itself: the compiler
+keeps it in a register, or it comes with the atomics, whose latency is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..clocks import Order
+from ..faults import UnsupportedKernel
+from .account import Account
+from .values import Mask, Tile, broadcast, elementwise, transpose, unknown_like
+
+PASSED = ("constexpr", "pointer_type", "block_type", "dtype", "tensor", "tuple", "const", "void")
+UNKNOWN = (
+    "abs", "ceil", "clamp", "cos", "div_rn", "erf", "exp", "exp2", "fdiv", "floor", "fma", "log", "log2", "rand",
+    "randn", "rsqrt", "sigmoid", "sin", "softmax", "sqrt", "sqrt_rn", "tanh", "umulhi",
+)  # fmt: skip
+
+
+class Runtime(Protocol):
+    """What the language asks of the engine. Addresses are of bytes."""
+
+    @property
+    def account(self) -> Account: ...
+    @property
+    def program(self) -> tuple[int, int, int]: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+    def owner(self, what: str, first: int, last: int) -> int: ...
+    def read(self, addresses: Sequence[int], dtype: np.dtype) -> list[int]: ...
+    def write(self, addresses: Sequence[int], dtype: np.dtype, values: Sequence[int]) -> None: ...
+    def poll(self, address: int, dtype: np.dtype) -> int: ...
+    def atomic(
+        self,
+        name: str,
+        address: int,
+        dtype: np.dtype,
+        change: Callable[[int], int],
+        order: Order,
+        posted: bool,
+    ) -> int: ...
+
+
+@cache
+def _integer(dtype: Any) -> np.dtype | None:
+    """The numpy type of integers that are read for real; a bool of one byte too."""
+    if dtype.is_ptr():
+        return np.dtype(np.uint64)
+    if dtype.is_int() and dtype.primitive_bitwidth in (32, 64):
+        return np.dtype(dtype.name)
+    return None
+
+
+@cache
+def _names() -> dict[torch.dtype, str]:
+    """What Triton calls torch's dtypes."""
+    same = (
+        "float16",
+        "float32",
+        "float64",
+        "bfloat16",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+    )
+    names = {getattr(torch, name): name for name in (*same, "uint64")}
+    names |= {torch.bool: "int1", torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
+    return names
+
+
+class Language:
+    """Stands for triton.language in a kernel that source.py made."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        import triton.language as tl
+
+        self._runtime, self._tl = runtime, tl
+        self.math = self.extra = self
+        Mask.dtype = tl.int1
+        for name in UNKNOWN:
+            setattr(self, name, _left_out)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._tl, name, None)
+        if isinstance(value, self._tl.dtype) or name in PASSED:
+            return value
+        raise UnsupportedKernel(f"tl.{name} is not known to the timed run")
+
+    def argument(self, value: Any) -> Any:
+        """An argument of a launch as the kernel sees it."""
+        tl = self._tl
+        if isinstance(value, torch.Tensor):
+            return Tile((), tl.pointer_type(getattr(tl, _names()[value.dtype])), value.data_ptr())
+        if isinstance(value, tl.constexpr):
+            return value.value
+        if isinstance(value, tuple):
+            items = [self.argument(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if hasattr(value, "block_shape") and hasattr(value, "base"):
+            base = self.argument(value.base)
+            return Descriptor(self, base, tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
+        return value
+
+    # -- programs and shapes ---------------------------------------------------------------------------------------
+
+    def program_id(self, axis: int) -> int:
+        return self._runtime.program[axis]
+
+    def num_programs(self, axis: int) -> int:
+        return self._runtime.grid[axis]
+
+    @staticmethod
+    def static_range(*bounds: int, **_: Any) -> range:
+        return range(*bounds)
+
+    range = static_range
+
+    def arange(self, start: int, end: int) -> Tile:
+        return Tile((end - start,), self._tl.int32, start, (1,))
+
+    def full(self, shape: Any, value: Any, dtype: Any) -> Any:
+        shape = tuple(int(n) for n in shape)
+        if not shape:
+            return value
+        if dtype.is_floating() or not isinstance(value, (int, bool)):
+            return Tile(shape, dtype, known=False)
+        return Tile(shape, dtype, int(value), (0,) * len(shape))
+
+    def zeros(self, shape: Any, dtype: Any) -> Any:
+        return self.full(shape, 0, dtype)
+
+    def zeros_like(self, value: Any) -> Any:
+        return self.full(value.shape, 0, value.dtype) if isinstance(value, Tile) else 0
+
+    def cdiv(self, a: int, b: int) -> int:
+        return -(-a // b)
+
+    def cast(self, value: Any, dtype: Any, **_: Any) -> Any:
+        from .source import _to
+
+        return _to(value, dtype)
+
+    def reshape(self, value: Tile, *shape: Any, **_: Any) -> Tile:
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+            shape = tuple(shape[0])
+        data = value.dense().reshape(shape) if value.known else None
+        return Tile(tuple(int(n) for n in shape), value.dtype, data=data, known=value.known)
+
+    view = reshape
+
+    def broadcast_to(self, value: Any, *shape: Any) -> Any:
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+            shape = tuple(shape[0])
+        return value + Tile(tuple(shape), self._tl.int32, 0, (0,) * len(shape))
+
+    def expand_dims(self, value: Any, axis: int) -> Any:
+        index: list[Any] = [slice(None)] * len(value.shape)
+        index.insert(axis, None)
+        return value[tuple(index)]
+
+    def trans(self, value: Any, *_: Any) -> Any:
+        return transpose(value)
+
+    permute = trans
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        if not isinstance(condition, (Mask, Tile)):
+            return a if condition else b
+        same = isinstance(a, Tile) and a.shape == condition.shape
+        if same and isinstance(condition, Mask) and condition.everywhere:
+            return a
+        if not condition.known or any(isinstance(v, float) or not getattr(v, "known", True) for v in (a, b)):
+            return unknown_like(condition, a, b)
+        c = condition.dense().astype(bool)
+        x, y = (v.dense() if isinstance(v, Tile) else v for v in (a, b))
+        dtype = a.dtype if isinstance(a, Tile) else b.dtype if isinstance(b, Tile) else self._tl.int32
+        out = np.where(c, x, y)
+        return Tile(out.shape, dtype, data=out)
+
+    def minimum(self, a: Any, b: Any, **_: Any) -> Any:
+        if isinstance(a, Tile) or isinstance(b, Tile):
+            return elementwise(np.minimum, a, b)
+        return min(a, b)
+
+    def maximum(self, a: Any, b: Any, **_: Any) -> Any:
+        if isinstance(a, Tile) or isinstance(b, Tile):
+            return elementwise(np.maximum, a, b)
+        return max(a, b)
+
+    def _reduced(self, function: Callable, value: Any, axis: int | None, keep_dims: bool) -> Any:
+        shape = value.shape
+        axes = tuple(range(len(shape))) if axis is None else (axis % len(shape),)
+        kept = tuple(1 if d in axes else n for d, n in enumerate(shape) if keep_dims or d not in axes)
+        if not value.known or (isinstance(value, Tile) and value.dtype.is_floating()):
+            return Tile(kept, value.dtype, known=False)
+        out = np.asarray(function(value.dense().astype(np.int64), axis=axes)).reshape(kept)
+        return Tile(kept, value.dtype, data=out) if kept else int(out)
+
+    def sum(self, value: Any, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Any:
+        return self._reduced(np.sum, value, axis, keep_dims)
+
+    def max(self, value: Any, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Any:
+        return self._reduced(np.max, value, axis, keep_dims)
+
+    def min(self, value: Any, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Any:
+        return self._reduced(np.min, value, axis, keep_dims)
+
+    def cumsum(self, value: Any, axis: int = 0, **_: Any) -> Any:
+        if not value.known:
+            return Tile(value.shape, value.dtype, known=False)
+        return Tile(value.shape, value.dtype, data=np.cumsum(value.dense(), axis=axis))
+
+    # -- hints -----------------------------------------------------------------------------------------------------
+
+    def multiple_of(self, value: Any, *_: Any) -> Any:
+        return value
+
+    max_contiguous = max_constancy = multiple_of
+
+    def assume(self, *_: Any) -> None: ...
+
+    debug_barrier = static_print = device_print = device_assert = assume
+
+    def static_assert(self, condition: bool, message: str = "") -> None:
+        assert condition, message
+
+    def inline_asm_elementwise(self, *_: Any, **__: Any) -> int:
+        """Such as a clock: time stands still for a kernel, so no wait gives up."""
+        return 0
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _extent(self, what: str, pointer: Tile, mask: Any) -> tuple[int, int, int, int]:
+        """(elements, rank, first address, last address) of an access; elements 0: none."""
+        if not pointer.known:
+            raise UnsupportedKernel(f"the address of a {what} depends on data, which a timed run leaves out")
+        size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
+        shape = pointer.shape
+        if not shape and pointer.data is None:
+            first = pointer.base
+            if mask is not None and not mask:
+                return 0, 0, 0, 0
+            return 1, self._runtime.owner(what, first, first + size), first, first
+        if mask is None or mask is True:
+            count = pointer.size
+        elif isinstance(mask, Mask):
+            shape = broadcast(shape, mask.shape)
+            count = mask.count(shape)
+        else:
+            count = pointer.size if mask else 0
+        if not count:
+            return 0, 0, 0, 0
+        if pointer.data is None:
+            ends = [(0, n) for n in pointer.shape]
+            if isinstance(mask, Mask) and mask.bounds is not None and len(mask.shape) == len(ends):
+                ends = [b if n == m else (0, n) for n, m, b in zip(pointer.shape, mask.shape, mask.bounds)]
+            first = pointer.base + sum(s * (e[0] if s > 0 else e[1] - 1) for s, e in zip(pointer.steps, ends))
+            last = pointer.base + sum(s * (e[1] - 1 if s > 0 else e[0]) for s, e in zip(pointer.steps, ends))
+        else:
+            used = pointer.data
+            if isinstance(mask, Mask) and mask.known:
+                used = np.broadcast_to(used, shape)[np.broadcast_to(mask.dense(), shape)]
+            first, last = int(used.min()), int(used.max())
+        return count, self._runtime.owner(what, first, last + size), first, last
+
+    def load(self, pointer: Any, mask: Any = None, other: Any = None, *_: Any, **options: Any) -> Any:
+        if isinstance(pointer, Descriptor):
+            return pointer.load(mask)
+        element = pointer.dtype.element_ty
+        count, rank, first, last = self._extent("load", pointer, mask)
+        numpy_type = _integer(element)
+        if not pointer.shape:
+            if not count:
+                return other if other is not None else 0
+            if numpy_type is None:
+                return Tile((), element, known=False)
+            if options.get("volatile"):
+                return self._runtime.poll(first, numpy_type)
+            return self._runtime.read([first], numpy_type)[0]
+        shape = pointer.shape if not isinstance(mask, Mask) else broadcast(pointer.shape, mask.shape)
+        if count:
+            size = max(1, element.primitive_bitwidth // 8)
+            self._runtime.account.load(rank, count * size, (first, last))
+        if numpy_type is None:
+            return Tile(shape, element, known=False)
+        self._runtime.account.met += 1
+        keep = mask.dense() if isinstance(mask, Mask) else np.full(shape, count > 0)
+        keep = np.broadcast_to(keep, shape)
+        out = np.full(shape, other if isinstance(other, int) else 0, np.int64)
+        addresses = np.broadcast_to(pointer.dense(), shape)[keep].tolist()
+        out[keep] = self._runtime.read(addresses, numpy_type)
+        return Tile(shape, element, data=out)
+
+    def store(self, pointer: Any, value: Any, mask: Any = None, *_: Any, **__: Any) -> None:
+        if isinstance(pointer, Descriptor):
+            return pointer.store(value, mask)
+        element = pointer.dtype.element_ty
+        count, rank, first, _last = self._extent("store", pointer, mask)
+        if not count:
+            return None
+        numpy_type = _integer(element)
+        if not pointer.shape:
+            if numpy_type is not None:
+                self._runtime.account.met += 1
+                self._runtime.write([first], numpy_type, [int(value)])
+            return None
+        self._runtime.account.store(rank, count * max(1, element.primitive_bitwidth // 8))
+        if numpy_type is not None and getattr(value, "known", True):
+            self._runtime.account.met += 1
+            shape = pointer.shape if not isinstance(mask, Mask) else broadcast(pointer.shape, mask.shape)
+            keep = np.broadcast_to(mask.dense(), shape) if isinstance(mask, Mask) else np.full(shape, True)
+            values = np.broadcast_to(value.dense() if isinstance(value, (Tile, Mask)) else value, shape)
+            addresses = np.broadcast_to(pointer.dense(), shape)[keep].tolist()
+            self._runtime.write(addresses, numpy_type, values[keep].tolist())
+        return None
+
+    def dot(self, a: Tile, b: Tile, acc: Any = None, input_precision: Any = None, **_: Any) -> Tile:
+        *batch, m, k = a.shape
+        n = b.shape[-1]
+        name = a.dtype.name
+        if name == "fp32" and input_precision in (None, "tf32", "tf32x3"):
+            name = "tf32"
+        name = "fp8" if name.startswith("fp8") else name
+        self._runtime.account.dot(name, 2 * int(np.prod(batch)) * m * n * k)
+        dtype = acc.dtype if isinstance(acc, Tile) else self._tl.float32
+        return Tile((*batch, m, n), dtype, known=False)
+
+    def make_tensor_descriptor(
+        self, base: Tile, shape: Any, strides: Any, block_shape: Any, **_: Any
+    ) -> Descriptor:
+        return Descriptor(self, base, tuple(shape), tuple(strides), tuple(block_shape))
+
+    # -- atomics ---------------------------------------------------------------------------------------------------
+
+    def _atomic(
+        self, name: str, pointer: Tile, value: Any, change: Callable, mask: Any, options: dict
+    ) -> Any:
+        order = Order(options.get("sem") or "acq_rel", options.get("scope") or "gpu")
+        posted = bool(options.get("_posted"))
+        count, rank, first, _last = self._extent(f"atomic_{name}", pointer, mask)
+        element = pointer.dtype.element_ty
+        numpy_type = _integer(element)
+        if pointer.shape and numpy_type is None:
+            self._runtime.account.store(rank, count * max(1, element.primitive_bitwidth // 8))
+            return Tile(pointer.shape, element, known=False)
+        if numpy_type is None:
+            return Tile((), element, known=False)
+        if not pointer.shape:
+            if not count:
+                return 0
+            return self._runtime.atomic(
+                name, first, numpy_type, lambda old: change(old, value), order, posted
+            )
+        values = np.broadcast_to(value.dense() if isinstance(value, Tile) else value, pointer.shape)
+        keep = np.broadcast_to(mask.dense() if isinstance(mask, Mask) else True, pointer.shape)
+        out = np.zeros(pointer.shape, np.int64)
+        addresses = pointer.dense()
+        for at in zip(*np.nonzero(keep), strict=True):
+            one = partial(_swapped, change, int(values[at]))
+            out[at] = self._runtime.atomic(name, int(addresses[at]), numpy_type, one, order, posted)
+        return Tile(pointer.shape, element, data=out)
+
+    def atomic_add(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("add", pointer, value, lambda old, v: old + v, mask, o)
+
+    def atomic_xchg(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("xchg", pointer, value, lambda old, v: v, mask, o)
+
+    def atomic_max(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("max", pointer, value, max, mask, o)
+
+    def atomic_min(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("min", pointer, value, min, mask, o)
+
+    def atomic_and(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("and", pointer, value, lambda old, v: old & v, mask, o)
+
+    def atomic_or(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("or", pointer, value, lambda old, v: old | v, mask, o)
+
+    def atomic_cas(self, pointer: Any, expected: Any, value: Any, **o: Any) -> Any:
+        return self._atomic("cas", pointer, value, lambda old, v: v if old == expected else old, None, o)
+
+    def atomic_load(self, pointer: Any, mask: Any = None, **o: Any) -> Any:
+        return self._atomic("load", pointer, 0, lambda old, v: old, mask, o)
+
+    def atomic_store(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> None:
+        self._atomic("store", pointer, value, lambda old, v: v, mask, {**o, "_posted": True})
+
+    def atomic_poll(self, pointer: Any, expected: Any, *_: Any, **o: Any) -> bool:
+        while self.atomic_load(pointer, **{k: v for k, v in o.items() if k in ("sem", "scope")}) != expected:
+            pass
+        return True
+
+
+class Descriptor:
+    """A tensor descriptor: blocks of a strided tensor, clipped at its ends."""
+
+    def __init__(
+        self,
+        language: Language,
+        base: Tile,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        block_shape: tuple[int, ...],
+    ) -> None:
+        self._language = language
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.dtype = base.dtype.element_ty
+
+    def _block(self, offsets: Sequence[int]) -> tuple[Tile, Mask]:
+        size = max(1, self.dtype.primitive_bitwidth // 8)
+        base = self.base.base + size * sum(o * s for o, s in zip(offsets, self.strides, strict=True))
+        pointer = Tile(self.block_shape, self.base.dtype, base, tuple(size * s for s in self.strides))
+        bounds = tuple(
+            (min(b, max(0, -o)), max(0, min(b, n - o)))
+            for o, n, b in zip(offsets, self.shape, self.block_shape, strict=True)
+        )
+        return pointer, Mask(self.block_shape, bounds)
+
+    def load(self, offsets: Sequence[int]) -> Tile:
+        pointer, mask = self._block(offsets)
+        return self._language.load(pointer, mask)
+
+    def store(self, offsets: Sequence[int], value: Any) -> None:
+        pointer, mask = self._block(offsets)
+        self._language.store(pointer, value, mask)
+
+
+def _swapped(change: Callable[[int, int], int], value: int, old: int) -> int:
+    return change(old, value)
+
+
+def _left_out(*values: Any, **_: Any) -> Any:
+    """A function of floating point data."""
+    return unknown_like(*values)
