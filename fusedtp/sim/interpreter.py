@@ -20,8 +20,10 @@ from unittest.mock import patch
 import numpy as np
 
 from .clocks import Order
-from .faults import Site, UnsupportedKernel
+from .faults import SimulationFault, Site, UnsupportedKernel
 
+EXTERN = "a call of an external library"
+GUARD = "cannot be simulated; put it behind a tl.constexpr that is off when interpreting"
 TESTED = ("3.6", "3.7", "3.8", "3.9")
 
 
@@ -80,6 +82,38 @@ def arguments(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
     constexprs = set(module.GridExecutor(function, kernel.arg_names, (1,)).constexprs)
     bound = inspect.getcallargs(function, **given)
     return {k: v if k in constexprs else module._implicit_cvt(v) for k, v in bound.items()}
+
+
+def call(function: Callable[..., Any], args: dict[str, Any]) -> None:
+    """Run an interpreted kernel.
+
+    Triton wraps whatever is raised inside a helper of a kernel, once for each level; our own faults come out bare.
+    Functions of external libraries do not get as far as the builder: Triton takes them for a call outside of a kernel.
+    """
+    try:
+        function(**args)
+    except Exception as error:
+        inner: BaseException = error
+        while type(inner).__name__ == "InterpreterError" and inner.__cause__ is not None:
+            inner = inner.__cause__
+        if isinstance(inner, (SimulationFault, UnsupportedKernel)):
+            raise inner from None
+        if isinstance(inner, ValueError) and "`_semantic` argument must be provided" in str(inner):
+            raise UnsupportedKernel(f"{_last_site(inner)}: {EXTERN} {GUARD}") from inner
+        raise
+
+
+def _last_site(error: BaseException) -> str:
+    """Where the user's code was when this was raised."""
+    known: dict[CodeType, bool] = {}
+    found = ""
+    at = error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        if _is_users(code, known):
+            found = f"{os.path.basename(code.co_filename)}:{at.tb_lineno} in {code.co_name}"
+        at = at.tb_next
+    return found
 
 
 class Builder:
@@ -172,9 +206,7 @@ class Builder:
 
         def refuse(what: str) -> Callable:
             def raising(*_: Any, **__: Any) -> None:
-                raise UnsupportedKernel(
-                    f"{site()}: {what} cannot be simulated; put it behind a tl.constexpr that is off when interpreting"
-                )
+                raise UnsupportedKernel(f"{site()}: {what} {GUARD}")
 
             return raising
 
@@ -183,7 +215,7 @@ class Builder:
             create_atomic_load=atomic_load, create_atomic_store=atomic_store, create_atomic_poll=atomic_poll,
             create_barrier=handler.barrier,
             create_inline_asm=refuse("inline assembly"),
-            create_extern_elementwise=refuse("a call of an external library"),
+            create_extern_elementwise=refuse(EXTERN),
         )  # fmt: skip
         with ExitStack() as stack:
             for function in functions:

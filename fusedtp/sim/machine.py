@@ -26,7 +26,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from .case import Copy, Launch, Run, Signal, Work
 from .clocks import ATOMIC, PLAIN, Clocks, Events, Order, Shadow
 from .faults import Access, Fault, Moment, SimulationFault, Site, Wait
-from .interpreter import Builder, arguments, interpreted, site
+from .interpreter import Builder, arguments, call, interpreted, site
 from .memory import Map
 from .stores import Stores
 from .strategies import Strategy
@@ -80,7 +80,8 @@ class Stream:
         self.todo: deque[tuple[Work, int]] = deque()  # programs of the current work that have not started
         self.alive = 0
         self.first_slot = 0
-        self.clock: np.ndarray | None = None
+        self.clock: np.ndarray | None = None  # what its current work has seen of the work before
+        self.ended: np.ndarray | None = None  # what all programs that ended had seen
 
     @property
     def width(self) -> int:
@@ -216,6 +217,7 @@ class Machine:
                     if stream.alive or not stream.work:
                         break
                     work = stream.work.popleft()
+                    self._next_work(stream)
                     stream.todo.extend((work, program) for program in range(_programs(work)))
                 work, program = stream.todo[0]
                 alive = sum(a.rank == stream.rank for a in self.live) if isinstance(work, Launch) else 0
@@ -224,6 +226,13 @@ class Machine:
                 stream.todo.popleft()
                 self._begin(stream, work, program)
 
+    def _next_work(self, stream: Stream) -> None:
+        """All that the stream did has happened for what it does next; programs of one launch order nothing."""
+        stream.clock = stream.ended
+        if self.stores:
+            for slot in range(stream.first_slot, stream.first_slot + self._width(stream)):
+                self.stores.release(slot)
+
     def _begin(self, stream: Stream, work: Work, program: int) -> None:
         slot = stream.first_slot + program
         name = work.name if isinstance(work, Launch) else type(work).__name__.lower()
@@ -231,10 +240,6 @@ class Machine:
         self.started += 1
         if stream.clock is not None:
             self.clocks.join(slot, stream.clock)
-            if self.stores and not stream.alive:
-                for offset in range(stream.first_slot, stream.first_slot + len(self.clocks.seen)):
-                    if offset < stream.first_slot + self._width(stream):
-                        self.stores.release(offset)
         if isinstance(work, Launch):
             actor.grid = work.shape
             function = interpreted(work.kernel)
@@ -242,7 +247,7 @@ class Machine:
             if key not in self._arguments:
                 self._arguments[key] = arguments(work.kernel, work.args)
             args = self._arguments[key]
-            actor.greenlet = greenlet(lambda: function(**args))
+            actor.greenlet = greenlet(lambda: call(function, args))
         else:
             actor.greenlet = greenlet(lambda: self._host(work))
         stream.alive += 1
@@ -258,7 +263,7 @@ class Machine:
         stream = actor.stream
         stream.alive -= 1
         clock = self.clocks.copy(actor.slot)
-        stream.clock = clock if stream.clock is None else np.maximum(stream.clock, clock)
+        stream.ended = clock if stream.ended is None else np.maximum(stream.ended, clock)
         if self.resident == "varying":
             self.limit[actor.rank] = self._limit()
         self._note("end", "ends", actor)

@@ -143,3 +143,22 @@ def launches_run(second: str = "0") -> Run:
     x, y, z = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
     work = [Launch(reverse, 4, dict(x=x, y=y, N=4)), Launch(reverse, 4, dict(x=y, y=z, N=4), stream=second)]
     return Run([work], (), lambda: compare("z", [z], [x]))
+
+
+@triton.jit
+def store_at(x, i):
+    tl.store(x + i, 1.0)
+
+
+@triton.jit
+def stores_in_a_helper(x, i):
+    store_at(x, i)
+
+
+def helper_run(i: int) -> Run:
+    x = torch.zeros(4)
+    return Run(
+        [[Launch(stores_in_a_helper, 1, dict(x=x, i=i))]],
+        (),
+        lambda: compare("x", [x[i:]], [torch.ones(4)[i:]]),
+    )

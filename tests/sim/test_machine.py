@@ -78,6 +78,12 @@ def test_a_store_past_the_end_is_named_with_its_distance():
     assert fault.rule == "out of bounds" and "past the end of inbox" in fault.message
 
 
+def test_a_fault_in_a_helper_of_a_kernel_keeps_its_rule_and_its_lines():
+    fault = found("helper_run", i=4)
+    assert fault.rule == "out of bounds" and fault.accesses[0].site.function == "store_at"
+    assert fault.accesses[0].site.kernel_line > fault.accesses[0].site.line
+
+
 @pytest.mark.parametrize("n", [6, 8])
 def test_lanes_beyond_the_tensor_are_accesses_unless_masked(n):
     assert found("masked_run", n=n).rule == "out of bounds"
