@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -65,8 +65,8 @@ class CheckOptions:
     """Who runs next, in turn."""
     resident: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{all,varying,N}...")] = ()
     """Programs of a rank that are alive at once, in turn. Default: all 1 varying 2."""
-    weak: bool | None = None
-    """Stores reach other programs late and in any order until a release. Default: in turn without and with."""
+    weak: Literal["no", "yes", "both"] = "both"
+    """Whether stores reach other programs late and in any order until a release; both: in turn."""
     fine: bool = False
     """Switch at every memory access, not only at atomics."""
     exhaust: int | None = None
@@ -102,7 +102,7 @@ class CheckOptions:
     def chosen(self) -> Iterator[Schedule]:
         """The schedules of a case, without end."""
         for schedule in schedules(1 << 40, self.strategies, first_seed=self.seed, residents=self.residents()):
-            weak = schedule.weak if self.weak is None else self.weak
+            weak = {"no": False, "yes": True, "both": schedule.weak}[self.weak]
             yield replace(schedule, fine=self.fine, weak=weak)
 
     def limit(self) -> int | None:
@@ -260,7 +260,7 @@ def _parts(options: CheckOptions, workers: int) -> Iterator[tuple[Any, ...]]:
 def _exhaustive(options: CheckOptions) -> Iterator[tuple[Any, ...]]:
     limit = options.schedules or EXHAUST_LIMIT
     for resident in options.residents() or (None, 1):
-        for weak in (False, True) if options.weak is None else (options.weak,):
+        for weak in {"no": (False,), "yes": (True,), "both": (False, True)}[options.weak]:
             yield run_exhaust, options.exhaust, limit, resident, weak
 
 

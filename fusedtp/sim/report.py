@@ -58,7 +58,10 @@ def report(
 
 def _access(access: Access) -> list[str]:
     value = f", {access.value} there at first" if access.value else ""
-    what = f"{access.what} {access.tensor.strip()} {_span(access.first, access.last)}{value}"
+    place = f"{access.tensor.strip()} {_span(access.first, access.last)}"
+    if len(access.first) == 1 and access.tensor == "memory":  # in no allocation
+        place = f"address {access.first[0]:#x}"
+    what = f"{access.what} {place}{value}"
     return [_who(access.rank, access.launch, access.program) + what, *_source(access.site)]
 
 
@@ -97,7 +100,7 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
         "--strategies",
         fault.strategy,
     ]
-    words += ["--seed", str(fault.seed), "--resident", resident, "--weak" if fault.weak else "--no-weak"]
+    words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
     words += ["--fine"] if fault.fine else []
     if fault.strategy == "replay":
         return [command] if command else []

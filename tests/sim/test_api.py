@@ -1,0 +1,145 @@
+"""`run`, `explore` and `exhaust` from ordinary Python: what they take, give and raise, the same every time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedtp.sim import (
+    DEFAULT,
+    Case,
+    Schedule,
+    SimulationFault,
+    exhaust,
+    explore,
+    run,
+    run_schedule,
+    symmetric,
+)
+from fusedtp.sim.explore import schedules, trace
+from tests.sim import exchange
+from tests.sim.support import interpreted
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_ring(sem: str, seed: int, as_list: bool) -> tuple[int, str]:
+    """Switches and the rule of the fault, if any, of one `run` of a ring of three."""
+    w = 3
+    inbox, flags = symmetric("inbox", w, (16,)), symmetric("flags", w, (1,), torch.int32, poisoned=False)
+
+    def arguments(rank: int) -> dict:
+        return dict(src=torch.ones(16), inbox=inbox.pointers, flags=flags.pointers, dst=torch.zeros(16), rank=rank, W=w,
+                    N=16, SEM=sem, SCOPE="sys", ACQUIRE="acquire", WAIT=True, SHIFT=0)  # fmt: skip
+
+    given = [arguments(rank) for rank in range(w)] if as_list else arguments
+    try:
+        return run(exchange.ring, 1, given, w, seed=seed, memory=[inbox, flags]), ""
+    except SimulationFault as error:
+        assert isinstance(error, AssertionError)
+        return 0, error.fault.rule
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_run_is_one_schedule_that_its_seed_decides(as_list):
+    first = [interpreted(run_ring, "release", seed, as_list) for seed in range(4)]
+    assert first == [interpreted(run_ring, "release", seed, as_list) for seed in range(4)]
+    assert all(switches > 3 and not rule for switches, rule in first)
+    assert len({switches for switches, _ in first}) > 1
+    assert interpreted(run_ring, "relaxed", 0, as_list)[1] == "read-write race"
+
+
+def traces_of(schedule: Schedule) -> list[tuple]:
+    return [trace(exchange.ring_run(), schedule)[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("strategy", DEFAULT)
+def test_a_schedule_is_decided_by_its_seed_down_to_every_access(strategy):
+    once, again = interpreted(traces_of, Schedule(strategy, 5, "varying", weak=True, fine=True))
+    assert once == again and len(once) > 20
+
+
+def explore_ring(sem: str, count: int) -> tuple[int, list[int], str]:
+    seen: list[int] = []
+    outcome = explore(Case("ring", lambda: exchange.ring_run(sem=sem)), count, progress=seen.append)
+    if not outcome.passed:
+        with pytest.raises(SimulationFault):
+            outcome.raise_fault()
+    return outcome.schedules, seen, outcome.fault.rule if outcome.fault else ""
+
+
+def test_explore_runs_all_schedules_of_a_right_kernel_and_stops_at_a_fault():
+    assert interpreted(explore_ring, "release", 14) == (14, list(range(1, 15)), "")
+    count, seen, rule = interpreted(explore_ring, "relaxed", 14)
+    assert rule == "read-write race" and count == len(seen) < 14
+
+
+def test_schedules_take_every_strategy_with_every_residency_both_weak_and_not():
+    made = list(schedules(2 * 4 * len(DEFAULT)))
+    assert len({(s.strategy, s.resident, s.weak) for s in made}) == len(made)
+    assert [s.seed for s in made] == list(range(len(made)))
+
+
+def exhaust_ring(sem: str) -> tuple[int, str]:
+    outcome = exhaust(Case("ring", lambda: exchange.ring_run(2, sem=sem)), 1)
+    return outcome.schedules, outcome.fault.rule if outcome.fault else ""
+
+
+def test_exhaust_goes_through_all_preemptions_and_finds_a_fault_by_itself():
+    count, rule = interpreted(exhaust_ring, "release")
+    assert count > 5 and rule == ""
+    assert interpreted(exhaust_ring, "relaxed")[1] == "read-write race"
+
+
+def without_check() -> None:
+    run_schedule(exchange.masked_run(5), Schedule(strategy="clever"))
+
+
+def test_an_unknown_strategy_is_refused_with_those_that_there_are():
+    with pytest.raises(Exception, match=r"strategy is 'clever'; it must be one of random"):
+        interpreted(without_check)
+
+
+TEST_FILE = """
+from hypothesis import given, settings, strategies as st
+from fusedtp.sim import DEFAULT, Schedule, run_schedule
+from tests.sim.exchange import ring_run
+
+schedules = st.builds(Schedule, st.sampled_from(DEFAULT), st.integers(0, 99))
+
+@settings(max_examples=20, database=None, derandomize=True, deadline=None)
+@given(schedules)
+def test_right(schedule):
+    run_schedule(ring_run(2), schedule)
+
+@settings(max_examples=20, database=None, derandomize=True, deadline=None)
+@given(schedules)
+def test_wrong(schedule):
+    run_schedule(ring_run(2, sem="relaxed"), schedule)
+"""
+
+
+def test_hypothesis_draws_and_shrinks_schedules_in_plain_pytest(tmp_path):
+    (tmp_path / "test_ring.py").write_text(TEST_FILE)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        tmp_path,
+        tmp_path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=170)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    shrunk = re.search(r"schedule=(Schedule\(.*?\))", re.sub(r"\s", "", done.stdout))
+    assert shrunk and shrunk[1] == "Schedule('random',0)", done.stdout

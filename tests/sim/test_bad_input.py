@@ -1,0 +1,223 @@
+"""What cannot be simulated is refused in one clear line; what the user's own code raises keeps its traceback."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fusedtp.sim import Launch, Run, Schedule, UnsupportedKernel, run_schedule
+from fusedtp.sim.explore import schedules
+from fusedtp.sim.workers import BadInput, Part, UserError, find, run_part
+from tests.sim.support import interpreted
+
+HEADER = """
+import torch
+import triton
+import triton.language as tl
+from fusedtp.sim import Case, Launch, Run, compare
+"""
+
+ASM = """
+@triton.jit
+def helper(x, GUARD: tl.constexpr):
+    if not GUARD:
+        tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [1], dtype=tl.int32, is_pure=True, pack=1)
+
+@triton.jit
+def kernel(x, GUARD: tl.constexpr):
+    helper(x, GUARD)
+    tl.store(x, 1.0)
+
+def run(guard):
+    x = torch.zeros(1)
+    return Run([[Launch(kernel, 1, dict(x=x, GUARD=guard))]], (), lambda: compare("x", [x], [torch.ones(1)]))
+
+def case_bare():
+    return run(False)
+
+def case_guarded():
+    return run(True)
+"""
+
+EXTERN = """
+from triton.language.extra.cuda import libdevice
+
+@triton.jit
+def kernel(x):
+    tl.store(x, libdevice.rsqrt(tl.load(x)))
+
+def case_extern():
+    x = torch.ones(1)
+    return Run([[Launch(kernel, 1, dict(x=x))]], (), lambda: compare("x", [x], [torch.ones(1)]))
+"""
+
+ADD = """
+@triton.jit
+def kernel(x, y):
+    tl.store(y, tl.load(x))
+
+def run(*args, check=True):
+    work = [[Launch(kernel, 1, given)] for given in args]
+    return Run(work, (), (lambda: None) if check else None)
+
+x, half = torch.zeros(1), torch.zeros(1, dtype=torch.float16)
+
+def case_no_reference():
+    return run(dict(x=x, y=x), check=False)
+
+def case_dtypes():
+    return run(dict(x=x, y=x.clone()), dict(x=half, y=x.clone()))
+
+def case_names():
+    return run(dict(x=x, y=x.clone()), dict(x=x.clone()))
+"""
+
+RAISES = """
+@triton.jit
+def kernel(x):
+    tl.static_assert(x.dtype.element_ty == tl.float16, "only halves")
+    tl.store(x, 1.0)
+
+def helper():
+    raise ValueError("mine: no such shape")
+
+def case_makes():
+    return helper()
+
+def case_makes_later():
+    def make():
+        return helper()
+    return Case("later", make)
+
+def case_interprets():
+    x = torch.zeros(1)
+    return Run([[Launch(kernel, 1, dict(x=x))]], (), lambda: None)
+
+def case_checks():
+    def check():
+        raise KeyError("mine: reference")
+    x = torch.zeros(1, dtype=torch.float16)
+    return Run([[Launch(kernel, 1, dict(x=x))]], (), check)
+"""
+
+
+def written(folder: Path, source: str) -> Path:
+    path = folder / "kernels_of_mine.py"
+    path.write_text(HEADER + source)
+    return path
+
+
+def outcome(name: str, world_size: int | None = None) -> tuple[str, str]:
+    """What checking ends with: ("ok" | "fault" | "refused" | "raised", the words)."""
+    try:
+        (found,) = find([name], world_size)
+        part: Part = run_part(found, list(schedules(2)))
+    except BadInput as error:
+        return "refused", str(error)
+    except UserError as error:
+        return "raised", str(error)
+    if part.raised:
+        return "raised", part.raised
+    return ("fault", str(part.fault)) if part.fault else ("ok", "")
+
+
+REFUSED = {
+    "bare": (ASM, r"kernels_of_mine.py:10 in helper, called at line 14: inline assembly cannot be simulated; put it"),
+    "extern": (EXTERN, r"kernels_of_mine.py:11 in kernel: a call of an external library cannot be simulated"),
+    "no_reference": (ADD, r"case '.*::case_no_reference' has no reference: its Run needs a `check`"),
+    "dtypes": (ADD, r"argument 'x' is torch.float16 on rank 1, torch.float32 on 0"),
+    "names": (ADD, r"rank 1 and rank 0 differ in arguments \['y'\]"),
+    "absent": (ADD, r"has no 'case_absent'"),
+    "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
+    "returns": ("def case_returns(): return 3", r"returned int; it must return a Case or a Run"),
+    "wants": ("def case_wants(n): pass", r"wants arguments \['n'\]; a case takes none but world_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_checked_is_refused_in_one_line(name, tmp_path):
+    source, words = REFUSED[name]
+    path = written(tmp_path, source)
+    kind, said = interpreted(outcome, f"{path}::case_{name}")
+    assert kind == "refused" and "\n" not in said
+    assert re.search(words, said), said
+
+
+def test_assembly_behind_a_guard_is_fine(tmp_path):
+    assert interpreted(outcome, f"{written(tmp_path, ASM)}::case_guarded") == ("ok", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.py", "no such file: nowhere.py"),
+        ("all_gather", "no fused kernel is called 'all_gather': it must be one of all_gather_matmul, "),
+    ],
+)
+def test_a_name_that_stands_for_nothing_says_so(name, words):
+    kind, said = interpreted(outcome, name)
+    assert kind == "refused" and words in said
+
+
+def test_a_file_without_a_case_says_how_to_name_one(tmp_path):
+    path = written(tmp_path, "def mine(): pass")
+    kind, said = interpreted(outcome, str(path))
+    assert kind == "refused" and said.endswith(f"name one: {path}::NAME")
+
+
+def test_a_world_size_for_a_case_that_takes_none_is_refused(tmp_path):
+    kind, said = interpreted(outcome, f"{written(tmp_path, ASM)}::case_guarded", 2)
+    assert kind == "refused" and "takes no world_size" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "error"),
+    [
+        ("makes", 'raise ValueError("mine: no such shape")', "ValueError: mine: no such shape"),
+        ("makes_later", 'raise ValueError("mine: no such shape")', "ValueError: mine: no such shape"),
+        ("interprets", 'tl.static_assert(x.dtype.element_ty == tl.float16, "only halves")', "only halves"),
+        ("checks", 'raise KeyError("mine: reference")', "KeyError: 'mine: reference'"),
+    ],
+)
+def test_what_the_users_code_raises_keeps_its_traceback(name, line, error, tmp_path):
+    path = written(tmp_path, RAISES)
+    kind, said = interpreted(outcome, f"{path}::case_{name}")
+    assert kind == "raised" and said.startswith("Traceback (most recent call last):")
+    assert f'File "{path}"' in said and line in said and error in said
+    first = next(text for text in said.splitlines() if text.startswith("  File "))
+    assert str(path) in first, "the traceback begins with the user's file"
+
+
+def test_a_file_that_does_not_import_keeps_its_traceback(tmp_path):
+    path = written(tmp_path, "import nothing_of_this_name")
+    kind, said = interpreted(outcome, str(path))
+    assert kind == "raised" and f'File "{path}"' in said and "ModuleNotFoundError" in said
+
+
+def with_version(version: str, name: str) -> tuple[str, str]:
+    with patch.object(triton, "__version__", version):
+        return outcome(name)
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "4.0.0"])
+def test_an_unknown_triton_is_refused(version, tmp_path):
+    kind, said = interpreted(with_version, version, f"{written(tmp_path, ASM)}::case_guarded")
+    assert kind == "refused" and said == f"the simulator knows Triton 3.6 to 3.9, not {version}"
+
+
+@triton.jit
+def compiled(x):
+    tl.store(x, 1.0)
+
+
+def test_a_kernel_decorated_to_be_compiled_is_refused():
+    """This process does not interpret."""
+    run = Run([[Launch(compiled, 1, dict(x=torch.zeros(1)))]])
+    with pytest.raises(UnsupportedKernel, match=r"'compiled' is JITFunction.*set TRITON_INTERPRET=1"):
+        run_schedule(run, Schedule())

@@ -1,0 +1,165 @@
+"""`fusedtp check` as a user meets it: exit codes, the table, reports that replay, every schedule run once."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtp.cli import main as fusedtp
+from fusedtp.sim import Fault, Schedule
+from fusedtp.sim.check import CheckOptions, _parts, main, run_case
+from fusedtp.sim.workers import Found, Part
+
+CASES = """
+from fusedtp.sim import Case
+from tests.sim.exchange import *
+
+def case_right(world_size=2): return ring_run(world_size)
+def case_relaxed(world_size=2): return ring_run(world_size, sem="relaxed")
+def case_unanswered(): return unanswered_run()
+def case_raises():
+    def check(): raise KeyError("mine")
+    return Run(masked_run(5).work, (), check)
+object_case = Case("named otherwise", lambda: masked_run(5))
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> str:
+    """A file in the current folder: its name is short enough for one line of the table."""
+    (tmp_path / "mine.py").write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    return "mine.py"
+
+
+def check(capsys, *words: Any) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command with one worker."""
+    code = main([*map(str, words), "--workers", "1"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def row(out: str, case: str) -> list[str]:
+    (line,) = [line for line in out.splitlines() if case in line and line.startswith("│")]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_file_is_checked_case_by_case_and_faults_are_reported(file, capsys, tmp_path):
+    page = tmp_path / "timeline.html"
+    code, out, _ = check(capsys, file, "--schedules", 8, "--timeline", page)
+    assert code == 1
+    results = {name: row(out, name) for name in ("right", "relaxed", "unanswered", "raises", "object_case")}
+    assert [cells[-1] for cells in results.values()] == ["ok", "read-write race", "deadlock", "raised", "ok"]
+    assert results["right"][1:3] == ["2", "8"] and results["object_case"][1:3] == ["1", "8"]
+    assert "::case_relaxed on 2 ranks" in out and "::case_unanswered on 2 ranks" in out
+    assert "::case_right on" not in out
+    assert 'raise KeyError("mine")' in out and "Traceback (most recent call last)" in out
+    assert "case_relaxed on 2 ranks" in page.read_text()
+
+    commands = [line.strip() for line in out.splitlines() if line.strip().startswith("fusedtp check")]
+    assert len(commands) == 3
+    relaxed = next(command for command in commands if "relaxed" in command)
+    code, again, _ = check(capsys, *shlex.split(relaxed)[2:])
+
+    def found(text: str) -> str:
+        return text[text.index("read-write race: ") : text.index("The shortest interleaving")]
+
+    assert code == 1 and found(again) == found(out) and relaxed in again
+
+
+def test_several_world_sizes_of_a_right_case_end_with_zero(file, capsys):
+    code, out, _ = check(capsys, f"{file}::case_right", "--world-size", 2, 3, "--schedules", 6)
+    assert code == 0
+    rows = [line.split("│") for line in out.splitlines() if "case_right" in line]
+    assert [cells[2].strip() for cells in rows] == ["2", "3"] and "Replay" not in out
+
+
+def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys):
+    words = (f"{file}::case_relaxed", "--exhaust", 1, "--resident", "all", "--weak", "no")
+    code, out, _ = check(capsys, *words)
+    assert code == 1 and "read-write race" in row(out, "case_relaxed")[-1]
+    assert f"fusedtp check {file}::case_relaxed --exhaust 1" in out
+
+
+def test_a_fused_kernel_goes_by_its_name(capsys):
+    code, out, _ = check(capsys, "two_shot_all_reduce", "--world-size", 2, "--schedules", 2)
+    assert code == 0 and row(out, "two_shot_all_reduce")[1:3] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--strategies", "clever"], "--strategies 'clever' must be one of random, pct"),
+        (["--resident", "0"], "--resident '0' must be all, varying or at least 1"),
+        (["--schedules", "0"], "--schedules 0 is too small"),
+        (["--seconds", "-1"], "--seconds -1.0 is too small"),
+        (["--world-size", "0"], "--world-size 0 must be at least 1"),
+        (["--timeline", "/no/such/folder/x.html"], "no such folder"),
+    ],
+)
+def test_wrong_options_are_said_in_one_line_before_anything_starts(words, said, capsys):
+    code = fusedtp(["check", *words])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and said in err
+
+
+def test_what_cannot_be_checked_ends_with_two_and_one_line(capsys):
+    code, out, err = check(capsys, "nowhere.py")
+    assert code == 2 and out == "" and err == "fusedtp check: error: no such file: nowhere.py\n"
+
+
+@given(
+    st.integers(1, 400),
+    st.integers(1, 16),
+    st.integers(0, 1000),
+    st.sampled_from([(), ("1",), ("all", "varying")]),
+    st.sampled_from(["no", "yes", "both"]),
+)
+def test_every_schedule_is_run_once_whatever_the_number_of_workers(count, workers, seed, resident, weak):
+    options = CheckOptions(schedules=count, seed=seed, resident=resident, weak=weak)
+    run = [schedule for _, part in _parts(options, workers) for schedule in part]
+    assert run == list(itertools.islice(options.chosen(), count))
+    assert [schedule.seed for schedule in run] == list(range(seed, seed + count))
+
+
+class Workers:
+    """Finishes parts in a drawn order; a part shows a fault if one of its seeds is faulty."""
+
+    def __init__(self, workers: int, faulty: set[int], draw) -> None:
+        self.workers, self.faulty, self.draw = workers, faulty, draw
+        self.waiting: list[tuple[Future[Part], tuple[Schedule, ...]]] = []
+
+    def submit(self, function, found, schedules) -> Future[Part]:
+        future: Future[Part] = Future()
+        self.waiting.append((future, schedules))
+        if len(self.waiting) == self.workers:
+            self.finish(self.draw(st.integers(0, len(self.waiting) - 1)))
+        return future
+
+    def finish(self, index: int) -> None:
+        future, schedules = self.waiting.pop(index)
+        seeds = [schedule.seed for schedule in schedules if schedule.seed in self.faulty]
+        fault = Fault("deadlock", "", seed=seeds[0]) if seeds else None
+        future.set_result(Part(len(schedules), 0, fault))
+
+
+@given(st.data(), st.integers(1, 4), st.sets(st.integers(0, 150), min_size=1, max_size=5))
+def test_the_reported_fault_is_the_earliest_however_workers_finish(data, workers, faulty):
+    pool = Workers(workers, faulty, data.draw)
+
+    def waits(futures, return_when):
+        """As concurrent.futures.wait: at least one is done."""
+        if not any(future.done() for future in futures):
+            pool.finish(data.draw(st.integers(0, len(pool.waiting) - 1)))
+        return type("Done", (), {"done": [future for future in futures if future.done()]})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedtp.sim.check.wait", waits)
+        result = run_case(Found("case", None, 2), CheckOptions(schedules=200), pool, lambda count: None)
+    assert result.part is not None and result.part.fault.seed == min(faulty)
