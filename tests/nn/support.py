@@ -1,12 +1,24 @@
-"""What the tests of fusedtp.nn share."""
+"""What the tests of fusedtp.nn share.
+
+Note [Roundings]
+With u the unit roundoff, half of eps, an operation that sums L terms has an error of at most (L + 2) u relative to the
+sum of their absolute values, which in these tests is of the size of the largest entry or of one. The errors of
+operations that follow each other add up. Where a formula steepens errors (exp, large angles), its test says how much.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-# Roundings in a row that a result may suffer, as a multiple of the dtype's eps relative to the largest entry.
-ROUNDINGS = 256
+
+def roundings_of(operations: int, terms: int) -> float:
+    """What so many operations of so many terms may lose, as a multiple of eps; see Note [Roundings]."""
+    return operations * (terms + 2) / 2
+
+
+# A module has up to 8 operations forward and as many backward, of up to 30 terms.
+ROUNDINGS = roundings_of(16, 30)
 
 
 def assert_close(name: str, got: Tensor, want: Tensor, roundings: float = ROUNDINGS) -> None:
