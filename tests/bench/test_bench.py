@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,25 @@ from bench.cases import OPERATIONS, Case, ways
 from bench.machine import slug
 from bench.ops import Result, Row
 from bench.sample import LEAST, Spread, interleave
-from bench.step import measure
+from bench.step import SHAPE, measure
 from bench.timeline import Call, arrivals, draw, overlapped
 from bench.world import run_ranks
 
+
+@dataclass(frozen=True)
+class Whole(Case):
+    """A case of small whole numbers: sums of up to 40 products of at most 4 are exact in bfloat16's 8 bits (256)."""
+
+    def operands(self, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, w, dy = (t.round().clamp(-2, 2) for t in super().operands(rank, world_size))
+        return x, w, dy
+
+
 SMALL = [
-    Case(op, dtype, 32, 24, 40, both)
+    Whole(op, dtype, 32, 24, 40, both)
     for op in OPERATIONS
     for dtype in ("float32", "bfloat16")
-    for both in (0, 1)
+    for both in (False, True)
 ]
 
 
@@ -30,7 +41,7 @@ def _gloo_and_ours(rank: int) -> list[tuple[str, Tensor, Tensor]]:
     for case in SMALL:
         found = ways(case, "chunked")
         gloo, ours = found["gloo"](), found["ours"]()
-        pairs = [(gloo, ours)] if isinstance(gloo, Tensor) else zip(gloo, ours)
+        pairs = [(gloo, ours)] if isinstance(gloo, Tensor) else zip(gloo, ours, strict=True)
         out += [(case.label, a.detach().clone(), b.detach().clone()) for a, b in pairs]
     return out
 
@@ -39,14 +50,7 @@ def test_gloo_and_ours_compute_the_same() -> None:
     compared = run_ranks(_gloo_and_ours, 2)
     assert len(compared) == 4 * (1 + 2)
     for label, theirs, mine in compared:
-        loose = "bfloat16" in label
-        torch.testing.assert_close(
-            mine,
-            theirs,
-            rtol=2e-2,
-            atol=2e-1 if loose else 1e-4,
-            msg=lambda text, label=label: f"{label}: {text}",
-        )
+        assert theirs.any() and torch.equal(mine, theirs), label
 
 
 def _slow_on_rank_one(rank: int) -> tuple[dict[str, list[float]], list[str]]:
@@ -100,8 +104,11 @@ def test_overlap_counts_matmuls_before_the_last_shard_arrived(tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_training_steps_compute_the_same() -> None:
     found = run_ranks(measure, 2, "float32", "chunked", 0.0)
-    assert max(found["first_loss_difference"].values()) < 1e-5
+    # 8 operations a layer, of fp32 sums with up to so many terms: their roundings are independent, and so add as a
+    # random walk does.
+    operations, terms = 8 * SHAPE["num_hidden_layers"], max(SHAPE.values())
+    assert max(found["first_loss_difference"].values()) < (operations * terms) ** 0.5 * 2.0**-24
 
 
 def test_a_machine_names_its_folder() -> None:
-    assert slug({"cpu": "AMD EPYC (x)", "cores": 2}) == "amd-epyc-x-2-cores"
+    assert slug({"cpu": "AMD EPYC (x)", "capability": "AVX512", "cores": 2}) == "amd-epyc-x-avx512-2-cores"
