@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +61,8 @@ class Problem:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
             config = with_senders(shape, machine, self.rows, _Flags)
             if self.transport == ENGINE:
-                config = replace(config, send_programs=0, other_programs=machine.programs)
+                quarter = -(-max(self.rows.sizes) // 4)  # each copy has a start-up time
+                config = replace(config, send_programs=0, other_programs=machine.programs, chunk=quarter)
             return config
         flags = FLAGS_PER_SOURCE - 1
         if self.operation == REDUCE and not launch.scatter.one_shot(self.tokens, n, self.dtype):
@@ -231,9 +231,3 @@ def model_problem(operation: str, shape: str, tokens: int, world_size: int, **op
     else:
         k = -(-k // world_size)
     return Problem(operation, tokens, (n,) * copies, k, world_size, **options)
-
-
-def variants(problem: Problem, node: Node, values: Sequence[Any], field: str) -> list[Problem]:
-    """The problem with each value in a field of its configuration."""
-    config = problem.chosen(node)
-    return [replace(problem, config=replace(config, **{field: v})) for v in values]

@@ -23,21 +23,19 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from ..case import Await, Copy, Launch, Run, Signal
 from ..clocks import Order
-from ..faults import Access, Fault, SimulationFault, Site, UnsupportedKernel, Wait
-from ..interpreter import site
+from ..faults import Access, Fault, SimulationFault, UnsupportedKernel, Wait
 from .account import DOT, LOAD, STALL, STORE, Account, Entry
 from .actor import Actor, Gpu, Stream
 from .language import Language
 from .loops import Loop
 from .node import Node
-from .source import Program
+from .source import HOST, Program
 from .timeline import COMPUTE, MEMORY, SEND, WAIT, Segment, Timeline
 from .words import Words
 
 SAME_READS = 2  # times round all words that a program polls before it counts as waiting
 VAIN_ROUNDS = 3
 STILL = SimpleNamespace(monotonic_ns=lambda: 0, sleep=lambda seconds: None)  # no wait gives up here
-HOST = Site("host", 0, "host", 0)
 
 
 class Engine:
@@ -64,7 +62,6 @@ class Engine:
         self._source = Program(self._language, lambda *bounds: Loop(self.account, *bounds), STILL)
         self._arguments: dict[int, dict[str, Any]] = {}
         self._me: Actor
-        self._known: dict[Any, bool] = {}
 
     # -- time and turns --------------------------------------------------------------------------------------------
 
@@ -293,7 +290,7 @@ class Engine:
         me = self._me
         at = (first,)
         access = Access(
-            me.rank, me.name, me.program, site(self._known), what, "memory", at, at, self.switches
+            me.rank, me.name, me.program, self._source.site(), what, "memory", at, at, self.switches
         )
         raise SimulationFault(Fault("out of bounds", self._words.nearest(first), (access,)))
 
@@ -361,7 +358,7 @@ class Engine:
         return me.repeats > SAME_READS * len(me.polled)
 
     def _sleep(self, me: Actor, addresses: Sequence[int]) -> None:
-        me.asleep, me.site = True, site(self._known) if me.sm >= 0 else HOST
+        me.asleep, me.site = True, self._source.site()
         for address in addresses:
             self._sleepers.setdefault(address, []).append(me)
         self._block()

@@ -13,17 +13,19 @@ Line numbers are those of the source.
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..faults import UnsupportedKernel
+from ..faults import Site, UnsupportedKernel
 from .values import Mask, Tile, inverted, quotient, remainder
 
-CALLED = {"to": "__to__"}
+HOST = Site("host", 0, "host", 0)
 
 
 def python_function(kernel: Any) -> FunctionType:
@@ -60,6 +62,7 @@ class Program:
         self._tl, self._triton = tl, triton
         self._instead = {"INTERPRETED": False}  # a run stands for compiled kernels
         self._made: dict[int, Callable] = {}
+        self._codes: set[CodeType] = set()
         self._spaces: dict[int, dict[str, Any]] = {}
         self._helpers = dict(
             __to__=_to, __dtype__=_dtype_of, __quotient__=quotient, __remainder__=remainder,
@@ -71,9 +74,7 @@ class Program:
         original = python_function(kernel)
         if id(original) in self._made:
             return self._made[id(original)]
-        space = self._spaces.setdefault(
-            id(original.__globals__), {"__builtins__": __builtins__, **self._helpers}
-        )
+        space = self._spaces.setdefault(id(original.__globals__), {"__builtins__": builtins, **self._helpers})
         aliases = frozenset(n for n, v in original.__globals__.items() if v is self._tl)
         local: dict[str, Any] = {}
         code = _compiled(original, aliases)
@@ -91,10 +92,21 @@ class Program:
         if original.__kwdefaults__:
             made.__kwdefaults__ = {k: constant(v) for k, v in original.__kwdefaults__.items()}
         self._made[id(original)] = made
+        self._codes.add(made.__code__)
         for name in _names(original.__code__):
             if name in original.__globals__ and name not in space:
                 space[name] = self._instead.get(name, self._converted(original.__globals__[name]))
         return made
+
+    def site(self) -> Site:
+        """Where the running kernel stands: its innermost line, and the kernel's own that led there."""
+        frames = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in self._codes:
+                frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        return Site(*frames[0], frames[-1][1]) if frames else HOST
 
     def _converted(self, value: Any) -> Any:
         """A global of a kernel as the timed run has it."""

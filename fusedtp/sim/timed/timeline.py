@@ -60,10 +60,17 @@ class Timeline:
 
     def moments(self) -> list[Moment]:
         """The segments as the simulator's timelines draw them."""
-        return [
-            Moment(i, s.rank, s.launch, s.program, s.what, s.site, s.begin, s.end)
-            for i, s in enumerate(self.segments)
-        ]
+        kinds = {SEND: "copy", WAIT: "wait"}
+        ends: dict[tuple[int, str, int], float] = {}
+        found = []
+        for i, s in enumerate(self.segments):
+            who = s.rank, s.launch, s.program
+            if who not in ends:
+                found.append(Moment(i, *who, "starts", None, s.begin, s.begin, "start"))
+            ends[who] = s.end
+            found.append(Moment(i, *who, s.what, s.site, s.begin, s.end, kinds.get(s.what, s.what)))
+        last = len(self.segments)
+        return found + [Moment(last, *who, "ends", None, end, end, "end") for who, end in ends.items()]
 
     def busy(self) -> dict[tuple[int, str], float]:
         """Seconds of programs by (rank, what)."""

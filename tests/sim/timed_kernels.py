@@ -1,0 +1,53 @@
+"""Small kernels for the tests of timed runs: right ones, and ones that cannot be timed or never end."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exchange(src, inboxes, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, PUBLISH: tl.constexpr):
+    """A block to the next rank, then a flag; what the rank before sent is copied out."""
+    at = tl.arange(0, N)
+    to = (rank + 1) % W
+    out = tl.load(inboxes + to).to(tl.pointer_type(tl.float32))
+    tl.store(out + at, tl.load(src + at))
+    if PUBLISH:
+        flag = tl.load(flags + to).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") < 1:
+        pass
+    box = tl.load(inboxes + rank).to(tl.pointer_type(tl.float32))
+    tl.store(dst + at, tl.load(box + at))
+
+
+@triton.jit
+def gather_rows(src, rows, dst, counter, K: tl.constexpr, M: tl.constexpr):
+    """dst[i] = src[rows[i]], and how many programs are done: indices and counters are real, rows are not."""
+    first = tl.program_id(0) * M
+    i = first + tl.arange(0, M)
+    at = tl.load(rows + i)
+    k = tl.arange(0, K)
+    mask = (at >= 0)[:, None] & (k < K)[None, :]
+    tl.store(dst + i[:, None] * K + k[None, :], tl.load(src + at[:, None] * K + k[None, :], mask=mask))
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def branches_on_data(src, dst, N: tl.constexpr):
+    """What it does depends on numbers that a timed run leaves out."""
+    if tl.load(src) > 0:
+        tl.store(dst + tl.arange(0, N), tl.load(src + tl.arange(0, N)))
+
+
+@triton.jit
+def sorts(src, dst, N: tl.constexpr):
+    """Uses a function that a timed run does not know."""
+    at = tl.arange(0, N)
+    tl.store(dst + at, tl.sort(tl.load(src + at)))
+
+
+@triton.jit
+def past_the_end(src, N: tl.constexpr):
+    """Stores one element too far."""
+    tl.store(src + 1 + tl.arange(0, N), tl.load(src + tl.arange(0, N)))
