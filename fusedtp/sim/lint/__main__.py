@@ -1,0 +1,47 @@
+"""python -m fusedtp.sim.lint: compile every kernel for every target, print the table, exit 1 on a finding."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import TARGETS, VARIANTS, baseline, check, table
+from .cases import OWN
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusedtp.sim.lint", description=__doc__)
+    parser.add_argument("--kernel", action="append", choices=OWN, help="only this one; may be repeated")
+    parser.add_argument("--target", action="append", choices=list(TARGETS))
+    parser.add_argument("--variant", action="append", choices=list(VARIANTS))
+    parser.add_argument("--package", help="a folder in place of the package fusedtp.kernels")
+    parser.add_argument("--python", help="an interpreter with another Triton")
+    parser.add_argument("--write-baseline", action="store_true", help="keep the figures as the new baseline")
+    given = parser.parse_args(argv)
+    if given.write_baseline and (given.kernel or given.target or given.variant or given.package):
+        parser.error("a baseline is of all kernels, targets and variants")
+
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, 120)
+    reports = check(
+        given.kernel, given.target, variants=given.variant, package=given.package, python=given.python
+    )
+    if given.write_baseline:
+        baseline.write(reports)
+    changes = baseline.compare(reports)
+    console.print(table(reports, changes))
+    for report in reports:
+        for finding in report.findings:
+            console.print(f"{report.key}  {finding}", markup=False, soft_wrap=True)
+    for key in baseline.missing(reports):
+        console.print(f"{key}  has no figures in the baseline", markup=False)
+    worse = [change for change in changes if change.worse]
+    for change in worse:
+        console.print(f"{change}", markup=False)
+    return int(bool(worse) or any(report.findings for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

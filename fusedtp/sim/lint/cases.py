@@ -1,0 +1,103 @@
+"""What is compiled: the library's own kernels in the configurations that launchers choose, and kernels of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OWN = (
+    "all_gather_matmul_kernel",
+    "all_gather_wgrad_kernel",
+    "matmul_reduce_scatter_kernel",
+    "one_shot_kernel",
+    "two_shot_kernel",
+    "matmul_kernel",
+    "bump_epoch",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call of one of the library's operations, from which the launcher plans.
+
+    rows     T, of all ranks
+    widths   N of each weight; operations of one weight take the first
+    grads    dtype of weight gradients where not the operands'
+    targets  those it is compiled for; () all
+    """
+
+    name: str
+    dtype: str
+    world_size: int
+    rows: int
+    widths: tuple[int, ...]
+    k: int
+    bias: bool = False
+    keep: bool = False
+    grads: str = ""
+    targets: tuple[str, ...] = ()
+
+
+# Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
+# or none, even and odd K, two ranks and eight; last, widths of which the compiler knows no alignment.
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("bf16", "bfloat16", 8, 8192, (4096, 2048), 4096, bias=True, keep=True),
+        Variant("fp16-odd", "float16", 2, 68, (1008, 496), 4112, bias=True, grads="float32"),
+        Variant("fp32", "float32", 2, 8192, (4096,), 4096),
+        Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One compilation.
+
+    kernel   name of the function
+    target   a name of targets.TARGETS
+    config   what tells this case from others of the kernel; with kernel and target it is the key of the baseline
+    variant  of the library's own kernels: the call to plan for
+    path     of a kernel of somebody else's: the file that defines it
+    launch   of such a file: the case (or a function that makes one) whose launches are compiled; or else
+    signature, constexprs, options   as triton.compiler.ASTSource takes them: {"x": "*bf16", "n": "i32"}, {"BLOCK": 16}
+    aligned  arguments that are multiples of 16
+    shared   arguments that point to memory which another rank reads or writes while the kernel runs; None: all
+             pointers. An address that the kernel reads from memory counts always.
+    """
+
+    kernel: str
+    target: str
+    config: str = ""
+    variant: Variant | None = None
+    path: str = ""
+    launch: str = ""
+    signature: dict[str, str] = field(default_factory=dict)
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, int] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+    shared: tuple[str, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.target}/{self.kernel}/{self.config}" if self.config else f"{self.target}/{self.kernel}"
+
+
+def own_cases(
+    kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
+) -> Iterator[CompileCase]:
+    """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
+    for asked, known, what in ((kernels, OWN, "kernel"), (variants, VARIANTS, "variant")):
+        unknown = [name for name in asked or () if name not in known]
+        if unknown:
+            raise ValueError(f"no {what} {', '.join(unknown)}: there are {', '.join(known)}")
+    for target in targets:
+        for kernel in kernels or OWN:
+            if kernel == "bump_epoch":  # has no configuration
+                yield CompileCase(kernel, target, "", Variant("", "bfloat16", 2, 16, (16,), 16), shared=())
+                continue
+            for name in variants or VARIANTS:
+                if target in (VARIANTS[name].targets or targets):
+                    yield CompileCase(kernel, target, name, VARIANTS[name], shared=())

@@ -1,0 +1,116 @@
+"""The library's kernels, compiled for four kinds of GPU, break no rule of memory order; their figures are known."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fusedtp.sim import lint
+from fusedtp.sim.lint import baseline
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+RESOURCES = {
+    "spills",
+    "pipelined",
+}  # where the baseline knows a kernel that breaks these, it stays visible there
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[lint.Report]:
+    return lint.check()
+
+
+def test_every_kernel_is_compiled(reports):
+    """Every function of kernels/ that is launched: decorated with triton.jit itself."""
+    launched = set()
+    for path in KERNELS.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            decorators = getattr(node, "decorator_list", [])
+            if any("triton.jit" in ast.unparse(decorator) for decorator in decorators):
+                launched.add(node.name)
+    assert launched == {report.kernel for report in reports} == set(lint.OWN)
+    for report in reports:
+        assert {r.target for r in reports if r.kernel == report.kernel} == set(lint.TARGETS)
+
+
+def test_no_kernel_breaks_a_rule_that_it_did_not(reports):
+    for report in reports:
+        order = [finding for finding in report.findings if finding.rule not in RESOURCES]
+        assert not order, (report.key, [str(finding) for finding in order])
+    known = baseline.read().get(baseline.version_of(reports[0]))
+    if known is None:
+        pytest.skip(f"the baseline has no figures of Triton {reports[0].triton}")
+    for report in reports:
+        assert set(report.broken) <= set(known[report.key].get("broken", ())), report.findings
+
+
+def test_the_figures_are_the_baseline_s_or_better(reports):
+    worse = [str(change) for change in lint.compare(reports) if change.worse]
+    assert not worse, "python -m fusedtp.sim.lint --write-baseline keeps the new ones:\n" + "\n".join(worse)
+    assert not lint.missing(reports)
+
+
+def test_a_worse_figure_is_told_from_a_better_one(tmp_path, reports):
+    path = tmp_path / "baseline.json"
+    report = replace(reports[0], registers=100, spills=0, shared_bytes=1000, occupancy=2, findings=())
+    lint.write([report, *reports[1:]], path)
+    assert not lint.compare([report, *reports[1:]], path)
+    spilt = replace(
+        report, registers=90, spills=4, occupancy=1, findings=(lint.Finding("spills", "4 spills"),)
+    )
+    changes = lint.compare([spilt], path)
+    assert {change.figure for change in changes if change.worse} == {"spills", "occupancy"}
+    assert [str(change) for change in changes if not change.worse] == [f"{report.key}: registers 100 -> 90"]
+    kept = json.loads(path.read_text())
+    lint.write([replace(report, triton="4.1.0")], path)
+    assert json.loads(path.read_text()).keys() == {*kept, "4.1"}, "another Triton's figures stay"
+    assert lint.missing([replace(report, key="another")], path) == ["another"]
+
+
+MUTANTS = {
+    "weaker release": ('mask=healthy, sem="release"', 'mask=healthy, sem="relaxed"', "signal-order"),
+    "weaker acquire": ('(flag, 0, sem="acquire"', '(flag, 0, sem="relaxed"', "signal-order"),
+    "narrower scope": ('sem="acquire", scope="sys"', 'sem="acquire", scope="gpu"', "system-scope"),
+    "no second exit": (" & (gave_up == 0)", "", "bounded-spin"),
+}
+
+
+def test_a_modified_copy_of_the_kernels_is_linted_in_their_place(tmp_path):
+    with lint.compiler(workers=1) as using:
+        for name, (old, new, rule) in MUTANTS.items():
+            folder = tmp_path / name.replace(" ", "-")
+            shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            source = (folder / "signals.py").read_text()
+            assert old in source
+            (folder / "signals.py").write_text(source.replace(old, new))
+            (report,) = lint.check(
+                ["one_shot_kernel"], ["sm_80"], variants=["fp32"], package=str(folder), using=using
+            )
+            assert rule in report.broken, name
+            assert any(file == str(folder / "signals.py") for f in report.findings for file, _ in f.frames)
+        (report,) = lint.check(["one_shot_kernel"], ["sm_80"], variants=["fp32"], using=using)
+        assert not report.findings, "the installed package is back"
+
+
+def test_the_table_shows_every_report_and_what_changed(reports):
+    from rich.console import Console
+
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))
+    change = lint.Change(reports[0].key, "registers", 1, reports[0].registers)
+    console.print(lint.table(reports, [change]))
+    text = console.export_text()
+    assert f"1 -> {reports[0].registers}" in text
+    assert all(report.kernel in text for report in reports)
+
+
+def test_unknown_names_are_refused():
+    for asked in (dict(kernels=["nothing"]), dict(targets=["sm_70"]), dict(variants=["int8"])):
+        with pytest.raises(ValueError, match="there are"):
+            lint.check(**asked)

@@ -1,0 +1,198 @@
+"""Each rule of the lint passes a right kernel and is broken by a wrong one, for the reason it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fusedtp.sim import lint
+from fusedtp.sim.lint.compiler import Compiled
+
+PATH = str(Path(__file__).with_name("lint_kernels.py"))
+POINTERS = {"w": "*fp16", "y": "*fp16", "table": "*i64", "flags": "*i64"}
+
+
+@pytest.fixture(scope="module")
+def using() -> Iterator[lint.Compiler]:
+    with lint.compiler() as made:
+        yield made
+
+
+def exchange(
+    target: str, fault: str = "", *, m: int = 128, n: int = 128, dtype: str = "*fp16", **options: int
+) -> lint.CompileCase:
+    numbers = dict.fromkeys(("rank", "tiles", "K", "limit"), "i32")
+    return lint.CompileCase(
+        "exchange",
+        target,
+        fault,
+        path=PATH,
+        signature={**dict.fromkeys("xwy", dtype), "table": "*i64", "flags": "*i64", **numbers},
+        constexprs=dict(M=m, N=n, BLOCK_K=64, FAULT=fault),
+        options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options,
+        aligned=("x", "w", "y", "table", "flags", "K"),
+        shared=(),
+    )
+
+
+def by_tma(fault: str = "") -> lint.CompileCase:
+    return lint.CompileCase(
+        "by_tma",
+        "sm_90",
+        fault,
+        path=PATH,
+        signature={**POINTERS, "rank": "i32", "limit": "i32"},
+        constexprs=dict(M=64, FAULT=fault),
+        aligned=("w", "y"),
+        shared=(),
+    )
+
+
+def compiled(case: lint.CompileCase, using: lint.Compiler) -> Compiled:
+    (made,) = using.compile(case)
+    return made
+
+
+def broken(report: lint.Report) -> set[str]:
+    return set(report.broken)
+
+
+FAULTS = {
+    "relaxed release": "signal-order",
+    "acquire as release": "signal-order",
+    "relaxed acquire": "signal-order",
+    "ordinary poll": "signal-order",
+    "device release": "system-scope",
+    "device acquire": "system-scope",
+    "unbounded": "bounded-spin",
+    "wait in the K loop": "gated-load",
+    "wait and barrier in the K loop": "pipelined",
+    "wait after the loads": "gated-load",
+    "widened": "tensor-core",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(using) -> dict[tuple[str, str], lint.Report]:
+    """(target, fault) -> report, compiled a few at once; no fault is ""."""
+    cases = [exchange(target) for target in lint.TARGETS]
+    cases += [exchange(target, fault) for target in ("sm_90", "gfx942") for fault in FAULTS]
+    return {(report.target, report.config): report for report in lint.check_cases(cases, using=using)}
+
+
+@pytest.mark.parametrize("target", list(lint.TARGETS))
+def test_a_right_kernel_breaks_no_rule(reports, target):
+    report = reports[target, ""]
+    assert not report.findings, [str(finding) for finding in report.findings]
+    assert report.registers > 0 and report.shared_bytes > 0 and report.occupancy > 0
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_breaks_its_rule_and_names_the_line(reports, fault, target):
+    report, rule = reports[target, fault], FAULTS[fault]
+    assert rule in report.broken, [str(finding) for finding in report.findings]
+    finding = next(finding for finding in report.findings if finding.rule == rule)
+    assert finding.line and finding.frames[0][0] == PATH
+    source = Path(PATH).read_text().splitlines()[finding.frames[0][1] - 1]
+    assert any(word in source for word in ("atomic", "load", "while", "dot")), source
+
+
+def test_stores_need_a_block_barrier_before_the_release(using):
+    """From 3.9 on the compiler puts one there; so the barriers of the compiled code are removed, too."""
+    for target in ("sm_90", "gfx942"):
+        made = compiled(exchange(target, "no barrier"), using)
+        if made.version < (3, 9):
+            assert "barrier-before-release" in broken(lint.judge(made))
+        kind = "ptx" if target == "sm_90" else "amdgcn"
+        for rule in ("barrier-before-release", "barrier-after-acquire"):
+            bare = re.sub(r"(bar\.sync\s+0;|s_barrier)", "", made.files[kind])
+            report = lint.judge(replace(made, files={**made.files, kind: bare}))
+            finding = next(finding for finding in report.findings if finding.rule == rule)
+            assert finding.frames[0][0] == PATH
+
+
+def test_the_scope_of_the_compiled_code_counts(using):
+    made = compiled(exchange("sm_90"), using)
+    narrowed = made.files["ptx"].replace(".sys", ".gpu")
+    assert "system-scope" in broken(lint.judge(replace(made, files={**made.files, "ptx": narrowed})))
+
+
+def test_what_a_peer_reads_is_not_stored_by_tma_before_3_8(using):
+    made = compiled(by_tma("TMA store"), using)
+    assert ("tma-store" in broken(lint.judge(made))) == (made.version < (3, 8))
+    assert "tma-store" in broken(lint.judge(replace(made, triton="3.7.1")))
+    unlanded = made.files["ptx"].replace("bulk.wait_group \t0", "bulk.wait_group.read \t0")
+    newer = replace(made, triton="3.9.0", files={**made.files, "ptx": unlanded})
+    assert "tma-store" in broken(lint.judge(newer))
+
+
+def test_tma_loads_of_what_a_peer_wrote_need_a_proxy_fence(using):
+    for fault, rules in (("", set()), ("no proxy fence", {"proxy-fence"})):
+        (report,) = lint.check_case(by_tma(fault), using=using)
+        assert broken(report) == rules, (fault, report.findings)
+
+
+def test_arguments_that_are_named_as_shared_count(using):
+    case = lint.CompileCase(
+        "direct",
+        "sm_90",
+        path=PATH,
+        signature={"inbox": "*fp32", "lock": "*i32", "y": "*fp32"},
+        constexprs=dict(N=256),
+    )
+    assert broken(lint.check_case(case, using=using)[0]) == {"system-scope", "bounded-spin"}
+    assert not broken(lint.check_case(replace(case, shared=()), using=using)[0])
+    assert broken(lint.check_case(replace(case, shared=("lock",)), using=using)[0]) >= {"system-scope"}
+
+
+def test_the_launches_of_a_simulator_s_case_are_compiled(using):
+    """What two ranks reach is shared, the rest is not; ranks that launch the same give one report."""
+    right = lint.CompileCase("", "sm_90", "right", path=PATH, launch="right")
+    (report,) = lint.check_case(right, using=using)
+    assert report.kernel == "push_direct" and not report.findings, report.findings
+    (report,) = lint.check_case(replace(right, launch="wrong"), using=using)
+    assert broken(report) == {"system-scope"} and len(report.findings) == 1
+    (report,) = lint.check_case(replace(right, launch="wrong_among_programs"), using=using)
+    assert broken(report) == {"system-scope", "block-scope"} and len(report.findings) == 2
+
+
+def test_the_best_matrix_unit_is_wanted(using):
+    made = compiled(exchange("sm_80"), using)
+    assert not broken(lint.judge(made))
+    on_newer = replace(made, case=replace(made.case, target="sm_90"))
+    assert broken(lint.judge(on_newer)) == {"tensor-core"}
+    few_rows = exchange("sm_90", m=16, num_warps=4)
+    assert not broken(lint.check_case(few_rows, using=using)[0]), "wgmma takes no 16 rows"
+    precise = exchange("sm_90", m=64, n=64, dtype="*fp32", num_warps=4)
+    assert not broken(lint.check_case(precise, using=using)[0]), "fp32 in full precision has no matrix unit"
+
+
+def test_too_large_a_kernel_is_told(using):
+    (report,) = lint.check_case(exchange("sm_80", num_stages=8), using=using)
+    assert broken(report) == {"shared-memory"} and report.occupancy == 0
+    (report,) = lint.check_case(exchange("sm_80", m=256, n=256, num_warps=4, num_stages=2), using=using)
+    assert broken(report) == {"spills"} and report.spills > 0
+
+
+def test_one_stage_is_no_pipeline(using):
+    (report,) = lint.check_case(exchange("sm_90", num_stages=1), using=using)
+    assert broken(report) == {"pipelined"}
+
+
+def test_a_kernel_that_does_not_compile_says_why(using):
+    case = replace(exchange("sm_90"), kernel="missing")
+    with pytest.raises(lint.CompileError, match="has no 'missing'"):
+        lint.check_case(case, using=using)
+    with pytest.raises(ValueError, match="no target 'sm_70'"):
+        lint.check_case(exchange("sm_70"), using=using)
+    with pytest.raises(lint.CompileError, match="power of 2"):
+        lint.check_case(
+            replace(case, kernel="exchange", constexprs={**case.constexprs, "M": 100}), using=using
+        )
