@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -102,7 +103,7 @@ def test_a_modified_copy_of_the_kernels_is_linted_in_their_place(tmp_path):
 def test_the_table_shows_every_report_and_what_changed(reports):
     from rich.console import Console
 
-    console = Console(width=140, record=True, file=open("/dev/null", "w"))
+    console = Console(width=140, record=True, file=io.StringIO())
     change = lint.Change(reports[0].key, "registers", 1, reports[0].registers)
     console.print(lint.table(reports, [change]))
     text = console.export_text()
