@@ -1,8 +1,8 @@
 """Triton's interpreter with every memory operation handed to the simulator.
 
 The interpreter's builder is one object for the whole process; while `intercepted` is entered its memory operations go
-to a handler, and greenlets may switch inside them. Works with Triton 3.6 to 3.9, which differ in what they have
-beside these operations, not in these.
+to a handler, and greenlets may switch inside them. Works with Triton 3.6 to 3.9, which differ in how a load and a store
+are told of caches, and in what they have beside these operations.
 """
 
 from __future__ import annotations
@@ -151,16 +151,23 @@ class Builder:
             )
         }
 
-        def peek(ptr: Any, mask: Any) -> Callable:
-            return lambda: own["create_masked_load"](ptr, mask, None, None, True).data
+        # what is said of caches: a modifier and a policy in Triton 3.6 and 3.7, one argument in 3.9
+        caches = [None] * (len(inspect.signature(own["create_masked_store"]).parameters) - 3)
 
-        def load(ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any) -> Any:
+        def read(ptr: Any, mask: Any) -> Any:
+            return own["create_masked_load"](ptr, mask, None, *caches, True)
+
+        def peek(ptr: Any, mask: Any) -> Callable:
+            return lambda: read(ptr, mask).data
+
+        def load(ptrs: Any, mask: Any, other: Any, *how: Any, **named: Any) -> Any:
             size = module._get_np_dtype(ptrs.get_element_ty()).itemsize
-            do = lambda: own["create_masked_load"](ptrs, mask, other, cache, volatile)  # noqa: E731
+            do = lambda: own["create_masked_load"](ptrs, mask, other, *how, **named)  # noqa: E731
+            volatile = named["is_volatile"] if "is_volatile" in named else how[-1]
             return handler.load(ptrs.data, mask.data, size, bool(volatile), do)
 
-        def store(ptrs: Any, value: Any, mask: Any, cache: Any) -> Any:
-            do = lambda: own["create_masked_store"](ptrs, value, mask, cache)  # noqa: E731
+        def store(ptrs: Any, value: Any, mask: Any, *how: Any, **named: Any) -> Any:
+            do = lambda: own["create_masked_store"](ptrs, value, mask, *how, **named)  # noqa: E731
             return handler.store(ptrs.data, value.data, mask.data, do)
 
         def rmw(op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
@@ -180,14 +187,14 @@ class Builder:
         def atomic_load(ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:
             mask = mask if mask is not None else _all(module, ptr)
             size = module._get_np_dtype(ptr.get_element_ty()).itemsize
-            do = lambda: own["create_masked_load"](ptr, mask, None, None, True)  # noqa: E731
+            do = lambda: read(ptr, mask)  # noqa: E731
             return handler.atomic(
                 "atomic_load", ptr.data, mask.data, size, self._order(sem, scope), do, peek(ptr, mask)
             )
 
         def atomic_store(ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
             mask = mask if mask is not None else _all(module, ptr)
-            do = lambda: own["create_masked_store"](ptr, value, mask, None)  # noqa: E731
+            do = lambda: own["create_masked_store"](ptr, value, mask, *caches)  # noqa: E731
             return handler.atomic(
                 "atomic_store",
                 ptr.data,
