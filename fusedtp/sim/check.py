@@ -11,19 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .explore import Schedule, schedules
+from .check_code import lint
 from .faults import Fault
+from .options import EXHAUST_LIMIT, CheckOptions
 from .report import WIDTH, replay, report
-from .strategies import DEFAULT, STRATEGIES
 from .workers import (
     BadInput,
     Found,
@@ -33,7 +32,6 @@ from .workers import (
     cores,
     find,
     pool,
-    resident_of,
     run_exhaust,
     run_part,
     run_trace,
@@ -41,73 +39,7 @@ from .workers import (
 )
 
 FAULTY, BAD_INPUT, INTERRUPTED = 1, 2, 130
-SCHEDULES = 200
-EXHAUST_LIMIT = 10_000
 PART = 25  # schedules that a worker takes at once, at most
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """Find races, deadlocks and wrong results of multi-rank Triton kernels, on simulated ranks."""
-
-    cases: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Fused kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default: every
-    fused kernel of the library."""
-    world_size: tuple[int, ...] = ()
-    """Ranks; several numbers check each. Default: 4, or what the case itself says."""
-    schedules: int | None = None
-    """Schedules of each case. Default: 200, or as many as fit where --seconds is given."""
-    seconds: float | None = None
-    """Stop each case after about so long."""
-    seed: int = 0
-    """Seed of the first schedule; the next ones count up."""
-    strategies: tuple[str, ...] = DEFAULT
-    """Who runs next, in turn."""
-    resident: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{all,varying,N}...")] = ()
-    """Programs of a rank that are alive at once, in turn. Default: all 1 varying 2."""
-    weak: Literal["no", "yes", "both"] = "both"
-    """Whether stores reach other programs late and in any order until a release; both: in turn."""
-    fine: bool = False
-    """Switch at every memory access, not only at atomics."""
-    exhaust: int | None = None
-    """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
-    workers: int | None = None
-    """Processes. Default: one a core."""
-    timeline: Path | None = None
-    """Write an HTML timeline of the fault, or of one schedule where there is none."""
-
-    def faults(self) -> list[str]:
-        """What is wrong with the options themselves."""
-        found = [f"--strategies {name!r} must be one of {', '.join(DEFAULT)}" for name in self.strategies
-                 if name not in STRATEGIES or name == "replay"]  # fmt: skip
-        for word in self.resident:
-            try:
-                resident_of(word)
-            except ValueError as error:
-                found.append(str(error))
-        for name in ("schedules", "seconds", "workers", "exhaust"):
-            value = getattr(self, name)
-            if value is not None and value < (0 if name == "exhaust" else 1e-9):
-                found.append(f"--{name} {value} is too small")
-        found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
-        if not self.strategies:
-            found.append("--strategies names none")
-        if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
-            found.append(f"--timeline {self.timeline}: no such folder")
-        return found
-
-    def residents(self) -> tuple[int | str | None, ...] | None:
-        return tuple(resident_of(word) for word in self.resident) or None
-
-    def chosen(self) -> Iterator[Schedule]:
-        """The schedules of a case, without end."""
-        for schedule in schedules(1 << 40, self.strategies, first_seed=self.seed, residents=self.residents()):
-            weak = {"no": False, "yes": True, "both": schedule.weak}[self.weak]
-            yield replace(schedule, fine=self.fine, weak=weak)
-
-    def limit(self) -> int | None:
-        """How many schedules a case gets; None: as many as time allows."""
-        return SCHEDULES if self.schedules is None and self.seconds is None else self.schedules
 
 
 @dataclass(frozen=True)
@@ -130,12 +62,17 @@ class Result:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     options = tyro.cli(CheckOptions, prog="fusedtp check", args=argv)
+    if options.cases:
+        options = tyro.cli(CheckOptions, prog="fusedtp check", args=argv, default=CheckOptions(lint=False))
     wrong = options.faults()
     if wrong:
         return _refuse(wrong)
     try:
         with pool(options.workers or cores()) as workers:
-            return check(options, workers)
+            found, passed = check(options, workers)
+        if options.lint:  # after the workers: while they live the environment says to interpret
+            passed = _lint(found) and passed
+        return 0 if passed else FAULTY
     except BadInput as error:
         return _refuse([str(error)])
     except UserError as error:
@@ -153,8 +90,8 @@ def _refuse(wrong: Sequence[str]) -> int:
     return BAD_INPUT
 
 
-def check(options: CheckOptions, workers: Pool) -> int:
-    """Check every case that the options name, print the table and the reports."""
+def check(options: CheckOptions, workers: Pool) -> tuple[list[Found], bool]:
+    """Check every case that the options name, print the table and the reports; the cases, and whether all passed."""
     found = [
         each
         for world_size in options.world_size or (None,)
@@ -166,7 +103,7 @@ def check(options: CheckOptions, workers: Pool) -> int:
             task = progress.add_task(f"{each.name} ({each.world_size} ranks)", total=options.limit())
             advance = lambda count, task=task: progress.advance(task, count)  # noqa: E731
             results.append(run_case(each, options, workers, advance))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = _console()
     console.print(table(results))
     faulty = [result for result in results if result.part is not None]
     for result in faulty:
@@ -175,7 +112,22 @@ def check(options: CheckOptions, workers: Pool) -> int:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if options.timeline is not None and results:
         _write_timeline(options, workers, faulty[0] if faulty else results[0])
-    return FAULTY if faulty else 0
+    return found, not faulty
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def _lint(found: Sequence[Found]) -> bool:
+    with _progress("compilations") as progress:
+        task = progress.add_task("compiling for GPUs", total=None)
+        passed, words = lint(found, lambda: progress.advance(task))
+    for part in words:
+        _console().print(
+            part, markup=not isinstance(part, str), highlight=False, soft_wrap=isinstance(part, str)
+        )
+    return passed
 
 
 def _words(result: Result, options: CheckOptions, width: int) -> str:
@@ -192,11 +144,11 @@ def _words(result: Result, options: CheckOptions, width: int) -> str:
     )  # fmt: skip
 
 
-def _progress() -> Progress:
+def _progress(counted: str = "schedules") -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed} schedules"),
+        TextColumn("{task.completed} " + counted),
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=Console(stderr=True), transient=True)

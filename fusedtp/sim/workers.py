@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from .case import Case
+from .case import Case, Launch
 from .explore import Schedule, exhaust, explore, trace
 from .faults import Fault, Moment, UnsupportedKernel
 from .select import case_of, cases_of
@@ -30,11 +30,17 @@ OWN = os.path.dirname(__file__)
 
 @dataclass(frozen=True)
 class Found:
-    """A case to check. `asked` is the world size that was asked for, which its file may ignore."""
+    """A case to check. `asked` is the world size that was asked for; `kernels` are those that it launches."""
 
     name: str
     asked: int | None
     world_size: int
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def of_a_file(self) -> bool:
+        """The user's, not the library's."""
+        return "::" in self.name
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,13 @@ def find(names: Sequence[str], world_size: int | None) -> list[Found]:
     """The cases that these names stand for, in a worker."""
     with _told_apart():
         found = [case for name in names or ("",) for case in cases_of(name, world_size)]
-        return [Found(case.name, world_size, len(case.make().work)) for case in found]
+        return [_described(case, world_size) for case in found]
+
+
+def _described(case: Case, asked: int | None) -> Found:
+    work = case.make().work
+    kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
+    return Found(case.name, asked, len(work), tuple(kernels))
 
 
 def run_part(found: Found, schedules: Sequence[Schedule]) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from fusedtp.cli import main as fusedtp
 from fusedtp.sim import Fault, Schedule
-from fusedtp.sim.check import CheckOptions, _parts, main, run_case
+from fusedtp.sim.check import _parts, main, run_case
+from fusedtp.sim.lint import TARGETS
+from fusedtp.sim.options import CheckOptions
 from fusedtp.sim.workers import Found, Part
 
 CASES = """
@@ -85,6 +88,17 @@ def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys
     code, out, _ = check(capsys, *words)
     assert code == 1 and "read-write race" in row(out, "case_relaxed")[-1]
     assert f"fusedtp check {file}::case_relaxed --exhaust 1" in out
+
+
+@pytest.mark.slow
+def test_lint_compiles_the_same_case_and_says_each_finding_once(file, capsys):
+    code, out, _ = check(capsys, f"{file}::case_right", "--schedules", 2, "--lint")
+    assert code == 1 and row(out, "case_right")[-1] == "ok"
+    assert "TRITON_INTERPRET" not in os.environ  # or nothing would have been compiled
+    (finding,) = [line for line in out.splitlines() if "bounded-spin: " in line]
+    assert "exchange.py:" in finding
+    for target in TARGETS:
+        assert out.count(f"{target},") + out.count(f"{target}\n") == 1, out
 
 
 def test_a_fused_kernel_goes_by_its_name(capsys):
