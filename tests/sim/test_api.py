@@ -125,21 +125,22 @@ def test_wrong(schedule):
 """
 
 
+def plain_pytest(folder: Path) -> str:
+    """What pytest prints of the tests in a folder, interpreting, in a process of its own."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": f"{ROOT}:{folder}",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=170)
+    return done.stdout + done.stderr
+
+
 def test_hypothesis_draws_and_shrinks_schedules_in_plain_pytest(tmp_path):
     (tmp_path / "test_ring.py").write_text(TEST_FILE)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        tmp_path,
-        tmp_path,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=170)
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    shrunk = re.search(r"schedule=(Schedule\(.*?\))", re.sub(r"\s", "", done.stdout))
-    assert shrunk and shrunk[1] == "Schedule('random',0)", done.stdout
+    printed = plain_pytest(tmp_path)
+    assert "1 failed, 1 passed" in printed, printed
+    shrunk = re.search(r"schedule=(Schedule\(.*?\))", re.sub(r"\s", "", printed))
+    assert shrunk and shrunk[1] == "Schedule('random',0)", printed

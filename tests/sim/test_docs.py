@@ -1,0 +1,109 @@
+"""docs/checking-kernels.md is true: its kernel, its report, its repair, its tests and its commands are run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusedtp.sim.check import main
+from fusedtp.sim.options import CheckOptions
+from tests.sim.test_api import plain_pytest
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "checking-kernels.md"
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def block(language: str, index: int = 0) -> str:
+    return [text for name, text in BLOCKS if name == language][index]
+
+
+@pytest.fixture
+def ring(tmp_path, monkeypatch) -> Path:
+    """A folder with the page's ring.py, as the current one."""
+    path = tmp_path / "ring.py"
+    path.write_text(block("python", 0))
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def repair(path: Path) -> None:
+    (path.parent / "repair.diff").write_text(block("diff"))
+    subprocess.run(["git", "apply", "-p1", "repair.diff"], cwd=path.parent, check=True)
+
+
+def test_the_report_of_the_page_is_what_the_command_prints(ring, capsys):
+    assert main(["ring.py", "--workers", "2"]) == 1
+    printed = capsys.readouterr().out
+    report = printed[printed.index("ring.py::case_ring on 3 ranks") :].strip()
+    assert report == block("text").strip()
+
+
+@pytest.mark.slow
+def test_the_repaired_ring_passes_where_the_page_says(ring, capsys):
+    repair(ring)
+    assert main([*["ring.py", "--world-size", "2", "3", "4", "--schedules", "40", "--workers", "2"]]) == 0
+    assert capsys.readouterr().out.count(" ok ") == 3
+
+
+def test_the_words_about_lines_and_ranks_fit_the_report():
+    text, report = DOC.read_text(), block("text")
+    told = re.search(
+        r"Rank (\d) reads its box in line (\d+); rank (\d) stores into the same elements in line (\d+)", text
+    )
+    assert told
+    reader, read_line, writer, write_line = told.groups()
+    assert re.search(
+        rf"rank {reader}, exchange, program 0: load box of rank {reader} .*\n    ring.py:{read_line} ", report
+    )
+    assert re.search(
+        rf"rank {writer}, exchange, program 0: store box of rank {reader} .*\n    ring.py:{write_line} ",
+        report,
+    )
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_page_fail_on_the_race_and_pass_on_the_repair(ring):
+    (ring.parent / "test_ring.py").write_text(block("python", 1))
+    assert "2 failed" in plain_pytest(ring.parent)
+    repair(ring)
+    assert "2 passed" in plain_pytest(ring.parent)
+
+
+@pytest.mark.slow
+def test_the_lint_says_of_the_ring_what_the_page_says(ring, capsys):
+    assert "it names the loops that spin\nwithout a bound" in DOC.read_text()
+    main(["--lint", "ring.py", "--schedules", "1", "--workers", "1"])
+    findings = [
+        line for line in capsys.readouterr().out.splitlines() if "ring.py:" in line and "  " in line[:3]
+    ]
+    assert [line for line in findings if "bounded-spin" in line], findings
+
+
+def test_every_option_that_the_page_names_exists():
+    """Each command of the page is one that the command line takes, each option in its text too."""
+    import tyro
+
+    commands = re.findall(r"(?:^    |`|^\$ )(fusedtp check[^`#\n]*)", DOC.read_text(), re.MULTILINE)
+    assert len(commands) >= 6
+    for command in commands:
+        tyro.cli(CheckOptions, args=shlex.split(command)[2:])
+    fields = {f"--{name.replace('_', '-')}" for name in CheckOptions.__dataclass_fields__}
+    named = set(re.findall(r"(--[a-z][a-z-]+)", DOC.read_text()))
+    assert named <= fields, named - fields
+
+
+def test_what_the_page_says_of_gsan_holds_for_this_triton():
+    """3.9 has it, 3.6 and 3.7 do not; the other versions are not spoken of."""
+    find = "import importlib.util as u; print(u.find_spec('triton.experimental.gsan') is not None)"
+    import triton
+
+    has = subprocess.run(
+        [sys.executable, "-c", find], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    version = ".".join(triton.__version__.split(".")[:2])
+    assert {"3.6": "False", "3.7": "False", "3.9": "True"}.get(version, has) == has
