@@ -13,14 +13,15 @@ PYTHON ?=#         interpreter for .venv; default: the newest of python3.13, 3.1
 TORCH_INDEX ?=#    URL of the package index that torch comes from (its CPU build or a CUDA one); default: pip's
 DATA ?=#           text files or folders to train on; default: the standard library's source
 ARGS ?=#           more arguments for the command that the target runs
+TESTS ?= tests/kernels tests/sim# what the test-triton targets run
 GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train test lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train check test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@awk -F '[?]=#? *|# ' '/^[A-Z_]+ [?]=/ { printf "  %-15s %s\n", $$1, $$NF }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## make .venv and install what the constraints pin
@@ -28,8 +29,18 @@ venv: $(INSTALLED) ## make .venv and install what the constraints pin
 train: venv ## train a small Transformer, tensor parallel, and check it against one process
 	$(BIN)/fusedtp train --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
+check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
+	$(BIN)/fusedtp check $(ARGS)
+
 test: venv ## run every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)
+
+# In a venv of its own, see below. ARGS and TESTS apply; this Triton's interpreter fails on numpy 2.4.
+test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and lint with the oldest Triton, 3.6.0
+	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
+
+test-triton-new: $(VENV)-triton-3.9.0/installed ## test kernels, simulator and lint with the newest Triton, 3.9.0
+	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
 
 lint: venv ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
@@ -60,7 +71,7 @@ clean: ## delete what was built, not .venv and not runs/
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## delete .venv as well
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-triton-*
 
 # pip is the last thing that venv puts there, so an interrupted start is started again.
 $(BIN)/pip:
@@ -90,4 +101,16 @@ $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) |
 	pins=constraints-cpu.txt; \
 	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
 	$(PIP) install $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
+	touch $@
+
+# .venv with one exact Triton in place of its own: a venv that finds all other packages in .venv, so that torch is there
+# once. What is installed into it goes before them. Where .venv has that Triton already nothing is downloaded.
+$(VENV)-triton-%/installed: $(INSTALLED)
+	@set -e; rm -rf $(@D); $(BIN)/python -m venv --without-pip $(@D); \
+	has() { $(BIN)/python -c 'import sys; from importlib.metadata import version; print(version(sys.argv[1]))' $$1; }; \
+	packages=; [ "$$(has triton)" = "$*" ] || packages="triton==$*"; \
+	case "$* $$(has numpy)" in 3.6.*\ 2.[4-9]*|3.6.*\ 2.[1-9][0-9]*) packages="$$packages numpy<2.4";; esac; \
+	[ -z "$$packages" ] || $(PIP) --python $(@D)/bin/python install --quiet --no-deps $$packages; \
+	site() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	echo "import site; site.addsitedir('$$(site $(VENV))')" > "$$(site $(@D))/venv.pth"; \
 	touch $@
