@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from fusedtp.sim import lint
 from fusedtp.sim.lint import baseline
 
+pytestmark = pytest.mark.slow
 KERNELS = Path(__file__).parents[2] / "kernels"
 RESOURCES = {
     "spills",
