@@ -18,7 +18,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train check test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train check mutants test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ train: venv ## train a small Transformer, tensor parallel, and check it against 
 
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)
+
+mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found
+	$(BIN)/fusedtp check --mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)
 
 test: venv ## run every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)

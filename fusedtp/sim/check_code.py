@@ -1,8 +1,9 @@
-"""The compiled half of `fusedtp check`: kernels compiled for GPUs that need not be here, and judged by the lint."""
+"""What `fusedtp check` does beside running cases: compile kernels for the lint to judge, and seed mutants into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .workers import Found, UserError
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from .lint import Report
 
 
-def lint(found: Sequence[Found], compiled: Callable[[], object]) -> tuple[bool, list[Any]]:
+def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, list[Any]]:
     """Compile the kernels of these cases for every target: whether nothing is wrong, and what to print.
 
     compiled   called after each compilation
@@ -46,6 +47,20 @@ def lint(found: Sequence[Found], compiled: Callable[[], object]) -> tuple[bool, 
     )  # ranks and calls whose arguments specialise otherwise to the same code
     words = [*_by_finding(reports), *(f"worse than the baseline: {each}" for each in changes if each.worse)]
     return not words, [table(reports, changes), *words]
+
+
+def mutants(
+    workers: int, oldest_python: Path | None, judged: Callable[[int, int], None]
+) -> tuple[bool, list[Any]]:
+    """Seed faults into the library's kernels and judge each: whether all are found, and what to print.
+
+    judged   called with how many verdicts there are and how many there will be
+    """
+    from .mutants import run
+
+    python = None if oldest_python is None else str(oldest_python)
+    matrix = run(workers=workers, oldest_python=python, progress=lambda _, *counts: judged(*counts))
+    return matrix.clean, [matrix.table(), *matrix.lines()]
 
 
 def _by_finding(reports: Sequence[Report]) -> list[str]:
