@@ -18,8 +18,8 @@ GLOBAL_FENCE = r"fence\.proxy\.async(\.global)?\s*;"
     "barrier-before-release",
     "Only the thread that releases a flag is ordered by it: between the other threads' stores and the release "
     "stands a block barrier, on every path.",
-    "PTX ISA, Memory Consistency Model, 'Release and Acquire Patterns'; triton-lang/triton PR 10816: the compiler "
-    "puts no barrier there before 3.9",
+    "PTX ISA, Memory Consistency Model, 'Release and Acquire Patterns'; triton-lang/triton PRs 10816, 10415, 11591: "
+    "the compiler puts no barrier there before 3.9",
 )
 def barrier_before_release(made: Compiled, facts: Facts) -> Iterator[Finding]:
     of = made.listing.dialect
@@ -170,7 +170,7 @@ def _matmul_loops(facts: Facts) -> list[Op]:
     "tma-store",
     "What a peer reads is not stored by TMA before Triton 3.8: `wait_group.read` waits until the source may be "
     "reused, not until the data have landed.",
-    "PTX ISA, cp.async.bulk.wait_group; triton-lang/triton PR 10415",
+    "PTX ISA, cp.async.bulk.wait_group: what `.read` waits for; compiled code of Triton 3.6, 3.7 and 3.8",
 )
 def tma_store(made: Compiled, facts: Facts) -> Iterator[Finding]:
     releases = any(a.releases for a in facts.atomics if facts.peer_visible(a.op))
