@@ -90,6 +90,19 @@ def test_skipping_iterations_changes_nothing(operation: str, w: int, t: int, k: 
     assert fast.segments == slow.segments
 
 
+@pytest.mark.parametrize("kernel", [kernels.walks, kernels.strides])
+@pytest.mark.parametrize("blocks", [1, 5, 6, 7, 40])
+def test_what_a_loop_carries_is_where_it_would_be(kernel: object, blocks: int) -> None:
+    """An address that was not moved on would lie before the tensor; a sum that grows unevenly stops the skipping."""
+    b = 16
+    counter = torch.zeros(2, dtype=torch.int32)
+    args = dict(src=torch.zeros(blocks * b), counter=counter, N=blocks * b, B=b)
+    got = Engine(Run([[Launch(kernel, 1, args)]]), SMALL).run()
+    assert counter[0] == 3 * blocks
+    assert counter[1] == (sum(range(0, blocks * b, b)) if kernel is kernels.walks else 0)
+    assert got.memory[0] >= 4 * b * (blocks + 1)
+
+
 def test_a_run_is_the_same_every_time() -> None:
     problem = Problem(GATHER, 300, (200, 100), 256, 4)
     assert time(problem) == time(problem)
@@ -163,6 +176,15 @@ def test_transfers_that_want_too_much_share_in_proportion(wants: list[int], capa
     assert len(ended) == len(wants)
     assert max(ended) == pytest.approx(max(1.0, sum(wants) / capacity, max(wants) / capacity))
     assert share.gone() == pytest.approx(sum(wants))
+
+
+def test_a_transfer_that_nothing_holds_back_takes_the_capacity() -> None:
+    nbytes, node = 1 << 24, SMALL.but(copy_bandwidth=inf, copy_latency=0.0)
+    memory = symmetric("box", 2, (nbytes,), torch.uint8)
+    copy = Copy(memory.tensors[1], torch.zeros(nbytes, dtype=torch.uint8))
+    assert Engine(Run([[copy], []], [memory]), node).run().total == pytest.approx(
+        nbytes / node.link_bandwidth
+    )
 
 
 # -- waits -------------------------------------------------------------------------------------------------------------

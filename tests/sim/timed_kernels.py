@@ -51,3 +51,32 @@ def sorts(src, dst, N: tl.constexpr):
 def past_the_end(src, N: tl.constexpr):
     """Stores one element too far."""
     tl.store(src + 1 + tl.arange(0, N), tl.load(src + tl.arange(0, N)))
+
+
+@triton.jit
+def walks(src, counter, N: tl.constexpr, B: tl.constexpr):
+    """Copies blocks in place, then stores just before where the walk ended, and how far it came."""
+    at = src + tl.arange(0, B)
+    steps = 0
+    blocks = 0
+    for k in range(0, N, B):
+        tl.store(at, tl.load(at))
+        at += B
+        steps += 3
+        blocks += k
+    tl.store(at - B, tl.load(at - B))
+    tl.store(counter, steps)
+    tl.store(counter + 1, blocks)
+
+
+@triton.jit
+def strides(src, counter, N: tl.constexpr, B: tl.constexpr):
+    """As `walks`, with nothing carried that grows unevenly: its loop is one event."""
+    at = src + tl.arange(0, B)
+    steps = 0
+    for _ in range(0, N, B):
+        tl.store(at, tl.load(at))
+        at += B
+        steps += 3
+    tl.store(at - B, tl.load(at - B))
+    tl.store(counter, steps)

@@ -12,8 +12,8 @@ SM         one program at a time; programs of a rank start in the order of their
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +23,15 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from ..case import Await, Copy, Launch, Run, Signal
 from ..clocks import Order
-from ..faults import Access, Fault, SimulationFault, UnsupportedKernel, Wait
-from .account import DOT, LOAD, STALL, STORE, Account, Entry
+from ..faults import Access, Fault, SimulationFault, Wait
+from .account import Account
 from .actor import Actor, Gpu, Stream
 from .language import Language
 from .loops import Loop
 from .node import Node
 from .source import HOST, Program
 from .timeline import COMPUTE, MEMORY, SEND, WAIT, Segment, Timeline
+from .traffic import Traffic
 from .words import Words
 
 SAME_READS = 2  # times round all words that a program polls before it counts as waiting
@@ -45,11 +46,11 @@ class Engine:
         self.node, self.exact = node, exact
         self.now = 0.0
         self.segments: list[Segment] = []
-        self.sent: Counter[tuple[int, int]] = Counter()
         self.switches = 0
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._number = self._vain = 0
         self._gpus = [Gpu(self, node) for _ in run.work]
+        self.traffic = Traffic(node, self._gpus)
         self._streams = [
             Stream(rank, name, [w for w in work if w.stream == name])
             for rank, work in enumerate(run.work)
@@ -88,7 +89,7 @@ class Engine:
                     actor.greenlet.throw(GreenletExit)
         total = max((s.end for s in self.segments), default=end)
         flops, memory = tuple(g.flops for g in self._gpus), tuple(g.memory.moved for g in self._gpus)
-        return Timeline(total, tuple(self.segments), dict(self.sent), flops, memory, self.switches)
+        return Timeline(total, tuple(self.segments), dict(self.traffic.sent), flops, memory, self.switches)
 
     def _next(self, stream: Stream) -> None:
         """Start the stream's next work, if there is any."""
@@ -156,6 +157,9 @@ class Engine:
             self.at(self.now + seconds, lambda: self._go(me))
             self._block()
 
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        self.at(self.now + seconds, action)
+
     def _arrived(self, actor: Actor) -> None:
         actor.pending -= 1
         if not actor.pending:
@@ -185,78 +189,20 @@ class Engine:
             return
         me.progressed(self.now)
         self._vain = 0
-        gpu, node = self._gpus[me.rank], self.node
-        products, port, stalls, missed = 0.0, 0, 0, 0
-        loads: Counter[int] = Counter()
-        stores: Counter[int] = Counter()
-        for entry in entries:
-            if entry.what == DOT:
-                products += entry.amount / self._rate(str(entry.where))
-                gpu.flops += entry.amount
-            elif entry.what == STALL:
-                stalls += entry.amount
-            else:
-                port += entry.amount
-                rank = int(entry.where)
-                if entry.what == STORE:
-                    stores[rank] += entry.amount
-                elif rank == me.rank:
-                    missed += self._missed(gpu, entry)
-                else:
-                    loads[rank] += entry.amount
-        latency = 2 * node.link_latency if loads else node.memory_latency
-        alone = stalls * latency + max(products, port / node.sm_bandwidth)
+        cost = self.traffic.cost(me.rank, entries)
         begin, me.pending = self.now, 1
         arrived = lambda: self._arrived(me)  # noqa: E731
-        self.at(self.now + alone, arrived)
-        if missed:
-            self._transfer(me, [gpu.memory], missed, alone, arrived)
-        for rank, nbytes in loads.items():
-            self._transfer(me, self._route(rank, me.rank, nbytes), nbytes, alone, arrived)
-        for rank, nbytes in stores.items():
-            self._store(me, rank, nbytes, alone)
-        self._block()
-        me.away = any(rank != me.rank for rank in (*loads, *stores))
-        self._segment(COMPUTE if products else SEND if me.away else MEMORY, begin, me.last)
-
-    def _rate(self, dtype: str) -> float:
-        known = self.node.flops
-        name = "fp32" if dtype == "tf32" and dtype not in known else dtype
-        if name not in known:
-            raise UnsupportedKernel(
-                f"machine {self.node.name} says no rate for products in {dtype}; known: {', '.join(known)}"
-            )
-        return known[name] / self.node.sms
-
-    def _missed(self, gpu: Gpu, entry: Entry) -> int:
-        assert entry.what == LOAD and entry.key is not None
-        return gpu.missed(entry.key, entry.amount)
-
-    def _route(self, source: int, to: int, nbytes: int) -> list[Any]:
-        """What bytes from one rank's memory to another's go through."""
-        a, b = self._gpus[source], self._gpus[to]
-        if source == to:
-            return [a.memory]
-        self.sent[source, to] += nbytes
-        return [a.memory, a.egress, b.ingress]
-
-    def _transfer(
-        self, me: Actor, route: Sequence[Any], nbytes: int, alone: float, done: Callable[[], None]
-    ) -> None:
-        for share in route:
+        self.at(self.now + cost.alone, arrived)
+        for share, nbytes in self.traffic.loads(me.rank, cost):
             me.pending += 1
-            share.add(nbytes, alone, done)
-
-    def _store(self, me: Actor, rank: int, nbytes: int, alone: float) -> None:
-        """Stores leave; nobody waits for them before a release."""
-        there = self._gpus[rank].memory
-        route = [there]
-        if rank != me.rank:
-            route += self._route(me.rank, rank, nbytes)[1:]
-        latency = self.node.link_latency if rank != me.rank else 0.0
-        me.flying += len(route)
-        for share in route:
-            share.add(nbytes, alone, lambda: self.at(self.now + latency, lambda: self._landed(me)))
+            share.add(nbytes, cost.alone, arrived)
+        for share, nbytes, latency in self.traffic.stores(me.rank, cost):
+            me.flying += 1
+            landed = partial(self._landed, me)
+            share.add(nbytes, cost.alone, partial(self._later, latency, landed))
+        self._block()
+        me.away = cost.away(me.rank)
+        self._segment(COMPUTE if cost.products else SEND if me.away else MEMORY, begin, me.last)
 
     def _land(self) -> None:
         """Wait until all stores of the running program have landed."""
@@ -437,9 +383,9 @@ class Engine:
         for first in range(0, total, max(each, 1)):
             nbytes = min(each, total - first)
             begin, me.pending = self.now, 0
-            route = [self._gpus[me.rank].engines, self._gpus[to].memory, *self._route(source, to, nbytes)]
-            alone = nbytes / self.node.copy_bandwidth
-            self._transfer(me, route, nbytes, alone, lambda: self._arrived(me))
+            for share in self.traffic.copy(me.rank, source, to, nbytes):
+                me.pending += 1
+                share.add(nbytes, nbytes / self.node.copy_bandwidth, lambda: self._arrived(me))
             self._block()
             self._segment(SEND if source != to else MEMORY, begin, me.last)
         if not work.src.dtype.is_floating_point and work.src.dtype.itemsize >= 4:

@@ -7,6 +7,7 @@ keeps it in a register, or it comes with the atomics, whose latency is counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
@@ -17,13 +18,8 @@ import torch
 from ..clocks import Order
 from ..faults import UnsupportedKernel
 from .account import Account
-from .values import Mask, Tile, broadcast, elementwise, transpose, unknown_like
-
-PASSED = ("constexpr", "pointer_type", "block_type", "dtype", "tensor", "tuple", "const", "void")
-UNKNOWN = (
-    "abs", "ceil", "clamp", "cos", "div_rn", "erf", "exp", "exp2", "fdiv", "floor", "fma", "log", "log2", "rand",
-    "randn", "rsqrt", "sigmoid", "sin", "softmax", "sqrt", "sqrt_rn", "tanh", "umulhi",
-)  # fmt: skip
+from .shapes import Shapes
+from .values import Mask, Tile, broadcast
 
 
 class Runtime(Protocol):
@@ -64,40 +60,20 @@ def _integer(dtype: Any) -> np.dtype | None:
 def _names() -> dict[torch.dtype, str]:
     """What Triton calls torch's dtypes."""
     same = (
-        "float16",
-        "float32",
-        "float64",
-        "bfloat16",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-    )
-    names = {getattr(torch, name): name for name in (*same, "uint64")}
+        "float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64",
+        "uint8", "uint16", "uint32", "uint64",
+    )  # fmt: skip
+    names = {getattr(torch, name): name for name in same}
     names |= {torch.bool: "int1", torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
     return names
 
 
-class Language:
+class Language(Shapes):
     """Stands for triton.language in a kernel that source.py made."""
 
     def __init__(self, runtime: Runtime) -> None:
-        import triton.language as tl
-
-        self._runtime, self._tl = runtime, tl
-        self.math = self.extra = self
-        Mask.dtype = tl.int1
-        for name in UNKNOWN:
-            setattr(self, name, _left_out)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._tl, name, None)
-        if isinstance(value, self._tl.dtype) or name in PASSED:
-            return value
-        raise UnsupportedKernel(f"tl.{name} is not known to the timed run")
+        super().__init__()
+        self._runtime = runtime
 
     def argument(self, value: Any) -> Any:
         """An argument of a launch as the kernel sees it."""
@@ -114,134 +90,13 @@ class Language:
             return Descriptor(self, base, tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
         return value
 
-    # -- programs and shapes ---------------------------------------------------------------------------------------
+    # -- programs and memory ---------------------------------------------------------------------------------------
 
     def program_id(self, axis: int) -> int:
         return self._runtime.program[axis]
 
     def num_programs(self, axis: int) -> int:
         return self._runtime.grid[axis]
-
-    @staticmethod
-    def static_range(*bounds: int, **_: Any) -> range:
-        return range(*bounds)
-
-    range = static_range
-
-    def arange(self, start: int, end: int) -> Tile:
-        return Tile((end - start,), self._tl.int32, start, (1,))
-
-    def full(self, shape: Any, value: Any, dtype: Any) -> Any:
-        shape = tuple(int(n) for n in shape)
-        if not shape:
-            return value
-        if dtype.is_floating() or not isinstance(value, (int, bool)):
-            return Tile(shape, dtype, known=False)
-        return Tile(shape, dtype, int(value), (0,) * len(shape))
-
-    def zeros(self, shape: Any, dtype: Any) -> Any:
-        return self.full(shape, 0, dtype)
-
-    def zeros_like(self, value: Any) -> Any:
-        return self.full(value.shape, 0, value.dtype) if isinstance(value, Tile) else 0
-
-    def cdiv(self, a: int, b: int) -> int:
-        return -(-a // b)
-
-    def cast(self, value: Any, dtype: Any, **_: Any) -> Any:
-        from .source import _to
-
-        return _to(value, dtype)
-
-    def reshape(self, value: Tile, *shape: Any, **_: Any) -> Tile:
-        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-            shape = tuple(shape[0])
-        data = value.dense().reshape(shape) if value.known else None
-        return Tile(tuple(int(n) for n in shape), value.dtype, data=data, known=value.known)
-
-    view = reshape
-
-    def broadcast_to(self, value: Any, *shape: Any) -> Any:
-        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-            shape = tuple(shape[0])
-        return value + Tile(tuple(shape), self._tl.int32, 0, (0,) * len(shape))
-
-    def expand_dims(self, value: Any, axis: int) -> Any:
-        index: list[Any] = [slice(None)] * len(value.shape)
-        index.insert(axis, None)
-        return value[tuple(index)]
-
-    def trans(self, value: Any, *_: Any) -> Any:
-        return transpose(value)
-
-    permute = trans
-
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
-        if not isinstance(condition, (Mask, Tile)):
-            return a if condition else b
-        same = isinstance(a, Tile) and a.shape == condition.shape
-        if same and isinstance(condition, Mask) and condition.everywhere:
-            return a
-        if not condition.known or any(isinstance(v, float) or not getattr(v, "known", True) for v in (a, b)):
-            return unknown_like(condition, a, b)
-        c = condition.dense().astype(bool)
-        x, y = (v.dense() if isinstance(v, Tile) else v for v in (a, b))
-        dtype = a.dtype if isinstance(a, Tile) else b.dtype if isinstance(b, Tile) else self._tl.int32
-        out = np.where(c, x, y)
-        return Tile(out.shape, dtype, data=out)
-
-    def minimum(self, a: Any, b: Any, **_: Any) -> Any:
-        if isinstance(a, Tile) or isinstance(b, Tile):
-            return elementwise(np.minimum, a, b)
-        return min(a, b)
-
-    def maximum(self, a: Any, b: Any, **_: Any) -> Any:
-        if isinstance(a, Tile) or isinstance(b, Tile):
-            return elementwise(np.maximum, a, b)
-        return max(a, b)
-
-    def _reduced(self, function: Callable, value: Any, axis: int | None, keep_dims: bool) -> Any:
-        shape = value.shape
-        axes = tuple(range(len(shape))) if axis is None else (axis % len(shape),)
-        kept = tuple(1 if d in axes else n for d, n in enumerate(shape) if keep_dims or d not in axes)
-        if not value.known or (isinstance(value, Tile) and value.dtype.is_floating()):
-            return Tile(kept, value.dtype, known=False)
-        out = np.asarray(function(value.dense().astype(np.int64), axis=axes)).reshape(kept)
-        return Tile(kept, value.dtype, data=out) if kept else int(out)
-
-    def sum(self, value: Any, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Any:
-        return self._reduced(np.sum, value, axis, keep_dims)
-
-    def max(self, value: Any, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Any:
-        return self._reduced(np.max, value, axis, keep_dims)
-
-    def min(self, value: Any, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Any:
-        return self._reduced(np.min, value, axis, keep_dims)
-
-    def cumsum(self, value: Any, axis: int = 0, **_: Any) -> Any:
-        if not value.known:
-            return Tile(value.shape, value.dtype, known=False)
-        return Tile(value.shape, value.dtype, data=np.cumsum(value.dense(), axis=axis))
-
-    # -- hints -----------------------------------------------------------------------------------------------------
-
-    def multiple_of(self, value: Any, *_: Any) -> Any:
-        return value
-
-    max_contiguous = max_constancy = multiple_of
-
-    def assume(self, *_: Any) -> None: ...
-
-    debug_barrier = static_print = device_print = device_assert = assume
-
-    def static_assert(self, condition: bool, message: str = "") -> None:
-        assert condition, message
-
-    def inline_asm_elementwise(self, *_: Any, **__: Any) -> int:
-        """Such as a clock: time stands still for a kernel, so no wait gives up."""
-        return 0
-
-    # -- memory ----------------------------------------------------------------------------------------------------
 
     def _extent(self, what: str, pointer: Tile, mask: Any) -> tuple[int, int, int, int]:
         """(elements, rank, first address, last address) of an access; elements 0: none."""
@@ -334,7 +189,7 @@ class Language:
         if name == "fp32" and input_precision in (None, "tf32", "tf32x3"):
             name = "tf32"
         name = "fp8" if name.startswith("fp8") else name
-        self._runtime.account.dot(name, 2 * int(np.prod(batch)) * m * n * k)
+        self._runtime.account.dot(name, 2 * math.prod(batch) * m * n * k)
         dtype = acc.dtype if isinstance(acc, Tile) else self._tl.float32
         return Tile((*batch, m, n), dtype, known=False)
 
@@ -442,8 +297,3 @@ class Descriptor:
 
 def _swapped(change: Callable[[int, int], int], value: int, old: int) -> int:
     return change(old, value)
-
-
-def _left_out(*values: Any, **_: Any) -> Any:
-    """A function of floating point data."""
-    return unknown_like(*values)

@@ -23,7 +23,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ..faults import Site, UnsupportedKernel
-from .values import Mask, Tile, inverted, quotient, remainder
+from .values import converted, dtype_of, inverted, quotient, remainder
 
 HOST = Site("host", 0, "host", 0)
 
@@ -65,7 +65,7 @@ class Program:
         self._codes: set[CodeType] = set()
         self._spaces: dict[int, dict[str, Any]] = {}
         self._helpers = dict(
-            __to__=_to, __dtype__=_dtype_of, __quotient__=quotient, __remainder__=remainder,
+            __to__=converted, __dtype__=dtype_of, __quotient__=quotient, __remainder__=remainder,
             __inverted__=inverted, __loop__=loop,
         )  # fmt: skip
 
@@ -145,23 +145,6 @@ def _names(code: Any) -> set[str]:
         if hasattr(inner, "co_names"):
             names |= _names(inner)
     return names
-
-
-def _to(value: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(value, (Tile, Mask)):
-        return value.to(*args, **kwargs)
-    dtype = args[0] if args else kwargs["dtype"]
-    if dtype.is_ptr():
-        return Tile((), dtype, int(value))
-    return float(value) if dtype.is_floating() else value if isinstance(value, bool) else int(value)
-
-
-def _dtype_of(value: Any) -> Any:
-    if isinstance(value, (bool, int, float)):
-        import triton.language as tl
-
-        return tl.int1 if isinstance(value, bool) else tl.int32 if isinstance(value, int) else tl.float32
-    return value.dtype
 
 
 @lru_cache(maxsize=512)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,6 @@ class Mask:
     """Which elements of a block: the box of `bounds` (low, high for each axis), or an array, or data-dependent."""
 
     __slots__ = ("bounds", "data", "known", "shape")
-    dtype: Any = None  # set by language.py to int1
 
     def __init__(
         self,
@@ -163,6 +163,10 @@ class Mask:
         known: bool = True,
     ) -> None:
         self.shape, self.bounds, self.data, self.known = shape, bounds, data, known
+
+    @property
+    def dtype(self) -> Any:
+        return _language().int1
 
     def dense(self) -> np.ndarray:
         if not self.known:
@@ -414,3 +418,28 @@ def remainder(a: Any, b: Any) -> Any:
 def inverted(a: Any) -> Any:
     """~a; of a scalar condition its negation."""
     return (not a) if isinstance(a, bool) else ~a
+
+
+@cache
+def _language() -> Any:
+    import triton.language as tl
+
+    return tl
+
+
+def converted(value: Any, dtype: Any, **_: Any) -> Any:
+    """value.to(dtype); an integer that becomes a pointer is an address."""
+    if isinstance(value, (Tile, Mask)):
+        return value.to(dtype)
+    if dtype.is_ptr():
+        return Tile((), dtype, int(value))
+    return float(value) if dtype.is_floating() else value if isinstance(value, bool) else int(value)
+
+
+def dtype_of(value: Any) -> Any:
+    """value.dtype, also of a plain number."""
+    if isinstance(value, bool):
+        return _language().int1
+    if isinstance(value, int):
+        return _language().int32
+    return _language().float32 if isinstance(value, float) else value.dtype

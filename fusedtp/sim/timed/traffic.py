@@ -1,0 +1,101 @@
+"""What a segment costs and where its bytes go: products, the SM's port, memories, links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..faults import UnsupportedKernel
+from .account import DOT, STALL, STORE, Entry
+from .actor import Gpu
+from .node import Node
+from .share import Share
+
+
+@dataclass
+class Cost:
+    """alone       seconds if nothing is shared
+    products    seconds of them in products
+    missed      bytes of loads from the own memory that the cache does not have
+    loaded      bytes from other ranks' memories, by rank
+    stored      bytes to all ranks' memories, by rank
+    """
+
+    alone: float = 0.0
+    products: float = 0.0
+    missed: int = 0
+    loaded: Counter[int] = field(default_factory=Counter)
+    stored: Counter[int] = field(default_factory=Counter)
+
+    def away(self, rank: int) -> bool:
+        """Whether anything goes over a link."""
+        return any(other != rank for other in (*self.loaded, *self.stored))
+
+
+class Traffic:
+    """Knows the node and what its GPUs share; counts products by rank and bytes by (source, destination)."""
+
+    def __init__(self, node: Node, gpus: Sequence[Gpu]) -> None:
+        self._node, self._gpus = node, gpus
+        self.sent: Counter[tuple[int, int]] = Counter()
+
+    def cost(self, rank: int, entries: Sequence[Entry]) -> Cost:
+        """Of what a program of this rank did. Raises UnsupportedKernel for products whose rate nobody says."""
+        gpu, node, cost = self._gpus[rank], self._node, Cost()
+        moved = stalls = 0
+        for what, where, amount, key in entries:
+            if what == DOT:
+                cost.products += amount / self._rate(str(where))
+                gpu.flops += amount
+            elif what == STALL:
+                stalls += amount
+            else:
+                moved += amount
+                owner = int(where)
+                if what == STORE:
+                    cost.stored[owner] += amount
+                elif owner != rank:
+                    cost.loaded[owner] += amount
+                else:
+                    assert key is not None
+                    cost.missed += gpu.missed(key, amount)
+        latency = 2 * node.link_latency if cost.loaded else node.memory_latency
+        cost.alone = stalls * latency + max(cost.products, moved / node.sm_bandwidth)
+        return cost
+
+    def _rate(self, dtype: str) -> float:
+        """Of one SM."""
+        known = self._node.flops
+        name = "fp32" if dtype == "tf32" and dtype not in known else dtype
+        if name not in known:
+            raise UnsupportedKernel(
+                f"machine {self._node.name} says no rate for products in {dtype}; known: {', '.join(known)}"
+            )
+        return known[name] / self._node.sms
+
+    def loads(self, rank: int, cost: Cost) -> Iterator[tuple[Share, int]]:
+        """Transfers without which the segment does not end."""
+        if cost.missed:
+            yield self._gpus[rank].memory, cost.missed
+        for owner, nbytes in cost.loaded.items():
+            for share in (self._gpus[owner].memory, *self._link(owner, rank, nbytes)):
+                yield share, nbytes
+
+    def stores(self, rank: int, cost: Cost) -> Iterator[tuple[Share, int, float]]:
+        """Transfers that leave with the segment, and the latency until each has landed."""
+        for owner, nbytes in cost.stored.items():
+            latency = self._node.link_latency if owner != rank else 0.0
+            for share in (self._gpus[owner].memory, *self._link(rank, owner, nbytes)):
+                yield share, nbytes, latency
+
+    def copy(self, rank: int, source: int, to: int, nbytes: int) -> list[Share]:
+        """What a copy by this rank's engines goes through."""
+        ends = (self._gpus[source].memory, self._gpus[to].memory)
+        return [self._gpus[rank].engines, *ends, *self._link(source, to, nbytes)]
+
+    def _link(self, source: int, to: int, nbytes: int) -> tuple[Share, ...]:
+        if source == to:
+            return ()
+        self.sent[source, to] += nbytes
+        return self._gpus[source].egress, self._gpus[to].ingress
