@@ -1,38 +1,37 @@
 """Each known bug is found with the right diagnosis, and the same kernel made right shows no fault."""
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from fusedtp.sim import RULES
-from fusedtp.sim.known_bugs import judge, known_bugs
-from fusedtp.sim.mutants.pool import interpreting
+from fusedtp.sim.known_bugs import hoisted, judge, known_bugs
+from fusedtp.sim.workers import Pool, pool
 
 SCHEDULES = 48  # six strategies, four residencies, stores in time and late
 NAMES = [bug.name for bug in known_bugs()]
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[ProcessPoolExecutor]:
-    with interpreting() as pool:
-        yield pool
+def workers() -> Iterator[Pool]:
+    with pool(2) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bug_is_found_with_its_rule_memory_and_lines(workers: ProcessPoolExecutor, name: str) -> None:
+def test_the_bug_is_found_with_its_rule_memory_and_lines(workers: Pool, name: str) -> None:
     _outcome, objections = workers.submit(judge, name, False).result(timeout=120)
     assert not objections, "\n".join(objections)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_twin_passes_every_schedule(workers: ProcessPoolExecutor, name: str) -> None:
+def test_the_twin_passes_every_schedule(workers: Pool, name: str) -> None:
     outcome, objections = workers.submit(judge, name, True, SCHEDULES).result(timeout=120)
     assert not objections, "\n".join(objections)
     assert outcome.schedules == SCHEDULES
 
 
-def test_a_report_of_something_else_does_not_count(workers: ProcessPoolExecutor) -> None:
+def test_a_report_of_something_else_does_not_count(workers: Pool) -> None:
     """Every bug's own expectation refuses every other bug's report."""
     faults = {name: workers.submit(judge, name, False).result(timeout=120)[0].fault for name in NAMES}
     for bug in known_bugs():
@@ -43,3 +42,13 @@ def test_a_report_of_something_else_does_not_count(workers: ProcessPoolExecutor)
         for name, fault in faults.items():
             if name != bug.name and not {name, bug.name} <= alike:
                 assert bug.objections(fault), f"{name}'s report counts as {bug.name}"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_the_load_that_the_compiler_hoists_is_found_in_its_code(target: str) -> None:
+    assert not hoisted(False, target), "\n".join(hoisted(False, target))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_a_wait_outside_the_pipelined_loop_breaks_no_rule(target: str) -> None:
+    assert not hoisted(True, target), "\n".join(hoisted(True, target))

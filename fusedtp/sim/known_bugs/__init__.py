@@ -194,3 +194,35 @@ def _replayed(fixed: bool) -> Run:
         )  # fmt: skip
         work.append([Launch(_kernel("replayed"), 1, args)] * 2)
     return Run(work, [boxes, words], lambda: compare("y", y, x[::-1]))
+
+
+HOISTED = "hoisted load"
+
+
+def hoisted(fixed: bool, target: str = "sm_90", python: str | None = None) -> list[str]:
+    """What is wrong in the lint's report of the load that is moved before its wait; none if the diagnosis is right.
+
+    fixed    the twin, whose report must be empty
+    target   a name of lint.TARGETS
+    python   an interpreter with another Triton, this one where None
+    Raises lint.CompileError.
+    """
+    from .. import lint
+
+    path = Path(__file__).with_name("compiled.py")
+    numbers = dict.fromkeys(("limit", "K"), "i32")
+    case = lint.CompileCase(
+        "gated_matmul", target, HOISTED, path=str(path),
+        signature={**dict.fromkeys(("inbox", "w"), "*fp16"), "y": "*fp32", "flags": "*i32", **numbers},
+        constexprs=dict(M=128, BLOCK_K=64, CHUNK=1024, OUTSIDE=fixed),
+        options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3),
+        aligned=("inbox", "w", "y", "K"), shared=("inbox", "flags"),
+    )  # fmt: skip
+    (report,) = lint.check_case(case, python=python)
+    found = [finding for finding in report.findings if finding.rule == "gated-load"]
+    if fixed:
+        return [str(finding) for finding in report.findings]
+    lines = [_source_line(*finding.frames[0]) for finding in found if finding.frames]
+    if not found:
+        return ["no load is found ahead of its wait", *map(str, report.findings)]
+    return [] if any("tl.load(inbox" in line for line in lines) else [f"points at {lines}"]
