@@ -1,0 +1,195 @@
+"""Mutation operators that move statements: a signal before the stores it announces, a wait after the loads it gates."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .mutant import Mutant
+from .operators import LINT, about, make, statement_calls
+from .source import Edit, File, Sources, called
+
+
+class Place(NamedTuple):
+    """A statement of a block that holds what is looked for, and the conditions left behind on the way there."""
+
+    block: list[ast.stmt]
+    at: int
+    conditions: list[str]
+
+
+def _places(file: File, statement: ast.stmt) -> Iterator[Place]:
+    """The statement's own block, then the enclosing ones, out of `if` (with its condition) and, where the statement is
+    all it does, out of `for`."""
+    conditions: list[str] = []
+    at: ast.stmt = statement
+    while True:
+        block = file.block_of(at)
+        yield Place(block, block.index(at), list(conditions))
+        parent = file.parents[at]
+        if isinstance(parent, ast.If) and at in parent.body:
+            conditions.insert(0, file.of(parent.test))
+        elif not (isinstance(parent, ast.For) and block == [at] and not conditions):
+            return
+        assert isinstance(parent, ast.stmt)
+        at = parent
+
+
+def _does(sources: Sources, statement: ast.stmt, what: str) -> bool:
+    """Whether a statement loads or stores anything itself, waits and signals apart."""
+    others = sources.waits | sources.notifies
+    names = {called(node) for node in ast.walk(statement)} - {""} - others
+    return any(sources.reaches(name, {what}) for name in names)
+
+
+def _indented(file: File, text: str, at: ast.stmt) -> str:
+    """A statement's text as it stands in the block of `at`."""
+    first, *rest = text.splitlines()
+    body = textwrap.dedent("\n".join(rest)).splitlines()
+    return "\n".join([first, *(" " * (at.col_offset + 4) + line for line in body)])
+
+
+def notify_early(sources: Sources) -> Iterator[Mutant]:
+    """Each signal, moved before the stores that it announces."""
+    for file, node, _call in statement_calls(sources, sources.notifies):
+        for block, index, conditions in _places(file, node):
+            stores = [each for each in block[:index] if _does(sources, each, "store")]
+            if stores and not conditions:
+                moved = block[index]
+                text = _indented(file, file.of(moved), stores[-1])
+                start = file.span(stores[-1])[0]
+                edits = (
+                    file.replace(moved, "pass"),
+                    Edit(file.name, start, start, text + "\n" + " " * stores[-1].col_offset),
+                )
+                yield make(
+                    "notify early",
+                    file,
+                    node,
+                    "",
+                    "signal before store",
+                    edits=edits,
+                    after="before the store",
+                )
+                break
+
+
+def wait_late(sources: Sources) -> Iterator[Mutant]:
+    """Each wait, moved after the loads that it gates."""
+    for file, node, call in statement_calls(sources, sources.waits):
+        for block, index, conditions in _places(file, node):
+            loads = [each for each in block[index + 1 :] if _does(sources, each, "load")]
+            if loads:
+                moved = node if conditions else block[index]
+                last = loads[-1]
+                indent = "\n" + " " * last.col_offset
+                text = _indented(file, file.of(moved), last)
+                if conditions:
+                    text = "if " + " & ".join(f"({c})" for c in conditions) + ": " + file.of(node)
+                end = file.span(last)[1]
+                edits = (file.replace(moved, "pass"), Edit(file.name, end, end, indent + text))
+                subject = f"wait for {about(call)} after load"
+                yield make("wait late", file, node, "", subject, edits=edits, after="after the loads")
+                break
+
+
+def empty_shard(sources: Sources) -> Iterator[Mutant]:
+    """Each arrival, signalled or waited for only where the shard has rows."""
+    for file, node, call in statement_calls(sources, sources.waits | sources.notifies):
+        function, name = file.function_of(node), called(call)
+        assert function is not None
+        parameters = [each.arg for each in function.args.args]
+        if about(call) != "arrival" or not {"sizes", "M"} & set(parameters):
+            continue
+        if "sizes" not in parameters:
+            text = f"if M > 0: {file.of(node)}"
+        elif name in sources.notifies:
+            own = "shard(sizes, signals.rank_of(peers), peers.world_size)[0]"
+            text = f"if {own} > 0: {file.of(node)}"
+        elif len(call.args) > 1:
+            text = f"if shard(sizes, {file.of(call.args[1])}, peers.world_size)[0] > 0: {file.of(node)}"
+        else:
+            peer = "(signals.rank_of(peers) + each) % peers.world_size"
+            pad = "\n" + " " * (node.col_offset + 4)
+            text = (
+                f"for each in range(1, peers.world_size):{pad}"
+                f"if shard(sizes, {peer}, peers.world_size)[0] > 0:{pad}    signals.wait_arrival(peers, {peer})"
+            )
+        kind = "signal" if name in sources.notifies else "wait"
+        yield make(f"empty shard: no {kind}", file, node, text, f"no {kind} of an empty shard")
+
+
+def wait_in_loop(sources: Sources) -> Iterator[Mutant]:
+    """Each wait before a matmul, moved into the matmul's loop over K."""
+    for file, node, _call in statement_calls(sources, sources.waits):
+        for block, index, conditions in _places(file, node):
+            chain = next((c for each in block[index + 1 :] if (c := _dot_chain(sources, each))), None)
+            if chain:
+                edits = (file.replace(node, "pass"), *_gated(sources, file, node, chain, conditions))
+                yield make(
+                    "wait in K loop", file, node, "", "wait in loop", edits=edits, judges=LINT,
+                    after="in the loop of " + called(chain[-1]),
+                )  # fmt: skip
+                break
+
+
+def _dot_chain(sources: Sources, statement: ast.stmt) -> list[ast.Call]:
+    """Calls that lead from a statement to the function that holds the loop over K, outermost first."""
+    chain: list[ast.Call] = []
+    at: ast.AST = statement
+    while True:
+        call = next(
+            (n for n in ast.walk(at) if isinstance(n, ast.Call) and sources.reaches(called(n), {"dot"})), None
+        )
+        if call is None or called(call) == "dot":
+            return chain
+        chain.append(call)
+        at = _function(sources, called(call))
+
+
+def _function(sources: Sources, name: str) -> ast.FunctionDef:
+    return next(f for file in sources.files.values() for f in file.functions if f.name == name)
+
+
+def _gated(
+    sources: Sources, file: File, wait: ast.Expr, chain: list[ast.Call], conditions: list[str]
+) -> tuple[Edit, ...]:
+    """Copies of the chain's functions with the wait as the first statement of the last one's loop, called instead."""
+    text = file.of(wait)
+    if conditions:
+        text = "if " + " & ".join(f"({c})" for c in conditions) + ": " + text
+    (statement,) = ast.parse(text).body
+    known = {"tl", "signals"} | set(sources.calls)
+    names = sorted({n.id for n in ast.walk(statement) if isinstance(n, ast.Name)} - known)
+    for n in ast.walk(statement):
+        if isinstance(n, ast.Name) and n.id in names:
+            n.id = f"gate_{n.id}"
+    copies = []
+    for depth, call in enumerate(chain):
+        function = copy.deepcopy(_function(sources, called(call)))
+        function.args.args += [ast.arg(f"gate_{name}") for name in names]
+        function.name += "_gated"
+        if depth + 1 < len(chain):
+            inner = next(n for n in ast.walk(function) if called(n) == called(chain[depth + 1]))
+            assert isinstance(inner, ast.Call)
+            _redirect(inner, {f"gate_{name}": f"gate_{name}" for name in names})
+        else:
+            loop = next(n for n in ast.walk(function) if isinstance(n, ast.For))
+            loop.body.insert(0, statement)
+        copies.append(ast.unparse(ast.fix_missing_locations(function)))
+    first = copy.deepcopy(chain[0])
+    _redirect(first, {f"gate_{name}": name for name in names})
+    outer = file.function_of(wait)
+    assert outer is not None
+    start = file.span(outer.decorator_list[0])[0] - 1  # of the @
+    new = "from .matmul import *\nfrom .tiles import *\n\n" + "\n\n".join(reversed(copies)) + "\n\n"
+    return file.replace(chain[0], ast.unparse(first)), Edit(file.name, start, start, new)
+
+
+def _redirect(call: ast.Call, arguments: dict[str, str]) -> None:
+    assert isinstance(call.func, ast.Name)
+    call.func.id += "_gated"
+    call.keywords += [ast.keyword(name, ast.Name(value, ast.Load())) for name, value in arguments.items()]

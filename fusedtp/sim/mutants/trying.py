@@ -1,0 +1,83 @@
+"""One mutant under the trials, in a process that interprets."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ..explore import Schedule, run_schedule
+from ..faults import Fault, SimulationFault
+from . import fit
+from .load import in_place_of_kernels
+from .mutant import Mutant
+from .source import Sources
+from .trials import Trial, trials
+from .verdict import CRASHED, KILLED, MISDIAGNOSED, OVERTIME, SURVIVED, Verdict
+
+
+class Overtime(BaseException):
+    """Not an Exception: no kernel and no case catches it."""
+
+
+def try_mutant(mutant: Mutant, sources: dict[str, str], count: int, cpu_seconds: float) -> Verdict:
+    """Schedules until one shows a fault; `count` of the calls, see trials.py."""
+    begin, tried = time.process_time(), 0
+    original = Sources(sources)
+    kernels = original.kernels_of(mutant.function)
+
+    def verdict(result: str, rule: str = "", where: str = "", report: str = "") -> Verdict:
+        spent = time.process_time() - begin
+        return Verdict(mutant, "schedules", result, rule, where, report, tried, spent)
+
+    where = ""
+    try:
+        with in_place_of_kernels(original.edited(mutant.edits)), _limited(cpu_seconds):
+            for trial in trials(kernels, count):
+                for schedule in trial.schedules:
+                    where = f"{trial.case.name}, {schedule}"
+                    tried += 1
+                    fault = _fault(trial, schedule)
+                    if fault is not None:
+                        wrong = fit.objections(mutant.expects, kernels, fault)
+                        result = MISDIAGNOSED if wrong else KILLED
+                        return verdict(result, fault.rule, where, "\n".join([*wrong, str(fault)]))
+        return verdict(SURVIVED)
+    except Overtime:
+        return verdict(OVERTIME, where=where)
+    except Exception as error:
+        return verdict(CRASHED, where=where, report=f"{type(error).__name__}: {error}")
+
+
+def _fault(trial: Trial, schedule: Schedule) -> Fault | None:
+    """What a schedule shows; that a rank took the call for failed comes before what followed from it.
+
+    A failed call reads and writes what is not there yet, see Note [A failed call] in kernels/signals.py.
+    """
+    run = trial.case.make()
+    try:
+        run_schedule(run, schedule, detect=trial.detect)
+    except SimulationFault as error:
+        failed = [s[0] for m in run.memory if m.name == "status" for s in m.tensors if int(s[0])]
+        if failed and trial.succeeds and error.fault.rule != "wrong value":
+            return Fault("timed out", f"status of {len(failed)} ranks says {[int(code) for code in failed]}")
+        return error.fault
+    return None
+
+
+@contextmanager
+def _limited(cpu_seconds: float) -> Iterator[None]:
+    """Raises Overtime after that much of this process's own time; for the main thread."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Overtime
+
+    before = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
