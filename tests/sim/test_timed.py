@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.sim import Copy, Launch, Run, Signal, SimulationFault, UnsupportedKernel, symmetric
+from fusedtp.sim import Await, Copy, Launch, Run, Signal, SimulationFault, UnsupportedKernel, symmetric
 from fusedtp.sim.timed import Engine, Node, Timeline, load_node, machines
 from fusedtp.sim.timed.__main__ import main
 from fusedtp.sim.timed.cases import ENGINE, GATHER, REDUCE, SCATTER, Problem, fused_run, matmul_run
@@ -233,7 +233,7 @@ def test_the_time_of_an_exchange_is_the_sum_of_its_steps() -> None:
 
 
 def test_waiting_longer_costs_no_more_events() -> None:
-    short, long = (Engine(exchange_run(), SMALL.but(link_latency=s)).run() for s in (1e-4, 1e-1))
+    short, long = (Engine(exchange_run(), SMALL.but(link_latency=s)).run() for s in (1e-5, 1e-1))
     assert long.total > 100 * short.total
     assert long.switches == short.switches
 
@@ -291,6 +291,21 @@ def test_an_access_past_the_end_is_named() -> None:
     src = torch.zeros(8)
     with pytest.raises(SimulationFault, match="out of bounds"):
         Engine(Run([[Launch(kernels.past_the_end, 1, dict(src=src, N=8))]]), SMALL).run()
+
+
+def test_a_signal_wakes_who_awaits_it_while_others_work() -> None:
+    """Rank 1 copies as soon as rank 0 has signalled, long before rank 0's other stream is done."""
+    box = symmetric("box", 2, (1 << 20,), torch.uint8)
+    flag = symmetric("flag", 2, (1,), torch.int32, poisoned=False)
+    long, short = (torch.zeros(n, dtype=torch.uint8) for n in (1 << 20, 16))
+    first = [Copy(box.tensors[1], long), Signal(flag.tensors[1], 3, stream="other")]
+    second = [Await(flag.tensors[1], 2), Copy(box.tensors[0][:16], short)]
+    node = SMALL.but(copy_bandwidth=1e6)
+    got = Engine(Run([first, second], [box, flag]), node).run()
+    ends = {s.rank: s.end for s in got.segments if s.launch == "copy"}
+    latency = node.link_latency + node.memory_latency + node.copy_latency
+    assert ends[1] == pytest.approx(latency + 16 / 1e6)
+    assert ends[0] > 1
 
 
 def test_copies_of_a_stream_follow_one_another() -> None:

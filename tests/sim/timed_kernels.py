@@ -55,7 +55,7 @@ def past_the_end(src, N: tl.constexpr):
 
 @triton.jit
 def walks(src, counter, N: tl.constexpr, B: tl.constexpr):
-    """Copies blocks in place, then stores just before where the walk ended, and how far it came."""
+    """Copies blocks in place, then stores N before where the walk ended, and how far it came."""
     at = src + tl.arange(0, B)
     steps = 0
     blocks = 0
@@ -64,7 +64,7 @@ def walks(src, counter, N: tl.constexpr, B: tl.constexpr):
         at += B
         steps += 3
         blocks += k
-    tl.store(at - B, tl.load(at - B))
+    tl.store(at - N, tl.load(at - N))
     tl.store(counter, steps)
     tl.store(counter + 1, blocks)
 
@@ -78,5 +78,5 @@ def strides(src, counter, N: tl.constexpr, B: tl.constexpr):
         tl.store(at, tl.load(at))
         at += B
         steps += 3
-    tl.store(at - B, tl.load(at - B))
+    tl.store(at - N, tl.load(at - N))
     tl.store(counter, steps)
