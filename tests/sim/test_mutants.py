@@ -115,6 +115,14 @@ def test_equivalence_falls_with_what_it_rests_on(sources: Sources) -> None:
     assert texts["matmul_all_reduce.py"] != sources.texts["matmul_all_reduce.py"]
     changed = Sources(texts)
     assert equivalence(named(changed, "drop wait", "wait_arrival(peers, owner)"), changed) is None
+    words = "empty shard: no wait", "in two_shot_kernel: signals.wait_all_arrivals"
+    assert equivalence(named(sources, *words), sources) == "another stage visits all"
+    texts = dict(sources.texts)
+    texts["matmul_all_reduce.py"] = texts["matmul_all_reduce.py"].replace(
+        "(rank - step + world)", "(rank - 1 + world)"
+    )
+    changed = Sources(texts)
+    assert equivalence(named(changed, *words), changed) is None
 
 
 def test_a_matrix_with_a_survivor_a_hole_or_a_gap_is_not_clean(sources: Sources) -> None:

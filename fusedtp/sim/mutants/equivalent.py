@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 from .mutant import Mutant
 from .source import File, Sources, called
@@ -125,6 +127,49 @@ def waited_for_by_others(mutant: Mutant, sources: Sources) -> bool:
     return bool(others) and any(_branch(file, wait) is not branch for wait in _other_waits(mutant, sources))
 
 
+def visited_by_others(mutant: Mutant, sources: Sources) -> bool:
+    """The arrivals of empty shards, of which nothing is read and for which another stage waits one by one.
+
+    Proved: in another stage a wait for an arrival stands in a loop without any condition, and by enumeration for 2 to 8
+    ranks the loop goes through all peers.
+    """
+    file = sources.files[mutant.file]
+    statement = _node(mutant, file, ast.Expr)
+    if mutant.operator != "empty shard: no wait" or statement is None:
+        return False
+    branch = _branch(file, statement)
+    for node in ast.walk(file.tree):
+        if called(node) != "wait_arrival" or _branch(file, node) is branch or _branch(file, node) is None:
+            continue
+        assert isinstance(node, ast.Call)
+        function = file.function_of(node)
+        loop, *outer = [each for each in file.around(node) if isinstance(each, ast.For | ast.If | ast.While)]
+        if function is None or function.name != mutant.function or not isinstance(loop, ast.For):
+            continue
+        if all(isinstance(each, ast.If) and "send_programs" in file.of(each.test) for each in outer):
+            return _all_peers(file, loop, file.of(node.args[1]))
+    return False
+
+
+def _all_peers(file: File, loop: ast.For, name: str) -> bool:
+    """Whether `name`, assigned in the loop's body, takes every other rank in turn."""
+    for statement in loop.body:
+        if isinstance(statement, ast.Assign) and file.of(statement.targets[0]) == name:
+            peer, bounds, step = (
+                _arithmetic(file.of(each)) for each in (statement.value, loop.iter, loop.target)
+            )
+            return all(
+                sorted(
+                    eval(peer, {}, {"rank": rank, "world": world, step: i})
+                    for i in eval(bounds, {"range": range}, {"world": world})
+                )
+                == [other for other in range(world) if other != rank]
+                for world in range(2, 9)
+                for rank in range(world)
+            )
+    return False
+
+
 def _other_waits(mutant: Mutant, sources: Sources) -> list[ast.AST]:
     """Waits for all arrivals in the same kernel that depend only on which program asks."""
     file = sources.files[mutant.file]
@@ -165,12 +210,39 @@ def no_peer(mutant: Mutant, sources: Sources) -> bool:
     )
 
 
+def shared_otherwise(mutant: Mutant, sources: Sources) -> bool:
+    """Which program goes on with which item: each item of the next list is still done once.
+
+    Proved: the mutant changes the count given to `next_start`, which for every count up to 40 and up to 8 programs
+    starts each program at another one of 0 .. P - 1.
+    """
+    file = sources.files[mutant.file]
+    site = _node(mutant, file, ast.Call)
+    call = file.parents[site] if site is not None else None
+    if not isinstance(call, ast.Call) or called(call) != "next_start" or call.args[1] is not site:
+        return False
+    (body,) = [f for each in sources.files.values() for f in each.functions if f.name == "next_start"]
+    plain = ast.parse(ast.unparse(body))
+    assert isinstance(plain.body[0], ast.FunctionDef)
+    plain.body[0].decorator_list.clear()
+    scope: dict[str, Any] = {"tl": SimpleNamespace(maximum=max)}
+    exec(compile(plain, "next_start", "exec"), scope)
+    return all(
+        sorted(scope["next_start"](start, count, programs) for start in range(programs))
+        == list(range(programs))
+        for programs in range(1, 9)
+        for count in range(41)
+    )
+
+
 CLASSES: dict[str, Check] = {
     "peers in another order": full_cycle,
     "slots renamed": slots_renamed,
     "launch waits for all at its end": waits_at_its_end,
     "another stage waits for all": waited_for_by_others,
+    "another stage visits all": visited_by_others,
     "no program waits": no_peer,
+    "items shared otherwise": shared_otherwise,
 }
 
 

@@ -46,8 +46,10 @@ EXPECTED = {
     "no order": _rules(race="slots signatures"),
     "narrow scope": _rules(scope="flags", race="slots signatures"),
     "narrow scope of failures": _rules(scope="failure"),
-    "one buffer": _rules(race="slots signatures", failed="status"),
-    "low epoch": _rules(race="slots signatures", never="slots", deadlock="flags", failed="status"),
+    "one buffer": _rules(race="slots signatures", failed="status", wrong="status"),
+    "low epoch": _rules(
+        race="slots signatures", never="slots", deadlock="flags", failed="status", wrong="status"
+    ),
     "equality": _rules(deadlock="flags"),
     "no wrap": _rules(race="slots signatures", never="slots", failed="status"),
     "tail": _rules(

@@ -24,8 +24,12 @@ CPU_SECONDS = 300.0  # of one mutant; one that no schedule shows goes through al
 QUICK = 9  # every so many mutants
 
 
-def quick(chosen: Sequence[Mutant]) -> list[Mutant]:
-    """A sample that CI has time for: the first mutant of every operator, and every QUICK-th."""
+def quick(chosen: Sequence[Mutant], sources: Sources) -> list[Mutant]:
+    """A sample that CI has time for: the first mutant of every operator, and every QUICK-th.
+
+    Without those that are equivalent: they go through every trial there is.
+    """
+    chosen = [mutant for mutant in chosen if equivalence(mutant, sources) is None]
     first = {mutant.operator: mutant for mutant in reversed(chosen)}
     return [m for i, m in enumerate(chosen) if i % QUICK == 0 or first[m.operator] is m]
 
@@ -55,7 +59,7 @@ def run(
     sources = Sources.read(folder)
     everything = mutants(sources)
     chosen = [mutant for mutant in everything if wanted is None or wanted(mutant)]
-    chosen = quick(chosen) if sample else chosen
+    chosen = quick(chosen, sources) if sample else chosen
     sites, holes = uncovered(sources.texts, everything)
     matrix = Matrix(sites=sites, holes=holes)
     tasks = [(mutant, judge) for mutant in chosen for judge in mutant.judges]

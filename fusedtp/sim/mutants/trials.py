@@ -72,13 +72,14 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
     for operation in operations:
         yield Trial(no_rows(operation), schedules(min(3, few), (1,)), succeeds=False)
     for operation in operations:
+        yield Trial(wrapping(operation), schedules(2))
+    for operation in operations:
         yield Trial(fused_case(f"calls of {operation}", calls(operation), seed=3), schedules(count))
     for operation in operations:
         yield Trial(other_call(calls(operation)[0]), schedules(min(6, few), (1,)), False, False)
         yield Trial(fused_case(f"none of {operation}", none_between(operation), seed=5), schedules(few))
         if operation.startswith("all_gather"):
             yield Trial(idle(operation), schedules(few))
-        yield Trial(wrapping(operation), schedules(min(6, few)))
 
 
 def calls(operation: str) -> list[Call]:
@@ -93,9 +94,9 @@ def calls(operation: str) -> list[Call]:
 
 
 def none_between(operation: str) -> list[Call]:
-    """A call without rows between two others."""
-    first, _, last = calls(operation)
-    return [first, replace(last, sizes=(0,) * WORLD), last]
+    """A call without rows between two others, the later of which covers more of the slot, results too."""
+    large, _, small = calls(operation)
+    return [small, replace(small, sizes=(0,) * WORLD), large]
 
 
 def idle(operation: str) -> Case:
