@@ -6,6 +6,7 @@ import pytest
 
 from fusedtp.sim import RULES
 from fusedtp.sim.known_bugs import hoisted, judge, known_bugs
+from fusedtp.sim.lint import TARGETS, Compiler, compiler
 from fusedtp.sim.workers import Pool, pool
 
 SCHEDULES = 48  # six strategies, four residencies, stores in time and late
@@ -44,11 +45,19 @@ def test_a_report_of_something_else_does_not_count(workers: Pool) -> None:
                 assert bug.objections(fault), f"{name}'s report counts as {bug.name}"
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_the_load_that_the_compiler_hoists_is_found_in_its_code(target: str) -> None:
-    assert not hoisted(False, target), "\n".join(hoisted(False, target))
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[Compiler]:
+    with compiler(workers=1) as made:
+        yield made
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_a_wait_outside_the_pipelined_loop_breaks_no_rule(target: str) -> None:
-    assert not hoisted(True, target), "\n".join(hoisted(True, target))
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_the_load_that_the_compiler_hoists_is_found_in_its_code(compilers: Compiler, target: str) -> None:
+    wrong = hoisted(False, target, compilers)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_wait_outside_the_pipelined_loop_breaks_no_rule(compilers: Compiler, target: str) -> None:
+    wrong = hoisted(True, target, compilers)
+    assert not wrong, "\n".join(wrong)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from ..case import Case, Launch, Run, compare
 from ..explore import Outcome, Schedule, explore
 from ..faults import Fault
 from ..memory import Memory, symmetric
+
+if TYPE_CHECKING:
+    from ..lint import Compiler
 
 N = 8
 CALLS = 4
@@ -199,12 +202,12 @@ def _replayed(fixed: bool) -> Run:
 HOISTED = "hoisted load"
 
 
-def hoisted(fixed: bool, target: str = "sm_90", python: str | None = None) -> list[str]:
+def hoisted(fixed: bool, target: str = "sm_90", using: Compiler | None = None) -> list[str]:
     """What is wrong in the lint's report of the load that is moved before its wait; none if the diagnosis is right.
 
     fixed    the twin, whose report must be empty
     target   a name of lint.TARGETS
-    python   an interpreter with another Triton, this one where None
+    using    compiling processes that are kept from call to call, as `lint.compiler()` gives them
     Raises lint.CompileError.
     """
     from .. import lint
@@ -218,7 +221,7 @@ def hoisted(fixed: bool, target: str = "sm_90", python: str | None = None) -> li
         options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3),
         aligned=("inbox", "w", "y", "K"), shared=("inbox", "flags"),
     )  # fmt: skip
-    (report,) = lint.check_case(case, python=python)
+    (report,) = lint.check_case(case, using=using)
     found = [finding for finding in report.findings if finding.rule == "gated-load"]
     if fixed:
         return [str(finding) for finding in report.findings]
