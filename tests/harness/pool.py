@@ -62,7 +62,6 @@ class World:
         }
         self._workers: list[_Worker] = []
         self._store: Any = None
-        self._renew = False
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         """Each rank's `function(group, *arguments)`, or `WorldError`; options as for `outcomes`."""
@@ -82,10 +81,11 @@ class World:
         """Each rank's result, or its `Failure`.
 
         `fresh` makes a process group for this call alone. A worker that has not answered after `timeout`
-        seconds, or `grace` seconds after the first failure of a peer, is killed, and with it this world; the
-        next call starts a new one.
+        seconds, or `grace` seconds after the first failure of a peer, counts as hung. Where any rank fails this
+        world ends and the next call starts a new one: a failing rank may leave its peers at another place in the
+        order of collectives, and DTensor remembers groups by their ranks, also those that are gone.
         """
-        message = pickle.dumps((self._renew, fresh, function, arguments))
+        message = pickle.dumps((fresh, function, arguments))
         self._start()
         for worker in self._workers:
             try:
@@ -93,10 +93,7 @@ class World:
             except OSError:
                 pass  # it has died since the last call, as `_collect` will find
         outcomes = self._collect(timeout, grace)
-        self._renew = any(isinstance(outcome, Failure) for outcome in outcomes)
-        if any(
-            isinstance(outcome, Failure) and outcome.is_a("WorkerDied", "WorkerHung") for outcome in outcomes
-        ):
+        if any(isinstance(outcome, Failure) for outcome in outcomes):
             self.kill()
         return outcomes
 
@@ -121,7 +118,7 @@ class World:
                     pass
             worker.connection.close()
             worker.output.close()
-        self._workers, self._store, self._renew = [], None, False
+        self._workers, self._store = [], None
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,6 @@
 """One rank of a world, in a process of its own.
 
 It joins a gloo group through the driver's store, then answers the driver's calls on a socket until that closes.
-After a call in which any rank failed the driver asks for a new group, because a failing rank may have left
-its peers at another place in the order of collectives.
 """
 
 import faulthandler
@@ -45,10 +43,7 @@ def _serve(connection: Connection, rank: int) -> None:
             return
         start = time.monotonic()
         try:
-            renew, own, function, arguments = pickle.loads(message)
-            if renew and shared is not None:
-                dist.destroy_process_group(shared)
-                shared = None
+            own, function, arguments = pickle.loads(message)
             if shared is None and not own:
                 shared = dist.new_group()
             mine = [a.values[rank] if isinstance(a, PerRank) else a for a in arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
@@ -71,6 +72,12 @@ class Compiled:
         return asm.parse(self.files["amdgcn"], asm.AMD)
 
 
+def _cache(given: str | None) -> Path:
+    """A part of Triton's cache for this checkout."""
+    whole = Path(given) if given else Path.home() / ".triton" / "cache"
+    return whole / ("lint-" + hashlib.sha256(str(Path(__file__)).encode()).hexdigest()[:16])
+
+
 class Worker:
     """One compiling process."""
 
@@ -81,6 +88,8 @@ class Worker:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         # FP fusion as every supported version does it by default; 3.9 warns where it is not said
         env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+        # Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files
+        env["TRITON_CACHE_DIR"] = str(_cache(env.get("TRITON_CACHE_DIR")))
         self.errors = (folder / f"worker-{id(self)}.err").open("w+")
         self.process = subprocess.Popen(
             [python, "-m", "fusedtp.sim.lint.worker"],
