@@ -2,10 +2,10 @@
 
 from .call import Call
 from .communicator import Communicator, Group, Place, check, communicator, place, reserve, set_timeout
+from .device_view import DeviceView
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
 from .signature import Signature
 from .virtual_world import VirtualGroup, VirtualWorld
-from .workspace import DeviceView
 
 __all__ = [
     "Call",

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from . import semaphore
+from .device_view import meet
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
 from .signature import REFUSED, Signature, compare, failure_words
+from .streams import finish
 
 if TYPE_CHECKING:
-    from .workspace import DeviceView, Workspace
+    from .device_view import DeviceView
+    from .workspace import Workspace
 
 # A waiter asks again for that long, yielding the core in between, before it sleeps: waking up takes 50 us.
 SPIN_SECONDS = 100e-6
@@ -63,7 +66,7 @@ class Call:
         self.ws, self.comm, self.signature = ws, ws.comm, signature
         self.number, self.parity = ws.number, ws.number & 1
         self.words = signature.words(self.number)
-        self.on_cpu = ws.comm.device.type == "cpu"
+        self.on_cpu = ws.on_cpu
         self.used_barrier = False
         self.blamed = self.comm.rank  # whose fault it is that this rank gives up
         if self.on_cpu:
@@ -134,7 +137,23 @@ class Call:
         self.to_publish.discard(p)
         self.used_barrier = True
         if not self.to_publish:
+            self._meet()
+
+    def _meet(self) -> None:
+        """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
+        if self.ws.meets:
+            view = self.ws.device_view(0)
+            meet(view, self.comm.rank, self.comm.world_size, self.signature.hash32())
+        else:
             self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
+
+    def compare_threads(self) -> None:
+        """CUDA, ranks that are threads of one process: raises SignatureMismatch, in all of them, if two differ."""
+        world = self.comm.world
+        if self.on_cpu or not world.shares_process:
+            return
+        for p, theirs in enumerate(world.exchange(self.words)):
+            compare(self.words, theirs, self.comm.rank, p, self.comm.world_size)
 
     def compare(self, p: int) -> None:
         """Raises SignatureMismatch if rank p is in another call than this rank."""
@@ -178,16 +197,28 @@ class Call:
         return kind(f"rank {p} {what} while rank {self.comm.rank} waited for it in call {self.number}")
 
     def handshake(self) -> None:
-        """Publish to all, wait for all: every rank is in this call with the same signature."""
+        """Publish to all, wait for all: every rank is in this call with the same signature.
+
+        On a GPU the waiting is the stream's, and the host hears of another signature when it next looks.
+        """
+        if not self.on_cpu:
+            if self.ws.meets:
+                self._meet()
+            return
         self.publish_all()
         for p in sorted(self.to_wait):
             self.wait(p)
 
     def agree(self) -> None:
-        """CPU, before growing, which is collective: every rank comes back from here, or every rank raises.
+        """Before growing, which is collective: every rank comes back from here, or every rank raises.
 
-        A handshake alone would let a rank through that a failing peer had already signalled.
+        On CPU a handshake alone would let a rank through that a failing peer had already signalled.
         """
+        if not self.on_cpu:
+            self.handshake()
+            finish(self.comm.device)
+            self.ws.check()
+            return
         fault: BaseException | None = None
         try:
             self.handshake()
@@ -216,7 +247,7 @@ class Call:
                 self.wait(p)
             self.ws._epoch[0] = int32(self.number)
         elif self.used_barrier:  # nobody writes a slot again before all have read it
-            self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
+            self._meet()
 
     def check_kernel(self) -> None:
         """CPU, after an interpreted kernel: raises what it recorded."""

@@ -83,11 +83,10 @@ class Communicator:
 
     @contextmanager
     def agreed(self, signature: Signature) -> Iterator[None]:
-        """A call by plain collectives: check first that every rank is in it (CPU)."""
+        """A call by plain collectives: check first that every rank is in it."""
         if self.has_workspace:
             with self.workspace.call(signature, 0) as call:
-                if call.on_cpu:
-                    call.handshake()
+                call.handshake()
             yield
             return
         if self.device.type == "cpu" and self.world_size > 1:
@@ -215,7 +214,10 @@ def reserve(group: Group, nbytes: int) -> None:
 
 
 def check(group: Group) -> None:
-    """Raise what has made the group unusable (SignalTimeout), if anything has; call before an optimizer step."""
+    """Raise what has made the group unusable, if anything has; call before an optimizer step.
+
+    SignalTimeout, or on a GPU SignatureMismatch: what a kernel recorded is seen once it has.
+    """
     comm = communicator(group)
     if comm.has_workspace:
         comm.workspace.check()

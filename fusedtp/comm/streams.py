@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 
+def finish(device: torch.device) -> None:
+    """Wait for all that was enqueued on `device`; on CPU nothing ever is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class StreamOrder:
     """CUDA: calls of one group run in the order of the host's calls, whatever streams they are on."""
 

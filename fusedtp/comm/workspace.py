@@ -30,9 +30,14 @@ make that T * N, rounded up to W equal shards; rows of one rank alone, W times a
 
 Note [Signatures]
 A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.
-Records rotate like the slots. On CUDA the kernels compare hashes of them; the host-sequenced engines there compare
-nothing. A rank that must grow its data region first exchanges signatures and then votes, since growing is collective:
-ranks that disagree would not all do it, nor would a rank that raised.
+Records rotate like the slots. A rank that must grow its data region first exchanges signatures and then votes, since
+growing is collective: ranks that disagree would not all do it, nor would a rank that raised.
+
+On a GPU, kernels compare hashes of them: the fused ones, and one that does nothing else (kernels/meet.py), launched
+before and after the copies of `chunked`, before a collective of `collective`, and before growing, which waits for its
+answer. The host reads what a kernel recorded when it begins its next call, and then the group is at its end. Ranks
+that are threads of one process compare all words at the beginning of every call. Without Triton, ranks on GPUs compare
+nothing.
 
 Note [Failed calls]
 A rank that finds a mismatch, or raises, still signals and waits for everybody before the error leaves the call, so
@@ -51,9 +56,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,10 +67,12 @@ from torch import Tensor
 
 from . import semaphore
 from .call import Call
-from .errors import SignalTimeout
+from .device_view import DeviceView as DeviceView
+from .device_view import runs_kernels
+from .errors import SignalTimeout, SignatureMismatch
 from .memory import Region, round_up
 from .signature import NUM_WORDS, Signature
-from .streams import StreamOrder
+from .streams import StreamOrder, finish
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -73,23 +80,6 @@ if TYPE_CHECKING:
 FLAGS_PER_SOURCE = 4096
 MAX_VIEWS = 1024  # kept
 NOTHING = Signature("refused", "collective", torch.float32, 0, ())
-
-
-@dataclass(frozen=True)
-class DeviceView:
-    """What a fused kernel sees of the world; addresses are of rank p's memory as mapped in this process."""
-
-    data_ptrs: Tensor  # int64 [W]
-    flag_ptrs: Tensor  # int64 [W]
-    sig_ptrs: Tensor  # int64 [W]
-    epoch: Tensor  # int32 [1], own memory, bumped on the device before each fused kernel
-    status: Tensor  # int64 [8], where the host reads it: code, peer, flag, wanted, seen
-    failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
-    slot_bytes: int
-    flags_per_source: int
-    timeout_s: float
-    ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
-    meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
 
 
 class Workspace:
@@ -112,6 +102,8 @@ class Workspace:
         self._view: DeviceView | None = None
         self._order = StreamOrder() if comm.device.type == "cuda" else None
         self._in_graph = False
+        self.on_cpu = comm.device.type == "cpu"
+        self.meets = not comm.world.shares_process and runs_kernels(comm.device)
         self._refused: Call | None = None  # the last call, whose signals this rank still has to take
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
         device = comm.device
@@ -131,7 +123,7 @@ class Workspace:
             self._gone = [self._array(p, self._gone_at, np.int32, (w,)) for p in range(w)]
         else:
             self.control.buffers[comm.rank].zero_()
-            torch.cuda.synchronize()  # before a peer's first signal
+            finish(device)  # before a peer's first signal
         comm.world.barrier()
 
     def _array(self, p: int, offset: int, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
@@ -150,12 +142,8 @@ class Workspace:
         if nbytes <= self.slot_bytes:
             return
         world = self.comm.world
-        if self.comm.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "the workspace would grow during CUDA graph capture; call fusedtp.reserve first"
-                )
-            torch.cuda.synchronize()
+        self.refuse_capture()
+        finish(self.comm.device)
         if self._in_graph:
             self._kept.append((self.data, self._view))  # a captured graph names their addresses
             self._in_graph = False
@@ -165,9 +153,15 @@ class Workspace:
         self.slot_bytes, self._view = slot, None
         self._views.clear()
         self.device_view(0)  # now: during capture its tables could not be copied to the device
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(self.comm.device)
         world.barrier()
+
+    def refuse_capture(self) -> None:
+        """CUDA: raises RuntimeError if growing is asked for while a graph is being captured."""
+        if self.comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the workspace would grow during CUDA graph capture; call fusedtp.reserve first"
+            )
 
     def set_timeout(self, seconds: float) -> None:
         """Bound the waits of later launches."""
@@ -191,11 +185,9 @@ class Workspace:
         """Fill this rank's data slots with NaN (every byte 0xFF), for tests."""
         if self.data is None:
             return
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(self.comm.device)
         self.data.buffers[self.comm.rank].fill_(0xFF)
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(self.comm.device)
 
     def device_view(self, nbytes: int) -> DeviceView:
         """Inside a call that declared at least `nbytes`: the addresses for a kernel."""
@@ -233,7 +225,8 @@ class Workspace:
     def _fail_from_status(self) -> None:
         code, peer, flag, wanted, seen = (int(v) for v in self.status[:5])
         what = "had published another signature" if code == 2 else "had not signalled"
-        self.failed = SignalTimeout(
+        kind = SignatureMismatch if code == 2 else SignalTimeout
+        self.failed = kind(
             f"rank {self.comm.rank}: a kernel waited for rank {peer}, which {what} (flag {flag}: wanted {wanted}, "
             f"saw {seen}); the group {self.comm.name!r} can not be used again"
         )
@@ -241,7 +234,7 @@ class Workspace:
     def refuse(self) -> None:
         """CPU: this rank raises in place of the call that its peers are about to make; see Note [Refused calls]."""
         with self.lock:
-            if self.comm.device.type != "cpu" or self.failed is not None:
+            if not self.on_cpu or self.failed is not None:
                 return
             try:
                 self._settle()
@@ -276,9 +269,10 @@ class Workspace:
                 self._in_graph |= self._order.enter()
             call = Call(self, signature)
             try:
+                call.compare_threads()
                 if nbytes > self.slot_bytes:
-                    if call.on_cpu:
-                        call.agree()
+                    self.refuse_capture()
+                    call.agree()
                     self.grow(nbytes)
                     call.reopen()
                 yield call

@@ -6,11 +6,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fusedtp
+from fusedtp.comm import Signature, communicator
 from tests.properties.cases import Case
 from tests.properties.laws import compare
 
@@ -52,8 +54,27 @@ def _rank(rank: int, store: str) -> None:
             compare(case, dist.group.WORLD, "cuda")
         torch.cuda.synchronize()
         fusedtp.check(dist.group.WORLD)
+        for engine in ("chunked", "collective", "triton"):
+            _disagree(rank, engine)
     finally:
         dist.destroy_process_group()
+
+
+def _disagree(rank: int, engine: str) -> None:
+    """Ranks that call with another K name each other, in a group of their own, which is then at its end."""
+    group = dist.new_group(range(WORLD_SIZE))
+    fusedtp.set_timeout(group, 60.0)
+    fusedtp.reserve(group, 1 << 20)
+    k = 64 + 16 * rank
+    x, w = torch.ones(8, k, device="cuda"), torch.ones(32, k, device="cuda")
+    if engine == "collective":
+        with communicator(group).agreed(Signature("all_gather", engine, x.dtype, k, (8, 8))):
+            pass  # gloo itself would wait for what does not come
+    else:
+        fusedtp.all_gather_matmul(x, [w], group, sizes=(8, 8), engine=engine)
+    torch.cuda.synchronize()
+    with pytest.raises(fusedtp.SignatureMismatch, match=f"rank {rank}: a kernel waited for rank {1 - rank}"):
+        fusedtp.check(group)
 
 
 def test_two_processes_on_one_gpu_equal_the_formula(tmp_path: Path):

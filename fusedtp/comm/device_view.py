@@ -1,0 +1,84 @@
+"""What a kernel sees of its group, and the one kernel that belongs to the group itself: the one by which ranks meet.
+
+Imports triton and the kernels lazily: groups without Triton work, by other means.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """What a fused kernel sees of the world; addresses are of rank p's memory as mapped in this process."""
+
+    data_ptrs: Tensor  # int64 [W]
+    flag_ptrs: Tensor  # int64 [W]
+    sig_ptrs: Tensor  # int64 [W]
+    epoch: Tensor  # int32 [1], own memory, bumped on the device before each fused kernel
+    status: Tensor  # int64 [8], where the host reads it: code, peer, flag, wanted, seen
+    failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
+    slot_bytes: int
+    flags_per_source: int
+    timeout_s: float
+    ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
+    meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
+
+
+def odd(n: int) -> int:
+    """An integer on which the compiler does not specialise, see Note [Odd integers] in kernels/signals.py."""
+    return 2 * n + 3
+
+
+def clock_of(device: torch.device) -> str:
+    """Which clock a kernel on `device` reads: "cuda", "hip", or "host" under the interpreter."""
+    if device.type != "cuda":
+        return "host"
+    return "cuda" if torch.version.hip is None else "hip"
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on this GPU. All ranks of a group have the same installation."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any:
+    """The view as the one argument that a kernel takes."""
+    import triton.language as tl
+
+    from fusedtp.kernels.signals import Peers
+
+    return Peers(
+        data=view.data_ptrs,
+        flags=view.flag_ptrs,
+        signatures=view.sig_ptrs,
+        epoch=view.epoch,
+        failure=view.failure,
+        status=view.status,
+        world_size=tl.constexpr(world_size),
+        clock=tl.constexpr(clock),
+        slot_bytes=view.slot_bytes,
+        flags_per_source=view.flags_per_source,
+        timeout_ns=int(view.timeout_s * 1e9),
+        rank2=odd(rank),
+        low2=odd(sig & 0xFFFF),
+        high2=odd((sig >> 16) & 0xFFFF),
+    )
+
+
+def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
+    """On the current stream: wait for all ranks of the group, and compare signatures. See kernels/meet.py."""
+    from fusedtp.kernels.meet import meet_kernel
+
+    device = view.epoch.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock_of(device)), num_warps=1)

@@ -1,0 +1,120 @@
+"""Calls as GPUs make them: no signal of the host's, ranks meet by a kernel, here interpreted by several processes."""
+
+import time
+
+import pytest
+
+import fusedtp
+from fusedtp.comm import Signature, VirtualWorld, communicator
+from tests.comm.test_workspace import FIELDS, many_calls
+from tests.harness import world
+
+
+def as_on_a_gpu(group):
+    """The group's communicator; from now on its calls take the paths of a GPU whose stream is this thread."""
+    comm = communicator(group)
+    comm.workspace.on_cpu, comm.workspace.meets = False, True
+    return comm
+
+
+def many_calls_that_meet(group, seed: int, calls: int) -> tuple[list[int], int, int]:
+    """The calls that read wrong data; the epoch, and how many times the data region grew."""
+    comm, sizes = as_on_a_gpu(group), set()
+    grow = comm.workspace.grow
+    comm.workspace.grow = lambda nbytes: (sizes.add(nbytes), grow(nbytes))
+    wrong = many_calls(group, seed, calls, 0.003)
+    return wrong, int(comm.workspace.epoch[0]), len(sizes)
+
+
+def many_calls_that_do_not(group, seed: int, calls: int) -> list[int]:
+    comm = as_on_a_gpu(group)
+    comm.workspace.grow(1 << 16)
+    comm.workspace.meets, comm.world.stream_barrier = False, lambda *_: None
+    return many_calls(group, seed, calls, 0.003)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_of_changing_shape_with_ranks_at_different_speeds(size):
+    outcomes = world(size).run(many_calls_that_meet, size, 40, fresh=True)
+    assert [wrong for wrong, _, _ in outcomes] == [[]] * size
+    assert {(epoch, grown) for _, epoch, grown in outcomes} == {(2 * 40 + outcomes[0][2], outcomes[0][2])}
+    assert outcomes[0][2] > 1
+
+
+def test_without_meeting_a_rank_reads_what_is_not_there_yet():
+    assert any(world(2).run(many_calls_that_do_not, 4, 40, fresh=True))
+
+
+def disagree(group, odd_rank: int, collective: bool, grown: bool) -> tuple[str, str, float]:
+    """One call in which a rank has another width; then what the next look at the group raises."""
+    comm = as_on_a_gpu(group)
+    if grown:
+        comm.workspace.grow(1 << 12)
+    width = 5 if comm.rank == odd_rank else 4
+    signature = Signature(**FIELDS | {"sizes": (1,) * comm.world_size, "features": width})
+    begin, early = time.monotonic(), ""
+    try:
+        if collective:
+            with comm.agreed(signature):
+                pass
+        else:
+            with comm.workspace.call(signature, 1 << (12 if grown else 10 + comm.rank)) as call:
+                call.publish_all()
+    except ValueError as error:
+        early = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begin
+    try:
+        fusedtp.check(group)
+    except ValueError as error:
+        return early, f"{type(error).__name__}: {error}", seconds
+    return early, "nothing", seconds
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_ranks_that_disagree_are_named_when_the_host_next_looks(collective):
+    outcomes = world(3).run(disagree, 1, collective, True, fresh=True)
+    for rank, (_, later, seconds) in enumerate(outcomes):
+        assert later.startswith("SignatureMismatch") and f"rank {rank}" in later and seconds < 30, later
+    assert "waited for rank 1, which had published another signature" in outcomes[0][1]
+
+
+def test_ranks_that_disagree_do_not_grow():
+    """Growing is collective: a rank that goes there alone would wait for ever."""
+    for early, later, seconds in world(2).run(disagree, 0, False, False, fresh=True):
+        assert early.startswith("SignatureMismatch") and later == early and seconds < 30, (early, later)
+
+
+def late(group, seconds: float) -> str:
+    comm = as_on_a_gpu(group)
+    fusedtp.set_timeout(group, 1.0)
+    comm.workspace.grow(1 << 10)
+    if comm.rank == 1:
+        time.sleep(seconds)
+    with comm.workspace.call(Signature(**FIELDS | {"sizes": (1, 1)}), 16) as call:
+        call.publish_all()
+    try:
+        fusedtp.check(group)
+    except fusedtp.SignalTimeout as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_timeout():
+    outcomes = world(2).run(late, 2.5, fresh=True)
+    assert "waited for rank 1, which had not signalled" in outcomes[0], outcomes
+
+
+def test_threads_of_one_process_compare_all_words_when_a_call_begins():
+    def body(group):
+        comm = communicator(group)
+        comm.workspace.on_cpu = False
+        width = 5 if comm.rank == 2 else 4
+        try:
+            with comm.workspace.call(Signature(**FIELDS | {"sizes": (1, 1, 1), "features": width}), 1 << 10):
+                return "began"
+        except fusedtp.SignatureMismatch as error:
+            return str(error)
+
+    outcomes = VirtualWorld(3).run(body)
+    assert "features is 4 on rank 0 and 5 on rank 2" in outcomes[0]
+    assert "features is 5 on rank 2 and 4 on rank 0" in outcomes[2]
