@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .errors import PeerFailed, SignalTimeout
 from .process_world import ProcessWorld
 from .signature import MAX_SIZES, Signature
 from .virtual_world import ThreadWorld, VirtualGroup
@@ -65,6 +66,8 @@ class Communicator:
         if fault is None:
             try:
                 self._workspace = Workspace(self)
+            except (SignalTimeout, PeerFailed):
+                raise
             except (OSError, RuntimeError) as error:  # on every rank, or on none
                 fault = str(error)
         if fault is not None and self.rank == 0:
@@ -229,5 +232,7 @@ def set_timeout(group: Group, seconds: float) -> None:
         raise ValueError(f"timeout is {seconds} s; it must be positive")
     comm = communicator(group)
     comm.timeout_s = float(seconds)
+    if isinstance(comm.world, ThreadWorld):
+        comm.world.timeout_s = comm.timeout_s
     if comm.has_workspace:
         comm.workspace.set_timeout(comm.timeout_s)

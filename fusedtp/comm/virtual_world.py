@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import PeerDied, PeerFailed
+from .errors import PeerDied, PeerFailed, SignalTimeout
 from .memory import Region, allocate_plain
 
 _ids = itertools.count()
@@ -36,7 +36,8 @@ class VirtualWorld:
         self.id = next(_ids)
         self.barrier = threading.Barrier(world_size)
         self.board: list[Any] = [None] * world_size
-        self.raised: set[int] = set()
+        self.arrivals = [0] * world_size  # at the barrier, by rank
+        self.raised: list[int] = []  # in time's order
         self.groups = [VirtualGroup(self, rank) for rank in range(world_size)]
         self._streams = (
             [torch.cuda.Stream(self.device) for _ in self.groups] if self.device.type == "cuda" else []
@@ -48,6 +49,7 @@ class VirtualWorld:
         errors: list[BaseException | None] = [None] * self.world_size
         self.barrier.reset()
         self.raised.clear()
+        self.arrivals = [0] * self.world_size
         if self._streams:
             torch.cuda.synchronize(self.device)
 
@@ -60,7 +62,7 @@ class VirtualWorld:
                         self._streams[rank].synchronize()
             except BaseException as error:
                 errors[rank] = error
-                self.raised.add(rank)
+                self.raised.append(rank)
                 self.barrier.abort()
 
         threads = [
@@ -73,11 +75,7 @@ class VirtualWorld:
         raised = [e for e in errors if e is not None]
         if raised:  # the others are consequences of one rank's error
             raise next(
-                (
-                    e
-                    for e in raised
-                    if not isinstance(e, (threading.BrokenBarrierError, PeerDied, PeerFailed))
-                ),
+                (e for e in raised if not isinstance(e, (PeerDied, PeerFailed))),
                 raised[0],
             )
         return results
@@ -110,17 +108,32 @@ class ThreadWorld:
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
         self.device = group._world.device
         self.ranks_per_device = self.world_size
+        self.timeout_s = group._world.timeout_s
 
     def is_for(self, group: Any) -> bool:
         return self._group() is group
 
     def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value. Raises SignalTimeout naming who did not come, PeerFailed naming who raised."""
         virtual = self._virtual
         virtual.board[self.rank] = value
-        virtual.barrier.wait(virtual.timeout_s)
+        self._meet()
         out = list(virtual.board)
-        virtual.barrier.wait(virtual.timeout_s)
+        self._meet()
         return out
+
+    def _meet(self) -> None:
+        virtual = self._virtual
+        virtual.arrivals[self.rank] += 1
+        try:
+            virtual.barrier.wait(self.timeout_s)
+        except threading.BrokenBarrierError:
+            here = virtual.arrivals[self.rank]
+            if virtual.raised:
+                raise PeerFailed(f"rank {virtual.raised[0]} raised; rank {self.rank} stops too") from None
+            absent = [p for p, times in enumerate(virtual.arrivals) if times < here]
+            who = ", ".join(f"rank {p}" for p in absent) or "a rank that came too late"
+            raise SignalTimeout(f"rank {self.rank} waited {self.timeout_s:g} s for {who}") from None
 
     def barrier(self) -> None:
         self.exchange(None)

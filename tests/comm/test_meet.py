@@ -118,3 +118,34 @@ def test_threads_of_one_process_compare_all_words_when_a_call_begins():
     outcomes = VirtualWorld(3).run(body)
     assert "features is 4 on rank 0 and 5 on rank 2" in outcomes[0]
     assert "features is 5 on rank 2 and 4 on rank 0" in outcomes[2]
+
+
+def test_a_thread_that_does_not_come_is_named_within_the_timeout():
+    def body(group):
+        comm = communicator(group)
+        comm.workspace.on_cpu = False
+        fusedtp.set_timeout(group, 1.0)
+        if comm.rank == 1:
+            return "away"
+        with (
+            pytest.raises(fusedtp.SignalTimeout) as told,
+            comm.workspace.call(Signature(**FIELDS | {"sizes": (1, 1, 1)}), 16),
+        ):
+            pass
+        with pytest.raises(fusedtp.SignalTimeout):
+            fusedtp.check(group)
+        return str(told.value)
+
+    outcomes = VirtualWorld(3).run(body)
+    assert outcomes[1] == "away"
+    assert any("1 s for rank 1" in each for each in outcomes), outcomes
+
+
+def test_a_thread_that_raises_is_the_one_that_the_run_raises():
+    def body(group):
+        if group.rank() == 2:
+            raise KeyError("mine")
+        communicator(group).world.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        VirtualWorld(3).run(body)

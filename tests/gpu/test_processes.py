@@ -56,6 +56,7 @@ def _rank(rank: int, store: str) -> None:
         fusedtp.check(dist.group.WORLD)
         for engine in ("chunked", "collective", "triton"):
             _disagree(rank, engine)
+            _stay_away(rank, engine)
     finally:
         dist.destroy_process_group()
 
@@ -75,6 +76,20 @@ def _disagree(rank: int, engine: str) -> None:
     torch.cuda.synchronize()
     with pytest.raises(fusedtp.SignatureMismatch, match=f"rank {rank}: a kernel waited for rank {1 - rank}"):
         fusedtp.check(group)
+
+
+def _stay_away(rank: int, engine: str) -> None:
+    """A rank that does not come is named by a kernel of the other, in a group of their own."""
+    group = dist.new_group(range(WORLD_SIZE))
+    fusedtp.set_timeout(group, 2.0)
+    fusedtp.reserve(group, 1 << 20)
+    x = torch.ones(8, 64, device="cuda")
+    if rank == 0 and engine != "collective":  # gloo waits by itself
+        fusedtp.all_gather_matmul(x, [x], group, sizes=(8, 8), engine=engine)
+        torch.cuda.synchronize()
+        with pytest.raises(fusedtp.SignalTimeout, match="waited for rank 1, which had not signalled"):
+            fusedtp.check(group)
+    dist.barrier()
 
 
 def test_two_processes_on_one_gpu_equal_the_formula(tmp_path: Path):
