@@ -31,6 +31,21 @@ def assert_close(name: str, got: Tensor, want: Tensor, roundings: float = ROUNDI
         assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"
 
 
+def assert_sums(name: str, got: Tensor, want: Tensor, absolute: Tensor, terms: int) -> None:
+    """`got` within what sums of so many terms may lose, accumulated in fp32 (in fp64 if that is its dtype).
+
+    want       the exact sums
+    absolute   the same sums of absolute values
+    """
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    accumulated = torch.finfo(torch.promote_types(got.dtype, torch.float32)).eps
+    lost = roundings_of(1, terms) * accumulated * absolute
+    last = torch.finfo(got.dtype)
+    bound = lost + last.eps / 2 * (want.abs() + lost) + last.tiny * last.eps
+    over = (got.detach().double() - want).abs() - bound
+    assert (over <= 0).all(), f"{name}: off by {over.max():.3e} more than allowed"
+
+
 def assert_same_function(
     got: Callable[..., Tensor],
     want: Callable[..., Tensor],

@@ -1,5 +1,7 @@
 """The same initial model at any world size, placement and order of modules."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from torch import nn
 from fusedtp.nn import CausalLM, ModelConfig, init_
 from fusedtp.nn.init import chunk_of, draw, local_slice, original_name
 from tests.harness import world
-from tests.nn.support import assert_close
+from tests.nn.support import assert_close, roundings_of
 
 SMALL = {
     "hidden_size": 12,
@@ -134,7 +136,8 @@ def test_draws_are_fixed_for_all_time() -> None:
     """Reproducing an old run needs the same draws: changing them is a decision, not an accident."""
     got = draw("layers.0.mlp.up_proj.weight", (3, 4), 0, 1.0, 0).flatten()[:4]
     want = torch.tensor([-0.1783023, 1.0523522, -0.0931831, -0.2482509])
-    assert_close("draw", got, want, roundings=16)
+    # Box and Muller's formula has 6 operations and an angle of up to 2 pi; half of a last decimal is half an eps.
+    assert_close("draw", got, want, roundings=roundings_of(6, 1) + 2 * math.pi + 0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

@@ -1,6 +1,7 @@
 """The whole model: causality, documents, loss, dtypes, checkpointing, compilation, names."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -167,7 +168,9 @@ def test_16_bit_activations_over_fp32_parameters(dtype: str) -> None:
     assert all(grad.dtype == torch.float32 for grad in gradients(model).values())
     want = wide(ids, labels, return_logits=True)
     error = ((out.logits.double() - want.logits).pow(2).mean() / want.logits.pow(2).mean()).sqrt().item()
-    bound = 8 * torch.finfo(out.logits.dtype).eps
+    # A layer rounds 7 weights, 7 biases and 17 activations, the rest of the model 3, each by at most half an eps and
+    # independently of the others.
+    bound = math.sqrt(31 * model.config.num_hidden_layers + 3) / 2 * torch.finfo(out.logits.dtype).eps
     assert error <= bound, f"logits: rms error {error:.2e}, allowed {bound:.2e}"
 
 
