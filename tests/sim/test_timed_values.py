@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.sim import UnsupportedKernel
-from fusedtp.sim.timed.values import Mask, Tile, quotient, remainder
+from fusedtp.sim.timed.masks import Mask
+from fusedtp.sim.timed.scalars import quotient, remainder
+from fusedtp.sim.timed.values import Tile
 
 numbers = st.integers(-40, 40)
 COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]

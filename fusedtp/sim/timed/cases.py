@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.comm.workspace import FLAGS_PER_SOURCE, DeviceView
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
 from fusedtp.ops.launch.config import tiles
 from fusedtp.ops.launch.gather import with_senders
@@ -16,8 +16,8 @@ from fusedtp.ops.launch.scatter import reduction
 from fusedtp.ops.rows import Rows, split
 
 from ..case import Copy, Launch, Run, Signal, Work
-from ..memory import Memory, symmetric
-from ..worlds import launches
+from ..memory import Memory
+from ..worlds import SimulatedWorld, launches
 from .node import Node
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -91,36 +91,14 @@ class _Flags:
     flags_per_source = FLAGS_PER_SOURCE
 
 
-class EmptyWorld:
-    """A workspace of W ranks whose slots nobody touches."""
+class EmptyWorld(SimulatedWorld):
+    """A workspace of W ranks whose slots nobody touches, so that big ones cost no memory."""
 
     def __init__(self, world_size: int, slot_bytes: int) -> None:
+        super().__init__(world_size, 0, FLAGS_PER_SOURCE)
         self.slot_bytes = -(-slot_bytes // 16) * 16
-        w, words = world_size, dict(poisoned=False)
-        slots = tuple(torch.empty(2 * self.slot_bytes, dtype=torch.uint8) for _ in range(w))
-        self.data = Memory("slots", slots)
-        self.flags = symmetric("flags", w, (w, FLAGS_PER_SOURCE), torch.int32, **words)
-        self.signatures = symmetric("signatures", w, (2, w), torch.int32, **words)
-        self.epochs = symmetric("epoch", w, (1,), torch.int32, **words)
-        self.failures = symmetric("failure", w, (8,), torch.int64, **words)
-        self.statuses = symmetric("status", w, (8,), torch.int64, **words)
-
-    @property
-    def memory(self) -> tuple[Memory, ...]:
-        return self.data, self.flags, self.signatures, self.epochs, self.failures, self.statuses
-
-    def view(self, rank: int) -> DeviceView:
-        return DeviceView(
-            data_ptrs=self.data.pointers,
-            flag_ptrs=self.flags.pointers,
-            sig_ptrs=self.signatures.pointers,
-            epoch=self.epochs.tensors[rank],
-            status=self.statuses.tensors[rank],
-            failure=self.failures.tensors[rank],
-            slot_bytes=self.slot_bytes,
-            flags_per_source=FLAGS_PER_SOURCE,
-            timeout_s=600.0,
-        )
+        slots = (torch.empty(2 * self.slot_bytes, dtype=torch.uint8) for _ in range(world_size))
+        self.data = Memory("slots", tuple(slots))
 
 
 def fused_run(problem: Problem, node: Node) -> Run:

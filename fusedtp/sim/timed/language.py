@@ -18,8 +18,9 @@ import torch
 from ..clocks import Order
 from ..faults import UnsupportedKernel
 from .account import Account
+from .masks import Mask, broadcast
 from .shapes import Shapes
-from .values import Mask, Tile, broadcast
+from .values import Tile
 
 
 class Runtime(Protocol):

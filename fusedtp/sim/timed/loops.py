@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from .account import Account
-from .values import Mask, Tile
+from .masks import Mask
+from .values import Tile
 
 ENOUGH = 6
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..faults import UnsupportedKernel
-from .values import Mask, Tile, converted, elementwise, transpose, unknown_like
+from .masks import Mask
+from .scalars import converted
+from .values import Tile, elementwise, transpose, unknown_like
 
 PASSED = ("constexpr", "pointer_type", "block_type", "dtype", "tensor", "tuple", "const", "void")
 UNKNOWN = (

@@ -1,0 +1,183 @@
+"""What programs on SMs do to time and memory: language.Runtime.
+
+segment   what a program did until it met others (an atomic, a volatile load, a store after products, its end):
+          latencies of loads that nothing hid, plus max(products / rate of an SM, bytes / bandwidth of an SM), or
+          longer if what it loads arrives later
+store     leaves at once and holds its part of memory and links; a release waits until all stores of the program
+          have landed, and its flag is seen a link's latency later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ..case import Launch
+from ..clocks import Order
+from ..faults import Access, Fault, SimulationFault
+from .account import Account
+from .actor import Actor
+from .language import Language
+from .loops import Loop
+from .node import Node
+from .source import Program
+from .timeline import COMPUTE, MEMORY, SEND
+from .traffic import Traffic
+from .turns import Turns
+from .waits import Waits
+from .words import Words
+
+STILL = SimpleNamespace(monotonic_ns=lambda: 0, sleep=lambda seconds: None)  # no wait gives up here
+
+
+class Programs:
+    """`exact` executes every iteration of every loop, see Note [Skipped iterations]."""
+
+    def __init__(self, turns: Turns, words: Words, traffic: Traffic, node: Node, exact: bool) -> None:
+        self._turns, self._words, self._traffic, self._node, self._exact = turns, words, traffic, node, exact
+        self._language = Language(self)
+        self._source = Program(self._language, lambda *bounds: Loop(self.account, *bounds), STILL)
+        self._arguments: dict[int, dict[str, Any]] = {}
+        self.waits = Waits(turns, words, self._source.site, node.memory_latency)
+
+    def start(self, actor: Actor, work: Launch) -> None:
+        """The actor is a program of this launch, on its SM from now on."""
+        actor.account = Account(self._exact, self._flush)
+        actor.grid = work.shape
+        rest, z = divmod(actor.program, work.shape[2])
+        actor.index = (*divmod(rest, work.shape[1]), z)
+        if id(work) not in self._arguments:
+            self._arguments[id(work)] = {k: self._language.argument(v) for k, v in work.args.items()}
+        function, arguments = self._source.function(work.kernel), self._arguments[id(work)]
+
+        def body() -> None:
+            function(**arguments)
+            self._land()
+
+        self._turns.begin(actor, body)
+
+    # -- what a program did ----------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """End the running program's segment: it takes its time, and its stores leave."""
+        me, turns = self._turns.me, self._turns
+        entries = me.account.take()
+        if not entries:
+            return
+        me.progressed(turns.now)
+        self.waits.progress()
+        cost = self._traffic.cost(me.rank, entries)
+        begin, me.pending = turns.now, 1
+        arrived = partial(self._arrived, me)
+        turns.later(cost.alone, arrived)
+        for share, nbytes in self._traffic.loads(me.rank, cost):
+            me.pending += 1
+            share.add(nbytes, cost.alone, arrived)
+        for share, nbytes, latency in self._traffic.stores(me.rank, cost):
+            me.flying += 1
+            landed = partial(self._landed, me)
+            share.add(nbytes, cost.alone, partial(turns.later, latency, landed))
+        turns.block()
+        me.away = cost.away(me.rank)
+        turns.segment(COMPUTE if cost.products else SEND if me.away else MEMORY, begin, me.last)
+
+    def _arrived(self, actor: Actor) -> None:
+        actor.pending -= 1
+        if not actor.pending:
+            self._turns.go(actor)
+
+    def _landed(self, actor: Actor) -> None:
+        actor.flying -= 1
+        if not actor.flying and actor.landing:
+            self._turns.go(actor)
+
+    def _land(self) -> None:
+        """Wait until all stores of the running program have landed."""
+        self._flush()
+        me = self._turns.me
+        if me.flying:
+            begin, me.landing = self._turns.now, True
+            self._turns.block()
+            me.landing = False
+            self._turns.segment(SEND if me.away else MEMORY, begin, me.last)
+
+    # -- language.Runtime ------------------------------------------------------------------------------------------
+
+    @property
+    def account(self) -> Account:
+        return self._turns.me.account
+
+    @property
+    def program(self) -> tuple[int, int, int]:
+        return self._turns.me.index
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self._turns.me.grid
+
+    def owner(self, what: str, first: int, last: int) -> int:
+        """The rank whose memory holds these bytes. Raises SimulationFault where there is none."""
+        found = self._words.find(first, last)
+        if found is not None:
+            return found.rank
+        me, at = self._turns.me, (first,)
+        where = self._source.site()
+        access = Access(
+            me.rank, me.name, me.program, where, what, "memory", at, at, self._turns.switches
+        )  # fmt: skip
+        raise SimulationFault(Fault("out of bounds", self._words.nearest(first), (access,)))
+
+    def read(self, addresses: Sequence[int], dtype: np.dtype) -> list[int]:
+        return self._words.read(addresses, dtype)
+
+    def write(self, addresses: Sequence[int], dtype: np.dtype, values: Sequence[int]) -> None:
+        self._words.write(addresses, dtype, values)
+        for address in addresses:
+            self.waits.wake(address, self._turns.me.last)
+
+    def poll(self, address: int, dtype: np.dtype) -> int:
+        """A volatile load."""
+        return self.atomic("load", address, dtype, lambda old: old, Order("relaxed", "sys"), False)
+
+    def atomic(
+        self, name: str, address: int, dtype: np.dtype, change: Callable[[int], int], order: Order, posted: bool
+    ) -> int:  # fmt: skip
+        """The word as it was. `posted`: nobody wants to know, so the program goes on at once."""
+        me, turns = self._turns.me, self._turns
+        if order.releases:
+            self._land()
+        self._flush()
+        me.account.met += 1
+        remote = self.owner(f"atomic_{name}", address, address + dtype.itemsize) != me.rank
+        latency = self._node.link_latency if remote else self._node.memory_latency
+        if posted:
+            cause = me.last
+            me.progressed(turns.now)
+            turns.later(latency, lambda: self._apply(address, dtype, change, cause))
+            return 0
+        turns.delay(latency)
+        old, changed = self._apply(address, dtype, change, me.last)
+        if remote:
+            turns.delay(latency)
+        if changed:
+            me.progressed(turns.now)
+        elif self.waits.again(me, address, old):
+            self.waits.sleep(me, [*me.polled])
+            old, _ = self._apply(address, dtype, change, me.last)
+        return old
+
+    def _apply(
+        self, address: int, dtype: np.dtype, change: Callable[[int], int], cause: int
+    ) -> tuple[int, bool]:
+        """(the word as it was, whether it changed)."""
+        old = self._words.read([address], dtype)[0]
+        self._words.write([address], dtype, [change(old)])
+        changed = self._words.read([address], dtype)[0] != old
+        if changed:
+            self.waits.progress()
+            self.waits.wake(address, cause)
+        return old, changed
