@@ -39,9 +39,10 @@ class Measured:
 
 
 def collective_time(problem: Problem, node: Node) -> float:
-    """A library's all-gather, reduce-scatter or all-reduce (the other two in turn) of the problem."""
-    steps = 2 if problem.operation == REDUCE else 1
-    return steps * node.collective_latency + problem.traffic / node.collective_bandwidth
+    """A library's all-gather, reduce-scatter or all-reduce (the other two in turn) of the problem, by its best ring."""
+    hops = (problem.world_size - 1) * (2 if problem.operation == REDUCE else 1)
+    rings = node.collectives.values()
+    return min(r["start"] + hops * r["hop"] + problem.traffic / r["bandwidth"] for r in rings)
 
 
 def copies_time(problem: Problem, node: Node) -> float:

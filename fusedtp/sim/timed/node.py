@@ -1,7 +1,7 @@
 """What a node is made of: rates, sizes and latencies, read from data files that say where each number is from.
 
 A file holds an entry {"value": ..., "source": ...} for every field; units are bytes, seconds, FLOP/s. A value whose
-source begins with "assumed" could not be found published.
+source begins with "assumed" could not be found published for this GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from importlib import resources
 from typing import Any
 
 from fusedtp.ops.launch import Machine
+
+RING = {"start", "hop", "bandwidth"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,13 @@ class Node:
     sm_bandwidth            what one SM moves to and from the cache
     link_bandwidth          payload that one GPU sends, and receives at the same time
     copy_bandwidth          of one copy engine
-    copy_engines            of one GPU
+    copy_engines            of one GPU, that copies between GPUs may use at once
     memory_latency          of a load, and of an atomic in the GPU's own memory
     link_latency            from a store until the peer can see it
     launch_latency          from the end of a stream's work to the start of its next
     copy_latency            of starting a copy
-    collective_bandwidth    bytes a second that a library's all-gather or reduce-scatter brings to a rank
-    collective_latency      of starting it
+    collectives             how a library may gather or scatter round a ring, by protocol: what "start" costs, what
+                            each of the W - 1 "hop"s, and "bandwidth", bytes a second that reach a rank
     """
 
     name: str
@@ -49,8 +51,7 @@ class Node:
     link_latency: float
     launch_latency: float
     copy_latency: float
-    collective_bandwidth: float
-    collective_latency: float
+    collectives: dict[str, dict[str, float]]
 
     @property
     def machine(self) -> Machine:
@@ -87,12 +88,25 @@ def read_node(name: str, text: str) -> Node:
     wanted = {f.name for f in fields(Node)} - {"name"}
     faults = [f"{key} is missing" for key in sorted(wanted - entries.keys())]
     faults += [f"{key} is not known" for key in sorted(entries.keys() - wanted)]
-    for key in sorted(wanted & entries.keys()):
-        entry = entries[key]
-        if not isinstance(entry, dict) or not entry.get("source"):
-            faults.append(f"{key} has no source")
-        elif not all(v > 0 for v in (entry["value"].values() if key == "flops" else [entry["value"]])):
-            faults.append(f"{key} is not positive")
+    faults += [
+        f"{key} {fault}" for key in sorted(wanted & entries.keys()) if (fault := _fault(key, entries[key]))
+    ]
     if faults:
         raise ValueError(f"machine {name}: {'; '.join(faults)}")
     return Node(name=name, **{key: entries[key]["value"] for key in wanted})
+
+
+def _fault(key: str, entry: Any) -> str:
+    """What is wrong with an entry, or nothing."""
+    if not isinstance(entry, dict) or not entry.get("source"):
+        return "has no source"
+    value = entry.get("value")
+    parts = {"flops": [value], "collectives": list(value.values()) if isinstance(value, dict) else [value]}
+    for part in parts.get(key, [{"": value}]):
+        if not isinstance(part, dict) or not part:
+            return "names no numbers"
+        if key == "collectives" and part.keys() != RING:
+            return f"says {', '.join(part)} of a ring, not {', '.join(sorted(RING))}"
+        if not all(isinstance(number, (int, float)) and number > 0 for number in part.values()):
+            return "is not positive"
+    return ""

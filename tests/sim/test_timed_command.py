@@ -1,0 +1,101 @@
+"""Nodes as data files, comparisons of choices, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtp.sim.timed import Engine, load_node, machines
+from fusedtp.sim.timed.__main__ import main
+from fusedtp.sim.timed.cases import GATHER, Problem, matmul_run
+from fusedtp.sim.timed.measure import alternatives, collective_time, measure
+from fusedtp.sim.timed.node import read_node
+
+from .timed_support import SMALL
+
+
+def entries_of(name: str) -> dict[str, Any]:
+    return json.loads((resources.files("fusedtp.sim.timed") / "machines" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", machines())
+def test_machines_are_complete(name: str) -> None:
+    node = load_node(name)
+    assert node.sms > 100 and node.flops["bf16"] > 1e14
+    got = Engine(matmul_run(Problem(GATHER, 256, (256,), 256), node), node).run()
+    assert got.total > 0
+
+
+@pytest.mark.parametrize("name", machines())
+def test_every_number_says_where_it_is_from(name: str) -> None:
+    """By an address, or by the word that nobody said so."""
+    for key, entry in entries_of(name).items():
+        assert "https://" in entry["source"] or entry["source"].startswith("assumed: "), key
+
+
+@given(st.integers(2, 16), st.integers(1, 10**10))
+def test_a_collective_takes_its_best_ring(world_size: int, width: int) -> None:
+    """W - 1 hops and the bytes that a rank must receive; small messages by the ring with the shortest hop."""
+    problem = Problem(GATHER, world_size, (1,), width, world_size)
+    rings = SMALL.collectives
+    want = [r["start"] + (world_size - 1) * (r["hop"] + 2 * width / r["bandwidth"]) for r in rings.values()]
+    assert collective_time(problem, SMALL) == pytest.approx(min(want))
+    if width < 1000:
+        assert min(want) == want[list(rings).index("ll")]
+    if width > 10**9:
+        assert min(want) == want[list(rings).index("simple")]
+
+
+def test_a_damaged_machine_lists_all_its_faults() -> None:
+    entries = entries_of("h100")
+    del entries["sms"]["source"], entries["l2_bytes"], entries["collectives"]["value"]["ll"]["hop"]
+    entries["link_bandwidth"]["value"] = 0
+    entries["flops"]["value"] = {}
+    entries["memory_latency"]["value"] = "short"
+    entries["colour"] = {"value": 1, "source": "none"}
+    with pytest.raises(ValueError) as caught:
+        read_node("mine", json.dumps(entries))
+    for words in (
+        "sms has no source", "l2_bytes is missing", "link_bandwidth is not positive", "colour is not known",
+        "collectives says start, bandwidth of a ring", "flops names no numbers", "memory_latency is not positive",
+    ):  # fmt: skip
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("compare", ["none", "transport", "chunk", "programs", "order"])
+def test_comparisons_vary_what_they_name(compare: str) -> None:
+    problem = Problem(GATHER, 512, (256,), 256, 4)
+    found = dict(alternatives(problem, SMALL, compare))
+    assert found.pop("as launched") == problem
+    assert len(found) == {"none": 0, "transport": 1}.get(compare, len(found)) and (found or compare == "none")
+    assert len({(p.chosen(SMALL), p.transport, p.order) for p in [problem, *found.values()]}) == 1 + len(
+        found
+    )
+
+
+def test_hidden_is_what_fusing_saves_of_the_shorter_part() -> None:
+    got = measure(Problem(GATHER, 512, (256,), 256, 4), SMALL)
+    saved = got.communication + got.matmul - got.fused.total
+    assert got.hidden == pytest.approx(saved / min(got.communication, got.matmul))
+
+
+def test_the_command_prints_a_row_for_each_choice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "timeline.html"
+    arguments = ["--shape", "512x256", "--tokens", "256", "--tp", "2", "--compare", "transport"]
+    assert main([*arguments, "--timeline", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "hidden" in out and "engine" in out
+    assert "all_gather_matmul_kernel" in page.read_text()
+
+
+def test_the_command_refuses_with_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--machine", "abacus", "--tokens", "0", "--tp", "1"]) == 2
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("abacus", "--tokens", "--tp"))
+    assert main(["--shape", "wide"]) == 2
