@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedtp.comm import place
+from fusedtp.ops.rows import split
+from fusedtp.ops.tokens import gather_tokens
+
 from .model import CausalLM
 
 
@@ -48,19 +52,14 @@ def last_logits(model: CausalLM, input_ids: Tensor) -> Tensor:
     layout = model.layout(input_ids)
     logits = model.compute_logits(model.hidden_states(input_ids, layout), layout)
     if logits.shape[0] != layout.tokens:
-        from fusedtp.comm import communicator
-
-        logits = communicator(model.token_group).all_gather(logits, layout.sizes)
+        logits = gather_tokens(logits, model.token_group, layout.sizes, "generate")
     last = logits.view(batch, length, -1)[:, -1]
     vocab_size = model.config.vocab_size
     if last.shape[1] == vocab_size:
         return last
-    from fusedtp.comm import communicator
-    from fusedtp.ops.rows import split
-
-    comm = communicator(model.lm_head.parallel.group)
-    sizes = tuple(split(vocab_size, comm.world_size))
-    return comm.all_gather(last.t().contiguous(), sizes).t()
+    group = model.lm_head.parallel.group
+    sizes = split(vocab_size, place(group).world_size)
+    return gather_tokens(last.t(), group, sizes, "generate").t()
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
