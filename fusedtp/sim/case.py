@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .memory import Memory
+from .memory import Map, Memory
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,30 @@ class Run:
     work: Sequence[Sequence[Work]]
     memory: Sequence[Memory] = ()
     check: Callable[[], Sequence[Mismatch] | None] | None = None
+
+
+def memory_map(run: Run) -> Map:
+    """All memory that a run names. Raises ValueError where a memory has not one tensor a rank."""
+    found, world_size = Map(), len(run.work)
+    for memory in run.memory:
+        if len(memory.tensors) != world_size:
+            raise ValueError(
+                f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks"
+            )
+        for rank, tensor in enumerate(memory.tensors):
+            found.add(memory.name, rank, tensor, memory.poisoned)
+    for rank, of_rank in enumerate(run.work):
+        for work in of_rank:
+            if isinstance(work, Launch):
+                for name, value in work.args.items():
+                    found.add_arguments(name, rank, value)
+            elif isinstance(work, Copy):
+                found.add("copied to", rank, work.dst)
+                found.add("copied from", rank, work.src)
+            else:
+                found.add("flag", rank, work.flag)
+    found.freeze()
+    return found
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def trace(run: Run, schedule: Schedule, *, detect: bool = True) -> tuple[tuple[M
     """What every program did in one schedule of a run, up to its end or its fault: what a timeline draws."""
     try:
         machine = _execute(run, schedule, STRATEGIES[schedule.strategy], detect, trace=True)
-        return tuple(machine.trace or ()), None
+        return machine.moments, None
     except SimulationFault as error:
         return error.fault.trace, error.fault
 
@@ -164,7 +164,7 @@ def _execute(
             schedule.weak,
             schedule.fine,
             machine.switches,
-            tuple(machine.trace or ()),
+            machine.moments,
         )
         raise
     return machine

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
 class Site(NamedTuple):
-    """A line of the user's source, innermost first, and the line of the kernel that led there."""
+    """A line of the user's source, and the line of the kernel that led there (the same if the kernel does it itself).
+
+    kernel_file   "" stands for `file`
+    """
 
     file: str
     line: int
     function: str
-    kernel_line: int  # in the kernel's own file; the same as `line` where the kernel itself does it
+    kernel_line: int
+    kernel_file: str = ""
+
+    @property
+    def kernel_place(self) -> tuple[str, int]:
+        """File and line of the kernel."""
+        return self.kernel_file or self.file, self.kernel_line
 
     def __str__(self) -> str:
-        called = f", called at line {self.kernel_line}" if self.kernel_line != self.line else ""
-        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}{called}"
+        words = f"{short_path(self.file)}:{self.line} in {self.function}"
+        file, line = self.kernel_place
+        if (file, line) == (self.file, self.line):
+            return words
+        return f"{words}, called at {'line ' if file == self.file else short_path(file) + ':'}{line}"
+
+
+def short_path(file: str) -> str:
+    """Relative to the current folder if it lies below."""
+    below = os.path.join(os.getcwd(), "")
+    return file.removeprefix(below)
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,7 @@ class Access:
         )
         value = f" = {self.value}" if self.value else ""
         return (
-            f"rank {self.rank}, {self.launch}, program {self.program}: {self.what} {self.tensor}{span}{value}\n"
+            f"rank {self.rank}, {self.launch}, program {self.program}: {self.what} {self.tensor} {span}{value}\n"
             f"    at {self.site}"
         )
 
@@ -70,7 +89,7 @@ class Wait:
     def __str__(self) -> str:
         written = self.last_writer or "nobody wrote it during this run"
         return (
-            f"rank {self.rank}, {self.launch}, program {self.program} waits for {self.tensor}{_index(self.index)}, "
+            f"rank {self.rank}, {self.launch}, program {self.program} waits for {self.tensor} {_index(self.index)}, "
             f"sees {self.seen} ({written})\n    at {self.site}"
         )
 

@@ -105,12 +105,12 @@ def call(function: Callable[..., Any], args: dict[str, Any]) -> None:
 
 def _last_site(error: BaseException) -> str:
     """Where the user's code was when this was raised."""
-    known: dict[CodeType, bool] = {}
+    known: dict[CodeType, int] = {}
     found = ""
     at = error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code
-        if _is_users(code, known):
+        if _whose(code, known) == USERS:
             found = f"{os.path.basename(code.co_filename)}:{at.tb_lineno} in {code.co_name}"
         at = at.tb_next
     return found
@@ -261,32 +261,36 @@ def _triton_folder() -> str:
     return os.path.dirname(sys.modules["triton"].__file__ or "?")
 
 
-def _is_own(file: str) -> bool:
-    """Whether the file is the simulator's; packages beneath it may hold kernels."""
-    return file.rpartition("/")[0] == __file__.rpartition("/")[0]
+USERS, OURS, OTHERS = 1, 2, 3
 
 
-def _is_users(code: CodeType, known: dict[CodeType, bool]) -> bool:
-    users = known.get(code)
-    if users is None:
-        name = code.co_filename
-        users = known[code] = not (name.startswith((_triton_folder(), "<")) or _is_own(name))
-    return users
+def _whose(code: CodeType, known: dict[CodeType, int]) -> int:
+    """USERS, OURS (the simulator's; packages beneath it may hold kernels) or OTHERS (Triton's, and exec's)."""
+    whose = known.get(code)
+    if whose is None:
+        file = code.co_filename
+        whose = OTHERS if file.startswith((_triton_folder(), "<")) else USERS
+        if file.rpartition("/")[0] == __file__.rpartition("/")[0]:
+            whose = OURS
+        known[code] = whose
+    return whose
 
 
-def site(known: dict[CodeType, bool] | None = None) -> Site:
+def site(known: dict[CodeType, int] | None = None) -> Site:
     """Where the running kernel stands: its innermost line outside of Triton and the simulator."""
     known = {} if known is None else known
     frame: FrameType | None = sys._getframe(1)
     inner: FrameType | None = None
-    outer_line = 0
+    outer: FrameType | None = None
     while frame is not None:
-        if _is_users(frame.f_code, known):
+        whose = known.get(frame.f_code) or _whose(frame.f_code, known)
+        if whose == USERS:
             inner = inner or frame
-            outer_line = frame.f_lineno
-        elif inner is not None and _is_own(frame.f_code.co_filename):
+            outer = frame
+        elif whose == OURS and inner is not None:
             break  # the simulator called the kernel
         frame = frame.f_back
-    if inner is None:
+    if inner is None or outer is None:
         return Site("?", 0, "?", 0)
-    return Site(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_name, outer_line)
+    code = inner.f_code
+    return Site(code.co_filename, inner.f_lineno, code.co_name, outer.f_lineno, outer.f_code.co_filename)

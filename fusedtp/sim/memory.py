@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,12 +64,25 @@ class Allocation:
     nbytes: int
     place: int  # of its first byte in the shadow
 
+    @property
+    def label(self) -> str:
+        """As reports name it."""
+        return f"{self.name} of rank {self.rank}"
+
     def index_of(self, place: int) -> tuple[int, ...]:
         """The element that holds this byte of the shadow, as an index of the tensor (of its storage if strided)."""
         element = (place - self.place) // self.tensor.element_size()
         if not self.tensor.is_contiguous() or self.tensor.dim() == 0:
             return (element,)
         return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape)))
+
+
+class Span(NamedTuple):
+    """Elements of one tensor, as reports name them."""
+
+    tensor: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
 
 
 class Map:
@@ -139,11 +152,24 @@ class Map:
         """The allocation that holds this byte of the shadow."""
         return next(a for a in self._sorted if a.place <= place < a.place + a.nbytes)
 
+    def span(self, places: np.ndarray) -> Span:
+        """From the lowest of these bytes to the highest that lies in the same allocation."""
+        low, high = int(places.min()), int(places.max())
+        a = self.at(low)
+        return Span(a.label, a.index_of(low), a.index_of(min(high, a.place + a.nbytes - 1)))
+
+    def value(self, place: int) -> str:
+        """What stands there now; "" in a tensor whose elements do not lie in order."""
+        a = self.at(place)
+        if not (a.tensor.dim() and a.tensor.is_contiguous()):
+            return ""
+        return str(a.tensor.view(-1)[(place - a.place) // a.tensor.element_size()].item())
+
     def nearest(self, address: int) -> str:
         """Words for an address outside: how far past which allocation."""
         if not self._sorted:
             return f"address {address:#x}; the case names no memory"
         best = min(self._sorted, key=lambda a: min(abs(address - a.base), abs(address - a.base - a.nbytes)))
         if address >= best.base:
-            return f"{address - best.base - best.nbytes + 1} bytes past the end of {best.name} of rank {best.rank}"
-        return f"{best.base - address} bytes before {best.name} of rank {best.rank}"
+            return f"{address - best.base - best.nbytes + 1} bytes past the end of {best.label}"
+        return f"{best.base - address} bytes before {best.label}"

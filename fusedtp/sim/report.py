@@ -58,7 +58,7 @@ def report(
 
 def _access(access: Access) -> list[str]:
     value = f", {access.value} there at first" if access.value else ""
-    place = f"{access.tensor.strip()} {_span(access.first, access.last)}"
+    place = f"{access.tensor} {_span(access.first, access.last)}"
     if len(access.first) == 1 and access.tensor == "memory":  # in no allocation
         place = f"address {access.first[0]:#x}"
     what = f"{access.what} {place}{value}"
@@ -67,7 +67,7 @@ def _access(access: Access) -> list[str]:
 
 def _wait(wait: Wait) -> list[str]:
     written = wait.last_writer or "nobody wrote it during this run"
-    what = f"waits for {wait.tensor.strip()} {_span(wait.index, wait.index)}, sees {wait.seen} ({written})"
+    what = f"waits for {wait.tensor} {_span(wait.index, wait.index)}, sees {wait.seen} ({written})"
     return [_who(wait.rank, wait.launch, wait.program) + what, *_source(wait.site)]
 
 
@@ -122,7 +122,7 @@ def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
         return []
     ends: tuple[Access | Wait, ...] = (*fault.accesses, *fault.waits)
     programs = {(each.rank, each.launch, each.program) for each in ends}
-    tensors = {each.tensor.strip() for each in ends}
+    tensors = {each.tensor for each in ends}
     if not programs:
         tensors = {m.tensor for m in fault.trace if m.tensor and f"{m.tensor} [" in fault.message}
     low = min((each.first for each in fault.accesses), default=None)
@@ -153,13 +153,13 @@ def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
 def _now(access: Access) -> Moment:
     return Moment(
         access.step, access.rank, access.launch, access.program, access.what, access.site, kind="load",
-        tensor=access.tensor.strip(), first=access.first, last=access.last,
+        tensor=access.tensor, first=access.first, last=access.last,
     )  # fmt: skip
 
 
 def _is(moment: Moment, access: Access) -> bool:
     return moment.site == access.site and (moment.step, moment.rank, moment.program, moment.tensor) == (
-        access.step, access.rank, access.program, access.tensor.strip()
+        access.step, access.rank, access.program, access.tensor
     )  # fmt: skip
 
 

@@ -31,15 +31,16 @@ class Stores:
         self, slot: int, places: np.ndarray, itemsize: int, rank: int, land: Callable[[], object]
     ) -> None:
         """A store of `slot`; earlier ones of its own to the same place land first."""
+        self.own(slot, places, itemsize)
         first, last = int(places.min()), int(places.max()) + itemsize
-        self.own(slot, first, last)
         self._pending.setdefault(slot, []).append(Pending(first, last, rank, land))
 
-    def own(self, slot: int, first: int, last: int) -> None:
-        """The slot itself reads or writes there: its stores to the place land."""
+    def own(self, slot: int, places: np.ndarray, itemsize: int) -> None:
+        """The slot itself reads or writes there: its stores to these elements land."""
         mine = self._pending.get(slot)
         if not mine:
             return
+        first, last = int(places.min()), int(places.max()) + itemsize
         hit = [p for p in mine if p.first < last and first < p.last]
         for pending in hit:
             pending.land()

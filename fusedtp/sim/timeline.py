@@ -104,7 +104,7 @@ def _at_fault(moment: Moment, fault: Fault | None) -> bool:
 
 def _same(moment: Moment, access: Access) -> bool:
     return (moment.step, moment.rank, moment.program, moment.site, moment.tensor) == (
-        access.step, access.rank, access.program, access.site, access.tensor.strip()
+        access.step, access.rank, access.program, access.site, access.tensor
     )  # fmt: skip
 
 

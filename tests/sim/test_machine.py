@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.sim import DEFAULT, Case, Fault, Schedule, SimulationFault, exhaust, explore, run_schedule
+from fusedtp.sim import (
+    DEFAULT,
+    Case,
+    Fault,
+    Launch,
+    Run,
+    Schedule,
+    SimulationFault,
+    exhaust,
+    explore,
+    run_schedule,
+)
 from tests.sim import exchange
 from tests.sim.support import interpreted
 
@@ -64,7 +80,7 @@ def test_a_weakened_signal_is_a_race_of_the_data(change):
     store, load = fault.accesses
     assert fault.rule == "read-write race"
     assert store.what == "store" and load.what == "load" and store.rank == (load.rank - 1) % 3
-    assert load.tensor.strip() == f"inbox of rank {load.rank}" and (load.first, load.last) == ((0,), (15,))
+    assert load.tensor == f"inbox of rank {load.rank}" and (load.first, load.last) == ((0,), (15,))
     assert store.site.function == load.site.function == "ring" and store.site.line < load.site.line
 
 
@@ -82,6 +98,41 @@ def test_a_fault_in_a_helper_of_a_kernel_keeps_its_rule_and_its_lines():
     fault = found("helper_run", i=4)
     assert fault.rule == "out of bounds" and fault.accesses[0].site.function == "store_at"
     assert fault.accesses[0].site.kernel_line > fault.accesses[0].site.line
+
+
+@triton.jit
+def stores_by_another_file(x):
+    exchange.store_at(x, 4)
+
+
+def site_words(folder: str) -> tuple[Fault, str]:
+    """The fault of a store past the end, and where it says that is from this folder."""
+    run = Run([[Launch(stores_by_another_file, 1, dict(x=torch.zeros(4)))]])
+    before = os.getcwd()
+    with pytest.raises(SimulationFault) as raised:
+        run_schedule(run, Schedule())
+    try:
+        os.chdir(folder)
+        return raised.value.fault, str(raised.value.fault.accesses[0].site)
+    finally:
+        os.chdir(before)
+
+
+def line_with(file: Path, text: str) -> int:
+    return 1 + next(i for i, line in enumerate(file.read_text().splitlines()) if text in line)
+
+
+def test_a_fault_in_a_helper_of_another_file_names_both_files_relative_to_the_current_folder():
+    helper, kernel = Path(exchange.__file__), Path(__file__)
+    inner, outer = line_with(helper, "tl.store(x + i"), line_with(kernel, "exchange.store_at(x, 4)")
+    fault, words = interpreted(site_words, str(helper.parents[1]))
+    site = fault.accesses[0].site
+    assert (site.file, site.line, site.kernel_place) == (str(helper), inner, (str(kernel), outer))
+    assert words == f"sim/exchange.py:{inner} in store_at, called at sim/test_machine.py:{outer}"
+    _, words = interpreted(site_words, "/")
+    assert words == f"{str(helper)[1:]}:{inner} in store_at, called at {str(kernel)[1:]}:{outer}"
+    _, words = interpreted(site_words, str(Path(__file__).parents[2] / "docs"))
+    assert words == f"{helper}:{inner} in store_at, called at {kernel}:{outer}"
 
 
 @pytest.mark.parametrize("n", [6, 8])
@@ -104,7 +155,7 @@ def test_a_wait_that_nobody_answers_is_a_deadlock_that_names_the_flag():
     fault = found("unanswered_run")
     (wait,) = fault.waits
     assert fault.rule == "deadlock" and (wait.rank, wait.index, wait.seen) == (1, (2,), "1")
-    assert wait.tensor.strip() == "flags of rank 1" and "rank 0, signal" in wait.last_writer
+    assert wait.tensor == "flags of rank 1" and "rank 0, signal" in wait.last_writer
 
 
 def test_programs_that_wait_for_ones_that_cannot_start_are_a_deadlock():
