@@ -162,7 +162,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
                 work[rank].extend(launches(planned, world.epochs.tensors[rank]))
                 made.append(named)
             outs.append((inputs, made))
-        return Run(work, world.memory, _checker(world, outs))
+        return Run(work, world.memory, checker(world, outs))
 
     return Case(name, make, tuple(dict.fromkeys(call.operation for call in calls)))
 
@@ -172,9 +172,10 @@ def _chunks(call: Call) -> int:
     return 2 + max(-(-rows // call.chunk), -(-rows // TILE) * columns)
 
 
-def _checker(
+def checker(
     world: SimulatedWorld, outs: Sequence[tuple[Operands, list[dict[str, Tensor]]]]
 ) -> Callable[[], list[Mismatch]]:
+    """What compares every call's outputs with what must come out, and sees that no kernel recorded a failure."""
     def check() -> list[Mismatch]:
         found: list[Mismatch] = []
         for rank, status in enumerate(world.statuses.tensors):
