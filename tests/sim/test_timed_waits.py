@@ -37,7 +37,7 @@ def test_a_missing_publish_is_a_deadlock_that_names_the_flag() -> None:
     fault = caught.value.fault
     assert fault.rule == "deadlock"
     (wait,) = fault.waits
-    assert (wait.rank, wait.tensor, wait.index, wait.seen) == (2, "flag of rank 2 ", (0,), "0")
+    assert (wait.rank, wait.tensor, wait.index, wait.seen) == (2, "flag of rank 2", (0,), "0")
     assert "timed_kernels.py" in str(wait.site) and "exchange" in str(wait.site)
 
 
@@ -79,6 +79,10 @@ def test_the_critical_path_is_the_whole_time(operation: str) -> None:
     assert path[0].begin == 0 and path[-1].end == got.total
     assert all(a.end == b.begin for a, b in pairwise(path))
     assert sum(got.critical().values()) == pytest.approx(got.total)
+    joined = got.critical_stretches()
+    assert joined[0].begin == 0 and joined[-1].end == got.total
+    for a, b in pairwise(joined):
+        assert a.end == b.begin and (a.what, a.rank, a.launch) != (b.what, b.rank, b.launch)
 
 
 def test_moments_are_the_segments() -> None:

@@ -97,7 +97,7 @@ class Program:
             if frame.f_code in self._codes:
                 frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
-        return Site(*frames[0], frames[-1][1]) if frames else HOST
+        return Site(*frames[0], frames[-1][1], frames[-1][0]) if frames else HOST
 
     def _converted(self, value: Any) -> Any:
         """A global of a kernel as the timed run has it."""

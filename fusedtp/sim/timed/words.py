@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..case import Copy, Launch, Run
-from ..memory import Allocation, Map
+from ..case import Run, memory_map
+from ..memory import Allocation
 
 
 @cache
@@ -22,21 +22,7 @@ class Words:
     """All allocations that a run names. Big ones are never touched, so they cost no memory."""
 
     def __init__(self, run: Run) -> None:
-        self._map = Map()
-        for memory in run.memory:
-            for rank, tensor in enumerate(memory.tensors):
-                self._map.add(memory.name, rank, tensor)
-        for rank, work in enumerate(run.work):
-            for item in work:
-                if isinstance(item, Launch):
-                    for name, value in item.args.items():
-                        self._map.add_arguments(name, rank, value)
-                elif isinstance(item, Copy):
-                    self._map.add("copied to", rank, item.dst)
-                    self._map.add("copied from", rank, item.src)
-                else:
-                    self._map.add("flag", rank, item.flag)
-        self._map.freeze()
+        self._map = memory_map(run)
         self._sorted = self._map.allocations
         self._bases = [a.base for a in self._sorted]
 
@@ -54,8 +40,8 @@ class Words:
         """Words for an address: tensor and rank, index."""
         a = self.find(address, address + 1)
         if a is None:
-            return f"{address:#x} ", ()
-        return f"{a.name} of rank {a.rank} ", a.index_of(a.place + address - a.base)
+            return f"{address:#x}", ()
+        return a.label, a.index_of(a.place + address - a.base)
 
     @staticmethod
     def read(addresses: Sequence[int], dtype: np.dtype) -> list[int]:
