@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fusedtp.sim.timed import Engine, load_node, machines
 from fusedtp.sim.timed.__main__ import main
-from fusedtp.sim.timed.cases import GATHER, Problem, matmul_run
-from fusedtp.sim.timed.measure import alternatives, collective_time, measure
+from fusedtp.sim.timed.cases import GATHER, SCATTER, Problem, matmul_run
+from fusedtp.sim.timed.measure import COMPARISONS, alternatives, collective_time, measure
 from fusedtp.sim.timed.node import read_node
 
 from .timed_support import SMALL
@@ -68,6 +68,15 @@ def test_a_damaged_machine_lists_all_its_faults() -> None:
         assert words in str(caught.value)
 
 
+def test_all_comparisons_are_each_of_them_once() -> None:
+    for operation in (GATHER, SCATTER):
+        problem = Problem(operation, 512, (256,), 256, 4)
+        every = [p for _, p in alternatives(problem, SMALL, "all")]
+        single = [c for c in COMPARISONS[1:-1] if operation == GATHER or c != "transport"]
+        assert len(every) == len(set(every))
+        assert set(every) == {p for c in single for _, p in alternatives(problem, SMALL, c)}
+
+
 @pytest.mark.parametrize("compare", ["none", "transport", "chunk", "programs", "order"])
 def test_comparisons_vary_what_they_name(compare: str) -> None:
     problem = Problem(GATHER, 512, (256,), 256, 4)
@@ -88,9 +97,10 @@ def test_hidden_is_what_fusing_saves_of_the_shorter_part() -> None:
 def test_the_command_prints_a_row_for_each_choice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "timeline.html"
     arguments = ["--shape", "512x256", "--tokens", "256", "--tp", "2", "--compare", "transport"]
-    assert main([*arguments, "--timeline", str(page)]) == 0
+    assert main([*arguments, "--timeline", str(page), "--path"]) == 0
     out = capsys.readouterr().out
     assert "hidden" in out and "engine" in out
+    assert "takes" in out and "latency" in out
     assert "all_gather_matmul_kernel" in page.read_text()
 
 

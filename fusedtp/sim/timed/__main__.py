@@ -22,7 +22,8 @@ from ..timeline import html
 from .cases import model_problem
 from .measure import Measured, alternatives, measure
 from .node import Node, load_node, machines
-from .published import predictions
+from .published import NOT_MODELLED, predictions
+from .timeline import Timeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,7 +38,8 @@ class Options:
     tokens      rows of all ranks together
     tp          ranks
     dtype       of all operands
-    compare     what to vary
+    compare     what to vary: who brings a gather's rows, what a flag covers, programs that send or reduce, tile orders
+    path        print what the end of the first row waited for, stretch by stretch
     timeline    write what each program did as HTML, of the first row
     published   compare the model with published times instead; takes some minutes
     """
@@ -50,7 +52,8 @@ class Options:
     tokens: int = 8192
     tp: int = 8
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    compare: Literal["none", "transport", "chunk", "programs", "order"] = "none"
+    compare: Literal["none", "transport", "chunk", "programs", "order", "all"] = "none"
+    path: bool = False
     timeline: Path | None = None
     published: bool = False
 
@@ -77,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         node = load_node(options.machine)
         if options.published:
             console.print(_published(node))
+            console.print("Not modelled:", *NOT_MODELLED, sep="\n  ", markup=False)
         else:
             _compared(options, node, console)
     except (ValueError, UnsupportedKernel) as error:
@@ -107,6 +111,7 @@ def _compared(options: Options, node: Node, console: Console) -> None:
     ):
         table.add_column(name, justify="left" if name in ("variant", "critical path") else "right")
     known: dict[tuple[object, ...], float] = {}
+    first: Timeline | None = None
     for name, variant in alternatives(problem, node, options.compare):
         begin = time.perf_counter()
         config = variant.chosen(node)
@@ -114,9 +119,23 @@ def _compared(options: Options, node: Node, console: Console) -> None:
         got = measure(variant, node, matmul=known.get(key))
         known[key] = got.matmul
         table.add_row(*_cells(name, got), f"{time.perf_counter() - begin:.0f} s")
-        if options.timeline is not None and name == "as launched":
-            options.timeline.write_text(html(got.fused.moments(), title=title))
+        first = first or got.fused
     console.print(table)
+    assert first is not None
+    if options.path:
+        console.print(_path(first))
+    if options.timeline is not None:
+        options.timeline.write_text(html(first.moments(), title=title))
+
+
+def _path(timeline: Timeline) -> Table:
+    table = Table(title="critical path", caption="microseconds")
+    for name in ("from", "to", "takes", "rank", "launch", "what"):
+        table.add_column(name, justify="left" if name in ("launch", "what") else "right")
+    for step in timeline.critical_stretches():
+        times = [f"{seconds * 1e6:.1f}" for seconds in (step.begin, step.end, step.end - step.begin)]
+        table.add_row(*times, str(step.rank), step.launch, step.what)
+    return table
 
 
 def _cells(name: str, got: Measured) -> list[str]:

@@ -61,18 +61,28 @@ def measure(problem: Problem, node: Node, *, matmul: float | None = None, exact:
     return Measured(problem, fused, matmul, collective, min(collective, copies_time(problem, node)))
 
 
-COMPARISONS = ("none", "transport", "chunk", "programs", "order")
+COMPARISONS = ("none", "transport", "chunk", "programs", "order", "all")
 
 
 def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
     """The problem as launched, then with other choices. Raises ValueError for what the operation does not have."""
-    config = problem.chosen(node)
     gather = problem.operation == GATHER
     if compare not in COMPARISONS:
         raise ValueError(f"comparison {compare!r}; known are {', '.join(COMPARISONS)}")
     if compare == "transport" and not gather:
         raise ValueError(f"{problem.operation} has one transport: its programs store to the owner")
     yield "as launched", problem
+    seen = {problem}
+    for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
+        if gather or choice != "transport":
+            for name, other in _others(problem, node, choice):
+                if other not in seen:
+                    yield name, other
+                seen.add(other)
+
+
+def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
+    config, gather = problem.chosen(node), problem.operation == GATHER
     if compare == "transport":
         other = PROGRAMS if problem.transport == ENGINE else ENGINE
         yield other, replace(problem, transport=other, config=None)
@@ -87,7 +97,7 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
             changed = replace(config, other_programs=count)
             if gather:
                 changed = replace(config, send_programs=count, other_programs=node.sms - count)
-            if changed != config:
+            if changed != config and changed.other_programs > 0:
                 name = "sending" if gather else "reducing"
                 yield f"{count} programs {name}", replace(problem, config=changed)
     elif compare == "order":

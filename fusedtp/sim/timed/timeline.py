@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..faults import Moment, Site
@@ -102,6 +102,17 @@ class Timeline:
         if until > 0:
             steps.append(Step(LATENCY, steps[-1].rank, steps[-1].launch, 0.0, until))
         return steps[::-1]
+
+    def critical_stretches(self) -> list[Step]:
+        """The critical path with neighbours joined that are the same thing of the same rank and launch."""
+        joined: list[Step] = []
+        for step in self.critical_path():
+            last = joined[-1] if joined else None
+            if last and (last.what, last.rank, last.launch) == (step.what, step.rank, step.launch):
+                joined[-1] = replace(last, end=step.end)
+            else:
+                joined.append(step)
+        return joined
 
     def critical(self) -> dict[str, float]:
         """Seconds of the critical path by what."""
