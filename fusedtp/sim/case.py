@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .faults import Mismatch as Mismatch
 from .memory import Map, Memory
 
 
@@ -65,29 +66,20 @@ Work = Launch | Copy | Signal | Await
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """An output that is not the reference."""
-
-    name: str
-    rank: int
-    index: tuple[int, ...]
-    wanted: str
-    seen: str
-    count: int
-
-
-@dataclass(frozen=True)
 class Run:
     """One fresh instance of a case.
 
     work     one list a rank: what its streams do, in order of issue
     memory   what kernels reach by address rather than by argument
     check    called after the schedule; raises or returns mismatches where the result is wrong
+    failures what kernels wrote down of waits that failed, in words: called after the schedule and where one ends with
+             another fault, which may have come of that
     """
 
     work: Sequence[Sequence[Work]]
     memory: Sequence[Memory] = ()
     check: Callable[[], Sequence[Mismatch] | None] | None = None
+    failures: Callable[[], Sequence[str]] | None = None
 
 
 def memory_map(run: Run) -> Map:

@@ -3,12 +3,11 @@
 run        one schedule; raises SimulationFault
 explore    many; returns what was tried and the fault, if any, with the shortest schedule found that shows it
 trace      one schedule, with all that every program did
-exhaust    every schedule with at most `preemptions` switches away from a program that could go on
+attempt    one, its fault or exception as a value
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from .case import Case, Launch, Run
 from .faults import Fault, Moment, SimulationFault, UnsupportedKernel
 from .machine import Machine
 from .memory import Memory
-from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
+from .strategies import DEFAULT, STRATEGIES, Strategy
 
 SHRINK_SCHEDULES = 40
 
@@ -145,29 +144,34 @@ def _execute(
     )  # fmt: skip
     try:
         machine.run()
-        for mismatch in (run.check() if run.check else None) or ():
-            where = f"{mismatch.name} of rank {mismatch.rank} {list(mismatch.index)}"
-            message = f"{where} and {mismatch.count - 1} more elements" if mismatch.count > 1 else where
-            raise SimulationFault(
-                Fault(
-                    "wrong value",
-                    f"{message} differ from the reference",
-                    wanted=mismatch.wanted,
-                    seen=mismatch.seen,
-                )
-            )
+        fault = _recorded(run) or _wrong(run)
+        moments = machine.moments
     except SimulationFault as error:
-        error.fault = error.fault.found_by(
-            schedule.strategy,
-            schedule.seed,
-            str(schedule.resident),
-            schedule.weak,
-            schedule.fine,
-            machine.switches,
-            machine.moments,
+        moments = machine.moments
+        machine.land()  # what a kernel wrote down may be on its way
+        fault = _recorded(run) or error.fault
+    if fault is None:
+        return machine
+    raise SimulationFault(
+        fault.found_by(
+            schedule.strategy, schedule.seed, str(schedule.resident), schedule.weak, schedule.fine, machine.switches,
+            moments,
         )
-        raise
-    return machine
+    )  # fmt: skip
+
+
+def _recorded(run: Run) -> Fault | None:
+    """A failure that kernels noticed themselves: what follows it in a schedule comes of it."""
+    said = run.failures() if run.failures else ()
+    return Fault("timed out", "; ".join(said)) if said else None
+
+
+def _wrong(run: Run) -> Fault | None:
+    """The first output that is not the reference."""
+    found = (run.check() if run.check else None) or ()
+    return next(
+        (Fault("wrong value", f"{each} differ from the reference", mismatch=each) for each in found), None
+    )
 
 
 def schedules(
@@ -214,7 +218,7 @@ def explore(
     for schedule in chosen:
         if seconds is not None and time.monotonic() - begin > seconds:
             break
-        fault = _attempt(case, schedule, outcome)
+        fault = attempt(case, schedule, outcome)
         outcome.schedules += 1
         if progress is not None:
             progress(outcome.schedules)
@@ -228,9 +232,10 @@ def explore(
 _schedules = schedules
 
 
-def _attempt(
+def attempt(
     case: Case, schedule: Schedule, outcome: Outcome, strategy: Callable[..., Strategy] | None = None
 ) -> Fault | None:
+    """The fault of one schedule, if any; what it cost and what the user's code raised go to `outcome`."""
     made = case.make()
     if made.check is None:
         raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
@@ -258,7 +263,7 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule) -> Fault:
     for seed in range(SHRINK_SCHEDULES):
         name = ("run_to_block", "pct")[seed % 2]
         other = Schedule(name, seed, schedule.resident, schedule.weak, schedule.fine)
-        again = _attempt(case, other, Outcome(case.name))
+        again = attempt(case, other, Outcome(case.name))
         if again is not None and again.key() == fault.key() and again.switches < found.switches:
             best, found = other, again
     try:
@@ -268,46 +273,3 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule) -> Fault:
     except Exception:
         return found
     return found
-
-
-def exhaust(
-    case: Case,
-    preemptions: int = 1,
-    *,
-    limit: int = 10_000,
-    resident: int | str | None = None,
-    weak: bool = False,
-) -> Outcome:
-    """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
-
-    Stops after `limit` schedules. Source: Musuvathi and Qadeer 2007, "Iterative Context Bounding".
-    """
-    begin = time.monotonic()
-    outcome = Outcome(case.name)
-    schedule = Schedule("replay", 0, resident, weak)
-    todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
-    while todo and outcome.schedules < limit:
-        choices, left = todo.pop()
-        replays: list[Replay] = []
-        fault = _attempt(case, schedule, outcome, _replayed(choices, replays))
-        outcome.schedules += 1
-        if fault is not None:
-            outcome.fault = fault
-            break
-        seen = replays[-1].seen
-        for step in range(len(choices), len(seen)):
-            chosen, options = seen[step]
-            cost = 1 if step > 0 and seen[step - 1][0] in options else 0  # it could have gone on
-            if left >= cost:
-                before = tuple(each for each, _ in seen[:step])
-                todo.extend(((*before, other), left - cost) for other in options if other != chosen)
-    outcome.seconds = time.monotonic() - begin
-    return outcome
-
-
-def _replayed(choices: Sequence[int], made: list[Replay]) -> Callable[..., Strategy]:
-    def replay(rng: random.Random, world_size: int) -> Strategy:
-        made.append(Replay(rng, world_size, choices))
-        return made[-1]
-
-    return replay

@@ -94,6 +94,26 @@ class Wait:
         )
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """An output that is not the reference.
+
+    name    of the tensor, on `rank`
+    index   of the first element that differs, with what was wanted and seen there; count: how many differ
+    """
+
+    name: str
+    rank: int
+    index: tuple[int, ...]
+    wanted: str
+    seen: str
+    count: int
+
+    def __str__(self) -> str:
+        more = f" and {self.count - 1} more elements" if self.count > 1 else ""
+        return f"{self.name} of rank {self.rank} {list(self.index)}{more}"
+
+
 class Moment(NamedTuple):
     """One line of a trace: what a program did at a step of the schedule.
 
@@ -131,14 +151,19 @@ RULES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One finding. `rule` is a key of RULES; `accesses` are the two ends of a race, `waits` those of a deadlock."""
+    """One finding.
+
+    rule      a key of RULES
+    accesses  the two ends of a race; the one access that is at fault by itself
+    waits     those of a deadlock
+    mismatch  the wrong value
+    """
 
     rule: str
     message: str
     accesses: tuple[Access, ...] = ()
     waits: tuple[Wait, ...] = ()
-    wanted: str = ""
-    seen: str = ""
+    mismatch: Mismatch | None = None
     strategy: str = ""
     seed: int = 0
     resident: str = ""
@@ -146,6 +171,15 @@ class Fault:
     fine: bool = False
     switches: int = 0  # context switches of the shortest schedule found that shows it
     trace: tuple[Moment, ...] = field(default=(), repr=False)
+
+    @property
+    def wanted(self) -> str:
+        """The right value; "" where the fault is no wrong value."""
+        return self.mismatch.wanted if self.mismatch else ""
+
+    @property
+    def seen(self) -> str:
+        return self.mismatch.seen if self.mismatch else ""
 
     def found_by(
         self,
@@ -172,8 +206,8 @@ class Fault:
         lines = [f"{self.rule}: {self.message}"]
         lines += [f"  {text}" for access in self.accesses for text in str(access).splitlines()]
         lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
-        if self.wanted or self.seen:
-            lines.append(f"  wanted {self.wanted}, seen {self.seen}")
+        if self.mismatch is not None:
+            lines.append(f"  wanted {self.mismatch.wanted}, seen {self.mismatch.seen}")
         if self.strategy:
             lines.append(
                 f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "

@@ -94,9 +94,13 @@ class Machine:
             stack.enter_context(self._builder.intercepted(self._operations, functions))
             stack.callback(self._end_all)
             self._loop()
+        self.land()
+        return self.switches
+
+    def land(self) -> None:
+        """All stores that are on their way arrive."""
         if self._stores:
             self._stores.release_all()
-        return self.switches
 
     def _loop(self) -> None:
         while True:

@@ -47,7 +47,7 @@ def meeting_case(world_size: int, *, seed: int = 0) -> Case:
                     made.append(named)
                 outs.append((given[i], made))
                 number += 1
-        fused_right = checker(world, outs)
+        fused_right = checker(outs)
 
         def check() -> list[Mismatch]:
             found = fused_right()
@@ -55,7 +55,7 @@ def meeting_case(world_size: int, *, seed: int = 0) -> Case:
                 found += compare(f"gather {i}", got, [want] * w)
             return found
 
-        return Run(work, world.memory, check)
+        return Run(work, world.memory, check, world.recorded)
 
     return Case("meet", make, ("meet",))
 

@@ -33,14 +33,14 @@ def report(
         lines += ["", *_access(access)]
     for wait in fault.waits:
         lines += ["", *_wait(wait)]
-    if fault.wanted or fault.seen:
+    if fault.mismatch is not None:
         lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"]
     if without is not None:
         lines += [
             "",
             f"Where nobody looks for races this schedule ends with a {without.rule}: {without.message}",
         ]
-        if without.wanted or without.seen:
+        if without.mismatch is not None:
             lines.append(f"wanted {without.wanted}, seen {without.seen}")
     rows = relevant(fault)
     if rows:

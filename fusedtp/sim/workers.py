@@ -20,7 +20,8 @@ from unittest.mock import patch
 import torch
 
 from .case import Case, Launch
-from .explore import Schedule, exhaust, explore, trace
+from .exhaust import exhaust
+from .explore import Schedule, explore, trace
 from .faults import Fault, Moment, UnsupportedKernel
 from .select import case_of, cases_of
 

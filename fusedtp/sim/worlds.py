@@ -51,9 +51,20 @@ class SimulatedWorld:
             timeout_s=600.0,
         )
 
-    def failed(self) -> list[Tensor]:
-        """Status words of the ranks whose kernel recorded a failure."""
-        return [status for status in self.statuses.tensors if int(status[0])]
+    def recorded(self) -> list[str]:
+        """What each rank's kernels wrote down of a wait that failed, in words."""
+        from fusedtp.kernels.signals import OTHER_SIGNATURE, TIMED_OUT
+
+        meant = {TIMED_OUT.value: "a wait timed out", OTHER_SIGNATURE.value: "a peer is in another call"}
+        found = []
+        for rank, (failure, status) in enumerate(zip(self.failures.tensors, self.statuses.tensors)):
+            if code := int(failure[0]):
+                peer, index, wanted, seen = status[1:5].tolist()
+                said = (
+                    f"{meant.get(code, 'unknown')} (peer {peer}, flag {index}, wanted {wanted}, seen {seen})"
+                )
+                found.append(f"status of rank {rank} [0] says {code}: {said}")
+        return found
 
 
 def launches(planned: Planned, epoch: Tensor) -> list[Launch]:

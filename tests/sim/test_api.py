@@ -14,8 +14,12 @@ import torch
 from fusedtp.sim import (
     DEFAULT,
     Case,
+    Fault,
+    Mismatch,
+    Run,
     Schedule,
     SimulationFault,
+    compare,
     exhaust,
     explore,
     run,
@@ -95,6 +99,27 @@ def test_exhaust_goes_through_all_preemptions_and_finds_a_fault_by_itself():
     count, rule = interpreted(exhaust_ring, "release")
     assert count > 5 and rule == ""
     assert interpreted(exhaust_ring, "relaxed")[1] == "read-write race"
+
+
+def wrong_values() -> Fault | None:
+    """A right ring with a wrong reference: too high by one in rank 2's last six elements."""
+
+    def make() -> Run:
+        run = exchange.ring_run()
+        dst = [of_rank[0].args["dst"] for of_rank in run.work]
+        want = [100.0 * ((r - 1) % 3) + torch.arange(16) for r in range(3)]
+        want[2] = want[2] + torch.tensor([0.0] * 10 + [1.0] * 6)
+        return Run(run.work, run.memory, lambda: compare("dst", dst, want))
+
+    return explore(Case("ring", make), 4).fault
+
+
+def test_a_wrong_value_comes_with_its_tensor_index_and_values():
+    fault = interpreted(wrong_values)
+    assert fault.rule == "wrong value"
+    assert fault.mismatch == Mismatch("dst", 2, (10,), wanted="111.0", seen="110.0", count=6)
+    assert (fault.wanted, fault.seen) == ("111.0", "110.0")
+    assert fault.message == "dst of rank 2 [10] and 5 more elements differ from the reference"
 
 
 def without_check() -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.sim import Fault, Outcome, Schedule, SimulationFault, explore, run_schedule
-from fusedtp.sim.cases import Call, fused_case, fused_cases
+from fusedtp.sim import Fault, Outcome, Run, Schedule, SimulationFault, explore, run_schedule
+from fusedtp.sim.cases import Call, fused_case, fused_cases, operands, plan
+from fusedtp.sim.explore import schedules as schedules_in_turn
+from fusedtp.sim.worlds import SimulatedWorld, launches
 from tests.harness import world
 from tests.sim.support import interpreted
 from tests.sim.test_machine import schedules
@@ -80,6 +84,33 @@ def fault_of(calls: list[Call], schedule: Schedule) -> Fault | None:
 def test_any_calls_on_one_workspace_under_any_schedule(calls, schedule):
     fault = interpreted(fault_of, calls, schedule, timeout=300)
     assert fault is None, fault
+
+
+def other_call(operation: str) -> Run:
+    """Rank 1 gives another signature than ranks 0 and 2, everything else alike."""
+    call = Call(operation, (16, 9, 5), chunk=16 if operation.startswith("all_gather") else 1)
+    world, given = SimulatedWorld(3, call.slot_bytes(), 64), operands(call, 0)
+    planned = [plan(call, given, world, rank, 7 + (rank == 1))[0] for rank in range(3)]
+    work = [launches(each, world.epochs.tensors[rank]) for rank, each in enumerate(planned)]
+    return Run(work, world.memory, lambda: (), world.recorded)
+
+
+def faults_of_other_call(operation: str) -> list[str]:
+    found = []
+    for schedule in itertools.islice(schedules_in_turn(1000), 0, 1000, 37):
+        with pytest.raises(SimulationFault) as raised:
+            run_schedule(other_call(operation), schedule)
+        found.append(str(raised.value.fault))
+    return found
+
+
+@pytest.mark.parametrize("operation", KERNELS[:-1])
+def test_that_a_rank_is_in_another_call_is_said_first_whatever_comes_of_it(operation):
+    """From then on data come that nobody waits for, and races with them; the kernels have noted why."""
+    for said in interpreted(faults_of_other_call, operation, timeout=300):
+        notes = re.findall(r"status of rank (\d) \[0\] says 2: a peer is in another call \(peer (\d), ", said)
+        assert said.startswith("timed out: status of rank ") and notes, said
+        assert all(("1" in note) and note[0] != note[1] for note in notes), said
 
 
 def without(name: str) -> Fault | None:
