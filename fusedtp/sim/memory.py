@@ -2,13 +2,14 @@
 
 Every tensor that a kernel may touch is an allocation with a name and a rank. All of them together form one line of
 bytes, the shadow, on which the race detector keeps who touched what; `Map.locate` turns addresses into places there.
-Allocations stand a red zone apart, so that no address just past one falls into another.
+Addresses are the tensors' own: one that runs out of its tensor far enough to land in another is taken for an access to
+that other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,11 +126,26 @@ class Map:
             self.add(name, rank, value.base)
 
     def freeze(self) -> None:
-        """After the last `add`."""
+        """After the last `add`. Tables of addresses get names that tell them from the memory that they point to."""
         self._sorted = sorted(self._found.values(), key=lambda a: a.base)
         self._bases = np.array([a.base for a in self._sorted], np.int64)
         self._ends = np.array([a.base + a.nbytes for a in self._sorted], np.int64)
         self._places = np.array([a.place for a in self._sorted], np.int64)
+        self._sorted = [replace(a, name=self._name_of_table(a)) for a in self._sorted]
+
+    def _name_of_table(self, a: Allocation) -> str:
+        """`boxes (table of box)` where all that the tensor holds are addresses of allocations."""
+        if a.tensor.dtype != torch.int64 or a.poisoned:
+            return a.name
+        held = a.tensor.flatten()
+        targets: dict[str, None] = {}
+        for part in held.split(64):  # most are no table, which the first of them shows
+            address = part.numpy()
+            at = np.searchsorted(self._bases, address, side="right") - 1
+            if ((at < 0) | (address >= self._ends[at])).any():
+                return a.name
+            targets |= dict.fromkeys(self._sorted[i].name for i in at.tolist())
+        return f"{a.name} (table of {', '.join(targets)})"
 
     @property
     def allocations(self) -> list[Allocation]:

@@ -162,3 +162,20 @@ def helper_run(i: int) -> Run:
         (),
         lambda: compare("x", [x[i:]], [torch.ones(4)[i:]]),
     )
+
+
+@triton.jit
+def overwrites_its_table(inbox, rank, W: tl.constexpr):
+    """Every rank writes into the table that all of them read."""
+    tl.store(tl.load(inbox + (rank + 1) % W).to(tl.pointer_type(tl.float32)), 1.0)
+    tl.store(inbox + rank, tl.load(inbox + rank))
+
+
+def table_run(world_size: int = 2) -> Run:
+    """One table for all ranks, named as the memory that it points to."""
+    inbox = symmetric("inbox", world_size, (N,))
+    table = inbox.pointers
+    work = [
+        [Launch(overwrites_its_table, 1, dict(inbox=table, rank=r, W=world_size))] for r in range(world_size)
+    ]
+    return Run(work, [inbox], lambda: ())

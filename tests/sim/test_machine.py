@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,14 @@ def test_a_fault_in_a_helper_of_another_file_names_both_files_relative_to_the_cu
     assert words == f"{str(helper)[1:]}:{inner} in store_at, called at {str(kernel)[1:]}:{outer}"
     _, words = interpreted(site_words, str(Path(__file__).parents[2] / "docs"))
     assert words == f"{helper}:{inner} in store_at, called at {kernel}:{outer}"
+
+
+def test_a_table_of_addresses_is_told_from_the_memory_of_its_name():
+    fault = found("table_run")
+    assert fault.rule == "read-write race"
+    assert {access.tensor for access in fault.accesses} == {"inbox (table of inbox) of rank 0"}
+    fault = found("ring_run", shift=1)
+    assert re.search(r"past the end of inbox of rank \d$", fault.message)
 
 
 @pytest.mark.parametrize("n", [6, 8])
