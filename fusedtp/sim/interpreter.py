@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FrameType
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any, NoReturn, Protocol
 from unittest.mock import patch
 
 import numpy as np
 
 from .clocks import Order
-from .faults import SimulationFault, Site, UnsupportedKernel
+from .faults import SimulationFault, UnsupportedKernel
+from .sites import raised_at, site
 
 EXTERN = "a call of an external library"
 GUARD = "cannot be simulated; put it behind a tl.constexpr that is off when interpreting"
@@ -99,21 +98,8 @@ def call(function: Callable[..., Any], args: dict[str, Any]) -> None:
         if isinstance(inner, (SimulationFault, UnsupportedKernel)):
             raise inner from None
         if isinstance(inner, ValueError) and "`_semantic` argument must be provided" in str(inner):
-            raise UnsupportedKernel(f"{_last_site(inner)}: {EXTERN} {GUARD}") from inner
+            raise UnsupportedKernel(f"{raised_at(inner)}: {EXTERN} {GUARD}") from inner
         raise
-
-
-def _last_site(error: BaseException) -> str:
-    """Where the user's code was when this was raised."""
-    known: dict[CodeType, int] = {}
-    found = ""
-    at = error.__traceback__
-    while at is not None:
-        code = at.tb_frame.f_code
-        if _whose(code, known) == USERS:
-            found = f"{os.path.basename(code.co_filename)}:{at.tb_lineno} in {code.co_name}"
-        at = at.tb_next
-    return found
 
 
 class Builder:
@@ -211,20 +197,17 @@ class Builder:
                 if (seen.data == expected.data).all():
                     return module.TensorHandle(np.ones(ptr.data.shape, bool), module.tl.int1)
 
-        def refuse(what: str) -> Callable:
-            def raising(*_: Any, **__: Any) -> None:
-                raise UnsupportedKernel(f"{site()}: {what} {GUARD}")
-
-            return raising
-
         operations = dict(
             create_masked_load=load, create_masked_store=store, create_atomic_rmw=rmw, create_atomic_cas=cas,
             create_atomic_load=atomic_load, create_atomic_store=atomic_store, create_atomic_poll=atomic_poll,
             create_barrier=handler.barrier,
-            create_inline_asm=refuse("inline assembly"),
-            create_extern_elementwise=refuse(EXTERN),
+            create_inline_asm=lambda *_, **__: refuse("inline assembly"),
+            create_extern_elementwise=lambda *_, **__: refuse(EXTERN),
         )  # fmt: skip
         with ExitStack() as stack:
+            for stub in _stubs():
+                stack.callback(setattr, stub, "__code__", stub.__code__)
+                stub.__code__ = _refused.__code__
             for function in functions:
                 stack.callback(module._patch_lang(function).restore)
             for name, operation in operations.items():
@@ -237,6 +220,27 @@ class Builder:
 
     def _order(self, sem: Any, scope: Any) -> Order:
         return Order(self._sem[sem], self._scope[scope])
+
+
+def refuse(what: str) -> NoReturn:
+    """Raises UnsupportedKernel at the running kernel's line."""
+    raise UnsupportedKernel(f"{site()}: {what} {GUARD}")
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    from fusedtp.sim import interpreter  # this runs among the globals of another module
+
+    interpreter.refuse(interpreter.EXTERN)
+
+
+def _stubs() -> list[FunctionType]:
+    """Functions that the compiler takes for those of a target's library, and that do nothing here, without a word.
+
+    A kernel may have imported one by its name, so not its module is patched but its code.
+    """
+    from triton.language.extra import libdevice
+
+    return [each for each in vars(libdevice).values() if isinstance(each, FunctionType)]
 
 
 def _all(module: Any, ptr: Any) -> Any:
@@ -255,42 +259,3 @@ def _remembered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[key]
 
     return remembered
-
-
-def _triton_folder() -> str:
-    return os.path.dirname(sys.modules["triton"].__file__ or "?")
-
-
-USERS, OURS, OTHERS = 1, 2, 3
-
-
-def _whose(code: CodeType, known: dict[CodeType, int]) -> int:
-    """USERS, OURS (the simulator's; packages beneath it may hold kernels) or OTHERS (Triton's, and exec's)."""
-    whose = known.get(code)
-    if whose is None:
-        file = code.co_filename
-        whose = OTHERS if file.startswith((_triton_folder(), "<")) else USERS
-        if file.rpartition("/")[0] == __file__.rpartition("/")[0]:
-            whose = OURS
-        known[code] = whose
-    return whose
-
-
-def site(known: dict[CodeType, int] | None = None) -> Site:
-    """Where the running kernel stands: its innermost line outside of Triton and the simulator."""
-    known = {} if known is None else known
-    frame: FrameType | None = sys._getframe(1)
-    inner: FrameType | None = None
-    outer: FrameType | None = None
-    while frame is not None:
-        whose = known.get(frame.f_code) or _whose(frame.f_code, known)
-        if whose == USERS:
-            inner = inner or frame
-            outer = frame
-        elif whose == OURS and inner is not None:
-            break  # the simulator called the kernel
-        frame = frame.f_back
-    if inner is None or outer is None:
-        return Site("?", 0, "?", 0)
-    code = inner.f_code
-    return Site(code.co_filename, inner.f_lineno, code.co_name, outer.f_lineno, outer.f_code.co_filename)

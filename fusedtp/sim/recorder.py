@@ -8,8 +8,8 @@ from types import CodeType
 import numpy as np
 
 from .faults import Moment, Site
-from .interpreter import site
 from .memory import Map
+from .sites import site
 from .streams import Actor, Turn
 
 MAX_MOMENTS = 200_000  # the last ones count

@@ -47,15 +47,40 @@ def case_guarded():
 
 EXTERN = """
 from triton.language.extra.cuda import libdevice
+from triton.language.extra.libdevice import rsqrt
 
 @triton.jit
-def kernel(x):
+def of_a_target(x):
     tl.store(x, libdevice.rsqrt(tl.load(x)))
 
-def case_extern():
+@triton.jit
+def of_tl_and_a_target(x):
+    tl.store(x, tl.extra.cuda.libdevice.rsqrt(tl.load(x)))
+
+@triton.jit
+def of_tl(x):
+    tl.store(x, tl.extra.libdevice.rsqrt(tl.load(x)))
+
+@triton.jit
+def of_no_module(x):
+    tl.store(x, rsqrt(tl.load(x)))
+
+@triton.jit
+def of_no_use(x):
+    rsqrt(tl.load(x))
+    tl.store(x, 1.0)
+
+def run(kernel):
     x = torch.ones(1)
     return Run([[Launch(kernel, 1, dict(x=x))]], (), lambda: compare("x", [x], [torch.ones(1)]))
+
+def case_of_a_target(): return run(of_a_target)
+def case_of_tl_and_a_target(): return run(of_tl_and_a_target)
+def case_of_tl(): return run(of_tl)
+def case_of_no_module(): return run(of_no_module)
+def case_of_no_use(): return run(of_no_use)
 """
+EXTERNS = {"of_a_target": 12, "of_tl_and_a_target": 16, "of_tl": 20, "of_no_module": 24, "of_no_use": 28}
 
 ADD = """
 @triton.jit
@@ -129,7 +154,6 @@ def outcome(name: str, world_size: int | None = None) -> tuple[str, str]:
 
 REFUSED = {
     "bare": (ASM, r"kernels_of_mine.py:10 in helper, called at line 14: inline assembly cannot be simulated; put it"),
-    "extern": (EXTERN, r"kernels_of_mine.py:11 in kernel: a call of an external library cannot be simulated"),
     "no_reference": (ADD, r"case '.*::case_no_reference' has no reference: its Run needs a `check`"),
     "dtypes": (ADD, r"argument 'x' is torch.float16 on rank 1, torch.float32 on 0"),
     "names": (ADD, r"rank 1 and rank 0 differ in arguments \['y'\]"),
@@ -137,6 +161,9 @@ REFUSED = {
     "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
     "returns": ("def case_returns(): return 3", r"returned int; it must return a Case or a Run"),
     "wants": ("def case_wants(n): pass", r"wants arguments \['n'\]; a case takes none but world_size"),
+} | {
+    name: (EXTERN, rf"kernels_of_mine.py:{line} in {name}: a call of an external library cannot be simulated; put it")
+    for name, line in EXTERNS.items()
 }  # fmt: skip
 
 
