@@ -6,7 +6,7 @@ rows < 400, of rows 384 to 511          Mask bounds ((0, 16),)
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,7 @@ def kept_axes(index: Any, dims: int) -> list[int | None]:
     return kept + list(range(axis, dims))
 
 
+@lru_cache(maxsize=4096)
 def broadcast(a: Shape, b: Shape) -> Shape:
     """The shape that both have when broadcast."""
     if a == b:

@@ -33,6 +33,7 @@ class Shapes:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._tl, name, None)
         if isinstance(value, self._tl.dtype) or name in PASSED:
+            setattr(self, name, value)  # asked for often
             return value
         raise UnsupportedKernel(f"tl.{name} is not known to the timed run")
 

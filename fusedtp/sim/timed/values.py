@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -163,11 +164,12 @@ def _item(dtype: Any) -> int:
     return max(1, dtype.element_ty.primitive_bitwidth // 8) if dtype is not None and dtype.is_ptr() else 1
 
 
-def _spread(tile: Tile, shape: Shape) -> Shape:
-    """Its steps as a block of `shape`: none along what is broadcast."""
-    steps = (0,) * (len(shape) - len(tile.shape)) + tile.steps
-    own = (1,) * (len(shape) - len(tile.shape)) + tile.shape
-    return tuple(s if n == m else 0 for s, n, m in zip(steps, own, shape, strict=True))
+@lru_cache(maxsize=4096)
+def _spread(steps: Shape, own: Shape, shape: Shape, scale: int) -> Shape:
+    """The scaled steps of a block of shape `own` as those of a block of `shape`: none along what is broadcast."""
+    steps = (0,) * (len(shape) - len(own)) + steps
+    own = (1,) * (len(shape) - len(own)) + own
+    return tuple(scale * s if n == m else 0 for s, n, m in zip(steps, own, shape, strict=True))
 
 
 def _linear(a: Tile, b: Any, sign: int) -> Tile:
@@ -187,9 +189,8 @@ def _linear(a: Tile, b: Any, sign: int) -> Tile:
     scale_b = sign if both else sign * (_item(a.dtype) if not b.dtype.is_ptr() else 1)
     dtype = wider(a.dtype, b.dtype)
     if a.data is None and b.data is None:
-        steps = tuple(
-            scale_a * x + scale_b * y for x, y in zip(_spread(a, shape), _spread(b, shape), strict=True)
-        )
+        ours, theirs = _spread(a.steps, a.shape, shape, scale_a), _spread(b.steps, b.shape, shape, scale_b)
+        steps = tuple(map(operator.add, ours, theirs))
         return Tile(shape, dtype, scale_a * a.base + scale_b * b.base, steps)
     return Tile(shape, dtype, data=scale_a * a.dense() + scale_b * b.dense())
 
