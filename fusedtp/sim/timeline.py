@@ -6,6 +6,7 @@ and waiting mean something there, lengths do not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -20,7 +21,9 @@ KINDS = {
     "signalled": "wrote or read a flag",
     "waited": "waited",
 }
-ROW, LABEL, HEIGHT = 18, 190, 13  # pixels: a row, its name, a bar
+ROW, HEIGHT, AXIS = 20, 14, 26  # pixels: a row, a bar in it, the axis below all
+RANK, CHARACTER = 58, 7.3  # pixels: the column of the ranks' names, a character of the rows' names
+TICKS = 10  # at most
 
 
 @dataclass(frozen=True)
@@ -132,36 +135,84 @@ def _continues(before: Segment, after: Segment) -> bool:
 def html(moments: Sequence[Moment], *, title: str = "timeline", fault: Fault | None = None) -> str:
     """A page that draws a trace; `fault` is marked in it."""
     drawn = segments(moments, fault)
-    lanes = {lane: i for i, lane in enumerate(sorted({segment.lane for segment in drawn}))}
+    lanes = _lanes(drawn)
     end = max((segment.end for segment in drawn), default=1.0) or 1.0
     timed = any(moment.end > moment.begin for moment in moments)
-    labels = "".join(
-        f'<text x="0" y="{i * ROW + 12}">rank {rank}, {escape(launch)} {program}</text>'
-        for (rank, program, launch), i in lanes.items()
-    )
-    lines = "".join(
-        f'<line x1="0" x2="100%" y1="{i * ROW - 1}" y2="{i * ROW - 1}" class="rank"/>'
-        for lane, i in lanes.items()
-        if i and list(lanes)[i - 1][0] != lane[0]
-    )
-    bars = "".join(_bar(segment, lanes[segment.lane], end) for segment in drawn)
+    bars = "".join(_bar(segment, lanes[segment.lane], end, timed) for segment in drawn)
+    height = len(lanes) * ROW
     if fault is not None:
-        bars += f'<line x1="100%" x2="100%" y1="0" y2="100%" class="mark"><title>{escape(str(fault))}</title></line>'
+        words = f"<title>{escape(str(fault))}</title>"
+        bars += f'<line x1="100%" x2="100%" y1="0" y2="{height}" class="mark">{words}</line>'
     legend = "".join(f'<span><i class="{kind}"></i>{escape(words)}</span>' for kind, words in KINDS.items())
+    if any(segment.faulty for segment in drawn):
+        legend += '<span><i class="fault"></i>the first access of the fault</span>'
+    longest = max((len(f"{launch} {program}") for _, program, launch in lanes), default=0)
     return PAGE.substitute(
-        title=escape(title), legend=legend, labels=labels, bars=lines + bars, height=len(lanes) * ROW + 4, left=LABEL,
+        title=escape(title), legend=legend, labels=_labels(lanes),
+        bars=_rules(lanes) + _axis(end, height, timed) + bars, height=height + AXIS,
+        left=round(RANK + CHARACTER * longest),
         fault=f"<pre>{escape(str(fault))}</pre>" if fault is not None else "<p>No fault.</p>",
-        axis="simulated time" if timed else "order of events in this schedule; lengths mean nothing",
+        axis="simulated time in microseconds" if timed else
+        "moments in the order of this schedule; how long something took cannot be read from it",
     )  # fmt: skip
 
 
-def _bar(segment: Segment, lane: int, end: float) -> str:
+def _lanes(drawn: Sequence[Segment]) -> dict[tuple[int, int, str], int]:
+    """The row of each program: by rank, then by what was launched first."""
+    first: dict[tuple[int, str], float] = {}
+    for segment in drawn:
+        key = segment.rank, segment.launch
+        first[key] = min(segment.begin, first.get(key, segment.begin))
+    found = {segment.lane for segment in drawn}
+    ordered = sorted(found, key=lambda lane: (lane[0], first[lane[0], lane[2]], lane[2], lane[1]))
+    return {lane: i for i, lane in enumerate(ordered)}
+
+
+def _labels(lanes: dict[tuple[int, int, str], int]) -> str:
+    words = []
+    known: set[int] = set()
+    for (rank, program, launch), row in lanes.items():
+        y = row * ROW + HEIGHT
+        if rank not in known:
+            words.append(f'<text x="0" y="{y}" class="rank">rank {rank}</text>')
+        known.add(rank)
+        words.append(f'<text x="{RANK}" y="{y}">{escape(launch)} {program}</text>')
+    return "".join(words)
+
+
+def _rules(lanes: dict[tuple[int, int, str], int]) -> str:
+    """A line between each two ranks."""
+    ranks = [rank for rank, _, _ in lanes]
+    between = [row for row in range(1, len(ranks)) if ranks[row] != ranks[row - 1]]
+    return "".join(
+        f'<line x1="0" x2="100%" y1="{row * ROW - 1}" y2="{row * ROW - 1}" class="rule"/>' for row in between
+    )
+
+
+def _axis(end: float, height: int, timed: bool) -> str:
+    """Lines at round numbers, with the numbers below."""
+    step = 10.0 ** math.floor(math.log10(end / TICKS))
+    step *= next(factor for factor in (1, 2, 5, 10) if end / (factor * step) <= TICKS)
+    step = step if timed else max(step, 1.0)
+    found = []
+    for i in range(int(end / step) + 1):
+        x, number = 100 * i * step / end, i * step * (1e6 if timed else 1)
+        anchor = "start" if i == 0 else "end" if x > 97 else "middle"
+        found.append(f'<line x1="{x:.3f}%" x2="{x:.3f}%" y1="0" y2="{height + 4}" class="tick"/>')
+        found.append(f'<text x="{x:.3f}%" y="{height + 18}" text-anchor="{anchor}">{number:.6g}</text>')
+    return "".join(found)
+
+
+def _bar(segment: Segment, lane: int, end: float, timed: bool) -> str:
     x, width = 100 * segment.begin / end, max(100 * (segment.end - segment.begin) / end, 0.02)
     who = f"rank {segment.rank}, {segment.launch} {segment.program}"
-    words = f"{who}, {segment.begin:g} to {segment.end:g}: {segment.what}"
+    begin, until = (
+        f"{1e6 * at:.6g} us" if timed else f"moment {at:g}" for at in (segment.begin, segment.end)
+    )
+    words = f"{who}, {begin} to {until}: {segment.what}"
     kind = f"{segment.kind} fault" if segment.faulty else segment.kind
     return (
-        f'<rect class="{kind}" x="{x:.3f}%" y="{lane * ROW + 1}" width="{width:.3f}%" height="{HEIGHT}">'
+        f'<rect class="{kind}" x="{x:.3f}%" y="{lane * ROW + 2}" width="{width:.3f}%" height="{HEIGHT}">'
         f"<title>{escape(words)}</title></rect>"
     )
 
@@ -171,27 +222,32 @@ PAGE = Template(
 <html lang="en"><head><meta charset="utf-8"><title>$title</title><style>
 :root { color-scheme: light dark; --ink: #1c2126; --paper: #fff; --rule: #c9d0d6; --alive: #e9edf0;
   --computed: #3b76b5; --copied: #d98a1f; --signalled: #4b9a5d; --waited: #b9a6cf; --fault: #cc2936; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8eb; --paper: #15191d; --rule: #3c454d; --alive: #262d33;
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8eb; --paper: #15191d; --rule: #3c454d; --alive: #2b343b;
   --computed: #6ba4e0; --copied: #eba94b; --signalled: #6fbf82; --waited: #6d5a86; --fault: #ff6b75; } }
-body { font: 14px/1.4 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1.5em; }
-pre { white-space: pre-wrap; border-left: 3px solid var(--fault); padding-left: 1em; }
-.legend span { margin-right: 1.5em; white-space: nowrap; }
+body { font: 14px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1.5em; }
+h1 { font-size: 1.4em; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--fault); padding-left: 1em; }
+.legend { display: flex; flex-wrap: wrap; gap: .3em 1.5em; }
 .legend i { display: inline-block; width: 1em; height: 1em; margin-right: .4em; vertical-align: -2px; }
-.chart { display: flex; margin-top: 1em; } .bars { flex: 1; overflow-x: auto; }
-svg text { font-size: 11px; fill: var(--ink); } rect:hover { stroke: var(--ink); }
+label { display: flex; align-items: center; gap: .6em; }
+.chart { display: flex; margin-top: 1em; } .chart > svg { flex: none; }
+.bars { flex: 1; min-width: 0; overflow-x: auto; } #bars { display: block; }
+svg text { font-size: 12px; fill: var(--ink); } text.rank { font-weight: 600; }
+rect:hover { stroke: var(--ink); stroke-width: 1.5; }
 .alive { fill: var(--alive); background: var(--alive); }
 .computed { fill: var(--computed); background: var(--computed); }
 .copied { fill: var(--copied); background: var(--copied); }
 .signalled { fill: var(--signalled); background: var(--signalled); }
 .waited { fill: var(--waited); background: var(--waited); }
-rect.fault { fill: var(--fault); } .mark { stroke: var(--fault); stroke-width: 3; } .rank { stroke: var(--rule); }
+rect.fault, i.fault { fill: var(--fault); background: var(--fault); } .mark { stroke: var(--fault); stroke-width: 4; }
+.rule { stroke: var(--ink); opacity: .5; } .tick { stroke: var(--rule); }
 </style></head><body><h1>$title</h1>$fault
 <p class="legend">$legend</p>
-<label>zoom <input type="range" min="100" max="4000" value="100"
+<label>zoom <input type="range" min="100" max="4000" value="100" aria-label="zoom"
   oninput="document.getElementById('bars').style.width = this.value + '%'"></label>
 <div class="chart"><svg width="$left" height="$height">$labels</svg>
 <div class="bars"><svg id="bars" width="100%" height="$height">$bars</svg></div></div>
-<p>Left to right: $axis. Hover over a bar to see what it was.</p>
+<p>From left to right $axis. Hover over a bar to see what it was.</p>
 </body></html>
 """
 )

@@ -203,3 +203,31 @@ def test_a_timeline_of_simulated_time_draws_to_scale():
     found = {s.kind: (s.begin, s.end) for s in segments(moments)}
     assert found == {"computed": (0.0, 3.0), "waited": (3.0, 4.0), "alive": (0.0, 4.0)}
     assert 'width="75.000%"' in html(moments)
+
+
+@given(st.floats(1e-7, 1e4))
+def test_the_axis_of_a_timeline_has_round_numbers_in_their_places(end):
+    moments = [Moment(0, 0, "k", 0, "dot", begin=0.0, end=end, kind="load", tensor="x of rank 0")]
+    ticks = re.findall(r'<text x="([\d.]+)%"[^>]*>([\d.e+-]+)</text>', html(moments))
+    microseconds = [float(number) for _, number in ticks]
+    assert 3 <= len(ticks) <= 11 and microseconds[0] == 0
+    assert re.fullmatch(r"[125]\.0+e[+-]\d+", f"{microseconds[1]:.5e}"), microseconds
+    for i, (x, number) in enumerate(ticks):
+        assert float(number) == pytest.approx(i * microseconds[1], rel=1e-5)  # six digits are shown
+        assert float(x) == pytest.approx(float(number) / (1e6 * end) * 100, abs=2e-3)
+
+
+def test_a_timeline_names_each_rank_once_and_its_programs_in_order_of_launch():
+    lanes = [(0, "zeroth", 0), (0, "first", 1), (0, "first", 0), (1, "a_kernel_with_a_long_name", 0)]
+    moments = [
+        Moment(i, rank, name, program, "starts", kind="start")
+        for i, (rank, name, program) in enumerate(lanes)
+    ]
+    page = html(moments)
+    labels = re.findall(r'<text x="(\d+)" y="\d+"[^>]*>([^<]*)</text>', page)
+    assert [words for _, words in labels] == [
+        "rank 0", "zeroth 0", "first 0", "first 1", "rank 1", "a_kernel_with_a_long_name 0",
+    ]  # fmt: skip
+    (width,) = re.findall(r'<div class="chart"><svg width="(\d+)"', page)
+    x, longest = labels[-1]
+    assert int(x) + 7 * len(longest) < int(width), "a label of 12 pixels a character's height is cut"
