@@ -19,7 +19,7 @@ from .layout import TokenLayout
 from .linear import Linear, project
 from .mask import Mask, attention_mask, flex
 from .norm import RMSNorm
-from .rope import rotary_tables, rotate
+from .rope import rotary_tables, rotate_pair
 
 
 class Attention(nn.Module):
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rate = self.config.attention_dropout if self.training else 0.0
-        y = attend(rotate(q, *known.rotary), rotate(k, *known.rotary), v, known.mask, rate)
+        y = attend(*rotate_pair(q, k, *known.rotary), v, known.mask, rate)
         return self.o_proj(rearrange(y, "b s h d -> (b s) (h d)"), layout)
 
 

@@ -47,5 +47,6 @@ class TransformerBlock(nn.Module):
         self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        x = x + self.after_attention(self.self_attn(self.input_layernorm(x), layout), layout)
-        return x + self.after_mlp(self.mlp(self.post_attention_layernorm(x), layout), layout)
+        attended = self.after_attention(self.self_attn(self.input_layernorm(x), layout), layout)
+        normed, x = self.post_attention_layernorm(attended, x)
+        return x + self.after_mlp(self.mlp(normed, layout), layout)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedtp.ops import pointwise
 from fusedtp.ops.first_order import first_order
 
 from .config import ModelConfig
@@ -48,6 +49,8 @@ class MLP(nn.Module):
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """act(gate) * up, elementwise."""
     if act == "silu":
+        if pointwise.serves(gate, up):
+            return pointwise.swiglu(gate, up)
         if torch.compiler.is_compiling():
             return F.silu(gate) * up
         return _SiluMul.apply(gate, up)

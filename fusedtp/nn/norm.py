@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedtp.ops import pointwise
 from fusedtp.ops.first_order import first_order
 
 from .hooks import read
@@ -39,20 +40,39 @@ class RMSNorm(nn.Module):
         """The identity but for the normalisation."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, read(self, "weight"), self.eps)
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """With a residual: the norm of h = x + residual, and h."""
+        weight = read(self, "weight")
+        if residual is None:
+            return rms_norm(x, weight, self.eps)
+        if _has_kernel(x, residual, weight):
+            return pointwise.add_rms_norm(x, residual, weight, self.eps)
+        h = x + residual
+        return rms_norm(h, weight, self.eps), h
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The formula of RMSNorm; eager torch on CPU has no fused kernel for it, so that one is spelled out."""
+    """The formula of RMSNorm: our kernel on GPUs; eager torch on CPU has none, so that one is spelled out."""
+    if _has_kernel(x, weight):
+        return pointwise.rms_norm(x, weight, eps)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         y: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)
         return y.view(x.shape)
     wide = _widened(x)
     return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    return pointwise.serves(*tensors) and tensors[0].shape[-1] <= pointwise.MAX_WIDTH
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fusedtp.ops import pointwise
 from fusedtp.ops.first_order import first_order
 
 from .layout import TokenLayout
@@ -152,3 +153,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
     return _Rotate.apply(x, cos, sin)
+
+
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys rotated by the same tables, on a GPU in one launch."""
+    if cos.dtype == torch.float32 and pointwise.serves(q, k):
+        return pointwise.rotate_pair(q, k, cos, sin)
+    return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -37,12 +37,16 @@ def assert_sums(name: str, got: Tensor, want: Tensor, absolute: Tensor, terms: i
     want       the exact sums
     absolute   the same sums of absolute values
     """
-    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     accumulated = torch.finfo(torch.promote_types(got.dtype, torch.float32)).eps
-    lost = roundings_of(1, terms) * accumulated * absolute
+    assert_within(name, got, want, roundings_of(1, terms) * accumulated * absolute)
+
+
+def assert_within(name: str, got: Tensor, want: Tensor, lost: Tensor) -> None:
+    """`got` within `lost` of the exact `want`, entry by entry, and then rounded once to its dtype."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     last = torch.finfo(got.dtype)
     bound = lost + last.eps / 2 * (want.abs() + lost) + last.tiny * last.eps
-    over = (got.detach().double() - want).abs() - bound
+    over = (got.detach().cpu().double() - want).abs() - bound
     assert (over <= 0).all(), f"{name}: off by {over.max():.3e} more than allowed"
 
 

@@ -4,6 +4,7 @@ Called with a workspace's device view by the `triton` engine of each operation, 
 end. Outputs are ordinary tensors; nothing of the workspace is handed out.
 """
 
+from . import pointwise
 from .config import Config, Machine
 from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad, plan_matmul, plan_wgrad
 from .plain import matmul
@@ -34,6 +35,7 @@ __all__ = [
     "plan_reduce_scatter",
     "plan_two_shot",
     "plan_wgrad",
+    "pointwise",
     "reduce_scatter_bytes",
     "require_triton",
 ]

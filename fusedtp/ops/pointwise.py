@@ -1,0 +1,128 @@
+"""RMSNorm, SwiGLU and rotary embedding by Triton kernels, with autograd: for GPUs, outside torch.compile.
+
+Modules ask `serves` and take torch's own operations otherwise; Inductor fuses those by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm.device_view import runs_kernels
+
+from . import launch
+from .first_order import first_order
+
+MAX_WIDTH = launch.pointwise.MAX_WIDTH  # of RMSNorm's rows
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the kernels take these here: fp32, fp16 or bf16 on a GPU that Triton compiles for, in eager mode."""
+    first = tensors[0]
+    return (
+        first.device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and all(x.dtype in DTYPES for x in tensors)
+        and runs_kernels(first.device)
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., H] -> [T, H], each row contiguous; a view where the strides allow one."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded once.
+
+    x        [..., H]   H at most 16384
+    weight   [H]        may have another dtype than x
+    """
+    y, _ = _RMSNorm.apply(_rows(x), None, weight, eps)
+    return y.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(h), h) with h = x + residual, rounded to their common dtype as torch's sum is."""
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}"
+        )
+    y, total = _RMSNorm.apply(_rows(x), _rows(residual), weight, eps)
+    return y.view(x.shape), total.view(x.shape)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"got a weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
+        ctx.set_materialize_grads(False)
+        y, h, inverse_rms = launch.pointwise.rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(h, weight, inverse_rms)
+        ctx.added = residual is not None
+        return y, h if ctx.added else None
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, weight, inverse_rms = ctx.saved_tensors
+        if dy is None:
+            return dtotal, dtotal, None, None
+        dtotal = None if dtotal is None else _rows(dtotal)
+        dx, dweight = launch.pointwise.rms_norm_backward(_rows(dy), dtotal, h, weight, inverse_rms)
+        return dx, dx if ctx.added else None, dweight.to(weight.dtype), None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise, in fp32, rounded once. Keeps its two inputs only."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"got gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}")
+    y: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return launch.pointwise.swiglu(gate, up)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return launch.pointwise.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+
+
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q [B, S, Hq, D] and k [B, S, Hk, D] rotated by fp32 tables [B or 1, S, 1, D/2], half-split; one launch."""
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
+        raise ValueError(f"got q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype}")
+    wanted = (q.shape[1], 1, q.shape[3] // 2)
+    if cos.shape != sin.shape or cos.shape[1:] != wanted or cos.shape[0] not in (1, q.shape[0]):
+        raise ValueError(f"got tables {tuple(cos.shape)}, {tuple(sin.shape)} for q {tuple(q.shape)}")
+    return _Rotate.apply(q, k, cos.contiguous(), sin.contiguous())
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return launch.pointwise.rotate(_unit(q), _unit(k), cos, sin, 1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return *launch.pointwise.rotate(_unit(dq), _unit(dk), cos, sin, -1), None, None
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x with its last dim contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,49 @@
+"""Elementwise kernels under the interpreter: values and gradients of fp64 for any shape, dtype and layout."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ops.pointwise_laws import Draw, rms_norm_law, rope_law, swiglu_law
+from tests.sim.support import interpreted
+
+pytest.importorskip("triton")
+
+NARROW = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+LAYOUTS = st.sampled_from(["plain", "sliced", "transposed"])
+
+
+@st.composite
+def draws(draw, rows: int = 40, width: int = 70, **fields: st.SearchStrategy) -> Draw:
+    return Draw(
+        draw(NARROW), draw(st.integers(0, rows)), draw(st.integers(1, width)), draw(LAYOUTS), draw(st.integers(0, 99)),
+        **{name: draw(values) for name, values in fields.items()},
+    )  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(draws(), NARROW, st.booleans())
+def test_rms_norm_and_its_residual_sum(draw, weight_dtype, added):
+    interpreted(rms_norm_law, draw, weight_dtype, added)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2048, 3000])
+def test_rms_norm_of_wide_rows_several_a_program(dtype, width):
+    interpreted(rms_norm_law, Draw(dtype, 15, width), torch.float32, True)
+
+
+@settings(max_examples=40)
+@given(draws(rows=60, width=90, scale=st.sampled_from([1.0, 30.0])))
+def test_swiglu(draw):
+    interpreted(swiglu_law, draw)
+
+
+@settings(max_examples=40)
+@given(
+    draws(rows=9, width=12, batch=st.integers(1, 3), heads=st.tuples(st.integers(1, 5), st.integers(1, 5))),
+    st.booleans(),
+)
+def test_rotary_embedding_of_queries_and_keys(draw, shared_positions):
+    interpreted(rope_law, draw, shared_positions)
