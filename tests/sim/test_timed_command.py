@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusedtp.sim.timed import Engine, load_node, machines
 from fusedtp.sim.timed.__main__ import main
 from fusedtp.sim.timed.cases import GATHER, SCATTER, Problem, matmul_run
-from fusedtp.sim.timed.measure import COMPARISONS, alternatives, collective_time, measure
+from fusedtp.sim.timed.measure import COMPARISONS, alternatives, collective_time, compared, measure
 from fusedtp.sim.timed.node import read_node
 
 from .timed_support import SMALL
@@ -86,6 +86,14 @@ def test_comparisons_vary_what_they_name(compare: str) -> None:
     assert len({(p.chosen(SMALL), p.transport, p.order) for p in [problem, *found.values()]}) == 1 + len(
         found
     )
+
+
+def test_choices_are_compared_with_one_product() -> None:
+    """Also where the product as launched has other tiles than the fused kernel, whose choices are varied."""
+    problem = Problem(SCATTER, 2048, (1024,), 256, 8)
+    got = [m for _, m in compared(problem, SMALL, "order")]
+    assert len({m.matmul for m in got}) == 1 and len({m.unfused for m in got}) == 1
+    assert got[0].matmul == measure(problem, SMALL).matmul != measure(got[1].problem, SMALL).matmul
 
 
 def test_hidden_is_what_fusing_saves_of_the_shorter_part() -> None:

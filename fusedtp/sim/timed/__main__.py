@@ -20,7 +20,7 @@ from rich.table import Table
 from ..faults import SimulationFault, UnsupportedKernel
 from ..timeline import html
 from .cases import model_problem
-from .measure import Measured, alternatives, measure
+from .measure import Measured, compared
 from .node import Node, load_node, machines
 from .published import NOT_MODELLED, predictions
 from .timeline import Timeline
@@ -110,15 +110,12 @@ def _compared(options: Options, node: Node, console: Console) -> None:
         "simulated in",
     ):
         table.add_column(name, justify="left" if name in ("variant", "critical path") else "right")
-    known: dict[tuple[object, ...], float] = {}
     first: Timeline | None = None
-    for name, variant in alternatives(problem, node, options.compare):
-        begin = time.perf_counter()
-        config = variant.chosen(node)
-        key = config.block_m, config.block_n, config.block_k, config.group
-        got = measure(variant, node, matmul=known.get(key))
-        known[key] = got.matmul
-        table.add_row(*_cells(name, got), f"{time.perf_counter() - begin:.0f} s")
+    begin = time.perf_counter()
+    for name, got in compared(problem, node, options.compare):
+        now = time.perf_counter()
+        table.add_row(*_cells(name, got), f"{now - begin:.0f} s")
+        begin = now
         first = first or got.fused
     console.print(table)
     assert first is not None

@@ -81,6 +81,15 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
                 seen.add(other)
 
 
+def compared(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Measured]]:
+    """The alternatives measured, all beside the product of the problem as launched."""
+    matmul = None
+    for name, variant in alternatives(problem, node, compare):
+        got = measure(variant, node, matmul=matmul)
+        matmul = got.matmul
+        yield name, got
+
+
 def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
     config, gather = problem.chosen(node), problem.operation == GATHER
     if compare == "transport":
