@@ -139,6 +139,7 @@ NOT_MODELLED = (
     "the cache, but for what began to be loaded recently",
     "topology inside of switches, congestion, multicast, reduction in the switch",
     "a library's collective apart from its rings; its kernels beside others",
+    "the way back of a store: a release waits until its stores have landed, not until the sender knows it",
     "more than one program on an SM, host time but for latencies, other kernels",
 )
 
