@@ -213,6 +213,7 @@ class Builder:
             for name, operation in operations.items():
                 stack.enter_context(patch.object(builder, name, operation, create=True))
             stack.enter_context(patch.object(module, "_get_np_dtype", _remembered(module._get_np_dtype)))
+            stack.enter_context(patch.object(module.tl.core.tensor, "__init__", _shaped_once(module.tl.core)))
             # a second evaluation of every integer operation, in int64; nearly half of the interpreter's time
             calm = dataclasses.replace(builder.options, sanitize_overflow=False)
             stack.enter_context(patch.object(builder, "options", calm))
@@ -245,6 +246,23 @@ def _stubs() -> list[FunctionType]:
 
 def _all(module: Any, ptr: Any) -> Any:
     return module.TensorHandle(np.ones(ptr.data.shape, bool), module.tl.int1)
+
+
+def _shaped_once(core: Any) -> Callable[..., None]:
+    """A tensor's constructor that builds what follows from its type once a type, not once an operation."""
+    own = core.tensor.__init__
+    known: dict[Any, dict[str, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = (type.scalar.name, *type.shape) if type.is_block() else None
+        made = known.get(key)
+        if made is None:
+            own(self, handle, type)
+            known[key] = {k: v for k, v in vars(self).items() if k not in ("handle", "type", "dtype")}
+        else:
+            vars(self).update(made, handle=handle, type=type, dtype=type.scalar)
+
+    return init
 
 
 def _remembered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

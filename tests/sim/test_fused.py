@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -111,6 +113,30 @@ def test_that_a_rank_is_in_another_call_is_said_first_whatever_comes_of_it(opera
         notes = re.findall(r"status of rank (\d) \[0\] says 2: a peer is in another call \(peer (\d), ", said)
         assert said.startswith("timed out: status of rank ") and notes, said
         assert all(("1" in note) and note[0] != note[1] for note in notes), said
+
+
+def costs(rounds: int) -> tuple[float, float]:
+    """CPU seconds of one rank alone, in the simulator and in Triton's interpreter by itself; the least of several."""
+    case = fused_case(
+        "alone", [Call("all_gather_matmul", (48,), (33, 17), k=40), Call("all_gather_wgrad", (48,))]
+    )
+
+    def interpret() -> None:
+        for launch in case.make().work[0]:
+            launch.kernel[launch.shape](**launch.args)
+
+    def spent(function: Callable[[], object]) -> float:
+        begin = time.process_time()
+        function()
+        return time.process_time() - begin
+
+    simulated = [spent(lambda: run_schedule(case.make(), Schedule())) for _ in range(rounds)]
+    return min(simulated), min(spent(interpret) for _ in range(rounds))
+
+
+def test_the_detector_makes_interpretation_at_most_three_times_slower():
+    simulated, plain = interpreted(costs, 5)
+    assert simulated <= 3 * plain, (simulated, plain)
 
 
 def without(name: str) -> Fault | None:
