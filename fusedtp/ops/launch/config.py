@@ -21,7 +21,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Config:
-    """One launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction."""
+    """One launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction.
+
+    part           elements of a tile, for each warp, that a reducer sums at once
+    max_registers  what a thread may use; 0 leaves that to the compiler
+    """
 
     block_m: int
     block_n: int
@@ -32,7 +36,14 @@ class Config:
     send_programs: int = 1
     other_programs: int = 2
     chunk: int = 1
+    part: int = 512
+    max_registers: int = 0
 
+
+# What a thread can name. ptxas by itself stops at fewer, and spills, so that one more program would fit a processor;
+# the grids here hold one or two for each. Not for the largest tile: it has them all anyway, and 3.7 spills if told so.
+ALL_REGISTERS = 255
+VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it, and no more
 
 HOST = Machine(clock="host", programs=3, shared_bytes=0)
 
@@ -48,21 +59,37 @@ def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
     return Machine(clock, programs, shared, ranks_per_device > 1)
 
 
-def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int) -> Config:
-    """Tile sizes for an output of rows x cols; the large ones only where they fill the machine."""
+def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool = True) -> Config:
+    """Tile sizes for an output of rows x cols; the large ones only where they fill the machine.
+
+    even: VECTOR divides the length of the output's rows. Where not, they are stored element by element, and a thread
+    holds an address for each row of its part of the tile: 32 of them fit its registers, 64 do not.
+    """
     if machine.clock == "host":  # a step costs the same up to 64
         return Config(_block(rows, 16, 64), _block(cols, 16, 64), 64)
     block_m = _block(rows, 16, 128)
+    if machine.clock == "cuda":
+        return _cuda_tiles(machine, dtype, rows, cols, block_m, even)
     if dtype == torch.float32:  # full-precision products run on the plain units
-        return Config(min(block_m, 64), 64, 32, num_stages=2 if machine.clock == "hip" else 3)
-    if machine.clock == "hip":
-        return Config(block_m, 128, 64, num_warps=8 if block_m == 128 else 4, num_stages=2)
-    if block_m < 128:
-        return Config(block_m, 128, 64, num_stages=3 if machine.shared_bytes < 160 * 1024 else 4)
+        return Config(min(block_m, 64), 64, 32, num_stages=2)
+    return Config(block_m, 128, 64, num_warps=8 if block_m == 128 else 4, num_stages=2)
+
+
+def _cuda_tiles(
+    machine: Machine, dtype: torch.dtype, rows: int, cols: int, block_m: int, even: bool
+) -> Config:
+    every = ALL_REGISTERS
+    if dtype == torch.float32:  # a thread holds all of BLOCK_K of its rows and columns
+        return Config(min(block_m, 64), 64, 16, num_warps=8, num_stages=4, max_registers=every)
+    reads_shared = machine.shared_bytes >= 200 * 1024  # the matrix unit its operands, not registers
+    if block_m < 128 or not even:
+        warps, stages = 4 if even or block_m < 64 else 8, 4 if reads_shared else 3
+        return Config(min(block_m, 64), 128, 64, warps, stages, part=256, max_registers=every)
     many = -(-rows // 128) * -(-cols // 256) >= machine.programs
-    if many and machine.shared_bytes >= 200 * 1024:  # where the matmul reads its operands from shared memory
+    if many and reads_shared:
         return Config(128, 256, 64, num_warps=8, num_stages=3)
-    return Config(128, 128, 64, num_warps=8, num_stages=3 if machine.shared_bytes >= 100 * 1024 else 2)
+    stages = 3 if machine.shared_bytes >= 100 * 1024 else 2
+    return Config(128, 128, 64, num_warps=8, num_stages=stages, max_registers=every)
 
 
 def gather_programs(machine: Machine) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import Config, Machine, gather_chunk, gather_programs, tiles
+from .config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
 from .run import Launch, check, machine_for, odd, peers_of
 
 
@@ -62,7 +62,8 @@ def plan_matmul(
     k = x.shape[1]
     total = rows.batch * sum(rows.sizes)
     cols = sum(w.shape[0] for w in weights)
-    config = config or with_senders(tiles(machine, x.dtype, total, cols), machine, rows, view)
+    even = all(w.shape[0] % VECTOR == 0 for w in weights)
+    config = config or with_senders(tiles(machine, x.dtype, total, cols, even), machine, rows, view)
     outputs = [x.new_empty(total, w.shape[0]) for w in weights]
     gathered = x.new_empty(total, k) if keep_gathered else None
     args = dict(
@@ -136,7 +137,10 @@ def plan_wgrad(
     from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
 
     k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
-    config = config or with_senders(tiles(machine, x.dtype, out_rows, k), machine, rows, view)
+    shape = tiles(machine, x.dtype, out_rows, k, k % VECTOR == 0)
+    config = config or with_senders(shape, machine, rows, view)
+    widths = [dy.shape[1] for dy in dys]
+    dys = [even_columns(dy) for dy in dys]
     outputs = [x.new_empty(dy.shape[1], k, dtype=dtype) for dy in dys]
     args = dict(
         **gather_args(view, rank, world_size, x, rows, sig, config, machine),
@@ -149,9 +153,18 @@ def plan_wgrad(
         NUM_WEIGHTS=len(dys),
         EVEN_K=all(size % config.block_k == 0 for size in rows.sizes),
     )
-    return Launch(
-        all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config
-    ), outputs
+    launch = Launch(all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config)
+    return launch, [dw[:width] for dw, width in zip(outputs, widths, strict=True)]
+
+
+def even_columns(dy: Tensor) -> Tensor:
+    """dy [T, N], N a multiple of VECTOR: columns of zeros are appended where it is not.
+
+    Rows of another length cannot be copied asynchronously, so the loop over T would not be pipelined. The copy is
+    one pass over dy; the matmul reads dy once for each tile of K.
+    """
+    missing = -dy.shape[1] % VECTOR
+    return torch.nn.functional.pad(dy, (0, missing)) if missing else dy
 
 
 def gather_args(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .config import Config, machine_of, tiles
+from .config import VECTOR, Config, machine_of, tiles
 from .run import Launch, check_tensors
 
 
@@ -18,7 +18,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config
     from fusedtp.kernels.matmul import matmul_kernel
 
     (m, k), n, machine = x.shape, weight.shape[0], machine_of(x.device)
-    config = config or tiles(machine, x.dtype, m, n)
+    config = config or tiles(machine, x.dtype, m, n, n % VECTOR == 0)
     y = x.new_empty(m, n)
     args = dict(
         x=x,

@@ -27,7 +27,10 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        chosen = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        if self.config.max_registers:  # an option that only the CUDA backend has
+            chosen["maxnreg"] = self.config.max_registers
+        return chosen
 
     def run(self, view: Any, device: torch.device) -> None:
         """Begin a call of the group and start.

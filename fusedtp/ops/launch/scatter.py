@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import Config, Machine, reduce_programs, tiles
+from .config import VECTOR, Config, Machine, reduce_programs, tiles
 from .run import Launch, check, machine_for, odd, peers_of
 
 
@@ -88,14 +88,14 @@ def matmul_args(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) 
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP=config.group,
-        PART_M=min(config.block_m, max(1, 512 * config.num_warps // config.block_n)),
+        PART_M=min(config.block_m, max(1, config.part * config.num_warps // config.block_n)),
         EVEN_K=k % config.block_k == 0,
     )
 
 
 def reduction(machine: Machine, dtype: torch.dtype, owned: int, n: int, flags: int) -> Config:
     """Configuration for partial tiles of which a rank owns `owned` rows and has `flags` flags for."""
-    shape = tiles(machine, dtype, owned, n)
+    shape = tiles(machine, dtype, owned, n, n % VECTOR == 0)
     senders, reducers = reduce_programs(machine)
     count = -(-owned // shape.block_m) * -(-n // shape.block_n)
     chunk = max(1, -(-count // flags))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedtp.ops.launch import Launch, gather, scatter
-from fusedtp.ops.launch.config import tiles
+from fusedtp.ops.launch.config import VECTOR, tiles
 
 from .cases import Variant
 
@@ -36,7 +36,7 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     if kernel == "matmul_kernel":
         from fusedtp.kernels.matmul import matmul_kernel
 
-        config = tiles(machine, dtype, t, widths[0])
+        config = tiles(machine, dtype, t, widths[0], widths[0] % VECTOR == 0)
         args = scatter.matmul_args(full, weights[0], biases[0], config)
         del args["PART_M"]
         return matmul_kernel, args | dict(y=empty(t, widths[0]), M=t), Launch(None, 1, {}, config).options
