@@ -6,7 +6,9 @@ A rank's flag word belongs to one (source, chunk); the source sets it to the cal
     destination   acquire spin on the flag, in its own memory | block barrier | loads of the data
 
 Note [Barrier before the release]: only the thread that issues the release is ordered by it. Before Triton 3.9
-the compiler puts no block barrier in front of a scalar release, so `publish` has its own.
+the compiler puts no block barrier in front of a scalar release for the release's sake. In `publish` there happens
+to be one: the failure word, which one thread reads, is handed to all through shared memory, and 3.6's code is in
+order without `debug_barrier` too. No language rule promises that, so `publish` has its own.
 
 Note [Modular compare]: a fast peer may already be a call ahead, and 2**31 calls wrap; so `seen - epoch >= 0`
 in int32, never `==`.
