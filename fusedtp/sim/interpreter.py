@@ -150,11 +150,11 @@ class Builder:
             size = module._get_np_dtype(ptrs.get_element_ty()).itemsize
             do = lambda: own["create_masked_load"](ptrs, mask, other, *how, **named)  # noqa: E731
             volatile = named["is_volatile"] if "is_volatile" in named else how[-1]
-            return handler.load(ptrs.data, mask.data, size, bool(volatile), do)
+            return handler.load(ptrs.data, _mask(mask), size, bool(volatile), do)
 
         def store(ptrs: Any, value: Any, mask: Any, *how: Any, **named: Any) -> Any:
             do = lambda: own["create_masked_store"](ptrs, value, mask, *how, **named)  # noqa: E731
-            return handler.store(ptrs.data, value.data, mask.data, do)
+            return handler.store(ptrs.data, value.data, _mask(mask), do)
 
         def rmw(op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
             do = lambda: own["create_atomic_rmw"](op, ptr, value, mask, sem, scope)  # noqa: E731
@@ -242,6 +242,11 @@ def _stubs() -> list[FunctionType]:
     from triton.language.extra import libdevice
 
     return [each for each in vars(libdevice).values() if isinstance(each, FunctionType)]
+
+
+def _mask(mask: Any) -> np.ndarray:
+    """A descriptor's mask is a bare array in Triton 3.6, whose `data` is a view of its bytes."""
+    return np.asarray(mask.data)
 
 
 def _all(module: Any, ptr: Any) -> Any:

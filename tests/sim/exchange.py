@@ -179,3 +179,21 @@ def table_run(world_size: int = 2) -> Run:
         [Launch(overwrites_its_table, 1, dict(inbox=table, rank=r, W=world_size))] for r in range(world_size)
     ]
     return Run(work, [inbox], lambda: ())
+
+
+@triton.jit
+def by_descriptor(x, y, z, N: tl.constexpr, PEER: tl.constexpr):
+    """Each of two programs copies its half of x to y, and what PEER programs further there to z."""
+    half, mine = N // 2, tl.program_id(0)
+    source = tl.make_tensor_descriptor(x, [N], [1], [half])
+    middle = tl.make_tensor_descriptor(y, [N], [1], [half])
+    target = tl.make_tensor_descriptor(z, [N], [1], [half])
+    middle.store([mine * half], source.load([mine * half]))
+    there = (mine + PEER) % 2 * half
+    target.store([there], middle.load([there]))
+
+
+def descriptor_run(peer: int) -> Run:
+    x, y, z = torch.arange(1.0 * N), torch.full((N,), torch.nan), torch.zeros(N)
+    work = [[Launch(by_descriptor, 2, dict(x=x, y=y, z=z, N=N, PEER=peer))]]
+    return Run(work, (), lambda: compare("z", [z], [x]))

@@ -144,6 +144,14 @@ def test_a_table_of_addresses_is_told_from_the_memory_of_its_name():
     assert re.search(r"past the end of inbox of rank \d$", fault.message)
 
 
+def test_loads_and_stores_by_descriptors_are_accesses():
+    assert found("descriptor_run", peer=0) is None
+    fault = found("descriptor_run", peer=1)
+    assert fault.rule == "read-write race"
+    assert {a.what for a in fault.accesses} == {"load", "store"}
+    assert {a.tensor for a in fault.accesses} == {"y of rank 0"}
+
+
 @pytest.mark.parametrize("n", [6, 8])
 def test_lanes_beyond_the_tensor_are_accesses_unless_masked(n):
     assert found("masked_run", n=n).rule == "out of bounds"
