@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .case import Case, Launch, Run
 from .faults import Fault, Moment, SimulationFault, UnsupportedKernel
 from .machine import Machine
@@ -93,7 +95,7 @@ def run(
 
 
 def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
-    """Every rank gives the same arguments by name, of the same kind and dtype. Raises ValueError naming the rank."""
+    """Every rank gives the same arguments by name, of one kind or None. Raises ValueError naming the rank."""
     if len(given) != world_size:
         raise ValueError(f"arguments for {len(given)} ranks, the world has {world_size}")
     for rank, args in enumerate(given[1:], start=1):
@@ -101,13 +103,14 @@ def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
             odd = sorted(set(args) ^ set(given[0]))
             raise ValueError(f"rank {rank} and rank 0 differ in arguments {odd}")
         for name, value in args.items():
-            first = given[0][name]
-            if hasattr(value, "dtype") and getattr(first, "dtype", None) != value.dtype:
-                raise ValueError(
-                    f"argument {name!r} is {value.dtype} on rank {rank}, {getattr(first, 'dtype', type(first))} on 0"
-                )
-            if isinstance(value, (bool, str)) and type(first) is not type(value):
-                raise ValueError(f"argument {name!r} is {value!r} on rank {rank}, {first!r} on rank 0")
+            mine, first = _kind(value), _kind(given[0][name])
+            if mine != first and "NoneType" not in (mine, first):
+                raise ValueError(f"argument {name!r} is {mine} on rank {rank}, {first} on 0")
+
+
+def _kind(value: Any) -> str:
+    """What a kernel is specialised on: a tensor's dtype, the type of anything else."""
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def check_run(run: Run) -> None:

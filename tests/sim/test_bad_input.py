@@ -99,6 +99,12 @@ def case_no_reference():
 def case_dtypes():
     return run(dict(x=x, y=x.clone()), dict(x=half, y=x.clone()))
 
+def case_kinds():
+    return run(dict(x=x, y=x.clone()), dict(x=x.clone(), y=3))
+
+def case_types():
+    return run(dict(x=x, y=True), dict(x=x.clone(), y="yes"))
+
 def case_names():
     return run(dict(x=x, y=x.clone()), dict(x=x.clone()))
 """
@@ -156,6 +162,8 @@ REFUSED = {
     "bare": (ASM, r"kernels_of_mine.py:10 in helper, called at line 14: inline assembly cannot be simulated; put it"),
     "no_reference": (ADD, r"case '.*::case_no_reference' has no reference: its Run needs a `check`"),
     "dtypes": (ADD, r"argument 'x' is torch.float16 on rank 1, torch.float32 on 0"),
+    "kinds": (ADD, r"argument 'y' is int on rank 1, torch.float32 on 0"),
+    "types": (ADD, r"argument 'y' is str on rank 1, bool on 0"),
     "names": (ADD, r"rank 1 and rank 0 differ in arguments \['y'\]"),
     "absent": (ADD, r"has no 'case_absent'"),
     "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
