@@ -9,6 +9,7 @@ from .generate import generate
 from .init import init_
 from .layout import TokenLayout, document_ids_from_lengths
 from .linear import Linear, project
+from .linear_loss import linear_cross_entropy
 from .loss import vocab_parallel_cross_entropy
 from .mlp import MLP
 from .model import CausalLM, CausalLMOutput
@@ -31,6 +32,7 @@ __all__ = [
     "document_ids_from_lengths",
     "generate",
     "init_",
+    "linear_cross_entropy",
     "project",
     "vocab_parallel_cross_entropy",
 ]

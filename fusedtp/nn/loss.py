@@ -64,19 +64,20 @@ def vocab_parallel_cross_entropy(
         from fusedtp.comm import communicator
 
         comm = communicator(group)
-        start, total = _place_in_vocabulary(comm, logits, vocab_size)
-    if labels.device.type == "cpu":
-        _check_labels(labels, total, ignore_index)
+        start, total = place_in_vocabulary(comm, total, vocab_size, logits.device)
+    check_labels(labels, total, ignore_index)
     losses: Tensor = _CrossEntropy.apply(logits, labels, start, ignore_index, comm)
     return losses.sum() / num_labels
 
 
-def _place_in_vocabulary(comm: Any, logits: Tensor, vocab_size: int | None) -> tuple[int, int]:
-    """First column held here, and V."""
-    world_size, here = comm.world_size, logits.shape[1]
+def place_in_vocabulary(
+    comm: Any, here: int, vocab_size: int | None, device: torch.device
+) -> tuple[int, int]:
+    """First column of the `here` that this rank holds, and V."""
+    world_size = comm.world_size
     if vocab_size is None:
-        mine = torch.full((1, 1), here, dtype=torch.float64, device=logits.device)
-        sizes = [int(n) for n in _gathered(comm, mine).flatten().tolist()]
+        mine = torch.full((1, 1), here, dtype=torch.float64, device=device)
+        sizes = [int(n) for n in gathered_stats(comm, mine).flatten().tolist()]
         return sum(sizes[: comm.rank]), sum(sizes)
     chunk = -(-vocab_size // world_size)
     start = min(comm.rank * chunk, vocab_size)
@@ -89,14 +90,17 @@ def _place_in_vocabulary(comm: Any, logits: Tensor, vocab_size: int | None) -> t
     return start, vocab_size
 
 
-def _gathered(comm: Any, x: Tensor) -> Tensor:
+def gathered_stats(comm: Any, x: Tensor) -> Tensor:
     """x [T, n] of every rank -> [W * T, n]. No autograd."""
     from fusedtp.ops.gradients import op
 
     return op("all_gather_rows")(x, comm.name, comm.rank, (x.shape[0],) * comm.world_size, 1, "")
 
 
-def _check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """CPU: raises IndexError for a label outside the vocabulary."""
+    if labels.device.type != "cpu":
+        return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
     if bool(wrong.any()):
         raise IndexError(f"label {int(labels[wrong][0])} is outside the vocabulary of {vocab_size}")
@@ -110,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         stats, world_size = local_stats(logits, labels, start), 1
         if comm is not None:
             world_size = comm.world_size
-            stats = _gathered(comm, stats)
+            stats = gathered_stats(comm, stats)
         lse, target = combine_stats(stats.view(world_size, len(labels), 2))
         ctx.save_for_backward(logits, labels, lse)
         ctx.start, ctx.ignore_index = start, ignore_index

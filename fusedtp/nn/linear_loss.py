@@ -1,0 +1,191 @@
+"""The output head and its cross-entropy in one: logits are made, used and dropped a piece of rows at a time.
+
+    every rank   gather x [T, K], once
+    each piece   logits = x[rows] @ w.T, at most `max_logits_bytes` of them
+                 their log-sum-exp and target, one all-gather of [rows, 2]        as in loss.py
+                 g = softmax - onehot;  dx[rows] = g @ w;  dw += g.T @ x[rows]
+    every rank   dx [T_r, K] = reduce-scatter
+
+Since the loss is a sum over tokens, its gradients need nothing of what comes later: they are made in the forward, from
+logits that are there, and the backward only multiplies them by its scalar. So no logit is computed twice, and memory
+is one piece of logits and of their gradient, x, dx and dw: independent of T times V. Without gradients only the piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops.first_order import first_order
+from fusedtp.ops.gradients import op
+from fusedtp.ops.main_grad import deliver, main_grads_of
+from fusedtp.ops.matmul import matmul, matmul_as
+from fusedtp.ops.rows import Rows
+
+from .loss import (
+    check_labels,
+    combine_stats,
+    gathered_stats,
+    local_gradient,
+    local_stats,
+    place_in_vocabulary,
+)
+
+MAX_LOGITS_BYTES = 1 << 26
+
+
+class _Call(NamedTuple):
+    """What is no tensor. `rows`: whose rows x holds a part of; None: x is whole."""
+
+    comm: Any
+    rows: Rows | None
+    start: int
+    ignore_index: int
+    piece: int
+    sink: Any
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: Any = None,
+    *,
+    bias: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    num_labels: int | Tensor | None = None,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
+) -> Tensor:
+    """Mean cross-entropy of logits = x @ weight.T + bias, of which never more than a piece exists.
+
+    x            [T, K]     all rows; with `sizes` [T_r, K], this rank's
+    weight       [V_r, K]   this rank's part of the vocabulary (torch.chunk's split of V); V without a group
+    labels       [T]        integers in [0, V), the same on all ranks
+    group        None: V_r = V; else what communicator() takes
+    bias         [V_r]
+    sizes        every rank's rows where x is sharded; its gradient then is too, else it is this rank's part of a sum
+    vocab_size   V; None asks the other ranks
+    num_labels   what the sum of losses is divided by; None counts the labels here (at least 1)
+    max_logits_bytes   of one piece; the same on all ranks. At least one row is taken at a time
+    return       scalar, fp32 (fp64 for fp64 x), the same on all ranks. Double backward raises.
+    Raises ValueError for shapes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
+    Source: the loss of Shoeybi et al. 2019, section 3, by pieces as in Hsu et al. 2024, "Liger Kernel", section 3.2.
+    """
+    comm = None
+    if group is not None:
+        from fusedtp.comm import communicator
+
+        comm = communicator(group)
+    with nullcontext() if comm is None else comm.in_step():
+        _check(x, weight, bias, labels, comm, sizes)
+        (sink,) = main_grads_of([weight])
+        labels = labels.to(device=x.device, dtype=torch.int64)
+        if num_labels is None:
+            num_labels = (labels != ignore_index).sum().clamp(min=1)
+        start, total, widest = 0, weight.shape[0], weight.shape[0]
+        if comm is not None:
+            start, total = place_in_vocabulary(comm, total, vocab_size, x.device)
+            widest = -(-total // comm.world_size)  # all ranks must cut alike
+        check_labels(labels, total, ignore_index)
+        piece = max(1, max_logits_bytes // max(1, widest * x.element_size()))
+        rows = None if sizes is None else Rows(tuple(sizes))
+        call = _Call(comm, rows, start, ignore_index, piece, sink)
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, bias, labels, call)
+    return loss / num_labels
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, comm: Any, sizes: Sequence[int] | None
+) -> None:
+    if sizes is not None and comm is None:
+        raise ValueError("sizes say whose rows x holds a part of: they need a group")
+    total = x.shape[0] if sizes is None else sum(sizes)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or labels.shape != (total,):
+        raise ValueError(
+            f"wanted x [T, K], weight [V, K] and labels [{total}], got {tuple(x.shape)}, {tuple(weight.shape)}, "
+            f"{tuple(labels.shape)}"
+        )
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        kinds = ", ".join(str(t.dtype) for t in (x, weight, bias) if t is not None)
+        raise ValueError(f"x, weight and bias must have one dtype, not {kinds}")
+    if sizes is not None and (len(sizes) != comm.world_size or x.shape[0] != sizes[comm.rank]):
+        raise ValueError(
+            f"rank {comm.rank} has {x.shape[0]} rows; sizes is {list(sizes)} for {comm.world_size} ranks"
+        )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of all tokens' losses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
+    ) -> Tensor:
+        comm, rows = call.comm, call.rows
+        full = x if rows is None else op("all_gather_rows")(x, comm.name, comm.rank, rows.sizes, 1, "lm_head")
+        wanted = ctx.needs_input_grad[:3]
+        made = _Gradients(full, weight, bias, wanted)
+        loss = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
+        for piece in _pieces(full.shape[0], call.piece):
+            logits, own = matmul(full[piece], weight.t(), bias), labels[piece]
+            stats, world_size = local_stats(logits, own, call.start), 1
+            if comm is not None:
+                stats, world_size = gathered_stats(comm, stats), comm.world_size
+            lse, target = combine_stats(stats.view(world_size, len(own), 2))
+            ignored = own == call.ignore_index
+            loss += (lse - target).masked_fill(ignored, 0.0).sum()
+            if any(wanted):
+                scale = (~ignored).to(lse.dtype)
+                made.add(piece, local_gradient(logits, own, call.start, lse, scale))
+        dx = made.dx
+        if dx is not None and rows is not None:
+            dx = op("reduce_scatter_rows")(dx, comm.name, comm.rank, rows.sizes, 1, "lm_head")
+        ctx.save_for_backward(dx, made.dweight, made.dbias)
+        ctx.dtype, ctx.sink = x.dtype, call.sink
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, dbias = ctx.saved_tensors
+        if dx is not None:
+            dx = (dx * dloss).to(dx.dtype)
+        if dweight is not None:
+            dweight = deliver(dweight * dloss.to(dweight.dtype), ctx.sink, ctx.dtype)
+        if dbias is not None:
+            dbias = (dbias * dloss).to(ctx.dtype)
+        return dx, dweight, dbias, None, None
+
+
+class _Gradients:
+    """Those of the sum of losses; of the parameters in fp32 at least, since they are summed over pieces."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+        self._x, self._weight, wide = x, weight, _wide(x.dtype)
+        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
+        self.dweight = torch.zeros(weight.shape, dtype=wide, device=x.device) if wanted[1] else None
+        self.dbias = torch.zeros(weight.shape[:1], dtype=wide, device=x.device) if wanted[2] else None
+
+    def add(self, piece: slice, dlogits: Tensor) -> None:
+        """dlogits [rows of the piece, V_r]."""
+        if self.dx is not None:
+            self.dx[piece] = matmul(dlogits, self._weight)
+        if self.dweight is not None:
+            self.dweight += matmul_as(dlogits.t(), self._x[piece], self.dweight.dtype)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _pieces(total: int, rows: int) -> Iterator[slice]:
+    for first in range(0, total, rows):
+        yield slice(first, min(first + rows, total))
