@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from .mutant import Mutant
@@ -44,8 +44,12 @@ PATTERNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("tail skipped",), r"\bcdiv\(", ""),
     (("tail skipped",), r"\+ \w+ - 1\) // ", ""),
     (("tail skipped",), r"range\(0, K, ", ""),
-    (("empty shard: no wait", "empty shard: no signal"), _ARRIVAL, r"^(?!wait|arrive)"),
-    (("stages reversed",), r"^def \w+_kernel\(", ""),
+    (
+        ("empty shard: no wait", "empty shard: no signal"),
+        _ARRIVAL,
+        r"^(?!wait|arrive|meet)",
+    ),  # meeting, no shards
+    (("stages reversed",), r"^def \w+_kernel\((?!peers\))", ""),  # one that takes nothing else is one program
 )
 
 
@@ -90,6 +94,18 @@ def uncovered(texts: Mapping[str, str], mutants: Iterable[Mutant]) -> tuple[int,
             number, line = lines[key]
             holes.append(Site(" or ".join(operators), file, number, line, missing))
     return sum(found.values()), holes
+
+
+def unlisted(texts: Mapping[str, str], tried: Callable[[str], bool], compiled: Iterable[str]) -> list[Site]:
+    """Kernels that no trial runs or that the lint does not compile: their mutants would survive unseen."""
+    lists = {"trial": tried, "compile case": set(compiled).__contains__}
+    return [
+        Site(f"any {what}", file, text[: kernel.start()].count("\n") + 1, kernel[0].splitlines()[-1], 1)
+        for file, text in texts.items()
+        for kernel in re.finditer(r"^@triton\.jit[^\n]*\ndef (\w+)", text, re.MULTILINE)
+        for what, knows in lists.items()
+        if not knows(kernel[1])
+    ]
 
 
 def code(text: str) -> str:

@@ -1,6 +1,8 @@
 """Mutants that change nothing: classes of them, each with a check that proves it of a mutant's own source.
 
-A class is asked only about a mutant that no schedule and no target showed; what no check proves is a survivor.
+A class is asked only about a mutant that no schedule and no target showed; what no check proves is a survivor. That
+schedules found nothing is no proof: wherever a difference could be thought of, a trial was made that shows it (an
+arrival looked for later than it might be, a slot in a neighbour's memory), and the class is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from .source import File, Sources, called
 
 Check = Callable[[Mutant, Sources], bool]
 MANY = 2**31  # where a call's number wraps
+PROGRAMS = (*range(1, 17), 78, 108, 132)  # of a stage; counts of items go to twice that
 
 
 def _node(mutant: Mutant, file: File, kind: type[ast.AST]) -> ast.AST | None:
@@ -28,9 +31,11 @@ def _node(mutant: Mutant, file: File, kind: type[ast.AST]) -> ast.AST | None:
 
 
 def full_cycle(mutant: Mutant, sources: Sources) -> bool:
-    """A choice of peers whose loop goes round all ranks anyway: only where it starts has changed.
+    """A choice of peers whose loop goes round all ranks anyway: only the order of its rounds has changed.
 
-    Proved by enumeration for 2 to 8 ranks, and by the loop's variable having no other part in its body.
+    Proved: by enumeration for 2 to 8 ranks the same peers are chosen, each as often; the loop's variable has no other
+    part in the body; the body waits or signals, not both, so no rank's round is waited for by another's; and what one
+    round leaves to the next is a sum or the next place in a list, neither of which depends on the order.
     """
     file = sources.files[mutant.file]
     node = _node(mutant, file, ast.BinOp)
@@ -40,9 +45,10 @@ def full_cycle(mutant: Mutant, sources: Sources) -> bool:
     if loop is None or not isinstance(loop.target, ast.Name):
         return False
     step = loop.target.id
-    uses = [n for part in loop.body for n in ast.walk(part) if isinstance(n, ast.Name) and n.id == step]
-    inside = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == step]
-    if len(uses) != len(inside):
+    if _count(loop.body, step) != _count([node], step):
+        return False
+    calls = {called(each) for part in loop.body for each in ast.walk(part)}
+    if (calls & sources.waits and calls & sources.notifies) or not _order_free(loop, sources):
         return False
     before, after = (_arithmetic(text) for text in (file.of(node), mutant.edits[0].text))
     bounds = _arithmetic(file.of(loop.iter))
@@ -52,6 +58,99 @@ def full_cycle(mutant: Mutant, sources: Sources) -> bool:
             steps = eval(bounds, {"range": range}, names)
             peers = [[eval(code, {}, {**names, step: i}) for i in steps] for code in (before, after)]
             if sorted(peers[0]) != sorted(peers[1]):
+                return False
+    return True
+
+
+def _count(parts: list[Any], name: str) -> int:
+    return sum(isinstance(n, ast.Name) and n.id == name for part in parts for n in ast.walk(part))
+
+
+def _order_free(loop: ast.For, sources: Sources) -> bool:
+    """Whether all that a round takes over from the one before is summed up, or advanced by `next_start`."""
+    assigned = [n for part in loop.body for n in ast.walk(part) if isinstance(n, ast.Assign | ast.AugAssign)]
+    for name in sorted(_carried(loop)):
+        for each in assigned:
+            if name not in _targets(each):
+                continue
+            if isinstance(each, ast.AugAssign):
+                return False
+            call = each.value
+            if not isinstance(call, ast.Call) or _first(call) != name:
+                return False
+            if called(call) != "next_start" and not _sums(called(call), sources):
+                return False
+            if called(call) == "next_start" and not _bijective(sources):
+                return False
+    return True
+
+
+def _carried(loop: ast.For) -> set[str]:
+    """Names that the body assigns, and reads before it has assigned them, in the order of the text."""
+    known: set[str] = set()
+    carried: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            visit(node.value)
+            if isinstance(node, ast.AugAssign):
+                visit_read(_targets(node))
+            known.update(_targets(node))
+            return
+        if isinstance(node, ast.For):
+            visit(node.iter)
+            known.update(_targets(node))
+            for child in node.body:
+                visit(child)
+            return
+        if isinstance(node, ast.Name):
+            visit_read({node.id})
+            return
+        for part in ast.iter_child_nodes(node):
+            visit(part)
+
+    def visit_read(names: set[str]) -> None:
+        carried.update(names - known)
+
+    for statement in loop.body:
+        visit(statement)
+    stored = {
+        name
+        for part in loop.body
+        for n in ast.walk(part)
+        if isinstance(n, ast.Assign | ast.AugAssign)
+        for name in _targets(n)
+    }
+    return carried & stored
+
+
+def _targets(node: ast.Assign | ast.AugAssign | ast.For) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def _first(call: ast.Call) -> str:
+    return getattr(call.args[0], "id", "") if call.args else ""
+
+
+def _sums(name: str, sources: Sources) -> bool:
+    """Whether a function only adds to its first parameter: `tl.dot(..., acc)` or another such, and returns it."""
+    bodies = [f for file in sources.files.values() for f in file.functions if f.name == name]
+    if len(bodies) != 1:
+        return False
+    acc = bodies[0].args.args[0].arg
+    for node in ast.walk(bodies[0]):
+        if isinstance(node, ast.Return) and getattr(node.value, "id", "") != acc:
+            return False
+        if isinstance(node, ast.Assign | ast.AugAssign) and acc in _targets(node):
+            call = node.value
+            adds = (
+                called(call) == "dot"
+                and isinstance(call, ast.Call)
+                and getattr(call.args[2], "id", "") == acc
+            )
+            inner = isinstance(call, ast.Call) and _first(call) == acc and _sums(called(call), sources)
+            if not adds and not inner:
                 return False
     return True
 
@@ -66,10 +165,10 @@ def _arithmetic(text: str) -> str:
 
 
 def slots_renamed(mutant: Mutant, sources: Sources) -> bool:
-    """The data slots under other names on every rank alike: of the other parity, or in the next rank's memory.
+    """The two data slots of each rank under each other's name, on every rank and for every use alike.
 
-    Proved: one function alone reads the table of data, and what the mutant puts in place of the parity or of the rank
-    takes each of their values once. (In a neighbour's memory the same things happen, only slower.)
+    Proved: one function alone reads the table of data, and the mutant's parity takes the other value each time. Copies
+    by the host choose a slot without regard to the call's number, so they stand to either naming alike.
     """
     file = sources.files[mutant.file]
     readers = [
@@ -79,125 +178,48 @@ def slots_renamed(mutant: Mutant, sources: Sources) -> bool:
         and each.attr == "data"
         and getattr(each.value, "id", "") == "peers"
     ]
-    if readers != [mutant.function]:
-        return False
-    if mutant.operator == "wrong peer":
-        address = _node(mutant, file, ast.BinOp)
-        if address is None or file.of(address) != "peers.data + rank":
-            return False
-        other = _arithmetic(mutant.edits[0].text.removeprefix("peers.data + "))
-        worlds = {w: [eval(other, {}, {"rank": rank, "world": w}) for rank in range(w)] for w in range(2, 9)}
-        return all(sorted(places) == list(range(w)) for w, places in worlds.items())
     number = _node(mutant, file, ast.Call)
     parity = file.parents[number] if number is not None else None
-    if mutant.operator != "low epoch" or not isinstance(parity, ast.BinOp) or number is None:
+    if readers != [mutant.function] or mutant.operator != "low epoch" or number is None:
         return False
-    if file.of(parity).replace(file.of(number), "e") != "e & 1":
+    if not isinstance(parity, ast.BinOp) or file.of(parity).replace(file.of(number), "e") != "e & 1":
         return False
+    changed = mutant.edits[0].text.replace(file.of(number), "e")
     numbers = [*range(-4, 5), *range(MANY - 4, MANY)]
-    return all((e - 1) & 1 == 1 - (e & 1) for e in numbers)
+    return all(eval(changed, {}, {"e": e}) & 1 == 1 - (e & 1) for e in numbers)
 
 
-def waits_at_its_end(mutant: Mutant, sources: Sources) -> bool:
-    """The arrival of a rank whose shard is empty: nothing of it is read, and the launch waits for all before it ends.
+def not_reached(mutant: Mutant, sources: Sources) -> bool:
+    """The arrival of a rank whose shard is empty, where a program looks for it only if the shard has tiles.
 
-    Proved: the kernel has a wait for every arrival that depends on no shard, only on which program asks.
-    """
-    if mutant.operator != "empty shard: no wait" or "wait_arrival(" not in mutant.before:
-        return False
-    return bool(_other_waits(mutant, sources))
-
-
-def waited_for_by_others(mutant: Mutant, sources: Sources) -> bool:
-    """An arrival that the programs of another stage of the same launch wait for too, and their failure ends this wait.
-
-    Proved: the kernel's other stage waits for every arrival without a condition, and what this stage reads is gated
-    by a wait of its own for that very data, after the one that the mutant changed.
+    Proved: the wait stands under `x < a * b`, where a is `cdiv(size * ..., ...)` of the shard's size, so nothing is
+    less than 0 tiles, a program's number being at least 0 by what `next_start` returns.
     """
     file = sources.files[mutant.file]
     statement = _node(mutant, file, ast.Expr)
-    if "wait_arrival(" not in mutant.before or not isinstance(statement, ast.Expr):
+    if mutant.operator != "empty shard: no wait" or not isinstance(statement, ast.Expr):
         return False
-    loops = [each for each in file.around(statement) if isinstance(each, ast.For)]
-    if not loops:
-        return False
-    gates = [n for n in ast.walk(loops[0]) if isinstance(n, ast.Call) and called(n) in sources.waits]
-    others = [n for n in gates if n is not statement.value]
-    branch = _branch(file, statement)
-    return bool(others) and any(_branch(file, wait) is not branch for wait in _other_waits(mutant, sources))
-
-
-def visited_by_others(mutant: Mutant, sources: Sources) -> bool:
-    """The arrivals of empty shards, of which nothing is read and for which another stage waits one by one.
-
-    Proved: in another stage a wait for an arrival stands in a loop without any condition, and by enumeration for 2 to 8
-    ranks the loop goes through all peers.
-    """
-    file = sources.files[mutant.file]
-    statement = _node(mutant, file, ast.Expr)
-    if mutant.operator != "empty shard: no wait" or statement is None:
-        return False
-    branch = _branch(file, statement)
-    for node in ast.walk(file.tree):
-        if called(node) != "wait_arrival" or _branch(file, node) is branch or _branch(file, node) is None:
+    function = file.function_of(statement)
+    assert function is not None
+    guards = [each.test for each in file.around(statement) if isinstance(each, ast.If)]
+    for test in guards:
+        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Lt):
             continue
-        assert isinstance(node, ast.Call)
-        function = file.function_of(node)
-        loop, *outer = [each for each in file.around(node) if isinstance(each, ast.For | ast.If | ast.While)]
-        if function is None or function.name != mutant.function or not isinstance(loop, ast.For):
+        bound = test.comparators[0]
+        if not isinstance(bound, ast.BinOp) or not isinstance(bound.op, ast.Mult):
             continue
-        if all(isinstance(each, ast.If) and "send_programs" in file.of(each.test) for each in outer):
-            return _all_peers(file, loop, file.of(node.args[1]))
+        rows = file.of(bound.left)
+        given = [
+            each.value
+            for each in ast.walk(function)
+            if isinstance(each, ast.Assign) and file.of(each.targets[0]) == rows
+        ]
+        counts = [
+            file.of(each.args[0]) for each in given if isinstance(each, ast.Call) and called(each) == "cdiv"
+        ]
+        if len(counts) == len(given) == 1 and counts[0].split(" * ")[0] == "size" and _bijective(sources):
+            return True
     return False
-
-
-def _all_peers(file: File, loop: ast.For, name: str) -> bool:
-    """Whether `name`, assigned in the loop's body, takes every other rank in turn."""
-    for statement in loop.body:
-        if isinstance(statement, ast.Assign) and file.of(statement.targets[0]) == name:
-            peer, bounds, step = (
-                _arithmetic(file.of(each)) for each in (statement.value, loop.iter, loop.target)
-            )
-            return all(
-                sorted(
-                    eval(peer, {}, {"rank": rank, "world": world, step: i})
-                    for i in eval(bounds, {"range": range}, {"world": world})
-                )
-                == [other for other in range(world) if other != rank]
-                for world in range(2, 9)
-                for rank in range(world)
-            )
-    return False
-
-
-def _other_waits(mutant: Mutant, sources: Sources) -> list[ast.AST]:
-    """Waits for all arrivals in the same kernel that depend only on which program asks."""
-    file = sources.files[mutant.file]
-    found: list[ast.AST] = []
-    for function in file.functions:
-        if function.name != mutant.function:
-            continue
-        for node in ast.walk(function):
-            if called(node) != "wait_all_arrivals":
-                continue
-            tests = [each.test for each in file.around(node) if isinstance(each, ast.If)]
-            names = {n.id for test in tests for n in ast.walk(test) if isinstance(n, ast.Name)}
-            looped = any(isinstance(each, ast.For | ast.While) for each in file.around(node))
-            if not looped and names <= {"pid", "send_programs", "reduce_programs", "leader", "start", "tl"}:
-                found.append(node)
-    return found
-
-
-def _branch(file: File, node: ast.AST) -> ast.AST | None:
-    """The statement of the outermost stage branch that holds the node."""
-    at: ast.AST | None = node
-    while at is not None:
-        parent = file.parents.get(at)
-        if isinstance(parent, ast.If) and "send_programs" in file.of(parent.test):
-            block = parent.body if at in parent.body else parent.orelse
-            return block[0]
-        at = parent
-    return None
 
 
 def no_peer(mutant: Mutant, sources: Sources) -> bool:
@@ -213,14 +235,32 @@ def no_peer(mutant: Mutant, sources: Sources) -> bool:
 def shared_otherwise(mutant: Mutant, sources: Sources) -> bool:
     """Which program goes on with which item: each item of the next list is still done once.
 
-    Proved: the mutant changes the count given to `next_start`, which for every count up to 40 and up to 8 programs
-    starts each program at another one of 0 .. P - 1.
+    Proved: the mutant changes the count given to `next_start`, which for any count starts each program at another one
+    of 0 .. P - 1; and in the loop that name only begins a range or goes to `next_start` again.
     """
     file = sources.files[mutant.file]
     site = _node(mutant, file, ast.Call)
     call = file.parents[site] if site is not None else None
     if not isinstance(call, ast.Call) or called(call) != "next_start" or call.args[1] is not site:
         return False
+    name = _first(call)
+    loop = next((each for each in file.around(call) if isinstance(each, ast.For)), None)
+    if loop is None or not name:
+        return False
+    begins = [
+        n
+        for part in loop.body
+        for n in ast.walk(part)
+        if isinstance(n, ast.Call) and called(n) in ("range", "next_start") and _first(n) == name
+    ]
+    stored = sum(
+        name in _targets(n) for part in loop.body for n in ast.walk(part) if isinstance(n, ast.Assign)
+    )
+    return _count(loop.body, name) == len(begins) + stored and _bijective(sources)
+
+
+def _bijective(sources: Sources) -> bool:
+    """Whether `next_start` gives programs 0 .. P - 1 the numbers 0 .. P - 1, each once."""
     (body,) = [f for each in sources.files.values() for f in each.functions if f.name == "next_start"]
     plain = ast.parse(ast.unparse(body))
     assert isinstance(plain.body[0], ast.FunctionDef)
@@ -228,19 +268,16 @@ def shared_otherwise(mutant: Mutant, sources: Sources) -> bool:
     scope: dict[str, Any] = {"tl": SimpleNamespace(maximum=max)}
     exec(compile(plain, "next_start", "exec"), scope)
     return all(
-        sorted(scope["next_start"](start, count, programs) for start in range(programs))
-        == list(range(programs))
-        for programs in range(1, 9)
-        for count in range(41)
+        sorted(scope["next_start"](start, count, programs) for start in range(programs)) == [*range(programs)]
+        for programs in PROGRAMS
+        for count in range(2 * programs + 2)
     )
 
 
 CLASSES: dict[str, Check] = {
     "peers in another order": full_cycle,
     "slots renamed": slots_renamed,
-    "launch waits for all at its end": waits_at_its_end,
-    "another stage waits for all": waited_for_by_others,
-    "another stage visits all": visited_by_others,
+    "not reached for an empty shard": not_reached,
     "no program waits": no_peer,
     "items shared otherwise": shared_otherwise,
 }

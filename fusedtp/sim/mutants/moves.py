@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .mutant import Mutant
-from .operators import LINT, about, make, statement_calls
+from .operators import LINT, about, awaited, make, signature_gate, statement_calls
 from .source import Edit, File, Sources, called
 
 
@@ -65,15 +65,12 @@ def notify_early(sources: Sources) -> Iterator[Mutant]:
                     file.replace(moved, "pass"),
                     Edit(file.name, start, start, text + "\n" + " " * stores[-1].col_offset),
                 )
-                yield make(
-                    "notify early",
-                    file,
-                    node,
-                    "",
-                    "signal before store",
-                    edits=edits,
-                    after="before the store",
-                )
+                subject = "signal before store"
+                if called(getattr(stores[-1], "value", stores[-1])) in sources.numbering:
+                    subject = "arrival before number"
+                elif signature_gate(file, node):
+                    subject = "arrival before signature"
+                yield make("notify early", file, node, "", subject, edits=edits, after="before the store")
                 break
 
 
@@ -91,7 +88,7 @@ def wait_late(sources: Sources) -> Iterator[Mutant]:
                     text = "if " + " & ".join(f"({c})" for c in conditions) + ": " + file.of(node)
                 end = file.span(last)[1]
                 edits = (file.replace(moved, "pass"), Edit(file.name, end, end, indent + text))
-                subject = f"wait for {about(call)} after load"
+                subject = f"wait for {awaited(file, node, call)} after load"
                 yield make("wait late", file, node, "", subject, edits=edits, after="after the loads")
                 break
 

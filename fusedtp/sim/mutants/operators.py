@@ -14,6 +14,7 @@ from .source import Edit, File, Sources, called, keyword
 
 Operator = Callable[[Sources], Iterator[Mutant]]
 SCHEDULES, LINT = ("schedules",), ("lint",)
+BARRIERS = {"release": "before release", "acquire": "after acquire"}
 ARRIVALS = ("arriv",)  # in the name of what concerns a rank's being in the call, not its data
 
 
@@ -69,10 +70,28 @@ def about(call: ast.Call) -> str:
     return "arrival" if zero or any(word in name for word in ARRIVALS) else "data"
 
 
+def signature_gate(file: File, node: ast.AST) -> bool:
+    """Whether a wait stands in the function that then reads a signature."""
+    function = file.function_of(node)
+    return function is not None and "peers.signatures" in file.of(function)
+
+
+def awaited(file: File, node: ast.AST, call: ast.Call) -> str:
+    """What a wait is for, as fit.EXPECTED names it."""
+    return "signature" if signature_gate(file, node) else about(call)
+
+
+def announced(sources: Sources, call: ast.Call) -> str:
+    """of data", " of arrival", or "" for a stage that sends both."""
+    if called(call) in sources.publishers or any(word in called(call) for word in ARRIVALS):
+        return f" of {about(call)}"
+    return ""
+
+
 def drop_wait(sources: Sources) -> Iterator[Mutant]:
     """Each call that comes to acquire, and each spin loop itself."""
     for file, statement, call in statement_calls(sources, sources.waits):
-        yield make("drop wait", file, statement, "pass", f"no wait for {about(call)}")
+        yield make("drop wait", file, statement, "pass", f"no wait for {awaited(file, statement, call)}")
     for file, node in nodes(sources):
         if isinstance(node, ast.While) and any(
             isinstance(n, ast.Call) and keyword(n, "sem") == "acquire" for n in ast.walk(node)
@@ -83,8 +102,8 @@ def drop_wait(sources: Sources) -> Iterator[Mutant]:
 
 def drop_notify(sources: Sources) -> Iterator[Mutant]:
     """Each call that comes to release, each release itself, and what is stored along with an arrival."""
-    for file, statement, _call in statement_calls(sources, sources.notifies):
-        yield make("drop notify", file, statement, "pass", "no signal")
+    for file, statement, call in statement_calls(sources, sources.notifies):
+        yield make("drop notify", file, statement, "pass", "no signal" + announced(sources, call))
     for file, node in nodes(sources):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = file.function_of(node)
@@ -112,7 +131,8 @@ def weaken_order(sources: Sources) -> Iterator[Mutant]:
     """Each release and each acquire made relaxed."""
     for file, node, _call, sem in _keywords(sources, "sem"):
         if sem != "relaxed":
-            yield make(f"weaken {sem}", file, node, 'sem="relaxed"', "no order", judges=_judges(file, node))
+            subject = "no order of signals" if sem == "release" else "no order"
+            yield make(f"weaken {sem}", file, node, 'sem="relaxed"', subject, judges=_judges(file, node))
 
 
 def narrow_scope(sources: Sources) -> Iterator[Mutant]:
@@ -127,7 +147,10 @@ def drop_barrier(sources: Sources) -> Iterator[Mutant]:
     """Each block barrier and each fence."""
     for file, node in nodes(sources):
         if isinstance(node, ast.Expr) and ("barrier" in called(node.value) or "fence" in called(node.value)):
-            yield make("drop barrier", file, node, "pass", "no barrier", judges=LINT)
+            function = file.function_of(node)
+            text = file.of(function) if function is not None else ""
+            side = next((word for sem, word in BARRIERS.items() if f'sem="{sem}"' in text), "elsewhere")
+            yield make("drop barrier", file, node, "pass", f"no barrier {side}", judges=LINT)
 
 
 def reads_epoch(file: File, node: ast.AST) -> bool:
@@ -146,16 +169,11 @@ def one_buffer(sources: Sources) -> Iterator[Mutant]:
     for file, node in _parities(sources):
         function = file.function_of(node)
         assert function is not None
-        edit = file.replace(node.right, "0")
+        subject = "signature elsewhere" if "peers.signatures" in file.of(function) else "one buffer"
         yield make(
-            "one buffer",
-            file,
-            node,
-            "",
-            "one buffer",
-            edits=(edit,),
+            "one buffer", file, node, "", subject, edits=(file.replace(node.right, "0"),),
             after=short(file.of(node.left)) + " & 0",
-        )
+        )  # fmt: skip
         for table in ("data", "signatures"):
             if f"peers.{table}" in file.of(function):
                 tables.setdefault(table, []).append((file, node))
@@ -163,8 +181,9 @@ def one_buffer(sources: Sources) -> Iterator[Mutant]:
         if len(sites) > 1:
             edits = tuple(file.replace(node.right, "0") for file, node in sites)
             file, node = sites[0]
+            subject = "one signature" if table == "signatures" else "one buffer"
             yield make(
-                "one buffer", file, node, "", "one buffer", edits=edits, after=f"& 0 wherever {table} rotate"
+                "one buffer", file, node, "", subject, edits=edits, after=f"& 0 wherever {table} rotate"
             )
 
 
@@ -175,9 +194,21 @@ def low_epoch(sources: Sources) -> Iterator[Mutant]:
             parent = file.parents[node]
             if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
                 edit = (file.replace(parent.right, "0"),)
-                yield make("low epoch", file, node, "", "low epoch", edits=edit, after="no step")
+                yield make("low epoch", file, node, "", "no new number", edits=edit, after="no step")
             else:
-                yield make("low epoch", file, node, f"({file.of(node)} - 1)", "low epoch")
+                yield make("low epoch", file, node, f"({file.of(node)} - 1)", _low(file, node))
+
+
+def _low(file: File, node: ast.AST) -> str:
+    """What a number that is too low is used for: by what its function does."""
+    function = file.function_of(node)
+    text = file.of(function) if function is not None else ""
+    subjects = {
+        "peers.signatures": "signature elsewhere",
+        'sem="release"': "low signal",
+        'sem="acquire"': "low wait",
+    }
+    return next((subject for word, subject in subjects.items() if word in text), "wrong slot")
 
 
 def compare_wrong(sources: Sources) -> Iterator[Mutant]:
@@ -207,12 +238,16 @@ def tail_skipped(sources: Sources) -> Iterator[Mutant]:
             if isinstance(up, ast.BinOp) and isinstance(up.op, ast.Sub) and file.of(up.right) == "1":
                 assert isinstance(up.left, ast.BinOp)
                 a, b = file.of(up.left.left), file.of(node.right)
-                yield make("tail skipped", file, node, f"({a}) // {b}", "tail")
+                function = file.function_of(node)
+                items = function is not None and function.name == "next_start"
+                yield make("tail skipped", file, node, f"({a}) // {b}", "tail of items" if items else "tail")
         elif called(node) == "range":
             assert isinstance(node, ast.Call)
             if len(node.args) == 3 and file.of(node.args[0]) == "0":
                 end, step = file.of(node.args[1]), file.of(node.args[2])
-                yield make("tail skipped", file, node, f"range(0, {end} // {step} * {step}, {step})", "tail")
+                yield make(
+                    "tail skipped", file, node, f"range(0, {end} // {step} * {step}, {step})", "tail of K"
+                )
 
 
 def reversed_stages(sources: Sources) -> Iterator[Mutant]:

@@ -8,14 +8,17 @@ from concurrent.futures import as_completed
 from dataclasses import replace
 from pathlib import Path
 
+from ..lint import OWN
 from ..workers import pool
-from .census import uncovered
+from .census import uncovered, unlisted
 from .compiled import try_compiled
 from .equivalent import equivalence
 from .generate import mutants
+from .kept import Kept
 from .matrix import Matrix
 from .mutant import Mutant
 from .source import Sources
+from .trials import tried
 from .trying import try_mutant
 from .verdict import EQUIVALENT, SURVIVED, Verdict
 
@@ -44,6 +47,7 @@ def run(
     cpu_seconds: float = CPU_SECONDS,
     oldest_python: str | None = None,
     folder: Path | None = None,
+    keep: Path | None = None,
     progress: Callable[[Verdict, int, int], None] | None = None,
 ) -> Matrix:
     """Make the kernels' mutants and judge them.
@@ -53,6 +57,8 @@ def run(
     workers         processes that interpret at once
     oldest_python   an interpreter whose Triton is the oldest supported one, for the lint; None: this one
     folder          the kernels' source; None: the installed one
+    keep            a file to which each verdict is added as it comes, and from which a run that was broken off goes on;
+                    verdicts on other sources are passed over
     progress        called with each verdict, how many there are and how many there will be
     """
     begin = time.monotonic()
@@ -61,7 +67,8 @@ def run(
     chosen = [mutant for mutant in everything if wanted is None or wanted(mutant)]
     chosen = quick(chosen, sources) if sample else chosen
     sites, holes = uncovered(sources.texts, everything)
-    matrix = Matrix(sites=sites, holes=holes)
+    matrix = Matrix(sites=sites, holes=[*holes, *unlisted(sources.texts, tried, OWN)])
+    kept = Kept(keep, sources, f"{schedules} {oldest_python}")
     tasks = [(mutant, judge) for mutant in chosen for judge in mutant.judges]
     matrix.unjudged = [task for task in tasks if task[1] not in judges]
     count = len(tasks) - len(matrix.unjudged)
@@ -69,20 +76,26 @@ def run(
     def done(verdict: Verdict) -> None:
         if verdict.result == SURVIVED and (proof := equivalence(verdict.mutant, sources)):
             verdict = replace(verdict, result=EQUIVALENT, rule=proof)
+        kept.add(verdict)
         matrix.verdicts.append(verdict)
         if progress is not None:
             progress(verdict, len(matrix.verdicts), count)
 
-    if "schedules" in judges:
+    todo = []
+    for mutant, judge in tasks:
+        if judge in judges and (known := kept.verdict(mutant, judge)):
+            matrix.verdicts.append(known)
+        elif judge in judges:
+            todo.append((mutant, judge))
+    if any(judge == "schedules" for _, judge in todo):
         with pool(workers) as processes:
             given = (sources.texts, schedules, cpu_seconds)
-            tried = [processes.submit(try_mutant, m, *given) for m, judge in tasks if judge == "schedules"]
-            for future in as_completed(tried):
+            running = [processes.submit(try_mutant, m, *given) for m, judge in todo if judge == "schedules"]
+            for future in as_completed(running):
                 done(future.result())
-    if "lint" in judges:
-        ordering = [mutant for mutant, judge in tasks if judge == "lint"]
-        if ordering:
-            try_compiled(ordering, sources, oldest_python, done)
+    ordering = [mutant for mutant, judge in todo if judge == "lint"]
+    if ordering:
+        try_compiled(ordering, sources, oldest_python, done)
     order = {task: i for i, task in enumerate(tasks)}
     matrix.verdicts.sort(key=lambda verdict: order[verdict.mutant, verdict.judge])
     matrix.seconds = time.monotonic() - begin

@@ -176,6 +176,15 @@ class Sources:
         """Functions, kernels apart, through which a program comes to release."""
         return self._through("release")
 
+    @cached_property
+    def publishers(self) -> set[str]:
+        """Functions that release themselves: one signal a call."""
+        return {
+            function.name
+            for _file, function, node in self.walk()
+            if isinstance(node, ast.Call) and keyword(node, "sem") == "release"
+        }
+
     def _through(self, sem: str) -> set[str]:
         own = {
             function.name

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ..explore import Schedule, run_schedule
+from ..case import Run
+from ..explore import Schedule, run_schedule, trace
 from ..faults import Fault, SimulationFault
 from . import fit
+from .evidence import Evidence, gather
 from .load import in_place_of_kernels
 from .mutant import Mutant
 from .source import Sources
@@ -39,11 +41,12 @@ def try_mutant(mutant: Mutant, sources: dict[str, str], count: int, cpu_seconds:
                 for schedule in trial.schedules:
                     where = f"{trial.case.name}, {schedule}"
                     tried += 1
-                    fault = _fault(trial, schedule)
-                    if fault is not None:
-                        wrong = fit.objections(mutant.expects, kernels, fault)
+                    evidence = _evidence(mutant, original, trial, schedule)
+                    if evidence is not None:
+                        wrong = fit.objections(evidence)
+                        said = wrong or [f"shows {sign}" for sign in fit.shown(evidence)]
                         result = MISDIAGNOSED if wrong else KILLED
-                        return verdict(result, fault.rule, where, "\n".join([*wrong, str(fault)]))
+                        return verdict(result, evidence.rule, where, "\n".join([*said, str(evidence.fault)]))
         return verdict(SURVIVED)
     except Overtime:
         return verdict(OVERTIME, where=where)
@@ -51,18 +54,33 @@ def try_mutant(mutant: Mutant, sources: dict[str, str], count: int, cpu_seconds:
         return verdict(CRASHED, where=where, report=f"{type(error).__name__}: {error}")
 
 
-def _fault(trial: Trial, schedule: Schedule) -> Fault | None:
-    """What a schedule shows; that a rank took the call for failed comes before what followed from it.
+def _evidence(mutant: Mutant, sources: Sources, trial: Trial, schedule: Schedule) -> Evidence | None:
+    """What a schedule shows, None for nothing."""
+    run = trial.case.make()
+    fault = _fault(run, trial, schedule)
+    if fault is None:
+        return None
+    words = {memory.name: [tensor.tolist() for tensor in memory.tensors] for memory in run.memory}
+    return gather(
+        mutant, sources, fault, agreeing=trial.succeeds, kernel=trial.kernel,
+        own_rows=trial.own_rows if trial.calls else None,
+        epochs=[epoch[0] for epoch in words.get("epoch", ())],
+        statuses=[tuple(status[:5]) for status in words.get("status", ())],
+        traced=lambda: trace(trial.case.make(), schedule, detect=trial.detect)[0],
+    )  # fmt: skip
+
+
+def _fault(run: Run, trial: Trial, schedule: Schedule) -> Fault | None:
+    """That a rank took the call for failed comes before what followed from it.
 
     A failed call reads and writes what is not there yet, see Note [A failed call] in kernels/signals.py.
     """
-    run = trial.case.make()
     try:
         run_schedule(run, schedule, detect=trial.detect)
     except SimulationFault as error:
-        failed = [s[0] for m in run.memory if m.name == "status" for s in m.tensors if int(s[0])]
-        if failed and trial.succeeds and error.fault.rule != "wrong value":
-            return Fault("timed out", f"status of {len(failed)} ranks says {[int(code) for code in failed]}")
+        failed = [s.tolist() for m in run.memory if m.name == "status" for s in m.tensors if int(s[0])]
+        if failed and trial.succeeds:
+            return Fault("timed out", f"ranks of one call have recorded failures: {failed}")
         return error.fault
     return None
 
