@@ -53,6 +53,7 @@ class ModelConfig:
     residual_dropout: float = 0.0
     embedding_dropout: float = 0.0
     initializer_range: float = 0.02
+    max_logits_bytes: int = 1 << 28  # a loss whose logits need more is made by pieces, see linear_loss.py
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     param_dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
 
@@ -77,6 +78,7 @@ class ModelConfig:
             "num_attention_heads",
             "num_key_value_heads",
             "head_dim",
+            "max_logits_bytes",
         )
         found = [
             f"{name} is {getattr(self, name)}, must be at least 1"

@@ -9,6 +9,7 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     VocabParallelEmbedding    the lookup                parallel.embed(input_ids, embedding, layout)
     RMSNorm                   reading a parameter       parallel.read(parameter) -> plain tensor
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
+                              the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
 
 Besides, these know that ranks exist: TokenLayout (which rows are mine), CausalLM (token_split and token_group, set by
 parallelize), the loss and `generate` (which read sharded logits), and init_ (which draws a DTensor's own part).

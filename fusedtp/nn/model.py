@@ -20,6 +20,7 @@ from .dropout import EMBEDDING, HiddenDropout, dropout_state
 from .embedding import VocabParallelEmbedding
 from .layout import TokenLayout
 from .linear import Linear, project
+from .linear_loss import linear_cross_entropy
 from .loss import vocab_parallel_cross_entropy
 from .norm import RMSNorm
 
@@ -118,6 +119,9 @@ class CausalLM(nn.Module):
             raise ValueError(f"wanted input_ids and labels of one shape [B, S], got {wrong}")
         layout = self.layout(input_ids, positions, document_ids)
         hidden = self.hidden_states(input_ids, layout)
+        if labels is not None and not return_logits and self._takes_pieces(layout):
+            loss = self.loss_by_pieces(hidden, labels.reshape(-1), layout, num_labels, ignore_index)
+            return CausalLMOutput(loss, None)
         logits = self.compute_logits(hidden, layout)
         loss = None
         if labels is not None:
@@ -173,6 +177,41 @@ class CausalLM(nn.Module):
         from fusedtp.ops.tokens import all_reduce_sum
 
         return all_reduce_sum(loss, self.token_group)
+
+    def _takes_pieces(self, layout: TokenLayout) -> bool:
+        """Whether this rank's logits would be too large and the head can do without them; the same on all ranks."""
+        head, config = self.lm_head.parallel, self.config
+        if torch.compiler.is_compiling():
+            return False
+        if head is None:
+            if self.token_split[1] > 1:
+                return False  # a whole head on every rank, each for its own rows
+            columns = config.vocab_size
+        elif hasattr(head, "cross_entropy") and not head.gather_output:
+            columns = -(-config.vocab_size // head.world_size)
+        else:
+            return False
+        return layout.tokens * columns * config.compute_dtype.itemsize > config.max_logits_bytes
+
+    def loss_by_pieces(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        layout: TokenLayout,
+        num_labels: int | Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """compute_loss of compute_logits, with never more than `max_logits_bytes` of logits."""
+        head = self.lm_head
+        options: dict[str, Any] = dict(
+            num_labels=num_labels, ignore_index=ignore_index, vocab_size=self.config.vocab_size,
+            max_logits_bytes=self.config.max_logits_bytes,
+        )  # fmt: skip
+        if head.parallel is not None:
+            loss: Tensor = head.parallel.cross_entropy(hidden, head, labels, layout, **options)
+            return loss
+        bias = None if head.bias is None else head.bias.to(hidden.dtype)
+        return linear_cross_entropy(hidden, head.weight.to(hidden.dtype), labels, bias=bias, **options)
 
     def num_parameters(self) -> int:
         """Of the whole model; a shared parameter counts once."""

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp import ops
+from fusedtp.nn.linear_loss import linear_cross_entropy
 from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
@@ -137,6 +138,22 @@ class ColumnParallel(Member):
             each.parallel._gathered(y, each) if each.parallel.gather_output else y
             for y, each in zip(ys, linears, strict=True)
         )
+
+    def cross_entropy(
+        self, x: Tensor, linear: Any, labels: Tensor, layout: Any = None, **options: Any
+    ) -> Tensor:
+        """A head's loss by pieces of its logits, see nn/linear_loss.py.
+
+        x   [T_r, H]; without sequence parallelism [T, H]
+        """
+        weight = self._weight(linear.weight, x.dtype)
+        bias = None if linear.bias is None else self._own(linear.bias).to(x.dtype)
+        sizes = None
+        if self.sequence_parallel:
+            sizes = self.token_sizes(layout) or (x.shape[0],) * self.world_size
+        else:
+            x = copy_to_group(x, self.group, layer=self.layer)
+        return linear_cross_entropy(x, weight, labels, self.group, bias=bias, sizes=sizes, **options)
 
     def _own(self, parameter: Tensor) -> Tensor:
         own = accumulated(parameter)
