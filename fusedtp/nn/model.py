@@ -120,8 +120,8 @@ class CausalLM(nn.Module):
         layout = self.layout(input_ids, positions, document_ids)
         hidden = self.hidden_states(input_ids, layout)
         if labels is not None and not return_logits and self._takes_pieces(layout):
-            loss = self.loss_by_pieces(hidden, labels.reshape(-1), layout, num_labels, ignore_index)
-            return CausalLMOutput(loss, None)
+            flat = labels.reshape(-1)
+            return CausalLMOutput(self.loss_by_pieces(hidden, flat, layout, num_labels, ignore_index), None)
         logits = self.compute_logits(hidden, layout)
         loss = None
         if labels is not None:
