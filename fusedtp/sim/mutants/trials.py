@@ -52,7 +52,7 @@ OPERATIONS = {
     "two_shot_kernel": "two_shot_all_reduce",
     "all_gather_wgrad_kernel": "all_gather_wgrad",
 }
-VISITING = ("all_gather_wgrad_kernel", "two_shot_kernel")  # their last stage visits all peers, rank - 1 first
+VISITING = ("all_gather_wgrad_kernel",)  # looks for every peer before any of its data, rank - 1 first
 
 
 @dataclass(frozen=True)
