@@ -145,11 +145,13 @@ def _execute(
         run, strategy, seed=schedule.seed, resident=schedule.resident, weak=schedule.weak, fine=schedule.fine,
         detect=detect, trace=trace,
     )  # fmt: skip
+    cause = None
     try:
         machine.run()
         fault = _recorded(run) or _wrong(run)
         moments = machine.moments
     except SimulationFault as error:
+        cause = error  # with the way to the kernel's line
         moments = machine.moments
         machine.land()  # what a kernel wrote down may be on its way
         fault = _recorded(run) or error.fault
@@ -160,7 +162,7 @@ def _execute(
             schedule.strategy, schedule.seed, str(schedule.resident), schedule.weak, schedule.fine, machine.switches,
             moments,
         )
-    )  # fmt: skip
+    ) from cause  # fmt: skip
 
 
 def _recorded(run: Run) -> Fault | None:
