@@ -7,15 +7,12 @@ compared, so that ranks in different calls are found at once. One program, so it
 """
 
 import triton
-import triton.language as tl
 
-from .signals import arrive, bump_epoch, wait_all_arrivals
+from .signals import arrive, wait_all_arrivals
 
 
 @triton.jit
 def meet_kernel(peers):
-    """Begin the group's next epoch, signal every peer, wait for every peer."""
-    bump_epoch(peers.epoch)
-    tl.debug_barrier()  # the epoch was stored by one thread and is read by all
+    """Signal every peer, wait for every peer; after bump_epoch, as every call of a group."""
     arrive(peers)
     wait_all_arrivals(peers)

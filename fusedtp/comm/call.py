@@ -6,7 +6,6 @@ The protocol and its notes are in workspace.py.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import semaphore
-from .device_view import meet
+from . import device_view, semaphore
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
 from .signature import REFUSED, Signature, compare, failure_words
 from .streams import finish
+from .watch import PeerWatch
 
 if TYPE_CHECKING:
     from .device_view import DeviceView
@@ -33,30 +32,6 @@ SPIN_SECONDS = 100e-6
 def int32(n: int) -> int:
     """n as a wrapping int32."""
     return (n + 2**31) % 2**32 - 2**31
-
-
-class PeerWatch(threading.Thread):
-    """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
-
-    GRACE_SECONDS = 2.0  # a peer that ended after its last signal fails nobody
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(daemon=True, name="fusedtp watch")
-        self.call, self._stopped = call, threading.Event()
-        self.error: SignalTimeout | None = None
-        self.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._stopped.wait(0.2):
-            fault = next((f for p in self.call.peers if (f := self.call.lost(p)) is not None), None)
-            if fault is not None and not self._stopped.wait(self.GRACE_SECONDS):
-                self.error = fault
-                self.call.ws.status[0] = 1
-                return
 
 
 class Call:
@@ -137,13 +112,13 @@ class Call:
         self.to_publish.discard(p)
         self.used_barrier = True
         if not self.to_publish:
-            self._meet()
+            self.meet()
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
         if self.ws.meets:
             view = self.ws.device_view(0)
-            meet(view, self.comm.rank, self.comm.world_size, self.signature.hash32())
+            device_view.meet(view, self.comm.rank, self.comm.world_size, self.signature.hash32())
         else:
             self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
 
@@ -203,7 +178,7 @@ class Call:
         """
         if not self.on_cpu:
             if self.ws.meets:
-                self._meet()
+                self.meet()
             return
         self.publish_all()
         for p in sorted(self.to_wait):
@@ -247,7 +222,7 @@ class Call:
                 self.wait(p)
             self.ws._epoch[0] = int32(self.number)
         elif self.used_barrier:  # nobody writes a slot again before all have read it
-            self._meet()
+            self.meet()
 
     def check_kernel(self) -> None:
         """CPU, after an interpreted kernel: raises what it recorded."""

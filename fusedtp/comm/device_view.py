@@ -78,7 +78,9 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
 def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
     """On the current stream: wait for all ranks of the group, and compare signatures. See kernels/meet.py."""
     from fusedtp.kernels.meet import meet_kernel
+    from fusedtp.kernels.signals import bump_epoch
 
     device = view.epoch.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        bump_epoch[(1,)](view.epoch)
         meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock_of(device)), num_warps=1)

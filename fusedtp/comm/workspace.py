@@ -12,6 +12,11 @@ In every call every rank signals every peer and waits for every peer, also with 
 n + 2, all peers have left call n (they signalled in n + 1), and its slot can be written again; no call waits for
 readiness. Skipping the signal of an empty shard breaks this.
 
+Note [After a fused kernel]
+On a GPU a rank that reads nothing, such as one without columns, leaves a fused kernel before its peers' rows have
+landed in its slot. The next fused kernel pushes into the other slot. But the host counts calls and the device epochs,
+so that copies of `chunked` may go to that very slot: all ranks meet before them.
+
 Note [Slot bytes]
 What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] of which rank p has R_p rows, in
 elements of the working dtype. A group holds two slots of the largest of its calls, and the control region.
@@ -67,8 +72,7 @@ from torch import Tensor
 
 from . import semaphore
 from .call import Call
-from .device_view import DeviceView as DeviceView
-from .device_view import runs_kernels
+from .device_view import DeviceView, runs_kernels
 from .errors import SignalTimeout, SignatureMismatch
 from .memory import Region, round_up
 from .signature import NUM_WORDS, Signature
@@ -103,6 +107,7 @@ class Workspace:
         self._order = StreamOrder() if comm.device.type == "cuda" else None
         self._in_graph = False
         self.on_cpu = comm.device.type == "cpu"
+        self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
         self.meets = not comm.world.shares_process and runs_kernels(comm.device)
         self._refused: Call | None = None  # the last call, whose signals this rank still has to take
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
@@ -275,6 +280,11 @@ class Workspace:
                     call.agree()
                     self.grow(nbytes)
                     call.reopen()
+                if not self.on_cpu and signature.engine != "collective":
+                    fused = signature.engine == "triton"
+                    if not fused and (self._fused_last or self._in_graph):
+                        call.meet()  # Note [After a fused kernel]
+                    self._fused_last = fused
                 yield call
                 call.close()
             except (SignalTimeout, KeyboardInterrupt) as error:

@@ -2,8 +2,9 @@
 
     stream of a rank     copy x to the own slot | meet | copy peers' slots out | meet
 
-A fused kernel runs between two such calls, since all of them share slots, flags and the epoch; the host's count of
-calls chooses the slot for copies, the device's epoch for kernels, and the two drift apart.
+Fused kernels run between such calls, since all of them share slots, flags and the epoch. The host's count of calls
+chooses the slot for copies, the device's epoch for kernels, and the two drift apart; so after a fused kernel all ranks
+meet before they copy (Note [After a fused kernel] in comm/workspace.py).
 """
 
 from __future__ import annotations
@@ -11,42 +12,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedtp.comm.device_view import clock_of, peers_of
-from fusedtp.kernels.meet import meet_kernel
-
-from .case import Case, Copy, Launch, Mismatch, Run, Work, compare
-from .cases import Call, checker, operands, plan
-from .worlds import SimulatedWorld, launches
+from .case import Case, Copy, Mismatch, Run, Work, compare
+from .cases import Call, Operands, checker, operands, plan
+from .worlds import SimulatedWorld, launches, meeting
 
 COLUMNS = 4
 
 
 def meeting_case(world_size: int, *, seed: int = 0) -> Case:
-    """Gathers by copies, of even, ragged and few rows, and a fused gather after the first of them."""
+    """Gathers by copies, of even, ragged and few rows, with two fused gathers among them.
+
+    The first has no columns, so that a rank leaves it before its peers' rows have landed in the slot that is copied to
+    next.
+    """
     w = world_size
-    shapes = [(2,) * w, tuple(0 if r == 1 else 3 + r for r in range(w)), (1,) * w]
-    fused = [Call("all_gather_matmul", shapes[1], k=COLUMNS)]
-    given = [operands(call, seed + i) for i, call in enumerate(fused)]
+    ragged = tuple(0 if r == 1 else 2 + r % 2 for r in range(w))
+    calls: list[Call | tuple[int, ...]] = [
+        (2,) * w,
+        ragged,
+        Call("all_gather_matmul", (2,) * w, widths=(0,), k=COLUMNS, bias=False),
+        (1,) * w,
+        Call("all_gather_matmul", ragged, k=COLUMNS),
+        (2,) * w,
+    ]
+    given = [operands(call, seed + i) if isinstance(call, Call) else None for i, call in enumerate(calls)]
     generator = torch.Generator().manual_seed(seed)
-    xs = [[torch.randn(n, COLUMNS, generator=generator) for n in sizes] for sizes in shapes]
-    rows = max(sum(sizes) for sizes in shapes)
+    shards = [
+        [] if isinstance(call, Call) else [torch.randn(n, COLUMNS, generator=generator) for n in call]
+        for call in calls
+    ]
+    slot = 4 * COLUMNS * 3 * w
 
     def make() -> Run:
-        world = SimulatedWorld(w, max(4 * COLUMNS * rows, *(call.slot_bytes() for call in fused)), 16)
+        world = SimulatedWorld(w, slot, 16)
         work: list[list[Work]] = [[] for _ in range(w)]
-        gathered, outs, number = [], [], 0
-        for i, shards in enumerate(xs):
-            copies = _gather(world, work, shards, number & 1, 301 + i)
-            gathered.append((copies, torch.cat(shards)))
-            number += 1
-            if i < len(fused):
+        gathered: list[tuple[list[Tensor], Tensor]] = []
+        outs: list[tuple[Operands, list[dict[str, Tensor]]]] = []
+        for number, (call, inputs) in enumerate(zip(calls, given, strict=True)):
+            if isinstance(call, Call) and inputs is not None:
                 made = []
                 for rank in range(w):
-                    planned, named = plan(fused[i], given[i], world, rank, 401 + i)
+                    planned, named = plan(call, inputs, world, rank, 101 + number)
                     work[rank].extend(launches(planned, world.epochs.tensors[rank]))
                     made.append(named)
-                outs.append((given[i], made))
-                number += 1
+                outs.append((inputs, made))
+                continue
+            opening = number > 0 and isinstance(calls[number - 1], Call)
+            got = _gather(world, work, shards[number], number, opening)
+            gathered.append((got, torch.cat(shards[number])))
         fused_right = checker(outs)
 
         def check() -> list[Mismatch]:
@@ -61,25 +74,24 @@ def meeting_case(world_size: int, *, seed: int = 0) -> Case:
 
 
 def _gather(
-    world: SimulatedWorld, work: list[list[Work]], shards: list[Tensor], parity: int, signature: int
+    world: SimulatedWorld, work: list[list[Work]], shards: list[Tensor], number: int, opening: bool
 ) -> list[Tensor]:
     """Append to every rank's work a gather of its shard; return where the gathered rows will be."""
     outs = []
     slots = [
-        world.data.tensors[p][parity, : 4 * shard.numel()].view(torch.float32)
+        world.data.tensors[p][number & 1, : 4 * shard.numel()].view(torch.float32)
         for p, shard in enumerate(shards)
     ]
     for rank, shard in enumerate(shards):
         out = torch.full((sum(len(s) for s in shards), COLUMNS), torch.nan)
         parts = out.view(-1).split([s.numel() for s in shards])
-        peers = peers_of(world.view(rank), rank, world.world_size, signature, clock_of(out.device))
-        meet = Launch(meet_kernel, 1, dict(peers=peers))
+        meet = meeting(world, rank, 301 + number)
         fetches = [
             Copy(parts[p], slots[p], pieces=2)
             for p in range(world.world_size)
             if p != rank and len(shards[p])
         ]
-        own = [Copy(slots[rank], shard.view(-1).clone()), Copy(parts[rank], shard.view(-1).clone())]
-        work[rank] += [*(own if len(shard) else []), meet, *fetches, meet]
+        own = [Copy(to, shard.view(-1).clone()) for to in (slots[rank], parts[rank]) if len(shard)]
+        work[rank] += [*(meet if opening else []), *own, *meet, *fetches, *meet]
         outs.append(out)
     return outs

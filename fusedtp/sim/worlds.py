@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedtp.comm.workspace import DeviceView
+from fusedtp.comm import DeviceView
+from fusedtp.comm.device_view import peers_of
 from fusedtp.ops.launch import Launch as Planned
 
 from .case import Launch
@@ -72,3 +73,15 @@ def launches(planned: Planned, epoch: Tensor) -> list[Launch]:
     from fusedtp.kernels.signals import bump_epoch
 
     return [Launch(bump_epoch, 1, dict(epoch=epoch)), Launch(planned.kernel, planned.programs, planned.args)]
+
+
+def meeting(world: SimulatedWorld, rank: int, signature: int) -> list[Launch]:
+    """A meeting of all ranks as `rank`'s stream runs it."""
+    from fusedtp.kernels.meet import meet_kernel
+    from fusedtp.kernels.signals import bump_epoch
+
+    peers = peers_of(world.view(rank), rank, world.world_size, signature, "host")
+    return [
+        Launch(bump_epoch, 1, dict(epoch=world.epochs.tensors[rank])),
+        Launch(meet_kernel, 1, dict(peers=peers)),
+    ]

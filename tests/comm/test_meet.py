@@ -3,10 +3,11 @@
 import time
 
 import pytest
+import torch
 
 import fusedtp
 from fusedtp.comm import Signature, VirtualWorld, communicator
-from tests.comm.test_workspace import FIELDS, many_calls
+from tests.comm.test_workspace import FIELDS, gather, many_calls
 from tests.harness import world
 
 
@@ -43,6 +44,23 @@ def test_calls_of_changing_shape_with_ranks_at_different_speeds(size):
 
 def test_without_meeting_a_rank_reads_what_is_not_there_yet():
     assert any(world(2).run(many_calls_that_do_not, 4, 40, fresh=True))
+
+
+def after_a_fused_kernel(group) -> list[int]:
+    """Epochs after a fused call, a host-sequenced one, and another."""
+    comm, epochs = as_on_a_gpu(group), []
+    fusedtp.reserve(group, 1 << 12)
+    x = torch.ones(3, 4)
+    fusedtp.all_gather_matmul(x, [x], group, engine="triton")
+    for value in (None, 1.0, 2.0):
+        if value is not None:
+            assert gather(comm, value, (1,) * comm.world_size, 4).eq(value).all()
+        epochs.append(int(comm.workspace.epoch[0]))
+    return epochs
+
+
+def test_all_ranks_meet_once_more_after_a_fused_kernel():
+    assert world(2).run(after_a_fused_kernel, fresh=True) == [[1, 4, 6]] * 2
 
 
 def disagree(group, odd_rank: int, collective: bool, grown: bool) -> tuple[str, str, float]:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.comm.device_view import peers_of
-
 from ..case import Case, Copy, Launch, Mismatch, Run, Work, compare
 from ..cases import Call, fused_case, operands, plan
-from ..worlds import SimulatedWorld, launches
+from ..worlds import SimulatedWorld, launches, meeting
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2
@@ -135,9 +133,9 @@ def _gathered(world: SimulatedWorld, work: list[Work], rank: int, parity: int, n
     """Append a gather by copies to a rank's work; returns where the rows will be: 100 number + each rank's number."""
     slots = [data[parity, :16].view(torch.float32) for data in world.data.tensors]
     y = torch.full((WORLD, 4), torch.nan)
-    work += [Copy(slots[rank], torch.full((4,), 100.0 * number + rank)), _meeting(world, rank, 201 + number)]
-    work += [Copy(y[peer], slots[peer]) for peer in range(WORLD)]
-    work += [_meeting(world, rank, 201 + number)]
+    meet = meeting(world, rank, 201 + number)
+    work += [Copy(slots[rank], torch.full((4,), 100.0 * number + rank)), *meet]
+    work += [*(Copy(y[peer], slots[peer]) for peer in range(WORLD)), *meet]
     return y
 
 
@@ -203,17 +201,10 @@ def strangers() -> Case:
     def make() -> Run:
         world = SimulatedWorld(2, 16, FLAGS)
         signatures = [7, 8]
-        work: list[list[Work]] = [[_meeting(world, rank, signatures[rank])] for rank in range(2)]
+        work: list[list[Work]] = [[*meeting(world, rank, signatures[rank])] for rank in range(2)]
         return Run(work, world.memory, lambda: _noticed(world, signatures))
 
     return Case("strangers meet", make)
-
-
-def _meeting(world: SimulatedWorld, rank: int, signature: int) -> Launch:
-    from fusedtp.kernels.meet import meet_kernel
-
-    view = world.view(rank)
-    return Launch(meet_kernel, 1, dict(peers=peers_of(view, rank, world.world_size, signature, "host")))
 
 
 def plain() -> Case:
