@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.device_view import odd, peers_of
+
 from .config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
-from .run import Launch, check, machine_for, odd, peers_of
+from .run import Launch, check, machine_for
 
 
 def all_gather_bytes(rows: Any, k: int, dtype: torch.dtype) -> int:
@@ -172,7 +174,7 @@ def gather_args(
 ) -> dict[str, Any]:
     """The arguments that both kernels share."""
     return dict(
-        peers=peers_of(view, rank, world_size, sig, machine),
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
         x=x,

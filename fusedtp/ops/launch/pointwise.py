@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import machine_of
-from .run import _on as started_on
+from .config import Config, Machine, machine_of
+from .run import Launch
 
 MAX_WIDTH = 16384  # of a row that one program holds
 ELEMENTS = 2048  # of a program that is free to choose
@@ -16,82 +16,154 @@ ELEMENTS = 2048  # of a program that is free to choose
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] (+ residual) -> y [T, H], h = x + residual (x itself without one), 1 / rms fp32 [T]."""
+    launch, outs = plan_rms_norm(x, residual, weight, eps)
+    launch.start(x.device)
+    return outs
+
+
+def plan_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
+    """The launch of rms_norm, not yet run, and its outputs."""
     from fusedtp.kernels.rms_norm import rms_norm_kernel
 
     rows, width = x.shape
     block, height, warps = _row_blocks(width)
-    y = x.new_empty(rows, width)
+    y, inverse_rms = x.new_empty(rows, width), x.new_empty(rows, dtype=torch.float32)
     total = None if residual is None else x.new_empty(rows, width)
-    inverse_rms = x.new_empty(rows, dtype=torch.float32)
-    if y.numel():
-        with started_on(x.device):
-            rms_norm_kernel[(-(-rows // height),)](
-                x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, y, total,
-                inverse_rms, rows, width, eps, ROWS=height, BLOCK=block, num_warps=warps,
-            )  # fmt: skip
-    return y, x if total is None else total, inverse_rms
+    args = dict(
+        x=x,
+        stride_x=x.stride(0),
+        residual=residual,
+        stride_r=0 if residual is None else residual.stride(0),
+        weight=weight,
+        y=y,
+        total=total,
+        inverse_rms=inverse_rms,
+        T=rows,
+        H=width,
+        eps=eps,
+        ROWS=height,
+        BLOCK=block,
+    )
+    launch = _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps)
+    return launch, (y, x if total is None else total, inverse_rms)
 
 
 def rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-> the gradient of x (and of the residual) [T, H], of weight [H] in fp32. Bitwise repeatable on one machine."""
+    launch, (dx, parts) = plan_rms_norm_backward(dy, dtotal, h, weight, inverse_rms, machine_of(h.device))
+    launch.start(h.device)
+    return dx, parts.sum(0)
+
+
+def plan_rms_norm_backward(
+    dy: Tensor, dtotal: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor, machine: Machine
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """The launch of rms_norm_backward, not yet run; dx, and each program's part of dweight [programs, H]."""
     from fusedtp.kernels.rms_norm import rms_norm_backward_kernel
 
     rows, width = h.shape
     block, height, warps = _row_blocks(width)
-    programs = max(1, min(2 * machine_of(h.device).programs, -(-rows // height)))
+    programs = max(1, min(2 * machine.programs, -(-rows // height)))
     dx, parts = h.new_empty(rows, width), h.new_empty(programs, width, dtype=torch.float32)
-    if width:
-        with started_on(h.device):
-            rms_norm_backward_kernel[(programs,)](
-                dy, dy.stride(0), dtotal, 0 if dtotal is None else dtotal.stride(0), h, h.stride(0), weight,
-                inverse_rms, dx, parts, rows, width, ROWS=height, BLOCK=block, num_warps=warps,
-            )  # fmt: skip
-    return dx, parts.sum(0)
+    args = dict(
+        dy=dy,
+        stride_dy=dy.stride(0),
+        dtotal=dtotal,
+        stride_dt=0 if dtotal is None else dtotal.stride(0),
+        h=h,
+        stride_h=h.stride(0),
+        weight=weight,
+        inverse_rms=inverse_rms,
+        dx=dx,
+        dweight=parts,
+        T=rows,
+        H=width,
+        ROWS=height,
+        BLOCK=block,
+    )
+    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps), (dx, parts)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up; both contiguous, of one shape."""
+    launch, y = plan_swiglu(gate, up)
+    launch.start(gate.device)
+    return y
+
+
+def plan_swiglu(gate: Tensor, up: Tensor) -> tuple[Launch, Tensor]:
+    """The launch of swiglu, not yet run, and its output."""
     from fusedtp.kernels.swiglu import swiglu_kernel
 
     y = torch.empty_like(gate)
-    _elementwise(swiglu_kernel, gate, up, y)
-    return y
+    return _elementwise(swiglu_kernel, dict(gate=gate, up=up, y=y), gate.numel()), y
 
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """-> the gradients of gate and up. All contiguous."""
+    launch, grads = plan_swiglu_backward(dy, gate, up)
+    launch.start(gate.device)
+    return grads
+
+
+def plan_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """The launch of swiglu_backward, not yet run, and its outputs."""
     from fusedtp.kernels.swiglu import swiglu_backward_kernel
 
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    _elementwise(swiglu_backward_kernel, dy, gate, up, dgate, dup)
-    return dgate, dup
+    args = dict(dy=dy, gate=gate, up=up, dgate=dgate, dup=dup)
+    return _elementwise(swiglu_backward_kernel, args, gate.numel()), (dgate, dup)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     """q [B, S, Hq, D], k [B, S, Hk, D], tables fp32 [B or 1, S, 1, D/2] -> both rotated, contiguous."""
+    launch, outs = plan_rotate(q, k, cos, sin, sign)
+    launch.start(q.device)
+    return outs
+
+
+def plan_rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """The launch of rotate, not yet run, and its outputs."""
     from fusedtp.kernels.rope import rope_kernel
 
     batch, length, _, size = q.shape
+    half = size // 2
+    pad = _power_of_two(half)
+    heads = _power_of_two(max(q.shape[2], k.shape[2]))
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    if batch * length:
-        half = size // 2
-        pad = _power_of_two(half)
-        with started_on(q.device):
-            rope_kernel[(batch * length,)](
-                q, q.stride()[:3], q_out, q.shape[2], k, k.stride()[:3], k_out, k.shape[2], cos, sin, length,
-                length * half if cos.shape[0] > 1 else 0, SIGN=sign, HALF=half, PAD=pad,
-                HEADS=min(_power_of_two(max(q.shape[2], k.shape[2])), max(1, ELEMENTS // pad)), num_warps=4,
-            )  # fmt: skip
-    return q_out, k_out
+    args = dict(
+        q=q,
+        q_strides=q.stride()[:3],
+        q_out=q_out,
+        heads_q=q.shape[2],
+        k=k,
+        k_strides=k.stride()[:3],
+        k_out=k_out,
+        heads_k=k.shape[2],
+        cos=cos,
+        sin=sin,
+        S=length,
+        stride_cos=length * half if cos.shape[0] > 1 else 0,
+        SIGN=sign,
+        HALF=half,
+        PAD=pad,
+        HEADS=min(heads, max(1, ELEMENTS // pad)),
+    )
+    return _launch(rope_kernel, batch * length, args, 4), (q_out, k_out)
 
 
-def _elementwise(kernel: Any, *tensors: Tensor) -> None:
-    count = tensors[0].numel()
-    if count:
-        with started_on(tensors[0].device):
-            kernel[(-(-count // ELEMENTS),)](*tensors, count, BLOCK=ELEMENTS, num_warps=4)
+def _launch(kernel: Any, programs: int, args: dict[str, Any], warps: int) -> Launch:
+    return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps))
+
+
+def _elementwise(kernel: Any, tensors: dict[str, Tensor], count: int) -> Launch:
+    return _launch(kernel, -(-count // ELEMENTS), dict(**tensors, N=count, BLOCK=ELEMENTS), 4)
 
 
 def _row_blocks(width: int) -> tuple[int, int, int]:

@@ -50,41 +50,15 @@ class Launch:
         self.start(device)
 
     def start(self, device: torch.device) -> None:
+        """Start it, if there is anything to do."""
+        if not self.programs:
+            return
         with _on(device):
             self.kernel[(self.programs,)](**self.args, **self.options)
 
 
 def _on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def odd(n: int) -> int:
-    """An integer on which the compiler does not specialise, see Note [Odd integers] in kernels/signals.py."""
-    return 2 * n + 3
-
-
-def peers_of(view: Any, rank: int, world_size: int, sig: int, machine: Machine) -> Any:
-    """The view as the one argument that a kernel takes."""
-    import triton.language as tl
-
-    from fusedtp.kernels.signals import Peers
-
-    return Peers(
-        data=view.data_ptrs,
-        flags=view.flag_ptrs,
-        signatures=view.sig_ptrs,
-        epoch=view.epoch,
-        failure=view.failure,
-        status=view.status,
-        world_size=tl.constexpr(world_size),
-        clock=tl.constexpr(machine.clock),
-        slot_bytes=view.slot_bytes,
-        flags_per_source=view.flags_per_source,
-        timeout_ns=int(view.timeout_s * 1e9),
-        rank2=odd(rank),
-        low2=odd(sig & 0xFFFF),
-        high2=odd((sig >> 16) & 0xFFFF),
-    )
 
 
 def machine_for(view: Any, x: Tensor) -> Machine:

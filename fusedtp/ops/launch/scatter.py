@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.device_view import odd, peers_of
+
 from .config import VECTOR, Config, Machine, reduce_programs, tiles
-from .run import Launch, check, machine_for, odd, peers_of
+from .run import Launch, check, machine_for
 
 
 def reduce_scatter_bytes(rows: Any, n: int, dtype: torch.dtype) -> int:
@@ -60,7 +62,7 @@ def plan_reduce_scatter(
     config = config or reduction(machine, x.dtype, owned, n, view.flags_per_source - 1)
     y = x.new_empty(rows.batch * rows.sizes[rank], n)
     args = dict(
-        peers=peers_of(view, rank, world_size, sig, machine),
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
         **matmul_args(x, weight, bias, config),
@@ -170,7 +172,7 @@ def plan_one_shot(
     config = config or reduction(machine, x.dtype, total, n, view.flags_per_source - 1)
     y = x.new_empty(total, n)
     args = dict(
-        peers=peers_of(view, rank, world_size, sig, machine),
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
         **matmul_args(x, weight, bias, config),
         y=y,
         M=total,
@@ -200,7 +202,7 @@ def plan_two_shot(
     y = x.new_empty(total, n)
     collectors = config.other_programs
     args = dict(
-        peers=peers_of(view, rank, world_size, sig, machine),
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
         **matmul_args(x, weight, bias, config),
         y=y,
