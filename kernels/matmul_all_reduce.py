@@ -191,7 +191,6 @@ def two_shot_kernel(
             size, offset = shard(sizes, owner, world)
             num_rows = cdiv(size, BLOCK_M)
             tiles = num_rows * num_cols
-            signals.wait_arrival(peers, owner)
             for chunk in range(start, cdiv(tiles, group), programs):
                 signals.wait(peers, owner, 1 + flags + chunk)
                 for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
