@@ -83,4 +83,4 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
     device = view.epoch.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bump_epoch[(1,)](view.epoch)
-        meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock_of(device)), num_warps=1)
+        meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock_of(device)))

@@ -39,7 +39,7 @@ def _rows(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded once.
 
-    x        [..., H]   H at most 16384
+    x        [..., H]   H at most 8192
     weight   [H]        may have another dtype than x
     """
     y, _ = _RMSNorm.apply(_rows(x), None, weight, eps)

@@ -135,6 +135,7 @@ def _mutants(options: CheckOptions) -> bool:
         passed, words = mutants(
             options.workers or cores(),
             options.oldest_python,
+            options.keep,
             lambda done, of: progress.update(task, completed=done, total=of),
         )
     _print(words)

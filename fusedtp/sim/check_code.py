@@ -50,16 +50,19 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
 
 
 def mutants(
-    workers: int, oldest_python: Path | None, judged: Callable[[int, int], None]
+    workers: int, oldest_python: Path | None, keep: Path | None, judged: Callable[[int, int], None]
 ) -> tuple[bool, list[Any]]:
     """Seed faults into the library's kernels and judge each: whether all are found, and what to print.
 
+    keep     where verdicts are kept, to go on from
     judged   called with how many verdicts there are and how many there will be
     """
     from .mutants import run
 
     python = None if oldest_python is None else str(oldest_python)
-    matrix = run(workers=workers, oldest_python=python, progress=lambda _, *counts: judged(*counts))
+    matrix = run(
+        workers=workers, oldest_python=python, keep=keep, progress=lambda _, *counts: judged(*counts)
+    )
     return matrix.clean, [matrix.table(), *matrix.lines()]
 
 

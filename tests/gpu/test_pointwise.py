@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("layout", ["plain", "sliced", "transposed"])
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 16384), (3, 1), (0, 128)])
+@pytest.mark.parametrize("shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 8192), (3, 1), (0, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(dtype, shape, added, layout):
     rms_norm_law(Draw(dtype, *shape, layout, device="cuda"), torch.float32, added)

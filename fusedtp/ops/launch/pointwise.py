@@ -10,19 +10,19 @@ from torch import Tensor
 from .config import Config, Machine, machine_of
 from .run import Launch
 
-MAX_WIDTH = 16384  # of a row that one program holds
+MAX_WIDTH = 8192  # of a row that one program holds in registers, with its weight's gradient
 ELEMENTS = 2048  # of a program that is free to choose
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] (+ residual) -> y [T, H], h = x + residual (x itself without one), 1 / rms fp32 [T]."""
-    launch, outs = plan_rms_norm(x, residual, weight, eps)
+    launch, outs = plan_rms_norm(x, residual, weight, eps, machine_of(x.device))
     launch.start(x.device)
     return outs
 
 
 def plan_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, machine: Machine
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
     """The launch of rms_norm, not yet run, and its outputs."""
     from fusedtp.kernels.rms_norm import rms_norm_kernel
@@ -46,7 +46,7 @@ def plan_rms_norm(
         ROWS=height,
         BLOCK=block,
     )
-    launch = _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps)
+    launch = _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps, machine)
     return launch, (y, x if total is None else total, inverse_rms)
 
 
@@ -85,7 +85,7 @@ def plan_rms_norm_backward(
         ROWS=height,
         BLOCK=block,
     )
-    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps), (dx, parts)
+    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine), (dx, parts)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -155,15 +155,20 @@ def plan_rotate(
         PAD=pad,
         HEADS=min(heads, max(1, ELEMENTS // pad)),
     )
-    return _launch(rope_kernel, batch * length, args, 4), (q_out, k_out)
+    return _launch(rope_kernel, batch * length, args), (q_out, k_out)
 
 
-def _launch(kernel: Any, programs: int, args: dict[str, Any], warps: int) -> Launch:
-    return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps))
+def _launch(
+    kernel: Any, programs: int, args: dict[str, Any], warps: int = 4, machine: Machine | None = None
+) -> Launch:
+    """On a `machine` that is CUDA's, a thread gets all the registers there are rather than spill for occupancy."""
+    limited = machine is not None and machine.clock == "cuda"
+    registers = min(255, 65536 // (32 * warps)) if limited else 0
+    return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps, max_registers=registers))
 
 
 def _elementwise(kernel: Any, tensors: dict[str, Tensor], count: int) -> Launch:
-    return _launch(kernel, -(-count // ELEMENTS), dict(**tensors, N=count, BLOCK=ELEMENTS), 4)
+    return _launch(kernel, -(-count // ELEMENTS), dict(**tensors, N=count, BLOCK=ELEMENTS))
 
 
 def _row_blocks(width: int) -> tuple[int, int, int]:

@@ -14,7 +14,15 @@ OWN = (
     "two_shot_kernel",
     "matmul_kernel",
     "bump_epoch",
+    "meet_kernel",
+    "rms_norm_kernel",
+    "rms_norm_backward_kernel",
+    "swiglu_kernel",
+    "swiglu_backward_kernel",
+    "rope_kernel",
 )
+SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
+ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,16 @@ VARIANTS = {
         Variant("fp16-odd", "float16", 2, 68, (1008, 496), 4112, bias=True, grads="float32"),
         Variant("fp32", "float32", 2, 8192, (4096,), 4096),
         Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
+    )
+}
+
+
+ELEMENTWISE_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("bf16", "bfloat16", 1, 8192, (14336,), 4096),
+        Variant("fp32", "float32", 1, 8192, (14336,), 8192),  # the widest rows
+        Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
     )
 }
 
@@ -95,9 +113,10 @@ def own_cases(
             raise ValueError(f"no {what} {', '.join(unknown)}: there are {', '.join(known)}")
     for target in targets:
         for kernel in kernels or OWN:
-            if kernel == "bump_epoch":  # has no configuration
-                yield CompileCase(kernel, target, "", Variant("", "bfloat16", 2, 16, (16,), 16), shared=())
+            if kernel in SIGNALS:
+                yield CompileCase(kernel, target, "", Variant("", "bfloat16", 8, 16, (16,), 16), shared=())
                 continue
-            for name in variants or VARIANTS:
-                if target in (VARIANTS[name].targets or targets):
-                    yield CompileCase(kernel, target, name, VARIANTS[name], shared=())
+            known = ELEMENTWISE_VARIANTS if kernel in ELEMENTWISE else VARIANTS
+            for name in variants or known:
+                if name in known and target in (known[name].targets or targets):
+                    yield CompileCase(kernel, target, name, known[name], shared=())

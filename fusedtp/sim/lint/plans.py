@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from fusedtp.ops.launch import Launch, gather, scatter
+from fusedtp.comm.device_view import peers_of
+from fusedtp.ops.launch import Launch, gather, pointwise, scatter
 from fusedtp.ops.launch.config import VECTOR, tiles
 
-from .cases import Variant
+from .cases import ELEMENTWISE, SIGNALS, Variant
 
 
 def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -29,10 +30,11 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     rows, sig, view = SimpleNamespace(sizes=(t // w,) * w, batch=1), 12345, _view(w)
     x, full = empty(t // w, k), empty(t, k)
     where, end = (view, 1, w), (sig, None, machine)
-    if kernel == "bump_epoch":
-        from fusedtp.kernels.signals import bump_epoch
-
-        return bump_epoch, dict(epoch=view.epoch), {}
+    if kernel in SIGNALS:
+        return _signal(kernel, w)
+    if kernel in ELEMENTWISE:
+        launch = _elementwise(kernel, variant, machine)
+        return launch.kernel, launch.args, launch.options
     if kernel == "matmul_kernel":
         from fusedtp.kernels.matmul import matmul_kernel
 
@@ -54,6 +56,36 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     else:
         raise ValueError(f"no plan for {kernel!r}")
     return launch.kernel, launch.args, launch.options
+
+
+def _signal(kernel: str, world_size: int) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    from fusedtp.kernels.meet import meet_kernel
+    from fusedtp.kernels.signals import bump_epoch
+
+    view = _view(world_size)
+    if kernel == "bump_epoch":
+        return bump_epoch, dict(epoch=view.epoch), {}
+    return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, "cuda")), {}
+
+
+def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
+    dtype, rows, width, wide = getattr(torch, variant.dtype), variant.rows, variant.k, variant.widths[0]
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    x, gate, weight = empty(rows, width), empty(rows, wide), empty(width, of=torch.float32)
+    if kernel == "rms_norm_kernel":
+        return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine)[0]
+    if kernel == "rms_norm_backward_kernel":
+        inverse_rms = empty(rows, of=torch.float32)
+        return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine)[0]
+    if kernel == "swiglu_kernel":
+        return pointwise.plan_swiglu(gate, gate)[0]
+    if kernel == "swiglu_backward_kernel":
+        return pointwise.plan_swiglu_backward(gate, gate, gate)[0]
+    q, k, table = empty(1, rows, 32, 128), empty(1, rows, 8, 128), empty(1, rows, 1, 64, of=torch.float32)
+    return pointwise.plan_rotate(q, k, table, table, 1)[0]
 
 
 def _view(world_size: int) -> SimpleNamespace:

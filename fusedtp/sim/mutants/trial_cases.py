@@ -6,7 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from fusedtp.ops.launch import pointwise
+from fusedtp.ops.launch.config import HOST, Machine
 
 from ..case import Case, Copy, Launch, Mismatch, Run, Work, compare
 from ..cases import Call, fused_case, operands, plan
@@ -15,6 +19,7 @@ from ..worlds import SimulatedWorld, launches, meeting
 WORLD = 3
 LAST_NUMBER = 2**31 - 2
 FLAGS = 64  # of a source
+ONE_PROGRAM = Machine(clock="host", programs=0, shared_bytes=0)  # walks all rows
 
 
 def calls(operation: str) -> list[Call]:
@@ -226,3 +231,58 @@ def plain() -> Case:
         return Run([[Launch(matmul_kernel, 3, args)]], check=lambda: compare("y", [y], [x @ w.t() + bias]))
 
     return Case("plain matmul", make)
+
+
+def elementwise(kernel: str) -> Case:
+    """One of the kernels without peers or products, on one rank, with tails; within 1e-5 of the formula."""
+
+    def make() -> Run:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        x, residual, dy, dtotal, weight = draw(70, 40), draw(70, 40), draw(70, 40), draw(70, 40), draw(40)
+        h = x + residual
+        r = (h.square().mean(1) + 1e-5).rsqrt()
+        outs: tuple[Tensor, ...]
+        wanted: tuple[Tensor, ...]
+        if kernel == "rms_norm_kernel":
+            launch, outs = pointwise.plan_rms_norm(x, residual, weight, 1e-5, HOST)
+            wanted = (h * r[:, None] * weight, h, r)
+        elif kernel == "rms_norm_backward_kernel":
+            launch, outs = pointwise.plan_rms_norm_backward(dy, dtotal, h, weight, r, ONE_PROGRAM)
+            normed, grad = h * r[:, None], dy * weight
+            dx = (grad - normed * (grad * normed).mean(1, keepdim=True)) * r[:, None] + dtotal
+            wanted = (dx, (dy * normed).sum(0, keepdim=True))
+        elif kernel == "swiglu_kernel":
+            launch, y = pointwise.plan_swiglu(x, dy)
+            outs, wanted = (y,), (F.silu(x) * dy,)
+        elif kernel == "swiglu_backward_kernel":
+            launch, outs = pointwise.plan_swiglu_backward(dtotal, x, dy)
+            wanted = (torch.ops.aten.silu_backward(dtotal * dy, x), dtotal * F.silu(x))
+        else:
+            q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
+            launch, outs = pointwise.plan_rotate(q, k, cos, sin, 1)
+            wanted = tuple(
+                torch.cat((t[..., :6] * cos - t[..., 6:] * sin, t[..., 6:] * cos + t[..., :6] * sin), -1)
+                for t in (q, k)
+            )
+        for out in outs:
+            if out is not h:
+                out.fill_(torch.nan)
+
+        def check() -> list[Mismatch]:
+            near = [
+                torch.where((out - want).abs() < 1e-5, want, out)
+                for out, want in zip(outs, wanted, strict=True)
+            ]
+            return [
+                m
+                for i, (g, w) in enumerate(zip(near, wanted, strict=True))
+                for m in compare(f"out {i}", [g], [w])
+            ]
+
+        return Run([[Launch(launch.kernel, launch.programs, launch.args)]], check=check)
+
+    return Case(kernel, make)

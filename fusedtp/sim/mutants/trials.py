@@ -10,6 +10,7 @@
     mixed     a fused call, a gather by copies between two meetings in either slot, a fused call
     nothing   the same with two ranks and no rows: only arrivals are exchanged
     plain     the matmul that has no peers
+    elementwise  RMSNorm, SwiGLU and rotary embedding, one rank
     meetings  a copy to the own slot, a meeting, copies from the peers' slots, a meeting; and again
     strangers a meeting with a rank that is in another call
 
@@ -29,10 +30,12 @@ from fusedtp.ops.rows import split
 from ..case import Case
 from ..cases import Call, fused_case
 from ..explore import Schedule
+from ..lint.cases import ELEMENTWISE
 from ..strategies import DEFAULT
 from .trial_cases import (
     WORLD,
     calls,
+    elementwise,
     idle,
     late,
     meetings,
@@ -90,7 +93,7 @@ def schedules(count: int, residents: tuple[Any, ...] = (None, 1, 2, "varying")) 
 
 def tried(kernel: str) -> bool:
     """Whether there are trials of this kernel."""
-    return kernel in (*OPERATIONS, "matmul_kernel", "meet_kernel", "bump_epoch")
+    return kernel in (*OPERATIONS, *ELEMENTWISE, "matmul_kernel", "meet_kernel", "bump_epoch")
 
 
 def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
@@ -99,6 +102,8 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
     known = {kernel: name for kernel, name in OPERATIONS.items() if kernel in kernels}
     if "matmul_kernel" in kernels:
         yield Trial("matmul_kernel", plain(), schedules(2, (None, 1)))
+    for kernel in sorted(kernels.intersection(ELEMENTWISE)):
+        yield Trial(kernel, elementwise(kernel), schedules(1, (None,)))
     few = max(1, count // 2)
     if "meet_kernel" in kernels:
         yield Trial("meet_kernel", strangers(), schedules(min(3, few), (1,)), succeeds=False)
