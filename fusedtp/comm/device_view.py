@@ -75,12 +75,18 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
     )
 
 
+def meet_options(clock: str) -> dict[str, int]:
+    """Compiler options of meet_kernel: CUDA's assembler spills for an occupancy that one program has no use for."""
+    return {"maxnreg": 64} if clock == "cuda" else {}
+
+
 def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
     """On the current stream: wait for all ranks of the group, and compare signatures. See kernels/meet.py."""
     from fusedtp.kernels.meet import meet_kernel
     from fusedtp.kernels.signals import bump_epoch
 
     device = view.epoch.device
+    clock = clock_of(device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bump_epoch[(1,)](view.epoch)
-        meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock_of(device)))
+        meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock), **meet_options(clock))

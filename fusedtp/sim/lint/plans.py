@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.device_view import meet_options, peers_of
 from fusedtp.ops.launch import Launch, gather, pointwise, scatter
 from fusedtp.ops.launch.config import VECTOR, tiles
 
@@ -31,7 +31,7 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     x, full = empty(t // w, k), empty(t, k)
     where, end = (view, 1, w), (sig, None, machine)
     if kernel in SIGNALS:
-        return _signal(kernel, w)
+        return _signal(kernel, w, machine.clock)
     if kernel in ELEMENTWISE:
         launch = _elementwise(kernel, variant, machine)
         return launch.kernel, launch.args, launch.options
@@ -58,14 +58,14 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     return launch.kernel, launch.args, launch.options
 
 
-def _signal(kernel: str, world_size: int) -> tuple[Any, dict[str, Any], dict[str, int]]:
+def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
     from fusedtp.kernels.meet import meet_kernel
     from fusedtp.kernels.signals import bump_epoch
 
     view = _view(world_size)
     if kernel == "bump_epoch":
         return bump_epoch, dict(epoch=view.epoch), {}
-    return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, "cuda")), {}
+    return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, clock)), meet_options(clock)
 
 
 def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
