@@ -35,6 +35,7 @@ class Call:
     k        columns of x; where they are this rank's own, rank r has k + r
     chunk    rows (gather) or tiles (reduction) that one flag covers
     programs (senders, others)
+    tile     rows and columns of one
     """
 
     operation: str
@@ -47,6 +48,7 @@ class Call:
     dtype: torch.dtype = torch.float32
     chunk: int = 16
     programs: tuple[int, int] = (1, 2)
+    tile: int = TILE
 
     @property
     def rows(self) -> Rows:
@@ -55,7 +57,9 @@ class Call:
     @property
     def config(self) -> Config:
         senders, others = self.programs
-        return Config(TILE, TILE, TILE, send_programs=senders, other_programs=others, chunk=self.chunk)
+        return Config(
+            self.tile, self.tile, TILE, send_programs=senders, other_programs=others, chunk=self.chunk
+        )
 
     def slot_bytes(self) -> int:
         """What the call needs in a slot."""

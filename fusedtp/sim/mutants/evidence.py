@@ -17,6 +17,7 @@ from .stages import branches, stage_at, stages_of
 
 WORKSPACE = ("slots", "flags", "signatures", "epoch", "failure", "status")
 COPY = "copy"  # a copy by the host, as reports name it
+BUMP = "bump_epoch"  # begins every call
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,12 @@ def memory_of(tensor: str, fault: Fault) -> str:
 
 
 def _call(access: Access, moments: tuple[Moment, ...]) -> int:
-    """Launches of this program that had begun; for a copy, the kernels that its rank had begun."""
+    """Launches of this program that had begun; for a copy, the calls of its rank, each of which begins with a bump."""
     return sum(
         m.kind == "start"
         and m.rank == access.rank
         and m.step <= access.step
-        and (m.launch != COPY if access.launch == COPY else m[2:4] == (access.launch, access.program))
+        and (m.launch == BUMP if access.launch == COPY else m[2:4] == (access.launch, access.program))
         for m in moments
     )
 
