@@ -2,8 +2,8 @@
 
 Every tensor that a kernel may touch is an allocation with a name and a rank. All of them together form one line of
 bytes, the shadow, on which the race detector keeps who touched what; `Map.locate` turns addresses into places there.
-Addresses are the tensors' own: one that runs out of its tensor far enough to land in another is taken for an access to
-that other.
+Addresses are the tensors' own: one that runs out of its tensor far enough to land in another, past the guards of
+`symmetric`, is taken for an access to that other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+GUARD = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,18 @@ def symmetric(
     *,
     poisoned: bool = True,
 ) -> Memory:
-    """Memory of the same shape on every rank; every byte 0xFF (NaN for floats) where poisoned, else zero."""
+    """Memory of the same shape on every rank; every byte 0xFF (NaN for floats) where poisoned, else zero.
+
+    On both sides of each tensor lies a guard that belongs to nobody, so that what runs out of it lands in no other.
+    """
     fill = 0xFF if poisoned else 0
     shape = tuple(shape)
     size = int(np.prod(shape)) * dtype.itemsize
-    tensors = tuple(
-        torch.full((size,), fill, dtype=torch.uint8).view(dtype).view(shape) for _ in range(world_size)
-    )
-    return Memory(name, tensors, poisoned)
+    tensors = []
+    for _ in range(world_size):
+        inside = np.empty(size + 2 * GUARD, np.uint8)[GUARD : GUARD + size]  # a storage of its own to torch
+        tensors.append(torch.from_numpy(inside).fill_(fill).view(dtype).view(shape))
+    return Memory(name, tuple(tensors), poisoned)
 
 
 @dataclass(frozen=True)

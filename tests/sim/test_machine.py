@@ -90,9 +90,12 @@ def test_a_missing_wait_is_found():
     assert fault.rule in ("read-write race", "never written") and "inbox" in fault.accesses[-1].tensor
 
 
-def test_a_store_past_the_end_is_named_with_its_distance():
-    fault = found("ring_run", shift=1)
-    assert fault.rule == "out of bounds" and "past the end of inbox" in fault.message
+@pytest.mark.parametrize("shift", [1, 16, 1000, -1000])
+def test_a_store_past_the_end_is_named_with_its_distance(shift):
+    """Also where it runs over all of the next tensor."""
+    fault = found("ring_run", shift=shift)
+    assert fault.rule == "out of bounds"
+    assert ("past the end of inbox" if shift > 0 else "bytes before inbox") in fault.message
 
 
 def test_a_fault_in_a_helper_of_a_kernel_keeps_its_rule_and_its_lines():
