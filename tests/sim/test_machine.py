@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from fusedtp.sim import (
     exhaust,
     explore,
     run_schedule,
+    symmetric,
 )
 from tests.sim import exchange
 from tests.sim.support import interpreted
@@ -90,9 +92,15 @@ def test_a_missing_wait_is_found():
     assert fault.rule in ("read-write race", "never written") and "inbox" in fault.accesses[-1].tensor
 
 
+def test_symmetric_tensors_keep_their_distance():
+    """What runs out of one lands in no other."""
+    tensors = [t for dtype in (torch.int8, torch.float32) for t in symmetric("inbox", 4, (3,), dtype).tensors]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    assert all(begin - end >= 1 << 16 for (_, end), (begin, _) in pairwise(spans))
+
+
 @pytest.mark.parametrize("shift", [1, 16, 1000, -1000])
 def test_a_store_past_the_end_is_named_with_its_distance(shift):
-    """Also where it runs over all of the next tensor."""
     fault = found("ring_run", shift=shift)
     assert fault.rule == "out of bounds"
     assert ("past the end of inbox" if shift > 0 else "bytes before inbox") in fault.message
