@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .dropout import EMBEDDING, HiddenDropout, dropout_state
 from .embedding import VocabParallelEmbedding
 from .layout import TokenLayout
-from .linear import Linear, project
+from .linear import Linear
 from .linear_loss import linear_cross_entropy
 from .loss import vocab_parallel_cross_entropy
 from .norm import RMSNorm
@@ -145,7 +145,8 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         """[T_r, H] -> [T, V_r] of a vocab-parallel head, else [T_r, V]."""
-        return project(hidden, (self.lm_head,), layout)[0]
+        logits: Tensor = self.lm_head(hidden, layout)
+        return logits
 
     def compute_loss(
         self,
@@ -179,9 +180,12 @@ class CausalLM(nn.Module):
         return all_reduce_sum(loss, self.token_group)
 
     def _takes_pieces(self, layout: TokenLayout) -> bool:
-        """Whether this rank's logits would be too large and the head can do without them; the same on all ranks."""
+        """Whether this rank's logits would be too large and the head can do without them; the same on all ranks.
+
+        A head with hooks (such as FSDP2's, which gather its weight) is called as a module.
+        """
         head, config = self.lm_head.parallel, self.config
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.lm_head._forward_pre_hooks or self.lm_head._forward_hooks:
             return False
         if head is None:
             if self.token_split[1] > 1:

@@ -1,5 +1,7 @@
 """The law, over steps: optimizers, clipping, checkpointing, compilation and FSDP2 see an ordinary model of DTensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -134,7 +136,9 @@ def test_compiled_blocks(sequence_parallel: bool):
     world(2).run(compiled, sequence_parallel, timeout=120)
 
 
-def fsdp(group, meta: bool, changes: dict, checkpointing: bool) -> None:
+def fsdp(
+    group, meta: bool, changes: dict, checkpointing: bool, pieces: bool = False, own_head: bool = False
+) -> None:
     mesh = dp_tp_mesh()
     plain = make(**changes)
     state = plain.state_dict()
@@ -145,7 +149,11 @@ def fsdp(group, meta: bool, changes: dict, checkpointing: bool) -> None:
     parallelize(parallel, mesh["tp"])
     for layer in parallel.layers:
         fully_shard(layer, mesh=mesh["dp"])
+    if own_head:
+        fully_shard(parallel.lm_head, mesh=mesh["dp"])
     fully_shard(parallel, mesh=mesh["dp"])
+    if pieces:
+        parallel.config = replace(parallel.config, max_logits_bytes=100)
     for module in parallel.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
@@ -177,6 +185,12 @@ def fsdp(group, meta: bool, changes: dict, checkpointing: bool) -> None:
 )
 def test_fsdp2_over_two_by_two_ranks(meta: bool, tied: bool, checkpointing: bool):
     world(4).run(fsdp, meta, {**MIXED, "tie_word_embeddings": tied}, checkpointing, timeout=120)
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_loss_by_pieces_under_fsdp2(own_head: bool):
+    """A head that FSDP2 gathers by itself is called as a module."""
+    world(4).run(fsdp, False, MIXED, False, True, own_head, timeout=120)
 
 
 def initialise_after_fsdp(group) -> None:
