@@ -10,7 +10,7 @@ from .config import ModelConfig
 from .dropout import AFTER_ATTENTION, AFTER_MLP, HiddenDropout
 from .layout import TokenLayout
 from .mlp import MLP
-from .norm import RMSNorm
+from .norm import RMSNorm, add_norm
 
 
 def prefixed(prefix: str, plan: dict[str, str]) -> dict[str, str]:
@@ -48,5 +48,5 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         attended = self.after_attention(self.self_attn(self.input_layernorm(x), layout), layout)
-        normed, x = self.post_attention_layernorm(attended, x)
+        normed, x = add_norm(attended, x, self.post_attention_layernorm)
         return x + self.after_mlp(self.mlp(normed, layout), layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +40,8 @@ class RMSNorm(nn.Module):
         """The identity but for the normalisation."""
         nn.init.ones_(self.weight)
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """With a residual: the norm of h = x + residual, and h."""
-        weight = read(self, "weight")
-        if residual is None:
-            return rms_norm(x, weight, self.eps)
-        if _has_kernel(x, residual, weight):
-            return pointwise.add_rms_norm(x, residual, weight, self.eps)
-        h = x + residual
-        return rms_norm(h, weight, self.eps), h
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, read(self, "weight"), self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -69,6 +56,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return y.view(x.shape)
     wide = _widened(x)
     return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) with h = residual + x; on a GPU one kernel, unless the norm is another or has hooks."""
+    if isinstance(norm, RMSNorm) and not norm._forward_pre_hooks and not norm._forward_hooks:
+        weight = read(norm, "weight")
+        if _has_kernel(x, residual, weight):
+            return pointwise.add_rms_norm(x, residual, weight, norm.eps)
+    h = residual + x
+    return norm(h), h
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
