@@ -110,7 +110,6 @@ CASES: dict[str, tuple[list[Evidence], list[Evidence]]] = {
     "no signature": ([FALSE, MISREAD], [SILENT, race(*SIGNATURE), NO_ARRIVAL]),
     "signal before store": ([EARLY_BELOW, never(1, here=0)], [EARLY, never(2, here=0), RAN_AHEAD]),
     "arrival before signature": ([race(*SIGNATURE), FALSE], [EARLY_BELOW, RAN_AHEAD]),
-    "arrival before number": ([NO_ARRIVAL], [NO_DATA_BELOW, FALSE]),
     "no order": ([EARLY, race(*SIGNATURE), RAN_AHEAD], [SAME_RESULTS, SAME_PLACE, ONE_AHEAD, FALSE]),
     "no order of signals": ([EARLY_BELOW, race(*SIGNATURE)], [SAME_PLACE, NO_ARRIVAL]),
     "narrow scope": (

@@ -8,6 +8,7 @@ import pytest
 
 from fusedtp.sim.lint import OWN
 from fusedtp.sim.lint import RULES as ORDERING
+from fusedtp.sim.lint.cases import ELEMENTWISE
 from fusedtp.sim.mutants import Matrix, Mutant, Sources, Verdict, mutants, run
 from fusedtp.sim.mutants.census import uncovered, unlisted
 from fusedtp.sim.mutants.equivalent import equivalence
@@ -218,4 +219,5 @@ def test_the_kernels_as_they_are_pass_all_that_mutants_must_pass(workers: Pool, 
         same = Mutant("none", "", 0, 0, kernel, "", "", (), "no signal")
         verdict = judged(workers, sources, same, count=4)
         assert verdict.result == "survived", verdict.report
-        assert kernel == "bump_epoch" or verdict.schedules > 1
+        alone = kernel in ELEMENTWISE  # waits for nobody: one schedule is as good as another
+        assert kernel == "bump_epoch" or verdict.schedules > (0 if alone else 1)

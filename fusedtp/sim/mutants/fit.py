@@ -47,7 +47,6 @@ EXPECTED: dict[str, tuple[s.Sign, ...]] = {
     "no signature": (s.false_alarm, s.misread),
     "signal before store": (s.early_after,),
     "arrival before signature": _stale,
-    "arrival before number": (s.vain_for_arrival,),
     # order
     "no order": _no_order,
     "no order of signals": (s.early_after, s.early_signature, s.overrun, s.unmet),

@@ -65,12 +65,8 @@ def notify_early(sources: Sources) -> Iterator[Mutant]:
                     file.replace(moved, "pass"),
                     Edit(file.name, start, start, text + "\n" + " " * stores[-1].col_offset),
                 )
-                subject = "signal before store"
-                if called(getattr(stores[-1], "value", stores[-1])) in sources.numbering:
-                    subject = "arrival before number"
-                elif signature_gate(file, node):
-                    subject = "arrival before signature"
-                yield make("notify early", file, node, "", subject, edits=edits, after="before the store")
+                early = "arrival before signature" if signature_gate(file, node) else "signal before store"
+                yield make("notify early", file, node, "", early, edits=edits, after="before the store")
                 break
 
 
