@@ -7,6 +7,7 @@ A process that interprets cannot compile, so this one runs without TRITON_INTERP
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -175,12 +176,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     package: str | None = None
+    cache = os.environ["TRITON_CACHE_DIR"]
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["package"] != package:
                 package = request["package"]
                 use_package(package)
+                # Triton's cache knows a kernel by its text, not its place: of a copy it could name another copy's files
+                own = Path(request["out"]) / f"cache-{hashlib.sha256(str(package).encode()).hexdigest()[:16]}"
+                os.environ["TRITON_CACHE_DIR"] = cache if package is None else str(own)
             answer: dict[str, Any] = {"made": compile_case(request["case"], Path(request["out"]))}
         except BaseException as error:  # a kernel that does not compile must not end the process
             if isinstance(error, KeyboardInterrupt):
