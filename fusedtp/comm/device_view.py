@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def clock_of(device: torch.device) -> str:
     return "cuda" if torch.version.hip is None else "hip"
 
 
+@cache
 def runs_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels run on this GPU. All ranks of a group have the same installation."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:

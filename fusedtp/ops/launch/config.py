@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusedtp.comm.device_view import clock_of
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -54,9 +56,8 @@ def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
         return HOST
     props = torch.cuda.get_device_properties(device)
     shared = getattr(props, "shared_memory_per_block_optin", 64 * 1024)
-    clock = "cuda" if torch.version.hip is None else "hip"
     programs = max(1, props.multi_processor_count // ranks_per_device)
-    return Machine(clock, programs, shared, ranks_per_device > 1)
+    return Machine(clock_of(device), programs, shared, ranks_per_device > 1)
 
 
 def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool = True) -> Config:
