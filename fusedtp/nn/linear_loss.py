@@ -23,7 +23,7 @@ from torch import Tensor
 from fusedtp.ops.first_order import first_order
 from fusedtp.ops.gradients import op
 from fusedtp.ops.main_grad import deliver, main_grads_of
-from fusedtp.ops.matmul import matmul, matmul_as
+from fusedtp.ops.matmul import matmul_as, matmul_into, wide
 from fusedtp.ops.rows import Rows
 
 from .loss import (
@@ -75,7 +75,8 @@ def linear_cross_entropy(
     max_logits_bytes   of one piece; the same on all ranks. At least one row is taken at a time
     return       scalar, fp32 (fp64 for fp64 x), the same on all ranks. Double backward raises.
     Raises ValueError for shapes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
-    Source: the loss of Shoeybi et al. 2019, section 3, by pieces as in Hsu et al. 2024, "Liger Kernel", section 3.2.
+    Source: the loss of Shoeybi et al. 2019, section 3, by pieces with the gradients
+    made in the forward as in Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy).
     """
     comm = None
     if group is not None:
@@ -130,10 +131,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         comm, rows = call.comm, call.rows
         full = x if rows is None else op("all_gather_rows")(x, comm.name, comm.rank, rows.sizes, 1, "lm_head")
         wanted = ctx.needs_input_grad[:3]
-        made = _Gradients(full, weight, bias, wanted)
+        operand = wide(weight)  # once for all pieces
+        made = _Gradients(full, operand, bias, wanted)
         loss = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
         for piece in _pieces(full.shape[0], call.piece):
-            logits, own = matmul(full[piece], weight.t(), bias), labels[piece]
+            own = labels[piece]
+            logits = full.new_empty(len(own), weight.shape[0])
+            matmul_into(logits, [full[piece]], [operand.t()], bias)
             stats, world_size = local_stats(logits, own, call.start), 1
             if comm is not None:
                 stats, world_size = gathered_stats(comm, stats), comm.world_size
@@ -167,15 +171,15 @@ class _Gradients:
     """Those of the sum of losses; of the parameters in fp32 at least, since they are summed over pieces."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
-        self._x, self._weight, wide = x, weight, _wide(x.dtype)
+        self._x, self._weight, dtype = x, weight, _wide(x.dtype)
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
-        self.dweight = torch.zeros(weight.shape, dtype=wide, device=x.device) if wanted[1] else None
-        self.dbias = torch.zeros(weight.shape[:1], dtype=wide, device=x.device) if wanted[2] else None
+        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None
+        self.dbias = torch.zeros(weight.shape[:1], dtype=dtype, device=x.device) if wanted[2] else None
 
     def add(self, piece: slice, dlogits: Tensor) -> None:
         """dlogits [rows of the piece, V_r]."""
         if self.dx is not None:
-            self.dx[piece] = matmul(dlogits, self._weight)
+            matmul_into(self.dx[piece], [dlogits], [self._weight])
         if self.dweight is not None:
             self.dweight += matmul_as(dlogits.t(), self._x[piece], self.dweight.dtype)
         if self.dbias is not None:

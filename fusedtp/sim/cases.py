@@ -150,6 +150,18 @@ def plan(
     return planned, outs
 
 
+def issue(
+    work: list[list[Work]], call: Call, given: Operands, world: SimulatedWorld, signature: int
+) -> list[dict[str, Tensor]]:
+    """Append the call to every rank's work; return its outputs by rank and name."""
+    made = []
+    for rank, of_rank in enumerate(work):
+        planned, named = plan(call, given, world, rank, signature)
+        of_rank.extend(launches(planned, world.epochs.tensors[rank]))
+        made.append(named)
+    return made
+
+
 def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
     """A case of these calls, one after another on one workspace."""
     w = len(calls[0].sizes)
@@ -161,12 +173,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Operands, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
-            made = []
-            for rank in range(w):
-                planned, named = plan(call, inputs, world, rank, 101 + i)
-                work[rank].extend(launches(planned, world.epochs.tensors[rank]))
-                made.append(named)
-            outs.append((inputs, made))
+            outs.append((inputs, issue(work, call, inputs, world, 101 + i)))
         return Run(work, world.memory, checker(outs), world.recorded)
 
     return Case(name, make, tuple(dict.fromkeys(call.operation for call in calls)))

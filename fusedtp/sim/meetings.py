@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .case import Case, Copy, Mismatch, Run, Work, compare
-from .cases import Call, Operands, checker, operands, plan
-from .worlds import SimulatedWorld, launches, meeting
+from .cases import Call, Operands, checker, issue, operands
+from .worlds import SimulatedWorld, meeting
 
 COLUMNS = 4
 
@@ -50,12 +50,7 @@ def meeting_case(world_size: int, *, seed: int = 0) -> Case:
         outs: list[tuple[Operands, list[dict[str, Tensor]]]] = []
         for number, (call, inputs) in enumerate(zip(calls, given, strict=True)):
             if isinstance(call, Call) and inputs is not None:
-                made = []
-                for rank in range(w):
-                    planned, named = plan(call, inputs, world, rank, 101 + number)
-                    work[rank].extend(launches(planned, world.epochs.tensors[rank]))
-                    made.append(named)
-                outs.append((inputs, made))
+                outs.append((inputs, issue(work, call, inputs, world, 101 + number)))
                 continue
             opening = number > 0 and isinstance(calls[number - 1], Call)
             got = _gather(world, work, shards[number], number, opening)
