@@ -41,13 +41,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x        [..., H]   H at most 8192
     weight   [H]        may have another dtype than x
+    return   [..., H]   of x's dtype
+    Raises ValueError for a weight of another length. Source: Zhang and Sennrich 2019.
     """
     y, _ = _RMSNorm.apply(_rows(x), None, weight, eps)
     return y.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(h), h) with h = x + residual, rounded to their common dtype as torch's sum is."""
+    """(rms_norm(h), h) with h = x + residual, rounded to their common dtype as torch's sum is.
+
+    x, residual   [..., H]   H at most 8192; weight as in rms_norm
+    return        two of x's shape and dtype
+    Raises ValueError for an x and a residual of different shapes or dtypes.
+    """
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
             f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}"
@@ -81,7 +88,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise, in fp32, rounded once. Keeps its two inputs only."""
+    """silu(gate) * up, elementwise, in fp32, rounded once. Keeps its two inputs only.
+
+    gate, up   any shape, the same; return the same
+    Raises ValueError where they differ in shape or dtype. Source: Shazeer 2020.
+    """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"got gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}")
     y: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())
@@ -101,7 +112,11 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, S, Hq, D] and k [B, S, Hk, D] rotated by fp32 tables [B or 1, S, 1, D/2], half-split; one launch."""
+    """q [B, S, Hq, D] and k [B, S, Hk, D] rotated by fp32 tables [B or 1, S, 1, D/2], half-split; one launch.
+
+    return   both rotated, contiguous, of their own dtype
+    Raises ValueError for shapes or dtypes that do not fit. Source: Su et al. 2021, "RoFormer".
+    """
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
         raise ValueError(f"got q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype}")
     wanted = (q.shape[1], 1, q.shape[3] // 2)

@@ -70,7 +70,7 @@ def _disagree(rank: int, engine: str) -> None:
     x, w = torch.ones(8, k, device="cuda"), torch.ones(32, k, device="cuda")
     if engine == "collective":
         with communicator(group).agreed(Signature("all_gather", engine, x.dtype, k, (8, 8))):
-            pass  # gloo itself would wait for what does not come
+            torch.cuda.synchronize()  # and no collective: gloo would wait for what does not come
     else:
         fusedtp.all_gather_matmul(x, [w], group, sizes=(8, 8), engine=engine)
     torch.cuda.synchronize()
