@@ -18,6 +18,7 @@ from ..worlds import SimulatedWorld, launches, meeting
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2
+EPS = torch.finfo(torch.float32).eps
 FLAGS = 64  # of a source
 ONE_PROGRAM = Machine(clock="host", programs=0, shared_bytes=0)  # walks all rows
 
@@ -236,7 +237,7 @@ def plain() -> Case:
 
 
 def elementwise(kernel: str) -> Case:
-    """One of the kernels without peers or products, on one rank, with tails; within 1e-5 of the formula."""
+    """One of the kernels without peers or products, on one rank, with tails; the formula within what fp32 may lose."""
 
     def make() -> Run:
         generator = torch.Generator().manual_seed(0)
@@ -275,8 +276,9 @@ def elementwise(kernel: str) -> Case:
                 out.fill_(torch.nan)
 
         def check() -> list[Mismatch]:
+            # the longest sum has 70 terms, of factors that sums of 40 made: 36 eps for each of the two
             near = [
-                torch.where((out - want).abs() < 1e-5, want, out)
+                torch.where((out - want).abs() <= 72 * EPS * want.abs().clamp(min=1), want, out)
                 for out, want in zip(outs, wanted, strict=True)
             ]
             return [
