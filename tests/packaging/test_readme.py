@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     (program,) = [b for b in blocks if "torchrun --nproc-per-node 2" in b]
-    (tmp_path / "block.py").write_text(program + "\nprint(tuple(y.shape), x.shape[0])\n")
+    # Each rank says so in a file of its own: what two of them print interleaves.
+    says = (
+        "import os, pathlib\npathlib.Path(os.environ['RANK']).write_text(f'{tuple(y.shape)} {x.shape[0]}')\n"
+    )
+    (tmp_path / "block.py").write_text(program + "\n" + says)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "block.py"],
         cwd=tmp_path,
@@ -28,7 +32,7 @@ def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert "(512, 256) 512" in done.stdout
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["(512, 256) 512"] * 2
     assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", done.stdout)
 
 
