@@ -192,17 +192,18 @@ def workers() -> Iterator[Pool]:
         yield made
 
 
-def judged(workers: Pool, sources: Sources, mutant: Mutant, count: int = 2) -> Verdict:
-    return workers.submit(try_mutant, mutant, sources.texts, count, 120.0).result(timeout=600)
+def judged(workers: Pool, sources: Sources, *asked: Mutant, count: int = 2) -> list[Verdict]:
+    running = [workers.submit(try_mutant, mutant, sources.texts, count, 120.0) for mutant in asked]
+    return [each.result(timeout=600) for each in running]
 
 
 def test_a_crash_and_a_report_of_something_else_are_no_kills(workers: Pool, sources: Sources) -> None:
     tail = named(sources, "tail skipped @ matmul.py", "cdiv(M, BLOCK_M)")
-    assert judged(workers, sources, tail).result == "killed"
-    other = judged(workers, sources, dataclasses.replace(tail, expects="no signal"))
-    assert other.result == "misdiagnosed" and "no sign of" in other.report
-    broken = tuple(edit._replace(text="nobody") for edit in tail.edits)
-    assert judged(workers, sources, dataclasses.replace(tail, edits=broken)).result == "crashed"
+    other = dataclasses.replace(tail, expects="no signal")
+    broken = dataclasses.replace(tail, edits=tuple(edit._replace(text="nobody") for edit in tail.edits))
+    verdicts = judged(workers, sources, tail, other, broken)
+    assert [verdict.result for verdict in verdicts] == ["killed", "misdiagnosed", "crashed"]
+    assert "no sign of" in verdicts[1].report
 
 
 def test_a_mutant_that_never_ends_is_no_kill(workers: Pool, sources: Sources) -> None:
@@ -215,9 +216,9 @@ def test_a_mutant_that_never_ends_is_no_kill(workers: Pool, sources: Sources) ->
 
 @pytest.mark.slow
 def test_the_kernels_as_they_are_pass_all_that_mutants_must_pass(workers: Pool, sources: Sources) -> None:
-    for kernel in sorted(sources.kernels):
-        same = Mutant("none", "", 0, 0, kernel, "", "", (), "no signal")
-        verdict = judged(workers, sources, same, count=4)
+    kernels = sorted(sources.kernels)
+    same = [Mutant("none", "", 0, 0, kernel, "", "", (), "no signal") for kernel in kernels]
+    for kernel, verdict in zip(kernels, judged(workers, sources, *same, count=4), strict=True):
         assert verdict.result == "survived", verdict.report
         alone = kernel in ELEMENTWISE  # waits for nobody: one schedule is as good as another
         assert kernel == "bump_epoch" or verdict.schedules > (0 if alone else 1)
