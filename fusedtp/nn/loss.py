@@ -8,8 +8,10 @@ numbers a token, so that one small all-gather does:
     every rank   lse = logsumexp_r lse_r    target = sum_r target_r    loss[t] = lse - target
     backward     local: (exp(logits - lse) - onehot) * scale
 
-Logits are read in chunks of rows that fit into a cache, upcast a chunk at a time, so that 16-bit logits never
-stand in memory in fp32. An empty part of the vocabulary has lse_r = -inf and counts for nothing.
+On a GPU each of the two passes over the logits is one kernel (ops/cross_entropy.py). Otherwise logits are read in
+chunks of rows that fit into a cache, upcast a chunk at a time. So 16-bit logits never stand in memory in fp32. An
+empty part of the vocabulary has lse_r = -inf and counts for nothing. The logits of an ignored label count for nothing
+either, be they infinite or nan: its gradient is zero, where plain torch has 0 * nan.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedtp.ops import cross_entropy
 from fusedtp.ops.first_order import first_order
 
 # Elements of a chunk: what stays in a core's cache; on a GPU, enough to fill it.
@@ -144,6 +147,8 @@ def _is_here(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 def local_stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
     """What one part of the vocabulary knows: [T, 2] of (log-sum-exp, target logit or 0)."""
+    if cross_entropy.serves(logits):
+        return cross_entropy.stats(logits, labels, start)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     stats = torch.zeros(logits.shape[0], 2, dtype=wide, device=logits.device)
     if logits.shape[1] == 0:
@@ -163,18 +168,26 @@ def combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
     return lse.masked_fill(lse == torch.inf, torch.nan), stats[..., 1].sum(0)
 
 
-def local_gradient(logits: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor) -> Tensor:
-    """(exp(logits - lse) - onehot) * scale for one part of the vocabulary, in logits' dtype."""
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+def local_gradient(
+    logits: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor, *, inplace: bool = False
+) -> Tensor:
+    """(exp(logits - lse) - onehot) * scale for one part of the vocabulary, in logits' dtype; zero where scale is.
+
+    inplace: in the memory of the logits, whose rows must be contiguous.
+    """
+    if cross_entropy.serves(logits):
+        return cross_entropy.gradient(logits, labels, start, lse, scale, inplace=inplace)
+    gradient = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
     if logits.shape[1] == 0:
         return gradient
     here, column = _is_here(labels, start, logits.shape[1])
-    at_label = -scale.masked_fill(~here, 0.0)
+    at_label, ignored = -scale.masked_fill(~here, 0.0), scale == 0
     for rows in _row_chunks(logits):
         part = logits[rows].to(lse.dtype)
         same = part.dtype == gradient.dtype
         part = torch.sub(part, lse[rows, None], out=gradient[rows] if same else None)
         part.exp_().mul_(scale[rows, None]).scatter_add_(1, column[rows, None], at_label[rows, None])
+        part.masked_fill_(ignored[rows, None], 0.0)
         if not same:
             gradient[rows] = part
     return gradient

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.ops.cross_entropy_laws import exact_law, gradient_law, loss_law, odd_law, stats_law
 from tests.ops.pointwise_laws import Draw, rms_norm_law, rope_law, swiglu_law
 
 pytestmark = pytest.mark.gpu
@@ -28,3 +29,31 @@ def test_swiglu(dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_embedding(dtype, heads, half, shared):
     rope_law(Draw(dtype, 200, half, device="cuda", heads=heads, batch=2), shared)
+
+
+# aligned rows of several steps, rows of odd length, several rows a program, none, a vocabulary's part with none
+LOGITS = [(70, 128256), (130, 50257), (5, 262147), (1000, 256), (513, 7), (0, 40), (6, 0)]
+
+
+@pytest.mark.parametrize("layout", ["plain", "sliced"])
+@pytest.mark.parametrize("shape", LOGITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy(dtype, shape, layout):
+    draw = Draw(dtype, *shape, layout, device="cuda", scale=3.0)
+    stats_law(draw, 1000)
+    for inplace in (False, True):
+        gradient_law(draw, 1000, inplace)
+    exact_law(draw, 0)
+
+
+@pytest.mark.parametrize("shape", [(40, 50257), (40, 16384)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy_of_infinite_logits_and_nan(dtype, shape):
+    for share in (1e-5, 1.0):
+        odd_law(Draw(dtype, *shape, device="cuda"), share)
+
+
+@pytest.mark.parametrize("width", [1000, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses(dtype, width):
+    loss_law(Draw(dtype, 300, width, device="cuda", scale=0.3), 128)

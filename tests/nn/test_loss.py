@@ -122,6 +122,18 @@ def test_odd_values_come_out_as_torch_gives_them(odd: float, world_size: int) ->
     assert_close("losses", (lse - target).nan_to_num(), wanted.nan_to_num())
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_an_ignored_label_count_for_nothing(odd: float, dtype: torch.dtype) -> None:
+    logits = randn(3, 4).to(dtype)
+    logits[1, 2] = odd
+    logits.requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([0, IGNORED, 2]))
+    loss.backward()
+    assert loss.isfinite() and logits.grad is not None
+    assert logits.grad.isfinite().all() and not logits.grad[1].any() and logits.grad[0].any()
+
+
 def test_a_masked_vocabulary_part_counts_for_nothing() -> None:
     logits = randn(3, 4)
     logits[:, 2:] = -torch.inf

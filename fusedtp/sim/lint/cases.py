@@ -20,6 +20,8 @@ OWN = (
     "swiglu_kernel",
     "swiglu_backward_kernel",
     "rope_kernel",
+    "logit_stats_kernel",
+    "logit_gradient_kernel",
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedtp.comm.device_view import meet_options, peers_of
-from fusedtp.ops.launch import Launch, gather, pointwise, scatter
+from fusedtp.ops.launch import Launch, cross_entropy, gather, pointwise, scatter
 from fusedtp.ops.launch.config import VECTOR, tiles
 
 from .cases import ELEMENTWISE, SIGNALS, Variant
@@ -84,6 +84,11 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         return pointwise.plan_swiglu(gate, gate)[0]
     if kernel == "swiglu_backward_kernel":
         return pointwise.plan_swiglu_backward(gate, gate, gate)[0]
+    if kernel.startswith("logit_"):
+        logits, labels, row = gate, empty(rows, of=torch.int64), empty(rows, of=torch.float32)
+        if kernel == "logit_stats_kernel":
+            return cross_entropy.plan_logit_stats(logits, labels, wide, machine)[0]
+        return cross_entropy.plan_logit_gradient(logits, logits, labels, wide, row, row, machine)
     q, k, table = empty(1, rows, 32, 128), empty(1, rows, 8, 128), empty(1, rows, 1, 64, of=torch.float32)
     return pointwise.plan_rotate(q, k, table, table, 1)[0]
 

@@ -15,6 +15,7 @@ from fusedtp.ops.launch.config import HOST, Machine
 from ..case import Case, Copy, Launch, Mismatch, Run, Work, compare
 from ..cases import Call, fused_case, operands, plan
 from ..worlds import SimulatedWorld, launches, meeting
+from .logit_cases import logit_case
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2
@@ -264,6 +265,8 @@ def elementwise(kernel: str) -> Case:
         elif kernel == "swiglu_backward_kernel":
             launch, outs = pointwise.plan_swiglu_backward(dtotal, x, dy)
             wanted = (torch.ops.aten.silu_backward(dtotal * dy, x), dtotal * F.silu(x))
+        elif kernel.startswith("logit_"):
+            launch, outs, wanted = logit_case(kernel, x, dy[:, 0].contiguous())
         else:
             q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
             launch, outs = pointwise.plan_rotate(q, k, cos, sin, 1)

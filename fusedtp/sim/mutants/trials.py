@@ -10,7 +10,7 @@
     mixed     a fused call, a gather by copies between two meetings in either slot, a fused call
     nothing   the same with two ranks and no rows: only arrivals are exchanged
     plain     the matmul that has no peers
-    elementwise  RMSNorm, SwiGLU and rotary embedding, one rank
+    elementwise  RMSNorm, SwiGLU, rotary embedding and cross-entropy, one rank
     meetings  a copy to the own slot, a meeting, copies from the peers' slots, a meeting; and again
     strangers a meeting with a rank that is in another call
 
