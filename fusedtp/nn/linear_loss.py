@@ -3,12 +3,28 @@
     every rank   gather x [T, K], once
     each piece   logits = x[rows] @ w.T, at most `max_logits_bytes` of them
                  their log-sum-exp and target, one all-gather of [rows, 2]        as in loss.py
-                 g = softmax - onehot;  dx[rows] = g @ w;  dw += g.T @ x[rows]
+                 g = softmax - onehot, in place of the logits;  dx[rows] = g @ w;  dw += g.T @ x[rows]
     every rank   dx [T_r, K] = reduce-scatter
 
 Since the loss is a sum over tokens, its gradients need nothing of what comes later: they are made in the forward, from
 logits that are there, and the backward only multiplies them by its scalar. So no logit is computed twice, and memory
-is one piece of logits and of their gradient, x, dx and dw: independent of T times V. Without gradients only the piece.
+is one piece of logits, x, dx and dw: independent of T times V; see Note [Memory of the loss].
+
+Note [Memory of the loss]
+In bytes, beside x, weight and labels, with e of an element of x and a = max(4, e) of one of a sum:
+
+    forward    max(max_logits_bytes, V_r e)     logits, later their gradient; never more than T V_r e
+               T K e                            x of all ranks, if it is sharded
+               T K e                            dx of all rows, if x wants a gradient
+               V_r K a                          dweight, if weight wants one: main_grad is added to at the end only
+               a few numbers a row of a piece; on a CPU also its chunks, see loss.py
+    backward   dx, dweight, and their products with the loss's gradient: T_r K e, and V_r K e unless into a main_grad
+
+A bias adds V_r a, and on a CPU a piece of 16 bits in fp32, of which its gradient is summed. A CPU that has no 16-bit
+instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) holds the weight in fp32 and 512 rows of logits besides.
+
+A piece reads and writes dweight once: on an H200 as long as the three matmuls of 230 rows take. That is why a GPU's
+pieces are larger: 1024 rows of a vocabulary of 128 Ki.
 """
 
 from __future__ import annotations
@@ -23,7 +39,7 @@ from torch import Tensor
 from fusedtp.ops.first_order import first_order
 from fusedtp.ops.gradients import op
 from fusedtp.ops.main_grad import deliver, main_grads_of
-from fusedtp.ops.matmul import matmul_as, matmul_into, wide
+from fusedtp.ops.matmul import matmul_add, matmul_into, wide
 from fusedtp.ops.rows import Rows
 
 from .loss import (
@@ -35,11 +51,11 @@ from .loss import (
     place_in_vocabulary,
 )
 
-MAX_LOGITS_BYTES = 1 << 26
+CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 1 << 26, 1 << 28
 
 
 class _Call(NamedTuple):
-    """What is no tensor. `rows`: whose rows x holds a part of; None: x is whole."""
+    """What is no tensor. `rows`: whose rows x holds a part of; None: x is whole. `grad`: whether autograd is on."""
 
     comm: Any
     rows: Rows | None
@@ -47,6 +63,7 @@ class _Call(NamedTuple):
     ignore_index: int
     piece: int
     sink: Any
+    grad: bool
 
 
 def linear_cross_entropy(
@@ -60,7 +77,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     num_labels: int | Tensor | None = None,
-    max_logits_bytes: int = MAX_LOGITS_BYTES,
+    max_logits_bytes: int | None = None,
 ) -> Tensor:
     """Mean cross-entropy of logits = x @ weight.T + bias, of which never more than a piece exists.
 
@@ -72,8 +89,9 @@ def linear_cross_entropy(
     sizes        every rank's rows where x is sharded; its gradient then is too, else it is this rank's part of a sum
     vocab_size   V; None asks the other ranks
     num_labels   what the sum of losses is divided by; None counts the labels here (at least 1)
-    max_logits_bytes   of one piece; the same on all ranks. At least one row is taken at a time
+    max_logits_bytes   of one piece; the same on all ranks; None: 64 MiB, 256 MiB on a GPU. At least one row is taken
     return       scalar, fp32 (fp64 for fp64 x), the same on all ranks. Double backward raises.
+    memory       a piece, dx, dweight and, where it is sharded, all of x: in bytes in Note [Memory of the loss]
     Raises ValueError for shapes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
     Source: the loss of Shoeybi et al. 2019, section 3, by pieces with the gradients
     made in the forward as in Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy).
@@ -94,9 +112,11 @@ def linear_cross_entropy(
             start, total = place_in_vocabulary(comm, total, vocab_size, x.device)
             widest = -(-total // comm.world_size)  # all ranks must cut alike
         check_labels(labels, total, ignore_index)
+        if max_logits_bytes is None:
+            max_logits_bytes = CPU_LOGITS_BYTES if x.device.type == "cpu" else GPU_LOGITS_BYTES
         piece = max(1, max_logits_bytes // max(1, widest * x.element_size()))
         rows = None if sizes is None else Rows(tuple(sizes))
-        call = _Call(comm, rows, start, ignore_index, piece, sink)
+        call = _Call(comm, rows, start, ignore_index, piece, sink, torch.is_grad_enabled())
         loss: Tensor = _LinearCrossEntropy.apply(x, weight, bias, labels, call)
     return loss / num_labels
 
@@ -130,13 +150,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         comm, rows = call.comm, call.rows
         full = x if rows is None else op("all_gather_rows")(x, comm.name, comm.rank, rows.sizes, 1, "lm_head")
-        wanted = ctx.needs_input_grad[:3]
+        wanted = [call.grad and needed for needed in ctx.needs_input_grad[:3]]
         operand = wide(weight)  # once for all pieces
         made = _Gradients(full, operand, bias, wanted)
         loss = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
+        buffer = full.new_empty(min(call.piece, full.shape[0]), weight.shape[0])
         for piece in _pieces(full.shape[0], call.piece):
             own = labels[piece]
-            logits = full.new_empty(len(own), weight.shape[0])
+            logits = buffer[: len(own)]
             matmul_into(logits, [full[piece]], [operand.t()], bias)
             stats, world_size = local_stats(logits, own, call.start), 1
             if comm is not None:
@@ -146,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += (lse - target).masked_fill(ignored, 0.0).sum()
             if any(wanted):
                 scale = (~ignored).to(lse.dtype)
-                made.add(piece, local_gradient(logits, own, call.start, lse, scale))
+                made.add(piece, local_gradient(logits, own, call.start, lse, scale, inplace=True))
         dx = made.dx
         if dx is not None and rows is not None:
             dx = op("reduce_scatter_rows")(dx, comm.name, comm.rank, rows.sizes, 1, "lm_head")
@@ -161,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None:
             dx = (dx * dloss).to(dx.dtype)
         if dweight is not None:
-            dweight = deliver(dweight * dloss.to(dweight.dtype), ctx.sink, ctx.dtype)
+            dweight = _deliver_product(dweight, dloss.to(dweight.dtype), ctx.sink, ctx.dtype)
         if dbias is not None:
             dbias = (dbias * dloss).to(ctx.dtype)
         return dx, dweight, dbias, None, None
@@ -181,9 +202,19 @@ class _Gradients:
         if self.dx is not None:
             matmul_into(self.dx[piece], [dlogits], [self._weight])
         if self.dweight is not None:
-            self.dweight += matmul_as(dlogits.t(), self._x[piece], self.dweight.dtype)
+            matmul_add(self.dweight, dlogits.t(), self._x[piece])
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+
+
+def _deliver_product(dw: Tensor, factor: Tensor, sink: Any, dtype: torch.dtype) -> Tensor | None:
+    """deliver(dw * factor, ...) without that product in fp32 in memory where it can be avoided."""
+    if sink is None:
+        return torch.mul(dw, factor, out=torch.empty_like(dw, dtype=dtype))
+    if type(sink) is Tensor:
+        sink.addcmul_(dw, factor)
+        return None
+    return deliver(dw * factor, sink, dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

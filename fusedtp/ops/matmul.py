@@ -83,3 +83,17 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     for begin in range(0, x.shape[0], _ROWS):
         torch.mm(x[begin : begin + _ROWS].float(), y, out=out[begin : begin + _ROWS])
     return out
+
+
+def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total [M, N] += x [M, K] @ y [K, N], without a copy; an fp32 total of 16-bit operands takes them unrounded."""
+    if total.dtype == x.dtype:
+        total.addmm_(x, y)
+        return
+    assert total.dtype == torch.float32 and is_16_bit(x.dtype), (x.dtype, total.dtype)
+    if x.is_cuda and torch.version.hip is None:
+        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
+        return
+    y = y.float()
+    for begin in range(0, total.shape[0], _ROWS):
+        total[begin : begin + _ROWS].addmm_(x[begin : begin + _ROWS].float(), y)
