@@ -51,16 +51,16 @@ def logit_stats_kernel(
     total = tl.full((ROWS, LANES), 0.0, tl.float32)
     EACH: tl.constexpr = BLOCK // LANES
     if VECTOR:
-        lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        lanes = tl.arange(0, LANES)[None, :] * EACH + tl.arange(0, EACH)[:, None]
     else:
-        lanes = tl.arange(0, LANES)[:, None] + tl.arange(0, EACH)[None, :] * LANES
+        lanes = tl.arange(0, LANES)[None, :] + tl.arange(0, EACH)[:, None] * LANES
     for first in range(0, V, BLOCK):
-        cols = (first + lanes)[None, :, :]
-        mask = inside[:, None, None] & (cols < V)
-        x = widen(tl.load(base[:, None, None] + cols, mask=mask, other=-INF)).to(tl.float32)
-        larger = tl.maximum(largest, tl.max(x, axis=2))
+        cols = (first + lanes)[:, None, :]  # [EACH, ROWS, LANES]: in this order no other thread has some of EACH
+        mask = inside[None, :, None] & (cols < V)
+        x = widen(tl.load(base[None, :, None] + cols, mask=mask, other=-INF)).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, axis=0))
         shift = finite_or_zero(larger)
-        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift[:, :, None]), axis=2)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift[None, :, :]), axis=0)
         largest = larger
     shift = finite_or_zero(tl.max(largest, axis=1))
     lse = tl.log(tl.sum(total * tl.exp(largest - shift[:, None]), axis=1)) + shift
