@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The formula of RMSNorm: our kernel on GPUs; eager torch on CPU has none, so that one is spelled out."""
-    if _has_kernel(x, weight):
+    if pointwise.serves(x, weight):
         return pointwise.rms_norm(x, weight, eps)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         y: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)
@@ -62,14 +62,10 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tens
     """(norm(h), h) with h = residual + x; on a GPU one kernel, unless the norm is another or has hooks."""
     if isinstance(norm, RMSNorm) and not norm._forward_pre_hooks and not norm._forward_hooks:
         weight = read(norm, "weight")
-        if _has_kernel(x, residual, weight):
+        if pointwise.serves(x, residual, weight):
             return pointwise.add_rms_norm(x, residual, weight, norm.eps)
     h = residual + x
     return norm(h), h
-
-
-def _has_kernel(*tensors: Tensor) -> bool:
-    return pointwise.serves(*tensors) and tensors[0].shape[-1] <= pointwise.MAX_WIDTH
 
 
 def _widened(x: Tensor) -> Tensor:

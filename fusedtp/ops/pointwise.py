@@ -15,7 +15,6 @@ from fusedtp.comm.device_view import runs_kernels
 from . import launch
 from .first_order import first_order
 
-MAX_WIDTH = launch.pointwise.MAX_WIDTH  # of RMSNorm's rows
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,7 +38,7 @@ def _rows(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded once.
 
-    x        [..., H]   H at most 8192
+    x        [..., H]
     weight   [H]        may have another dtype than x
     return   [..., H]   of x's dtype
     Raises ValueError for a weight of another length. Source: Zhang and Sennrich 2019.
@@ -51,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual, rounded to their common dtype as torch's sum is.
 
-    x, residual   [..., H]   H at most 8192; weight as in rms_norm
+    x, residual   [..., H]   weight as in rms_norm
     return        two of x's shape and dtype
     Raises ValueError for an x and a residual of different shapes or dtypes.
     """

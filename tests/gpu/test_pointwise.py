@@ -7,12 +7,15 @@ from tests.ops.cross_entropy_laws import exact_law, gradient_law, loss_law, odd_
 from tests.ops.pointwise_laws import Draw, rms_norm_law, rope_law, swiglu_law
 
 pytestmark = pytest.mark.gpu
+WIDE = [(700, 16384), (9, 8193), (5, 40000)]  # rows that no program holds
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("layout", ["plain", "sliced", "transposed"])
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 8192), (3, 1), (0, 128)])
+@pytest.mark.parametrize(
+    "shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 8192), (3, 1), (0, 128), *WIDE]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(dtype, shape, added, layout):
     rms_norm_law(Draw(dtype, *shape, layout, device="cuda"), torch.float32, added)

@@ -34,6 +34,12 @@ def test_rms_norm_of_wide_rows_several_a_program(dtype, width):
     interpreted(rms_norm_law, Draw(dtype, 15, width), torch.float32, True)
 
 
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 8193), (torch.bfloat16, 16400)])
+@pytest.mark.parametrize("added", [False, True])
+def test_rms_norm_of_rows_that_no_program_holds(dtype, width, added):
+    interpreted(rms_norm_law, Draw(dtype, 4, width, "sliced"), torch.float32, added)
+
+
 @settings(max_examples=40)
 @given(draws(rows=60, width=90, scale=st.sampled_from([1.0, 30.0])))
 def test_swiglu(draw):

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import Config, Machine, machine_of
+from .config import VECTOR, Config, Machine, machine_of
 from .run import Launch
 
-MAX_WIDTH = 8192  # of a row that one program holds in registers, with its weight's gradient
+WHOLE = 8192  # width of a row that one program holds in registers, with its weight's gradient
+WIDE_WARPS = 16  # of a program for a part of a wider one
 ELEMENTS = 2048  # of a program that is free to choose
 
 
@@ -26,9 +27,9 @@ def plan_rms_norm(
 ) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
     """The launch of rms_norm, not yet run, and its outputs."""
     from fusedtp.kernels.rms_norm import rms_norm_kernel
+    from fusedtp.kernels.rms_norm_wide import rms_norm_wide_kernel
 
     rows, width = x.shape
-    block, height, warps = _row_blocks(width)
     y, inverse_rms = x.new_empty(rows, width), x.new_empty(rows, dtype=torch.float32)
     total = None if residual is None else x.new_empty(rows, width)
     args = dict(
@@ -43,11 +44,14 @@ def plan_rms_norm(
         T=rows,
         H=width,
         eps=eps,
-        ROWS=height,
-        BLOCK=block,
     )
-    launch = _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps, machine)
-    return launch, (y, x if total is None else total, inverse_rms)
+    outs = y, x if total is None else total, inverse_rms
+    if width > WHOLE:
+        args |= dict(BLOCK=_wide_block(width, args["stride_x"], args["stride_r"]))
+        return _launch(rms_norm_wide_kernel, rows, args, WIDE_WARPS, machine), outs
+    block, height, warps = _row_blocks(width)
+    args |= dict(ROWS=height, BLOCK=block)
+    return _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps, machine), outs
 
 
 def rms_norm_backward(
@@ -64,16 +68,22 @@ def plan_rms_norm_backward(
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """The launch of rms_norm_backward, not yet run; dx, and each program's part of dweight [programs, H]."""
     from fusedtp.kernels.rms_norm import rms_norm_backward_kernel
+    from fusedtp.kernels.rms_norm_wide import rms_norm_wide_backward_kernel
 
     rows, width = h.shape
+    stride_dt = 0 if dtotal is None else dtotal.stride(0)
     block, height, warps = _row_blocks(width)
-    programs = max(1, min(2 * machine.programs, -(-rows // height)))
+    columns = 1  # programs of a row
+    if width > WHOLE:
+        block = _wide_block(width, dy.stride(0), stride_dt, h.stride(0))
+        columns, height, warps = -(-width // block), 1, WIDE_WARPS
+    programs = max(1, min(2 * machine.programs // columns, -(-rows // height)))
     dx, parts = h.new_empty(rows, width), h.new_empty(programs, width, dtype=torch.float32)
     args = dict(
         dy=dy,
         stride_dy=dy.stride(0),
         dtotal=dtotal,
-        stride_dt=0 if dtotal is None else dtotal.stride(0),
+        stride_dt=stride_dt,
         h=h,
         stride_h=h.stride(0),
         weight=weight,
@@ -82,10 +92,14 @@ def plan_rms_norm_backward(
         dweight=parts,
         T=rows,
         H=width,
-        ROWS=height,
         BLOCK=block,
     )
-    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine), (dx, parts)
+    outs = dx, parts
+    if width > WHOLE:
+        args |= dict(COLUMNS=columns)
+        return _launch(rms_norm_wide_backward_kernel, programs * columns, args, warps, machine), outs
+    args |= dict(ROWS=height)
+    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine), outs
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -176,6 +190,16 @@ def _row_blocks(width: int) -> tuple[int, int, int]:
     block = _power_of_two(width)
     height = max(1, ELEMENTS // block)
     return block, height, max(1, min(16, block * height // 512))
+
+
+def _wide_block(width: int, *strides: int) -> int:
+    """The fewest parts of at most WHOLE columns, and those about equal: 8193 columns would be 8192 and 1.
+
+    Half of that where a thread loads element by element: it then holds an address for each, and they spill.
+    """
+    most = WHOLE if all(n % VECTOR == 0 for n in (width, *strides)) else WHOLE // 2
+    parts = -(-width // most)
+    return _power_of_two(-(-width // parts))
 
 
 def _power_of_two(n: int) -> int:

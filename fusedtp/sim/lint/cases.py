@@ -22,6 +22,8 @@ OWN = (
     "rope_kernel",
     "logit_stats_kernel",
     "logit_gradient_kernel",
+    "rms_norm_wide_kernel",
+    "rms_norm_wide_backward_kernel",
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name

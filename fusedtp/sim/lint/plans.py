@@ -75,9 +75,12 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         return torch.empty(*shape, dtype=of, device="meta")
 
     x, gate, weight = empty(rows, width), empty(rows, wide), empty(width, of=torch.float32)
-    if kernel == "rms_norm_kernel":
+    if "_wide_" in kernel:
+        wider = 16384 - width % VECTOR  # or a width of which the compiler knows no alignment
+        x, weight = empty(rows, wider), empty(wider, of=torch.float32)
+    if kernel in ("rms_norm_kernel", "rms_norm_wide_kernel"):
         return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine)[0]
-    if kernel == "rms_norm_backward_kernel":
+    if kernel in ("rms_norm_backward_kernel", "rms_norm_wide_backward_kernel"):
         inverse_rms = empty(rows, of=torch.float32)
         return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine)[0]
     if kernel == "swiglu_kernel":
