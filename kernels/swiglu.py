@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up and its gradients, in fp32, rounded once, nothing kept but the inputs."""
+"""SwiGLU and GeGLU: act(gate) * up and its gradients, in fp32, rounded once, nothing kept but the inputs."""
 
 import triton
 import triton.language as tl
@@ -18,25 +18,38 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def swiglu_kernel(gate, up, y, N, BLOCK: tl.constexpr):
-    """y [N] = silu(gate [N]) * up [N], all contiguous; a program takes BLOCK elements."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < N
-    g = load_wide(gate, at, mask)
-    value = g * sigmoid(g) * load_wide(up, at, mask)
-    tl.store(y + at, narrow(value, y.dtype.element_ty), mask=mask)
+@inline
+def activated(g, ACT: tl.constexpr):
+    """act(g) and its derivative. Each is g times a distribution function s, and so the slope is s + g s'."""
+    if ACT == "silu":
+        s = sigmoid(g)
+        slope = s * (1.0 - s)
+    elif ACT == "gelu":
+        s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        slope = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:  # the same by tanh: (1 + tanh(u)) / 2 = sigmoid(2 u)
+        s = sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        slope = s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    return g * s, s + g * slope
 
 
 @triton.jit
-def swiglu_backward_kernel(dy, gate, up, dgate, dup, N, BLOCK: tl.constexpr):
-    """dup = dy silu(gate); dgate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate)."""
+def swiglu_kernel(gate, up, y, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
+    """y [N] = act(gate [N]) * up [N], all contiguous; a program takes BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < N
     g = load_wide(gate, at, mask)
+    value, _ = activated(g, ACT)
+    tl.store(y + at, narrow(value * load_wide(up, at, mask), y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_backward_kernel(dy, gate, up, dgate, dup, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
+    """dup = dy act(gate); dgate = dy up act'(gate)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < N
+    value, slope = activated(load_wide(gate, at, mask), ACT)
     grad = load_wide(dy, at, mask)
-    s = sigmoid(g)
-    silu = g * s
-    tl.store(dup + at, narrow(grad * silu, dup.dtype.element_ty), mask=mask)
-    back = grad * load_wide(up, at, mask) * (s + silu * (1.0 - s))
+    tl.store(dup + at, narrow(grad * value, dup.dtype.element_ty), mask=mask)
+    back = grad * load_wide(up, at, mask) * slope
     tl.store(dgate + at, narrow(back, dgate.dtype.element_ty), mask=mask)

@@ -48,9 +48,9 @@ class MLP(nn.Module):
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """act(gate) * up, elementwise."""
+    if act in pointwise.ACTIVATIONS and pointwise.serves(gate, up):
+        return pointwise.gated(gate, up, act)
     if act == "silu":
-        if pointwise.serves(gate, up):
-            return pointwise.swiglu(gate, up)
         if torch.compiler.is_compiling():
             return F.silu(gate) * up
         return _SiluMul.apply(gate, up)

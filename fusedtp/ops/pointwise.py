@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding by Triton kernels, with autograd: for GPUs, outside torch.compile.
+"""RMSNorm, SwiGLU, GeGLU and rotary embedding by Triton kernels, with autograd: for GPUs, outside torch.compile.
 
 Modules ask `serves` and take torch's own operations otherwise; Inductor fuses those by itself.
 """
@@ -16,6 +16,7 @@ from . import launch
 from .first_order import first_order
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -86,28 +87,34 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dx if ctx.added else None, dweight.to(weight.dtype), None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise, in fp32, rounded once. Keeps its two inputs only.
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """act(gate) * up, elementwise, in fp32, rounded once. Keeps its two inputs only.
 
     gate, up   any shape, the same; return the same
-    Raises ValueError where they differ in shape or dtype. Source: Shazeer 2020.
+    act        one of ACTIVATIONS, as transformers calls them
+    Raises ValueError where they differ in shape or dtype, and for another act. Source: Shazeer 2020.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"got gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}")
-    y: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())
+    if act not in ACTIVATIONS:
+        raise ValueError(f"the kernels have {', '.join(ACTIVATIONS)}, not {act!r}")
+    y: Tensor = _Gated.apply(gate.contiguous(), up.contiguous(), act)
     return y
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return launch.pointwise.swiglu(gate, up)
+        ctx.act = act
+        return launch.pointwise.swiglu(gate, up, act)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return launch.pointwise.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        dgate, dup = launch.pointwise.swiglu_backward(dy.contiguous(), gate, up, ctx.act)
+        return dgate, dup, None
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

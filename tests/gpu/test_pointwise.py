@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.cross_entropy_laws import exact_law, gradient_law, loss_law, odd_law, stats_law
-from tests.ops.pointwise_laws import Draw, rms_norm_law, rope_law, swiglu_law
+from tests.ops.pointwise_laws import Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
 
 pytestmark = pytest.mark.gpu
 WIDE = [(700, 16384), (9, 8193), (5, 40000)]  # rows that no program holds
@@ -25,6 +25,13 @@ def test_rms_norm(dtype, shape, added, layout):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(dtype, shape):
     swiglu_law(Draw(dtype, *shape, device="cuda", scale=3.0))
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("shape", [(333, 1001), (2048, 14336)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_geglu(dtype, shape, act):
+    geglu_law(Draw(dtype, *shape, device="cuda", scale=3.0), act)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.pointwise_laws import Draw, rms_norm_law, rope_law, swiglu_law
+from fusedtp.ops import pointwise
+from tests.ops.pointwise_laws import Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
 from tests.sim.support import interpreted
 
 pytest.importorskip("triton")
@@ -44,6 +45,20 @@ def test_rms_norm_of_rows_that_no_program_holds(dtype, width, added):
 @given(draws(rows=60, width=90, scale=st.sampled_from([1.0, 30.0])))
 def test_swiglu(draw):
     interpreted(swiglu_law, draw)
+
+
+@settings(max_examples=15)
+@given(
+    draws(rows=60, width=90, scale=st.sampled_from([1.0, 30.0])),
+    st.sampled_from(["gelu", "gelu_pytorch_tanh"]),
+)
+def test_geglu(draw, act):
+    interpreted(geglu_law, draw, act)
+
+
+def test_an_activation_that_no_kernel_has_is_refused():
+    with pytest.raises(ValueError, match="gelu_pytorch_tanh, not 'relu'"):
+        pointwise.gated(torch.ones(2), torch.ones(2), "relu")
 
 
 @settings(max_examples=40)

@@ -32,11 +32,12 @@ def plan_rms_norm(
     rows, width = x.shape
     y, inverse_rms = x.new_empty(rows, width), x.new_empty(rows, dtype=torch.float32)
     total = None if residual is None else x.new_empty(rows, width)
+    stride_r = 0 if residual is None else residual.stride(0)
     args = dict(
         x=x,
         stride_x=x.stride(0),
         residual=residual,
-        stride_r=0 if residual is None else residual.stride(0),
+        stride_r=stride_r,
         weight=weight,
         y=y,
         total=total,
@@ -47,7 +48,7 @@ def plan_rms_norm(
     )
     outs = y, x if total is None else total, inverse_rms
     if width > WHOLE:
-        args |= dict(BLOCK=_wide_block(width, args["stride_x"], args["stride_r"]))
+        args |= dict(BLOCK=_wide_block(width, x.stride(0), stride_r))
         return _launch(rms_norm_wide_kernel, rows, args, WIDE_WARPS, machine), outs
     block, height, warps = _row_blocks(width)
     args |= dict(ROWS=height, BLOCK=block)
@@ -102,35 +103,37 @@ def plan_rms_norm_backward(
     return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine), outs
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up; both contiguous, of one shape."""
-    launch, y = plan_swiglu(gate, up)
+def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """act(gate) * up; both contiguous, of one shape. act: "silu", "gelu" or "gelu_pytorch_tanh"."""
+    launch, y = plan_swiglu(gate, up, act)
     launch.start(gate.device)
     return y
 
 
-def plan_swiglu(gate: Tensor, up: Tensor) -> tuple[Launch, Tensor]:
+def plan_swiglu(gate: Tensor, up: Tensor, act: str) -> tuple[Launch, Tensor]:
     """The launch of swiglu, not yet run, and its output."""
     from fusedtp.kernels.swiglu import swiglu_kernel
 
     y = torch.empty_like(gate)
-    return _elementwise(swiglu_kernel, dict(gate=gate, up=up, y=y), gate.numel()), y
+    return _elementwise(swiglu_kernel, dict(gate=gate, up=up, y=y), gate.numel(), act), y
 
 
-def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """-> the gradients of gate and up. All contiguous."""
-    launch, grads = plan_swiglu_backward(dy, gate, up)
+    launch, grads = plan_swiglu_backward(dy, gate, up, act)
     launch.start(gate.device)
     return grads
 
 
-def plan_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Launch, tuple[Tensor, Tensor]]:
+def plan_swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """The launch of swiglu_backward, not yet run, and its outputs."""
     from fusedtp.kernels.swiglu import swiglu_backward_kernel
 
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     args = dict(dy=dy, gate=gate, up=up, dgate=dgate, dup=dup)
-    return _elementwise(swiglu_backward_kernel, args, gate.numel()), (dgate, dup)
+    return _elementwise(swiglu_backward_kernel, args, gate.numel(), act), (dgate, dup)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
@@ -181,8 +184,8 @@ def _launch(
     return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps, max_registers=registers))
 
 
-def _elementwise(kernel: Any, tensors: dict[str, Tensor], count: int) -> Launch:
-    return _launch(kernel, -(-count // ELEMENTS), dict(**tensors, N=count, BLOCK=ELEMENTS))
+def _elementwise(kernel: Any, tensors: dict[str, Tensor], count: int, act: str) -> Launch:
+    return _launch(kernel, -(-count // ELEMENTS), dict(**tensors, N=count, BLOCK=ELEMENTS, ACT=act))
 
 
 def _row_blocks(width: int) -> tuple[int, int, int]:

@@ -75,6 +75,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         return torch.empty(*shape, dtype=of, device="meta")
 
     x, gate, weight = empty(rows, width), empty(rows, wide), empty(width, of=torch.float32)
+    act = {"bf16": "silu", "fp32": "gelu"}.get(variant.name, "gelu_pytorch_tanh")
     if "_wide_" in kernel:
         wider = 16384 - width % VECTOR  # or a width of which the compiler knows no alignment
         x, weight = empty(rows, wider), empty(wider, of=torch.float32)
@@ -84,9 +85,9 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         inverse_rms = empty(rows, of=torch.float32)
         return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine)[0]
     if kernel == "swiglu_kernel":
-        return pointwise.plan_swiglu(gate, gate)[0]
+        return pointwise.plan_swiglu(gate, gate, act)[0]
     if kernel == "swiglu_backward_kernel":
-        return pointwise.plan_swiglu_backward(gate, gate, gate)[0]
+        return pointwise.plan_swiglu_backward(gate, gate, gate, act)[0]
     if kernel.startswith("logit_"):
         logits, labels, row = gate, empty(rows, of=torch.int64), empty(rows, of=torch.float32)
         if kernel == "logit_stats_kernel":

@@ -267,10 +267,10 @@ def elementwise(kernel: str) -> Case:
             dx = (grad - normed * (grad * normed).mean(1, keepdim=True)) * r[:, None] + dtotal
             wanted = (dx, (dy * normed).sum(0, keepdim=True))
         elif kernel == "swiglu_kernel":
-            launch, y = pointwise.plan_swiglu(x, dy)
+            launch, y = pointwise.plan_swiglu(x, dy, "silu")
             outs, wanted = (y,), (F.silu(x) * dy,)
         elif kernel == "swiglu_backward_kernel":
-            launch, outs = pointwise.plan_swiglu_backward(dtotal, x, dy)
+            launch, outs = pointwise.plan_swiglu_backward(dtotal, x, dy, "silu")
             wanted = (torch.ops.aten.silu_backward(dtotal * dy, x), dtotal * F.silu(x))
         elif kernel.startswith("logit_"):
             launch, outs, wanted = logit_case(kernel, x, dy[:, 0].contiguous())
