@@ -32,6 +32,7 @@ FIELDS = (
     "weights",
     "needs_grad",
     "with_bias",
+    "tables",
 )
 MAX_SIZES = 64
 NUM_WORDS = len(FIELDS) + MAX_SIZES
@@ -39,7 +40,10 @@ NUM_WORDS = len(FIELDS) + MAX_SIZES
 
 @dataclass(frozen=True)
 class Signature:
-    """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask."""
+    """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
+
+    tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
+    """
 
     operation: str
     engine: str
@@ -50,6 +54,7 @@ class Signature:
     weights: int = 1
     needs_grad: int = 0
     with_bias: int = 0
+    tables: int = 0
 
     def words(self, call: int) -> np.ndarray:
         """[NUM_WORDS] int64."""
@@ -68,7 +73,7 @@ def _template(s: Signature) -> np.ndarray:
     dtype = DTYPES.index(s.dtype) if s.dtype in DTYPES else -1
     out[: len(FIELDS)] = (
         OPERATIONS.index(s.operation), 0, ENGINES.index(s.engine), dtype, s.features, s.batch,
-        s.weights, s.needs_grad, s.with_bias,
+        s.weights, s.needs_grad, s.with_bias, s.tables,
     )  # fmt: skip
     sizes = s.sizes[:MAX_SIZES]
     out[len(FIELDS) : len(FIELDS) + len(sizes)] = sizes
@@ -105,6 +110,8 @@ def compare(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_si
     for i, name in enumerate(FIELDS):
         if mine[i] != theirs[i]:
             detail = f"{name} is {_show(i, mine)} on rank {rank} and {_show(i, theirs)} on rank {peer}"
+            if name == "tables":
+                detail += " (tuned configurations differ: set FUSEDTP_TABLES to the same folder on all ranks)"
             break
     else:
         n = len(FIELDS)

@@ -103,14 +103,22 @@ def run(
     layer: str = "",
 ) -> Result:
     """x [rows.local(rank), K], w_i [N_i, K] -> ([rows.total, N_i], gathered x or None). No autograd."""
-    engine = engines.choose(comm, engine, rows, x.dtype).engine
+    engine = engines.choose(comm, engine, rows, x.dtype, "all_gather_matmul", x.shape[1]).engine
     engines.count(comm, "all_gather_matmul", engine, layer)
     with record_function(f"fusedtp.all_gather_matmul.{engine}"):
         if engine == "local":
             outs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
             return outs, copied(x) if keep else None
         signature = Signature(
-            "all_gather_matmul", engine, x.dtype, x.shape[1], rows.sizes, rows.batch, len(weights), needs_grad
+            "all_gather_matmul",
+            engine,
+            x.dtype,
+            x.shape[1],
+            rows.sizes,
+            rows.batch,
+            len(weights),
+            needs_grad,
+            tables=engines.tables(comm, engine),
         )
         sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
         return sibling(comm, x, weights, biases, rows, signature, keep)

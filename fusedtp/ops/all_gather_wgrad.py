@@ -95,13 +95,20 @@ def run(
 ) -> list[Tensor]:
     """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K] of x's dtype, or fp32. No autograd."""
     dtype = dtype or x.dtype
-    engine = engines.choose(comm, engine, rows, x.dtype).engine
+    engine = engines.choose(comm, engine, rows, x.dtype, "all_gather_wgrad", x.shape[1]).engine
     engines.count(comm, "all_gather_wgrad", engine, layer)
     with record_function(f"fusedtp.all_gather_wgrad.{engine}"):
         if engine == "local":
             return [matmul_as(dy.t(), x, dtype) for dy in dys]
         signature = Signature(
-            "all_gather_wgrad", engine, x.dtype, x.shape[1], rows.sizes, rows.batch, len(dys)
+            "all_gather_wgrad",
+            engine,
+            x.dtype,
+            x.shape[1],
+            rows.sizes,
+            rows.batch,
+            len(dys),
+            tables=engines.tables(comm, engine),
         )
         sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
         return sibling(comm, x, dys, rows, signature, dtype)

@@ -1,6 +1,7 @@
 """Which engine runs an operation, and why.
 
-The choice depends only on what all ranks share: device, whether the group has a common workspace, sizes, dtype.
+The choice depends only on what all ranks share: device, whether the group has a common workspace, sizes, dtype, and
+the table of what was measured on this machine (crossover.py).
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import torch
 
 from fusedtp.comm import Communicator
 
+from . import crossover
+from .measured import kind_of
 from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton")
 
-# Below this many rows a rank a GPU spends longer on flags than it hides; until a crossover table measured on the
-# machine says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
+# Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
+# says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
 DEFAULT_CROSSOVER_ROWS = 2048
 
 
 class Choice(NamedTuple):
+    """transport: how a fused gather moves rows, by "programs" of its kernel or by "copy", the copy engine."""
+
     engine: str
     reason: str
+    transport: str = "programs"
 
 
 def interpreting() -> bool:
@@ -37,8 +43,18 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def choose(comm: Communicator, engine: str, rows: Rows, dtype: torch.dtype) -> Choice:
-    """The engine for one call. Raises ValueError for an engine that cannot run it; `auto` never raises."""
+def choose(
+    comm: Communicator,
+    engine: str,
+    rows: Rows,
+    dtype: torch.dtype,
+    operation: str = "",
+    width: int = 0,
+) -> Choice:
+    """The engine for one call. Raises ValueError for an engine that cannot run it; `auto` never raises.
+
+    operation, width   by which the crossover table is asked: K of a gather, N of a reduction. Without: the defaults
+    """
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if comm.world_size == 1:
@@ -51,7 +67,27 @@ def choose(comm: Communicator, engine: str, rows: Rows, dtype: torch.dtype) -> C
     if engine == "triton":
         _check_triton(comm, dtype)
     if engine != "auto":
-        return Choice(engine, "asked for")
+        return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)
+    found = _measured(comm, rows, dtype, operation, width)
+    default = _default(comm, rows, dtype, found.reason)
+    if not found.engine or (found.engine == "triton" and default.engine == "chunked"):
+        return default
+    return Choice(found.engine, found.reason, found.transport)
+
+
+def _measured(
+    comm: Communicator, rows: Rows, dtype: torch.dtype, operation: str, width: int
+) -> crossover.Found:
+    """What the table of this machine says."""
+    if not operation:
+        return crossover.NOTHING
+    ranks = "virtual" if comm.world.shares_process else "processes"
+    at = crossover.Key(operation, str(dtype).removeprefix("torch."), comm.world_size, ranks)
+    return crossover.find(kind_of(comm.device), at, rows.total, width)
+
+
+def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Choice:
+    """What no table is asked for, and what runs where there is none."""
     if comm.device.type == "cpu":
         return Choice("chunked", "CPU ranks read their peers' shards in place")
     if not has_triton():
@@ -61,10 +97,18 @@ def choose(comm: Communicator, engine: str, rows: Rows, dtype: torch.dtype) -> C
     if dtype == torch.float64:
         return Choice("chunked", "the Triton kernels have no fp64")
     if rows.total < DEFAULT_CROSSOVER_ROWS:
-        return Choice(
-            "collective", f"{rows.total} rows, fewer than {DEFAULT_CROSSOVER_ROWS} (no crossover table)"
-        )
-    return Choice("triton", f"{rows.total} rows, at least {DEFAULT_CROSSOVER_ROWS} (no crossover table)")
+        return Choice("collective", f"{rows.total} rows, fewer than {DEFAULT_CROSSOVER_ROWS} ({why})")
+    return Choice("triton", f"{rows.total} rows, at least {DEFAULT_CROSSOVER_ROWS} ({why})")
+
+
+def tables(comm: Communicator, engine: str) -> int:
+    """For the signature of a call: which table of tuned configurations this rank launches by."""
+    if engine != "triton":
+        return 0
+    from .launch import tuned
+    from .launch.config import machine_of
+
+    return tuned.digest(machine_of(comm.device))
 
 
 def _check_triton(comm: Communicator, dtype: torch.dtype) -> None:

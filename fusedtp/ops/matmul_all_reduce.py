@@ -63,7 +63,7 @@ def run(
 ) -> Tensor:
     """x [T, K], w [N, K] -> [T, N]. No autograd."""
     rows = Rows(split(x.shape[0], comm.world_size))
-    engine = engines.choose(comm, engine, rows, x.dtype).engine
+    engine = engines.choose(comm, engine, rows, x.dtype, "matmul_all_reduce", weight.shape[0]).engine
     engines.count(comm, "matmul_all_reduce", engine, layer)
     with record_function(f"fusedtp.matmul_all_reduce.{engine}"):
         if engine == "local":
@@ -78,6 +78,7 @@ def run(
             1,
             needs_grad,
             int(bias is not None),
+            engines.tables(comm, engine),
         )
         sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
         return sibling(comm, x, weight, bias, rows, signature)

@@ -101,11 +101,11 @@ def run(
     layer: str = "",
 ) -> Tensor:
     """x_j [rows.total, K_j], w_j [N, K_j] -> [rows.local(rank), N]. No autograd."""
-    engine = engines.choose(comm, engine, rows, xs[0].dtype).engine
+    width = weights[0].shape[0]
+    engine = engines.choose(comm, engine, rows, xs[0].dtype, "matmul_reduce_scatter", width).engine
     engines.count(comm, "matmul_reduce_scatter", engine, layer)
     with record_function(f"fusedtp.matmul_reduce_scatter.{engine}"):
         xs, weights = joined(xs, weights)
-        width = weights[0].shape[0]
         if engine == "local":
             y = xs[0].new_empty(rows.total, width)
             sum_linear_into(y, xs, weights)
@@ -120,6 +120,7 @@ def run(
             len(weights),
             needs_grad,
             int(bias is not None),
+            engines.tables(comm, engine),
         )
         sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
         return sibling(comm, xs, weights, bias, rows, signature)

@@ -9,6 +9,7 @@ from torch import nn
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops import engines
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.rows import Rows, split
 
 from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
@@ -40,6 +41,9 @@ class Explanation:
     layers: tuple[Layer, ...]
     tokens: int
     calls: dict[str, dict[str, dict[str, int]]]  # group -> operation -> engine that really ran -> calls
+    configurations: str = (
+        ""  # of the kernels that have run: how many are tuned for this GPU, how many default
+    )
 
     def __str__(self) -> str:
         rows = [("layer", "operation", "engine", "why"), *(_row(layer) for layer in self.layers)]
@@ -51,6 +55,7 @@ class Explanation:
             for operation, engine_calls in operations.items():
                 counted = ", ".join(f"{engine} {n}" for engine, n in engine_calls.items())
                 lines.append(f"calls so far in group {group}: {operation}: {counted}")
+        lines += [self.configurations] if self.configurations else []
         return "\n".join([f"forward of {self.tokens} tokens", *lines])
 
 
@@ -72,7 +77,8 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
             layers.append(_explained(name, module, parallel, comm, tokens, dtype or module.weight.dtype))
     if not layers and not replicas:
         raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
-    return Explanation(tuple(layers), tokens, {name: engines.calls(comm) for name, comm in groups.items()})
+    calls = {name: engines.calls(comm) for name, comm in groups.items()}
+    return Explanation(tuple(layers), tokens, calls, tuned.summary())
 
 
 def _explained(
@@ -86,8 +92,14 @@ def _explained(
             name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"
         )
     asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
-    engine, reason = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype)
-    return Layer(name, operation, engine, reason)
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    width = weight.shape[1 if isinstance(parallel, ColumnParallel) else 0]
+    known = (
+        "" if isinstance(parallel, VocabParallel) else OPERATIONS[type(parallel), parallel.sequence_parallel]
+    )
+    choice = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype, known, width)
+    return Layer(name, operation, choice.engine, choice.reason)
 
 
 def _row(layer: Layer) -> tuple[str, str, str, str]:

@@ -110,6 +110,7 @@ def disagree_and_go_on(group, changes: dict) -> tuple[str, torch.Tensor]:
         ("weights", {"weights": 2}),
         ("needs_grad", {"needs_grad": 1}),
         ("with_bias", {"with_bias": 1}),
+        ("tables", {"tables": 1}),
         ("sizes", {"sizes": (1, 1, 2)}),
     ],
 )

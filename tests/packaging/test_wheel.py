@@ -97,6 +97,14 @@ def test_wheel_installs_one_top_level_name(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
 
 
+def test_wheel_holds_the_tables(tree: Path, wheel: Path) -> None:
+    """What was measured ships, byte for byte."""
+    tables = {f"fusedtp/ops/tables/{path.name}": path for path in (tree / "fusedtp/ops/tables").iterdir()}
+    assert "fusedtp/ops/tables/README.md" in tables
+    with zipfile.ZipFile(wheel) as archive:
+        assert all(archive.read(name) == path.read_bytes() for name, path in tables.items())
+
+
 def test_wheel_runs_outside_the_tree(site: Path, tmp_path: Path) -> None:
     """All packages import from the installed wheel, and an operation on two ranks computes the product."""
     assert "ran outside the tree" in run_outside(site, tmp_path, sys.executable, "-c", PROGRAM, site)

@@ -1,7 +1,8 @@
 """How a fused kernel is cut up: tile sizes, warps, stages, and how many programs do what.
 
-A default table, no search at run time. What ranks must agree on, the extent of a chunk, depends only on numbers
-that all ranks share: rows of every rank, dtype, the columns that are scattered, and the kind of GPU.
+Defaults, no search at run time; what was measured to be faster on a GPU goes before them (tuned.py). What ranks
+must agree on, the extent of a chunk, depends only on numbers that all ranks share: rows of every rank, dtype, the
+columns that are scattered, and the kind of GPU.
 """
 
 from dataclasses import dataclass
@@ -9,16 +10,21 @@ from dataclasses import dataclass
 import torch
 
 from fusedtp.comm.device_view import clock_of
+from fusedtp.ops.measured import kind_of
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch may use: `programs` that run at once, shared memory of one, and which clock a kernel reads."""
+    """What a launch may use: `programs` that run at once, shared memory of one, and which clock a kernel reads.
+
+    name   of the kind, by which tables of measured values are found; "" of a GPU that is not here
+    """
 
     clock: str  # "cuda", "hip", or "host": the interpreter
     programs: int
     shared_bytes: int
     shared_gpu: bool = False  # several ranks on one GPU
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Config:
 ALL_REGISTERS = 255
 VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it, and no more
 
-HOST = Machine(clock="host", programs=3, shared_bytes=0)
+HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")
 
 
 def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
@@ -57,7 +63,7 @@ def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
     props = torch.cuda.get_device_properties(device)
     shared = getattr(props, "shared_memory_per_block_optin", 64 * 1024)
     programs = max(1, props.multi_processor_count // ranks_per_device)
-    return Machine(clock_of(device), programs, shared, ranks_per_device > 1)
+    return Machine(clock_of(device), programs, shared, ranks_per_device > 1, name=kind_of(device))
 
 
 def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool = True) -> Config:

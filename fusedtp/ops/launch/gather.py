@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedtp.comm.device_view import odd, peers_of
 
+from . import tuned
 from .config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
 from .run import Launch, check, machine_for
 
@@ -65,7 +66,11 @@ def plan_matmul(
     total = rows.batch * sum(rows.sizes)
     cols = sum(w.shape[0] for w in weights)
     even = all(w.shape[0] % VECTOR == 0 for w in weights)
-    config = config or with_senders(tiles(machine, x.dtype, total, cols, even), machine, rows, view)
+    at = dict(rows=total, cols=cols, k=k, even=even, world=world_size)
+    shape = tuned.tile(
+        tiles(machine, x.dtype, total, cols, even), tuned.lookup("all_gather_matmul", machine, x.dtype, **at)
+    )
+    config = config or with_senders(shape, machine, rows, view, x)
     outputs = [x.new_empty(total, w.shape[0]) for w in weights]
     gathered = x.new_empty(total, k) if keep_gathered else None
     args = dict(
@@ -84,10 +89,16 @@ def plan_matmul(
     return Launch(all_gather_matmul_kernel, programs, args, config), outputs, gathered
 
 
-def with_senders(shape: Config, machine: Machine, rows: Any, view: Any) -> Config:
-    """Tile sizes plus how many programs send, in chunks of how many rows."""
+def with_senders(shape: Config, machine: Machine, rows: Any, view: Any, x: Tensor | None = None) -> Config:
+    """Tile sizes plus how many programs send, in chunks of how many rows: tuned for `x`, if one is given."""
+    longest = rows.batch * max(rows.sizes)
     senders, others = gather_programs(machine)
-    chunk = gather_chunk(rows.batch * max(rows.sizes), view.flags_per_source)
+    chunk = gather_chunk(longest, view.flags_per_source)
+    if x is not None:
+        at = dict(rows=longest, k=x.shape[1], world=len(rows.sizes))
+        found = tuned.lookup("all_gather", machine, x.dtype, **at)
+        senders, others = tuned.gather_split(found, machine, (senders, others))
+        chunk = tuned.chunk(found, chunk, least=-(-longest // (view.flags_per_source - 1)))
     return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
 
 
@@ -139,8 +150,12 @@ def plan_wgrad(
     from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
 
     k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
-    shape = tiles(machine, x.dtype, out_rows, k, k % VECTOR == 0)
-    config = config or with_senders(shape, machine, rows, view)
+    even = k % VECTOR == 0
+    at = dict(rows=out_rows, cols=k, k=rows.batch * sum(rows.sizes), even=even, world=world_size)
+    shape = tuned.tile(
+        tiles(machine, x.dtype, out_rows, k, even), tuned.lookup("all_gather_wgrad", machine, x.dtype, **at)
+    )
+    config = config or with_senders(shape, machine, rows, view, x)
     widths = [dy.shape[1] for dy in dys]
     dys = [even_columns(dy) for dy in dys]
     outputs = [x.new_empty(dy.shape[1], k, dtype=dtype) for dy in dys]

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from . import tuned
 from .config import VECTOR, Config, machine_of, tiles
 from .run import Launch, check_tensors
 
@@ -18,7 +19,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config
     from fusedtp.kernels.matmul import matmul_kernel
 
     (m, k), n, machine = x.shape, weight.shape[0], machine_of(x.device)
-    config = config or tiles(machine, x.dtype, m, n, n % VECTOR == 0)
+    even = n % VECTOR == 0
+    found = tuned.lookup("matmul", machine, x.dtype, rows=m, cols=n, k=k, even=even)
+    config = config or tuned.tile(tiles(machine, x.dtype, m, n, even), found)
     y = x.new_empty(m, n)
     args = dict(
         x=x,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedtp.comm.device_view import odd, peers_of
 
+from . import tuned
 from .config import VECTOR, Config, Machine, reduce_programs, tiles
 from .run import Launch, check, machine_for
 
@@ -59,7 +60,10 @@ def plan_reduce_scatter(
     from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 
     n, owned = weight.shape[0], rows.batch * max(rows.sizes)
-    config = config or reduction(machine, x.dtype, owned, n, view.flags_per_source - 1)
+    flags = view.flags_per_source - 1
+    config = config or reduction(
+        machine, x.dtype, owned, n, flags, kernel="matmul_reduce_scatter", world_size=world_size
+    )
     y = x.new_empty(rows.batch * rows.sizes[rank], n)
     args = dict(
         peers=peers_of(view, rank, world_size, sig, machine.clock),
@@ -95,12 +99,28 @@ def matmul_args(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) 
     )
 
 
-def reduction(machine: Machine, dtype: torch.dtype, owned: int, n: int, flags: int) -> Config:
-    """Configuration for partial tiles of which a rank owns `owned` rows and has `flags` flags for."""
-    shape = tiles(machine, dtype, owned, n, n % VECTOR == 0)
-    senders, reducers = reduce_programs(machine)
+def reduction(
+    machine: Machine,
+    dtype: torch.dtype,
+    owned: int,
+    n: int,
+    flags: int,
+    *,
+    kernel: str = "",
+    world_size: int = 0,
+) -> Config:
+    """Configuration for partial tiles of which a rank owns `owned` rows and has `flags` flags for.
+
+    The owner sums by the senders' tiles, so all of this depends only on what ranks share: not on K. Tuned values are
+    those of `kernel`, if one is named.
+    """
+    even, found = n % VECTOR == 0, tuned.NOTHING
+    if kernel:
+        found = tuned.lookup(kernel, machine, dtype, rows=owned, cols=n, even=even, world=world_size)
+    shape = tuned.tile(tiles(machine, dtype, owned, n, even), found)
+    senders, reducers = tuned.reduce_split(found, machine, reduce_programs(machine))
     count = -(-owned // shape.block_m) * -(-n // shape.block_n)
-    chunk = max(1, -(-count // flags))
+    chunk = tuned.chunk(found, 1, least=-(-count // flags))
     return replace(shape, send_programs=senders, other_programs=min(reducers, max(1, count)), chunk=chunk)
 
 
@@ -169,7 +189,8 @@ def plan_one_shot(
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]
-    config = config or reduction(machine, x.dtype, total, n, view.flags_per_source - 1)
+    flags = view.flags_per_source - 1
+    config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
     y = x.new_empty(total, n)
     args = dict(
         peers=peers_of(view, rank, world_size, sig, machine.clock),
@@ -198,7 +219,7 @@ def plan_two_shot(
 
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
-    config = config or reduction(machine, x.dtype, each, n, flags)
+    config = config or reduction(machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size)
     y = x.new_empty(total, n)
     collectors = config.other_programs
     args = dict(

@@ -1,0 +1,85 @@
+"""Tables for tests: drawn, written, and put where the library looks for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import strategies as st
+
+from fusedtp.ops import crossover, measured
+from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.ops.launch.config import HOST, Machine
+
+H200 = Machine("cuda", 132, 227 * 1024, name="nvidia-h200")
+FILE = tuned.file_of(H200)
+TILE = dict(block_m=64, block_n=32, block_k=32, num_warps=4, num_stages=3)
+
+
+@contextmanager
+def tables_in(folder: Path) -> Iterator[None]:
+    """The library reads its tables in `folder`; it has read none before, and forgets these after."""
+    with mock.patch.dict(os.environ, {measured.ENVIRONMENT: str(folder)}):
+        tuned.forget(), crossover.forget()
+        try:
+            yield
+        finally:
+            tuned.forget(), crossover.forget()
+
+
+def entry(kernel: str, config: dict[str, int], dtype: str = "float32", **at: int) -> dict[str, Any]:
+    """One entry of a table of configurations."""
+    return {"kernel": kernel, "dtype": dtype, "class": {"programs": H200.programs} | at, "config": config}
+
+
+def write_configurations(folder: Path, entries: list[dict[str, Any]], machine: str = "nvidia-h200") -> Path:
+    """The table of configurations of an H200, or of another machine under the same name."""
+    path = folder / FILE
+    version = FILE.removesuffix(".json").removeprefix("nvidia-h200")
+    measured.write(path, "configurations", machine + version, {}, entries)
+    return path
+
+
+def interpreters(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """The table of configurations of the interpreter."""
+    name = tuned.file_of(HOST)
+    measured.write(folder / name, "configurations", name.removesuffix(".json"), {}, entries)
+
+
+@st.composite
+def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
+    """Values that an entry of this kernel may have on an H200."""
+    powers = lambda low, high: st.sampled_from([n for n in (1, 2, 4, 8, 16, 32, 64, 128) if low <= n <= high])  # noqa: E731
+    known = dict(
+        block_m=powers(16, 128), block_n=powers(16, 128), block_k=powers(16, 64), num_warps=powers(4, 8),
+        num_stages=st.integers(1, 3), group=st.integers(1, 9), part=powers(32, 128), chunk=st.integers(1, 200),
+        max_registers=st.sampled_from([0, 128, 255]), send_programs=st.integers(1, 200),
+        other_programs=st.integers(1, 200),
+    )  # fmt: skip
+    sets = tuned_entries.KERNELS[kernel].sets
+    return {
+        name: draw(known[name])
+        for name in sets
+        if name in tuned_entries.NEEDED or name in tuned_entries.SPLIT or draw(st.booleans())
+    }
+
+
+@st.composite
+def entries(draw: st.DrawFn, most: int = 6, extent: int = 7) -> list[dict[str, Any]]:
+    """Entries of different classes, of extents up to 2 ** extent."""
+    made = {}
+    for _ in range(draw(st.integers(0, most))):
+        kernel = draw(st.sampled_from(list(tuned_entries.KERNELS)))
+        at = {axis: 1 << draw(st.integers(0, extent)) for axis in tuned_entries.KERNELS[kernel].axes}
+        at |= {"programs": H200.programs} | {
+            "world": draw(st.integers(2, 4)),
+            "even": draw(st.integers(0, 1)),
+        }
+        at = {axis: n for axis, n in at.items() if axis in tuned_entries.KERNELS[kernel].axes}
+        one = entry(kernel, draw(configs(kernel)), draw(st.sampled_from(["float32", "bfloat16"])), **at)
+        made[tuned_entries.key_of(one)] = one
+    return list(made.values())

@@ -1,0 +1,83 @@
+"""Ranks interpret the fused kernels as a table of theirs says: results are right, and two different tables are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedtp
+from fusedtp.ops.launch import tuned
+from fusedtp.ops.launch.config import HOST
+from tests.harness import PerRank, world
+from tests.ops.tables import TILE, entry, interpreters, tables_in
+
+ROWS, N, K = (5, 3), 24, 40
+SPLIT = {"chunk": 2, "send_programs": 2, "other_programs": 3}
+
+
+def table(folder: Path, block_n: int) -> Path:
+    """For the calls below: small tiles, several of a chunk, an odd number of programs."""
+    folder.mkdir()
+    tile = TILE | {"block_m": 16, "block_n": block_n, "block_k": 16, "group": 2}
+    at = dict(rows=8, even=0, programs=HOST.programs)
+    gather = dict(rows=8, world=2, programs=HOST.programs, k=64)
+    scatter = at | {"cols": 32, "world": 2}
+    interpreters(
+        folder,
+        [
+            entry("all_gather_matmul", tile, **at, cols=32, k=64, world=2),
+            entry("all_gather_wgrad", tile, **at | {"rows": 32, "cols": 64, "k": 8, "world": 2}),
+            entry("all_gather", {"chunk": 3, "send_programs": 2}, **gather),
+            entry("matmul_reduce_scatter", tile | SPLIT, **scatter),
+            entry("one_shot", tile | SPLIT, **scatter),
+        ],
+    )
+    return folder
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def calls(group, folder: Path) -> tuple[list[bool], list[str]]:
+    """Whether each operation computes what one device does, and where its configurations are from."""
+    r, engine = group.rank(), "triton"
+    x, w, dy = numbers(0, sum(ROWS), K), numbers(1 + r, N, K), numbers(3 + r, sum(ROWS), N)
+    xs, ws = [numbers(5 + q, sum(ROWS), K) for q in range(2)], [numbers(7 + q, N, K) for q in range(2)]
+    mine = x.split(ROWS)[r]
+    total = sum(a @ b.T for a, b in zip(xs, ws, strict=True))
+    with tables_in(folder):
+        found = [
+            torch.equal(fusedtp.all_gather_matmul(mine, [w], group, sizes=ROWS, engine=engine)[0], x @ w.T),
+            torch.equal(fusedtp.all_gather_wgrad(mine, [dy], group, sizes=ROWS, engine=engine)[0], dy.T @ x),
+            torch.equal(
+                fusedtp.matmul_reduce_scatter(xs[r], ws[r], group, sizes=ROWS, engine=engine),
+                total.split(ROWS)[r],
+            ),
+            torch.equal(fusedtp.matmul_all_reduce(xs[r], ws[r], group, engine=engine), total),
+        ]
+        return found, tuned.report()
+
+
+def first_call(group, folder: Path) -> str:
+    with tables_in(folder), pytest.raises(fusedtp.SignatureMismatch) as raised:
+        fusedtp.all_gather_matmul(numbers(0, 4, K), [numbers(1, N, K)], group, engine="triton")
+    return str(raised.value)
+
+
+def test_ranks_with_one_table_compute_by_it(tmp_path):
+    folder = table(tmp_path / "one", 32)
+    for found, report in world(2).run(calls, folder):
+        assert found == [True] * 4
+        assert len(report) == 5 and not any("default" in line for line in report), report
+
+
+def test_ranks_with_two_tables_are_told_which_field_differs(tmp_path):
+    folders = [table(tmp_path / "one", 32), table(tmp_path / "two", 16)]
+    for message in world(2).run(first_call, PerRank(folders)):
+        assert "tables is" in message and "FUSEDTP_TABLES" in message, message
+        assert "rank 0" in message and "rank 1" in message
+    for found, _ in world(2).run(calls, folders[0]):  # the group goes on
+        assert found == [True] * 4
