@@ -1,0 +1,255 @@
+"""fusedtp bench tune: find the fastest configuration of every kernel and shape class, and write the table of this GPU.
+
+For each class: the default and its neighbours that fit the GPU are compiled; what does not compile or spills is out;
+the rest is sampled in interleaved rounds, halved again and again (tune_run.py); then what is left is varied field by
+field. A winner less than 1 % better than the default is the default. The table is written after each class, and a run
+that was broken off goes on from there. See fusedtp/ops/launch/tuned.py for how it is read. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fusedtp.ops import measured
+from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.ops.launch.config import Machine, machine_of
+
+from . import trial
+from .tune_run import Winner, tune
+from .tune_space import PART_OF_CLASS, Job, Values, reduction_kernel
+
+DEFAULTS = {  # shapes, tokens, tp, dtype, candidates
+    "cuda": ("llama3-8b,llama3-70b", "512,2048,8192,16384", "1,8", "bfloat16", 48),
+    "cpu": ("tiny", "32", "1,2", "float32", 2),
+}
+
+
+GATHERS = (
+    "all_gather_matmul",
+    "all_gather_wgrad",
+    "all_gather",
+)  # the transport last, with the best of the first
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Find the fastest configuration of each kernel and shape class on this GPU, and write a table of them.
+
+    Lists are separated by commas. On a CPU the kernels are interpreted: that shows that the tuner runs, no more.
+    """
+
+    shapes: str = ""
+    """Models by name. Default: llama3-8b,llama3-70b; on a CPU tiny."""
+    tokens: str = ""
+    """T, tokens of all ranks. Default: 512,2048,8192,16384; on a CPU 32."""
+    tp: str = ""
+    """Ranks of a tensor-parallel group; 1 is the plain matmul. Default: 1,8; on a CPU 1,2."""
+    dtype: str = ""
+    """float32, float16, bfloat16. Default: bfloat16; on a CPU float32."""
+    kernels: str = ""
+    """Only these kernels."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Default: cuda if there is a GPU."""
+    world: Literal["processes", "virtual"] = "processes"
+    """A process and a GPU for each rank, or all ranks on one GPU. Each has entries of its own."""
+    candidates: int | None = None
+    """Configurations to try for a class, beside the default. Default: 48; on a CPU 2."""
+    out: Path | None = None
+    """Folder of the table. Default: bench/out/tables."""
+    save: bool = False
+    """Write to fusedtp/ops/tables instead, from where tables ship with the package."""
+    resume: bool = True
+    """Keep the classes that the table there holds already."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options with every default filled in."""
+
+    device: str
+    world: str
+    jobs: tuple[Job, ...]
+    candidates: int
+    folder: Path
+    resume: bool
+    measured: dict[str, Any]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({job.ranks for job in self.jobs})
+
+
+def plan_of(options: TuneOptions, argv: Sequence[str]) -> Plan:
+    """Fill in and check. Raises ValueError that lists every fault."""
+    device = trial.chosen(options.device)
+    shapes, tokens, tp, dtypes, limit = DEFAULTS[device]
+    faults: list[str] = []
+    names = trial.known("shapes", options.shapes or shapes, trial.MODELS, faults)
+    kinds = trial.known("dtype", options.dtype or dtypes, tuned_entries.DTYPES, faults)
+    wanted = trial.known("kernels", options.kernels, tuned_entries.KERNELS, faults) or tuple(
+        tuned_entries.KERNELS
+    )
+    counts = trial.numbers("tokens", options.tokens or tokens, faults)
+    ranks = trial.numbers("tp", options.tp or tp, faults)
+    if options.candidates is not None and options.candidates < 0:
+        faults.append(f"--candidates {options.candidates} must not be negative")
+    folder = trial.folder_of(device, options.out, options.save, faults)
+    faults = faults or trial.world_faults(device, options.world, ranks)
+    if faults:
+        raise ValueError("; ".join(faults))
+    jobs = [
+        job
+        for dtype in kinds
+        for name in names
+        for w in ranks
+        for rows in counts
+        for job in jobs_of(trial.MODELS[name], dtype, w, rows)
+        if job.kernel in wanted
+    ]
+    return Plan(
+        device, options.world, tuple(dict.fromkeys(jobs)), limit if options.candidates is None else options.candidates,
+        folder, options.resume, trial.measured(device, "fusedtp bench tune", argv),
+    )  # fmt: skip
+
+
+def jobs_of(model: trial.Model, dtype: str, ranks: int, rows: int) -> list[Job]:
+    """What a block of this model launches for so many tokens; of one rank the plain matmuls."""
+    columns, sums = model.columns(ranks), model.rows(ranks)
+    if ranks == 1:
+        return [Job("matmul", dtype, 1, rows, n, k) for n, k in (*columns, *sums)]
+    reduce = reduction_kernel(rows, model.hidden, dtype)
+    return [
+        Job(kernel, dtype, ranks, rows, n, k)
+        for kernels, shapes in ((GATHERS, columns), (("matmul_reduce_scatter", reduce), sums))
+        for kernel in kernels
+        for n, k in shapes
+    ]
+
+
+Key = tuple[str, str, tuple[int, ...]]  # kernel, dtype, class
+
+
+def classes(jobs: Sequence[Job], machine: Machine) -> dict[Key, list[Job]]:
+    """Jobs by the entry of a table that they make together."""
+    found: dict[Key, list[Job]] = {}
+    for job in jobs:
+        key = job.kernel, job.dtype, tuned.shape_class(job.kernel, machine, **job.extents)
+        found.setdefault(key, []).append(job)
+    return found
+
+
+def entry_of(key: Key, jobs: Sequence[Job], winner: Winner) -> dict[str, Any]:
+    """As the table holds it."""
+    kernel, dtype, at = key
+    return {
+        "kernel": kernel,
+        "dtype": dtype,
+        "class": dict(zip(tuned_entries.KERNELS[kernel].axes, at, strict=True)),
+        "config": winner.values,
+        "seconds": winner.seconds,
+        "default_seconds": winner.default_seconds,
+        "shapes": [[job.rows, job.n, job.k] for job in jobs],
+    }
+
+
+def kept(path: Path, machine: Machine) -> list[dict[str, Any]]:
+    """The entries of a table that an earlier run wrote. Raises ValueError for a file that is no such table."""
+    if not path.exists():
+        return []
+    body = measured.parse(path.read_bytes(), "configurations", path.name.removesuffix(".json"))
+    wrong = [fault for entry in body["entries"] for fault in tuned_entries.faults(entry, machine)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    entries: list[dict[str, Any]] = body["entries"]
+    return entries
+
+
+def run(rank: trial.Rank, plan: Plan) -> Path:
+    """Tune the jobs of this rank's world. Collective; the first rank writes."""
+    machine = machine_of(rank.device, 1 if rank.comm is None else rank.comm.world.ranks_per_device)
+    path = plan.folder / tuned.file_of(machine)
+    entries = {tuned_entries.key_of(entry): entry for entry in kept(path, machine)}
+    winners: dict[Key, Values] = {key: entry["config"] for key, entry in entries.items()}
+    jobs = classes([job for job in plan.jobs if job.ranks == rank.world_size], machine)
+    missing = {key: of for key, of in jobs.items() if not (plan.resume and key in entries)}
+    rank.worst([0.0])  # all have read the file before the first one writes it
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=rank.rank > 0) as progress:
+        task = progress.add_task(f"{rank.world_size} ranks", total=len(missing))
+        for key, of in missing.items():
+            progress.update(task, description=of[0].label)
+            some = of[:PART_OF_CLASS]
+            winner = tune(rank, some, plan.candidates, held_beside(some[0], machine, winners))
+            entries[key], winners[key] = entry_of(key, some, winner), winner.values
+            if rank.rank == 0:
+                measured.write(
+                    path,
+                    "configurations",
+                    path.name.removesuffix(".json"),
+                    plan.measured,
+                    list(entries.values()),
+                )
+            progress.advance(task)
+    return path
+
+
+def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[str, Values]:
+    """What the matmul of a gather is launched with while its transport is tuned."""
+    if job.kernel != "all_gather":
+        return {}
+    other = replace(job, kernel="all_gather_matmul")
+    key = other.kernel, other.dtype, tuned.shape_class(other.kernel, machine, **other.extents)
+    return {other.kernel: winners[key]} if key in winners else {}
+
+
+def show(path: Path) -> None:
+    """Print a table that was written."""
+    body = measured.parse(path.read_bytes(), "configurations", path.name.removesuffix(".json"))
+    table = Table("kernel, dtype, class", "configuration", "us", "default us", "gain", title=path.name)
+    for entry in body["entries"]:
+        config = " ".join(f"{name} {value}" for name, value in entry["config"].items())
+        mine, default = entry["seconds"], entry["default_seconds"]
+        at = tuned.described(*tuned_entries.key_of(entry))
+        table.add_row(at, config, f"{1e6 * mine:.1f}", f"{1e6 * default:.1f}", f"{default / mine - 1:.1%}")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code: 2 for bad input."""
+    options = tyro.cli(
+        TuneOptions, prog="fusedtp bench tune", args=list(argv), description=TuneOptions.__doc__
+    )
+    try:
+        plan = plan_of(options, argv)
+        if plan.device == "cpu":
+            os.environ["TRITON_INTERPRET"] = "1"  # of the ranks, which are processes still to come
+        else:
+            trial.before_cuda()
+        path = None
+        for ranks in plan.ranks:
+            path = trial.run(plan.device, plan.world, ranks, run, plan)
+    except ValueError as error:
+        print(f"fusedtp bench tune: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if path is None:
+        print("fusedtp bench tune: error: no kernel of these runs on so many ranks", file=sys.stderr)
+        return 2
+    show(path)
+    print(f"{path}; to use it: FUSEDTP_TABLES={path.parent}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
