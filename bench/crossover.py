@@ -1,0 +1,257 @@
+"""fusedtp bench crossover: from how many tokens on which engine wins here; writes the table that engine="auto" reads.
+
+For every operation, dtype, world size and width, each engine is measured over tokens, interleaved in one run; the
+thresholds are those of fusedtp.ops.crossover.fit: an engine takes over from the smallest T on from which it wins, and
+wins at every larger T too, by more than 2 %. On a CPU, chunked against gloo's collectives with one thread a rank; on
+GPUs triton as well, not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fusedtp.ops import crossover, measured
+
+from . import trial
+from .calls import call, operands
+from .crossover_report import draw, show
+
+DEFAULTS = {  # shapes, tokens, tp, dtype, minutes
+    "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16", 5.0),
+    "cpu": ("qwen3-0.6b", "16,64,256,1024", "2", "float32", 2.0),
+}
+COPY = "triton copy"  # the fused gather with rows brought by the copy engine; "triton" has programs for it
+
+
+@dataclass(frozen=True)
+class CrossoverOptions:
+    """Measure each engine over tokens, and write from how many rows on each one is to run.
+
+    Lists are separated by commas.
+    """
+
+    shapes: str = ""
+    """Models by name. Default: llama3-8b,llama3-70b; on a CPU qwen3-0.6b."""
+    tokens: str = ""
+    """T, tokens of all ranks. Default: powers of two from 64 to 16384; on a CPU 16,64,256,1024."""
+    tp: str = ""
+    """Ranks of a tensor-parallel group. Default: 8; on a CPU 2."""
+    dtype: str = ""
+    """float32, float64, float16, bfloat16. Default: bfloat16; on a CPU float32."""
+    operations: str = ""
+    """Only these operations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Default: cuda if there is a GPU."""
+    world: Literal["processes", "virtual"] = "processes"
+    """A process for each rank, or all ranks on one device. Each has entries of its own."""
+    minutes: float | None = None
+    """About how long all samples take together. Default: 5; on a CPU 2."""
+    out: Path | None = None
+    """Folder of the table and the picture. Default: bench/out/tables."""
+    save: bool = False
+    """Write to fusedtp/ops/tables instead, from where tables ship with the package."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line over tokens: an operation on weights [n, k] of a rank."""
+
+    operation: str
+    dtype: str
+    ranks: int
+    n: int
+    k: int
+
+    @property
+    def width(self) -> int:
+        """Of the tensor that travels."""
+        return self.k if self.operation.startswith("all_gather") else self.n
+
+    @property
+    def label(self) -> str:
+        return f"{self.operation} {self.dtype} {self.n} x {self.k}, {self.ranks} ranks"
+
+    def engines(self, device: str) -> tuple[str, ...]:
+        """What is measured; of a fused gather both transports."""
+        fused = device == "cuda" and self.dtype != "float64"
+        by_copy = (COPY,) if self.operation.startswith("all_gather") else ()
+        return (*crossover.ENGINES, *by_copy) if fused else crossover.ENGINES[:2]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options with every default filled in."""
+
+    device: str
+    world: str
+    tokens: tuple[int, ...]
+    cases: tuple[Case, ...]
+    seconds: float  # of one case and number of tokens
+    folder: Path
+    pictures: Path
+
+
+def plan_of(options: CrossoverOptions) -> Plan:
+    """Fill in and check. Raises ValueError that lists every fault."""
+    device = trial.chosen(options.device)
+    shapes, tokens, tp, dtypes, minutes = DEFAULTS[device]
+    faults: list[str] = []
+    models = trial.known("shapes", options.shapes or shapes, trial.MODELS, faults)
+    kinds = trial.known("dtype", options.dtype or dtypes, crossover.DTYPES, faults)
+    wanted = trial.known("operations", options.operations, crossover.OPERATIONS, faults)
+    counts = trial.numbers("tokens", options.tokens or tokens, faults)
+    ranks = trial.numbers("tp", options.tp or tp, faults)
+    if 1 in ranks:
+        faults.append("--tp 1: one rank has nothing to choose")
+    minutes = minutes if options.minutes is None else options.minutes
+    if minutes < 0:
+        faults.append(f"--minutes {minutes} must not be negative")
+    folder = trial.folder_of(device, options.out, options.save, faults)
+    faults = faults or trial.world_faults(device, options.world, ranks)
+    if faults:
+        raise ValueError("; ".join(faults))
+    cases = dict.fromkeys(
+        case
+        for dtype in kinds
+        for w in ranks
+        for name in models
+        for case in cases_of(trial.MODELS[name], dtype, w)
+        if case.operation in (wanted or crossover.OPERATIONS)
+    )
+    each = 60 * minutes / (len(cases) * len(counts))
+    pictures = trial.HERE / "results" if options.save else folder  # what ships is tables
+    return Plan(device, options.world, tuple(sorted(set(counts))), tuple(cases), each, folder, pictures)
+
+
+def cases_of(model: trial.Model, dtype: str, ranks: int) -> list[Case]:
+    """The largest layers of the model: gate and up after a gather, down before a sum."""
+    (n, k), (out, inner) = model.columns(ranks)[-1], model.rows(ranks)[-1]
+    return [
+        Case(operation, dtype, ranks, *((n, k) if operation.startswith("all_gather") else (out, inner)))
+        for operation in crossover.OPERATIONS
+    ]
+
+
+def ways(rank: trial.Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, trial.Way]:
+    """Engine (or COPY) -> one call on the next set of operands, the same sets for all."""
+    each = operands(rank, case.operation, case.dtype, tokens, case.n, case.k)
+
+    def way(engine: str) -> trial.Way:
+        def run() -> object:  # ranks have met before, so all of them are in this call or back from it
+            crossover.hold(crossover.TRANSPORTS[engine == COPY])
+            return call(rank, case.operation, "triton" if engine == COPY else engine, tokens, *each())
+
+        return run
+
+    return {engine: way(engine) for engine in engines}
+
+
+Times = dict[int, dict[str, float]]  # tokens -> engine -> median seconds
+
+
+@torch.no_grad()
+def run(rank: trial.Rank, plan: Plan) -> list[tuple[Case, Times]]:
+    """Every case of this rank's world over tokens. Collective."""
+    cases = [case for case in plan.cases if case.ranks == rank.world_size]
+    found = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=rank.rank > 0) as progress:
+        task = progress.add_task("", total=len(cases) * len(plan.tokens))
+        for case in cases:
+            times: Times = {}
+            for tokens in plan.tokens:
+                progress.update(task, description=f"{case.label}, T = {tokens}")
+                candidates = ways(rank, case, tokens, case.engines(plan.device))
+                rank.warm(candidates["collective"])
+                times[tokens] = rank.rounds(candidates, plan.seconds)
+                progress.advance(task)
+            found.append((case, times))
+    crossover.hold(None)
+    return found
+
+
+def thresholds(times: Times) -> dict[str, Any]:
+    """The part of an entry that follows from the medians: first the transports, then the engines by the better one."""
+    steps: dict[str, crossover.Steps] = {}
+    if all(COPY in known for known in times.values()):
+        by = {rows: {"programs": known["triton"], "copy": known[COPY]} for rows, known in times.items()}
+        steps["transports"] = crossover.fit(by, crossover.TRANSPORTS)
+        taken = {rows: by[rows][crossover.at(steps["transports"], rows)[1]] for rows in times}
+        best = {rows: known | {"triton": taken[rows]} for rows, known in times.items()}
+    else:
+        best = times
+    names = [name for name in crossover.ENGINES if any(name in known for known in times.values())]
+    steps["engines"] = crossover.fit(best, names)
+    listed = {name: [list(step) for step in found] for name, found in steps.items()}
+    return listed | {"seconds": [[rows, times[rows]] for rows in sorted(times)]}
+
+
+def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str, Any]]:
+    """As the table holds them: thresholds, and the medians that they were made from."""
+    entries = {}
+    for case, times in found:
+        key = crossover.Key(case.operation, case.dtype, case.ranks, plan.world)
+        entries[key, case.width] = key._asdict() | {"width": case.width, **thresholds(times)}
+    return list(entries.values())
+
+
+def kept(path: Path, machine: str, new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a table there says of what was not measured now. Raises ValueError for a file that is no such table."""
+    if not path.exists():
+        return []
+    body = measured.parse(path.read_bytes(), "crossover", machine)
+    wrong = [fault for entry in body["entries"] for fault in crossover.faults(entry, machine)]
+    if wrong:
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
+
+    def at(entry: dict[str, Any]) -> tuple[Any, ...]:
+        return *(entry[name] for name in crossover.Key._fields), entry["width"]
+
+    now = {at(entry) for entry in new}
+    return [entry for entry in body["entries"] if at(entry) not in now]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code: 2 for bad input."""
+    options = tyro.cli(
+        CrossoverOptions,
+        prog="fusedtp bench crossover",
+        args=list(argv),
+        description=CrossoverOptions.__doc__,
+    )
+    try:
+        plan = plan_of(options)
+        if plan.device == "cuda":
+            trial.before_cuda()
+        about = trial.measured(plan.device, "fusedtp bench crossover", argv)
+        machine = measured.kind_of(torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
+        path = plan.folder / crossover.file_of(machine)
+        kept(path, machine, [])  # what cannot be kept is said before it is measured
+        found = []
+        for ranks in sorted({case.ranks for case in plan.cases}):
+            found += trial.run(plan.device, plan.world, ranks, run, plan)
+        entries = entries_of(found, plan)
+        measured.write(path, "crossover", machine, about, [*kept(path, machine, entries), *entries])
+    except ValueError as error:
+        print(f"fusedtp bench crossover: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    show(entries, machine)
+    picture = (plan.pictures / path.name).with_suffix(".png")
+    draw(picture, entries, f"{about['device']}, torch {about['torch']}, {plan.world}")
+    print(f"{path}, {picture}; to use it: FUSEDTP_TABLES={path.parent}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

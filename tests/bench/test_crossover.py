@@ -1,0 +1,117 @@
+"""fusedtp bench crossover, for real: two ranks are measured, and `auto` reads what was written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import crossover as command
+from bench.trial import MODELS
+from fusedtp.ops import crossover, measured
+from tests.ops.tables import tables_in
+
+CPU = measured.kind_of(torch.device("cpu"))
+
+
+def test_a_table_is_measured_kept_and_read(tmp_path: Path, capsys):
+    argv = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--tokens",
+        "8,16",
+        "--minutes",
+        "0",
+        "--out",
+        str(tmp_path),
+    ]
+    argv += ["--world", "virtual"]
+    assert command.main([*argv, "--operations", "all_gather_matmul"]) == 0
+    assert command.main([*argv, "--operations", "matmul_all_reduce,matmul_reduce_scatter"]) == 0
+    path = tmp_path / crossover.file_of(CPU)
+    body = json.loads(path.read_text())
+    assert [entry["operation"] for entry in body["entries"]] == [
+        "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+    ]  # fmt: skip
+    assert {"device", "torch", "commit", "date", "command"} <= set(body["measured"])
+    assert path.with_suffix(".png").stat().st_size > 1000 and str(path) in capsys.readouterr().out
+    with tables_in(tmp_path):
+        for entry in body["entries"]:
+            assert [rows for rows, _ in entry["seconds"]] == [8, 16]
+            times = dict(entry["seconds"])
+            assert all(
+                known.keys() == {"collective", "chunked"} and min(known.values()) > 0
+                for known in times.values()
+            )
+            assert [tuple(step) for step in entry["engines"]] == crossover.fit(times, crossover.ENGINES[:2])
+            key = crossover.Key(*(entry[name] for name in crossover.Key._fields))
+            assert key[1:] == ("float32", 2, "virtual") and entry["width"] == MODELS["tiny"].hidden
+            for rows in (1, 8, 16, 99):
+                assert crossover.find(CPU, key, rows, 32).engine == crossover.at(entry["engines"], rows)[1]
+
+
+def test_thresholds_of_engines_are_those_of_the_better_transport():
+    """triton loses by programs and wins by copies from 64 rows on; by copies it wins over programs from 32 on."""
+    times = {
+        rows: {"collective": 2.0, "chunked": 3.0, "triton": 2.5, command.COPY: copy}
+        for rows, copy in ((16, 2.6), (32, 2.2), (64, 1.5), (128, 1.0))
+    }
+    found = command.thresholds(times)
+    assert found["transports"] == [[0, "programs"], [32, "copy"]]
+    assert found["engines"] == [[0, "collective"], [64, "triton"]]
+    entry = crossover.Key("all_gather_matmul", "bfloat16", 8, "processes")._asdict() | {
+        "width": 8192,
+        **found,
+    }
+    assert crossover.faults(entry, "nvidia-h200") == []
+
+
+def test_each_way_of_a_gather_goes_by_its_transport(monkeypatch):
+    case = command.Case("all_gather_matmul", "bfloat16", 2, 8, 8)
+    assert case.engines("cuda") == (*crossover.ENGINES, command.COPY)
+    assert case.engines("cpu") == ("collective", "chunked")
+    assert replace(case, operation="matmul_all_reduce").engines("cuda") == crossover.ENGINES
+    seen = []
+
+    def call(rank, operation, engine, *_) -> None:
+        key = crossover.Key(operation, "bfloat16", 2, "processes")
+        seen.append((engine, crossover.find("nowhere", key, 8, 8).transport))
+
+    monkeypatch.setattr(command, "call", call)
+    monkeypatch.setattr(command, "operands", lambda *_: lambda: (None, None))
+    for way in command.ways(None, case, 8, case.engines("cuda")).values():
+        way()
+    crossover.hold(None)
+    assert seen == [
+        ("collective", "programs"), ("chunked", "programs"), ("triton", "programs"), ("triton", "copy"),
+    ]  # fmt: skip
+    assert crossover.find("nowhere", crossover.Key("x", "y", 2, "z"), 8, 8) is crossover.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--tp", "1"], "--tp 1: one rank has nothing to choose"),
+        (["--operations", "matmul"], "--operations 'matmul' is none of all_gather_matmul"),
+        (["--save"], "--save keeps tables of GPUs"),
+        (["--minutes", "-1"], "--minutes -1.0 must not be negative"),
+        (["--device", "cuda"], "torch sees no GPU here"),
+    ],
+)
+def test_bad_input_is_refused(argv, told, capsys):
+    if "cuda" in argv and torch.cuda.is_available():
+        pytest.skip("here is a GPU")
+    assert command.main(["--device", "cpu", *argv]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_table_that_is_none_is_not_written_over(tmp_path: Path, capsys):
+    path = tmp_path / crossover.file_of(CPU)
+    path.write_text("{}")
+    assert command.main(["--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "field 'format' is missing" in capsys.readouterr().err and path.read_text() == "{}"
