@@ -1,1 +1,1 @@
-"""Microbenchmarks: `python -m bench`, or `make bench`."""
+"""Microbenchmarks: `fusedtp bench`. Imported as fusedtp.bench, and in a checkout `python -m bench` runs too."""

@@ -1,81 +1,8 @@
-"""python -m bench: the operations and one training step on this machine's CPU, in about five minutes."""
+"""python -m bench: `fusedtp bench cpu` in a checkout."""
 
-from __future__ import annotations
+import sys
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
-from rich.console import Console
-
-from . import machine, ops, report, step, timeline
-from .world import run_ranks
-
-
-@dataclass(frozen=True)
-class Options:
-    """Benchmarks of fusedtp on CPU ranks, one core and thread each, against gloo and torch's parallelize_module.
-
-    Results go to bench/out/, or with --save to bench/results/<machine>/.
-    """
-
-    only: Literal["all", "ops", "step"] = "all"
-    """What to measure."""
-    timeline: bool = False
-    """Draw one call of each operation instead: which matmuls run while which shards are awaited."""
-    minutes: float = 5.0
-    """About how long the measurement takes."""
-    ranks: int = 2
-    """World size."""
-    engine: Literal["chunked", "collective", "auto"] = "chunked"
-    """The engine that "ours" stands for."""
-    match: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
-    """Only the operations' rows whose name contains this."""
-    save: bool = False
-    """Keep the result in the repository."""
-
-
-def main(options: Options) -> None:
-    """Measure, print, write."""
-    console = Console(width=None if Console().is_terminal else 130)
-    about = machine.describe(options.ranks, machine.arguments())
-    here = Path(__file__).parent
-    folder = here / "results" / machine.slug(about) if options.save else here / "out"
-    folder.mkdir(parents=True, exist_ok=True)
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim", soft_wrap=True)
-    if about["cores"] < options.ranks:
-        console.print(f"{options.ranks} ranks share {about['cores']} cores: these figures say little")
-    if options.timeline:
-        calls = run_ranks(timeline.record, options.ranks, 2048, 1024, 2816)
-        timeline.draw(folder / "timeline.png", calls)
-        for operation, ranks in calls.items():
-            overlap = ", ".join(
-                f"rank {r} {1e3 * timeline.overlapped(operation, ranks, r):.1f}" for r in range(len(ranks))
-            )
-            console.print(f"{operation}: ms of matmuls before the last shard had arrived: {overlap}")
-        console.print(f"{folder / 'timeline.png'}")
-        return
-    seconds = (
-        60 * options.minutes * 0.8
-    )  # the rest: start, warm-up, at least three rounds of the longest rows
-    share = 0.65 if options.only == "all" else 1.0
-    result = None
-    if options.only != "step":
-        cases = [case for case in ops.all_cases() if options.match in case.label]
-        result = run_ranks(ops.measure, options.ranks, cases, options.engine, share * seconds)
-        report.print_ops(console, result)
-    steps = []
-    if options.only != "ops":
-        share = 0.35 if options.only == "all" else 1.0
-        for dtype in ops.DTYPES:
-            budget = share * seconds / len(ops.DTYPES)
-            steps.append(run_ranks(step.measure, options.ranks, dtype, options.engine, budget))
-        report.print_steps(console, steps)
-    report.save_json(folder / "bench.json", about, result, steps)
-    report.save_picture(folder / "bench.png", about, result, steps)
-    console.print(f"{folder / 'bench.json'}, {folder / 'bench.png'}", soft_wrap=True)
-
+from .cpu import main
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, prog="python -m bench", description=Options.__doc__))
+    sys.exit(main(sys.argv[1:]))

@@ -7,16 +7,30 @@ import platform
 import re
 import shlex
 import subprocess
-import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+import fusedtp
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+GPU_FIELDS = (
+    "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
+    "temperature.gpu",
+)  # fmt: skip
+
+
+def in_checkout() -> bool:
+    """Whether this is the repository, not an installed package."""
+    return (ROOT / "pyproject.toml").exists() and HERE.name == "bench"
 
 
 def _git(*args: str) -> str:
+    if not in_checkout():
+        return ""
     try:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -32,6 +46,63 @@ def _cpu() -> str:
     return names[0].strip() if names else platform.machine()
 
 
+def commit() -> str:
+    """Of the checkout; with a + where tracked files were changed since. Empty for an installed package."""
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+
+
+def gpu_state() -> dict[str, str] | None:
+    """What nvidia-smi says of the first GPU that this process may use, now; None without it or without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = ["nvidia-smi", f"--id={first}", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in done.stdout.strip().split("\n")[0].split(",")]
+    return dict(zip(GPU_FIELDS, values)) if len(values) == len(GPU_FIELDS) else None
+
+
+def describe_run(device: str, argv: list[str]) -> dict[str, Any]:
+    """Of this machine, now, for a result of `fusedtp bench`."""
+    about = describe(1, [])
+    del about["ranks"]
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return about | {
+        "device": device,
+        "gpu": gpu,
+        "gpus": torch.cuda.device_count() if device == "cuda" else 0,
+        "cuda": torch.version.cuda,
+        "gpu_state": gpu_state() if device == "cuda" else None,
+        "triton": _version("triton"),
+        "liger": _version("liger-kernel"),
+        "fusedtp": fusedtp.__version__,
+        "command": shlex.join(["fusedtp", "bench", *argv]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What of two results' machines differs, in words; figures of different machines are no comparison."""
+    names = ("device", "gpu", "cpu", "cores", "capability")
+    return [f"{name}: {a.get(name)} and {b.get(name)}" for name in names if a.get(name) != b.get(name)]
+
+
+def folder_of(about: dict[str, Any], save: bool) -> Path:
+    """Where results go: of a checkout bench/out/, or bench/results/<machine>/ to keep; else ./fusedtp-bench/."""
+    if not in_checkout():
+        return Path("fusedtp-bench")
+    return HERE / "results" / slug(about) if save else HERE / "out"
+
+
 def describe(ranks: int, options: list[str]) -> dict[str, Any]:
     """Of this machine, now."""
     return {
@@ -42,18 +113,12 @@ def describe(ranks: int, options: list[str]) -> dict[str, Any]:
         "ranks": ranks,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": commit(),
         "command": shlex.join(["python", "-m", "bench", *options]),
     }
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A folder name for this machine: CPU, its vector instructions and cores."""
-    name = f"{machine['cpu']} {machine['capability']} {machine['cores']} cores"
+    """A folder name for this machine: its GPU, or CPU, its vector instructions and cores."""
+    name = machine.get("gpu") or f"{machine['cpu']} {machine['capability']} {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def arguments() -> list[str]:
-    """As the user typed them."""
-    return sys.argv[1:]

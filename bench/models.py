@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fusedtp.nn import ModelConfig, TokenLayout, TransformerBlock
+from fusedtp.nn.linear import Linear
 from fusedtp.parallel import parallelize
 
 from .by_hand import widens
@@ -58,9 +59,12 @@ class Stack(nn.Module):
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(TransformerBlock(config, i) for i in range(config.num_hidden_layers))
         self.tp_plan = {f"blocks.*.{name}": style for name, style in TransformerBlock.tp_plan.items()}
-        for parent in list(self.modules()) if linear is not None else ():
+        if linear is None:
+            return
+        for parent in list(self.modules()):
             for name, old in list(parent.named_children()):
                 if name in COLUMNS + ROWS:
+                    assert isinstance(old, Linear)
                     new = linear(old.in_features, old.out_features, bias=False, dtype=old.weight.dtype)
                     new.weight = old.weight
                     setattr(parent, name, new)

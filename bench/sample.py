@@ -1,21 +1,35 @@
-"""Interleaved samples of several ways to do one thing.
+"""Interleaved samples of several ways to do one thing, on a CPU or a GPU.
 
 A round takes one sample of every way, forwards and backwards in turn, so that whatever else the machine does meets
-all of them alike. Ranks meet at a barrier before each sample; its time is that of the slowest rank.
+all of them alike. Ranks meet before each sample; its time is that of the slowest rank.
+
+             CPU                              GPU
+    begin    ranks leave a barrier            every stream waits at a gate, which opens when all work is enqueued
+    clock    the host's, around the call      the device's, from the gate to the end of what the call enqueued
+
+So a GPU's sample holds no host time as long as the call does not wait for the device itself; what the host spends on
+a call is measured apart (`host_seconds`). Operands rotate through copies that together exceed the last cache
+(`Rotating`), and sampling begins when a repeated warm-up takes the same time again and again (`warm_up`).
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
 from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 LEAST, MOST = 3, 60  # rounds
+ROTATIONS = 64  # copies of the operands at most
+GATE_SECONDS = 2e-3  # what ranks need to meet and to enqueue a call
+Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -36,33 +50,194 @@ class Spread:
         return f"{1e3 * self.median:.2f} +-{5e2 * (self.high - self.low):.2f}"
 
 
-def _slowest(seconds: list[float]) -> list[float]:
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return times.tolist()
+class Meeting(Protocol):
+    """How ranks meet. Every method is collective."""
+
+    def barrier(self) -> None: ...
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks' numbers, entry by entry."""
+        ...
 
 
-def _timed(way: Callable[[], object]) -> float:
-    dist.barrier()
+class Alone:
+    """One rank."""
+
+    def barrier(self) -> None: ...
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        return list(seconds)
+
+
+class ByGroup:
+    """Processes: torch's default group."""
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        on_gpu = dist.get_backend() == "nccl"
+        times = torch.tensor(seconds, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        found: list[float] = times.tolist()
+        return found
+
+
+class ByWorld:
+    """Threads of a VirtualWorld; `world` is one rank's fusedtp.comm ThreadWorld."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        return [max(each) for each in zip(*self.world.exchange(list(seconds)))]
+
+
+class Clock(Protocol):
+    """Seconds of one call on this rank. Collective."""
+
+    def __call__(self, meeting: Meeting, way: Way) -> float: ...
+
+
+def host_clock(meeting: Meeting, way: Way) -> float:
+    """For calls that return when they are done."""
+    meeting.barrier()
     begin = perf_counter()
     way()
     return perf_counter() - begin
 
 
-def interleave(ways: Mapping[str, Callable[[], object]], budget: float) -> dict[str, list[float]]:
-    """Way -> seconds of each sample, in about `budget` seconds. Collective; all ranks get the same answer."""
+class DeviceClock:
+    """CUDA events on the current stream, behind a gate that all ranks' streams leave together.
+
+    The gate is a spin on the device. Streams of a virtual world wait for the last one's; processes, which have no
+    common stream, open their own right after a barrier.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cycles = int(cycles_per_second(device) * GATE_SECONDS)
+
+    def __call__(self, meeting: Meeting, way: Way) -> float:
+        stream = torch.cuda.current_stream(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream.synchronize()
+        meeting.barrier()
+        torch.cuda._sleep(self._cycles)
+        if isinstance(meeting, ByWorld):
+            meeting.world.stream_barrier(None, 0.0)
+        begin.record(stream)
+        way()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def cycles_per_second(device: torch.device) -> float:
+    """What torch.cuda._sleep counts, at the clock that the device runs at now."""
+    cycles, events = 20_000_000, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(2):  # the first wakes the device
+        events[0].record()
+        torch.cuda._sleep(cycles)
+        events[1].record()
+        torch.cuda.synchronize(device)
+    return float(cycles / (events[0].elapsed_time(events[1]) / 1e3))
+
+
+def clock_of(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else host_clock
+
+
+def interleave(
+    ways: Mapping[str, Way], budget: float, meeting: Meeting | None = None, clock: Clock = host_clock
+) -> dict[str, list[float]]:
+    """Way -> seconds of each sample, in about `budget` seconds. Collective; all ranks get the same answer.
+
+    Without a meeting, ranks are those of torch's default group.
+    """
+    meet = ByGroup() if meeting is None else meeting
     names = list(ways)
-    for name in names:  # the first call grows workspaces and connects
+    for name in names:  # the first call grows workspaces, connects and compiles
         ways[name]()
-    round_seconds = sum(_slowest([_timed(ways[name]) for name in names]))
-    rounds = max(LEAST, min(MOST, int(budget / round_seconds)))
+    round_seconds = sum(meet.slowest([_whole(clock, meet, ways[name]) for name in names]))
+    rounds = max(LEAST, min(MOST, int(budget / max(round_seconds, 1e-9))))
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
         for i in range(rounds):
             for name in names if i % 2 == 0 else reversed(names):
-                times[name].append(_timed(ways[name]))
+                times[name].append(clock(meet, ways[name]))
     finally:
         gc.enable()
-    return {name: _slowest(seconds) for name, seconds in times.items()}
+    return {name: meet.slowest(seconds) for name, seconds in times.items()}
+
+
+def _whole(clock: Clock, meeting: Meeting, way: Way) -> float:
+    """What one sample costs, meeting and gate included."""
+    begin = perf_counter()
+    clock(meeting, way)
+    return perf_counter() - begin
+
+
+def host_seconds(way: Way, meeting: Meeting, device: torch.device, calls: int = 9) -> float:
+    """Median host time of one eager call while the device is idle; on a CPU the call is the work."""
+    times = []
+    for _ in range(calls):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        times.append(host_clock(meeting, way))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return meeting.slowest([statistics.median(times)])[0]
+
+
+def steady(seconds: Sequence[float], window: int = 4, within: float = 0.02) -> bool:
+    """Whether the last `window` times lie within a share of the least of them."""
+    last = seconds[-window:]
+    return len(last) == window and max(last) <= (1 + within) * min(last)
+
+
+def warm_up(sample: Callable[[], float], most_seconds: float) -> list[float]:
+    """Samples until they are steady or their sum reaches `most_seconds`; ranks whose samples agree stop together."""
+    seen: list[float] = []
+    while not steady(seen) and sum(seen) < most_seconds:
+        seen.append(sample())
+    return seen
+
+
+class Rotating:
+    """Each call takes the next of several copies of the operands."""
+
+    def __init__(self, fn: Callable[..., object], operands: Sequence[tuple[Any, ...]]) -> None:
+        self._fn, self._operands, self._turn = fn, operands, -1
+
+    def __call__(self) -> object:
+        self._turn = (self._turn + 1) % len(self._operands)
+        return self._fn(*self._operands[self._turn])
+
+
+def copies(operand_bytes: int, rotate_bytes: int) -> int:
+    """How many copies of the operands together exceed `rotate_bytes`, at most ROTATIONS."""
+    return max(1, min(ROTATIONS, ceil(rotate_bytes / max(1, operand_bytes))))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The last cache that all of the device shares: L2 of a GPU, the largest of a CPU (32 MiB where it says none)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    try:
+        return max([_bytes(path.read_text()) for path in found], default=32 << 20)
+    except (OSError, ValueError):
+        return 32 << 20
+
+
+def _bytes(text: str) -> int:
+    """As in "32768K"."""
+    text = text.strip()
+    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
+    return int(text.rstrip("KMG")) << shift

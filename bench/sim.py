@@ -1,4 +1,4 @@
-"""python -m bench.sim: what simulating a kernel costs beside interpreting it.
+"""fusedtp bench sim, or python -m bench.sim: what simulating a kernel costs beside interpreting it.
 
 The same launches of one rank (nobody to wait for), interleaved: as Triton's interpreter runs them, and as a schedule of
 the simulator, with the race detector and without. Then schedules a second of every fused kernel at W = 4.
@@ -13,10 +13,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 import json
 import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,14 +73,13 @@ def overhead(case: Case, rounds: int) -> dict[str, float]:
     return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
-def main(options: Options) -> None:
+def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
+    options = tyro.cli(Options, args=list(argv), prog="fusedtp bench sim", description=Options.__doc__)
     torch.set_num_threads(1)
     console = Console()
-    arguments = machine.arguments()
-    about = machine.describe(1, arguments) | {
-        "command": shlex.join(["python", "-m", "bench.sim", *arguments])
-    }
+    command = shlex.join(["fusedtp", "bench", "sim", *argv])
+    about = machine.describe(1, list(argv)) | {"command": command}
     table = Table(
         "kernel", "interpreted", "simulated", "overhead", "without detector", "schedules/s at W = 4"
     )
@@ -102,12 +101,12 @@ def main(options: Options) -> None:
         )
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     console.print(table)
-    folder = Path(__file__).parent / ("results" if options.save else "out")
-    folder = folder / machine.slug(about) if options.save else folder
+    folder = machine.folder_of(about, options.save)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sim.json").write_text(json.dumps({"machine": about, "kernels": rows}, indent=1) + "\n")
     console.print(f"{folder / 'sim.json'}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, prog="python -m bench.sim", description=Options.__doc__))
+    sys.exit(main(sys.argv[1:]))

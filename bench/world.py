@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 
 def pin(rank: int) -> None:
@@ -21,18 +22,30 @@ def pin(rank: int) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Any:
-    """What fn(rank, *args) returns on rank 0; fn runs on every rank of a gloo world made for this call."""
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> Any:
+    """What fn(rank, *args) returns on rank 0; fn runs on every rank of a world made for this call.
+
+    With a backend that serves CUDA, rank r has GPU r.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (fn, world_size, folder, args), nprocs=world_size)
+        # A fork server imports once for all ranks and worlds. CUDA must not start before a fork: ranks on GPUs spawn.
+        method = "spawn" if "cuda" in backend else "forkserver"
+        if method == "forkserver":
+            mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed", "fusedtp"])
+        start_processes(_enter, (fn, world_size, folder, args, backend), world_size, start_method=method)
         with open(os.path.join(folder, "result"), "rb") as f:
             return pickle.load(f)
 
 
-def _enter(rank: int, fn: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, fn: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...], backend: str
+) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; its host name need not resolve
-    pin(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    if "cuda" in backend:
+        torch.cuda.set_device(rank)
+    else:
+        pin(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     result = fn(rank, *args)
     if rank == 0:
         with open(os.path.join(folder, "result"), "wb") as f:

@@ -15,6 +15,7 @@ COMMANDS = {
         "fusedtp.sim.check",
         "find races, deadlocks and wrong results of multi-rank kernels, without a GPU",
     ),
+    "bench": ("fusedtp.bench.cli", "measure kernels and fused operations beside what others offer"),
     "env": ("fusedtp.train.environment", "print what a bug report needs: versions, machine, devices"),
 }
 

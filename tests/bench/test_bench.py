@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.cases import OPERATIONS, Case, ways
-from bench.machine import slug
-from bench.ops import Result, Row
-from bench.sample import LEAST, Spread, interleave
-from bench.step import SHAPE, measure
-from bench.timeline import Call, arrivals, draw, overlapped
-from bench.world import run_ranks
+from fusedtp.bench.cases import OPERATIONS, Case, ways
+from fusedtp.bench.machine import slug
+from fusedtp.bench.ops import Result, Row
+from fusedtp.bench.sample import LEAST, Spread, interleave
+from fusedtp.bench.step import SHAPE, measure
+from fusedtp.bench.timeline import Call, arrivals, draw, overlapped
+from fusedtp.bench.world import run_ranks
 
 
 @dataclass(frozen=True)

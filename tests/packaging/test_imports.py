@@ -1,6 +1,7 @@
 """`import fusedtp` needs neither Triton nor transformers, and imports inside the project run one way."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # Lower layers first: a module may import from its own layer and from those before it.
-LAYERS = ("kernels", "comm", "ops", "nn", "parallel", "sim", "plan", "train", "cli")
+LAYERS = ("kernels", "comm", "ops", "nn", "parallel", "sim", "plan", "train", "bench", "cli")
+BESIDE = ("kernels", "bench")  # folders at the root, mapped into the package
 
 # Makes the modules named in argv importable no more, then computes one operation on two ranks.
 WITHOUT = """
@@ -34,18 +36,18 @@ assert not set(sys.argv[1:]) & set(sys.modules)
 """
 
 
-# Where Python would take a top-level `kernels` from, were it asked to import one.
-FIND_KERNELS = """
-import importlib.util
-spec = importlib.util.find_spec("kernels")
+# Where Python would take a top-level module from, were it asked to import it.
+FIND = """
+import importlib.util, sys
+spec = importlib.util.find_spec(sys.argv[1])
 print(spec.origin if spec else None)
 """
 
 
 def sources(layer: str) -> list[Path]:
-    """The files of a layer: a folder of fusedtp/ (or kernels/ beside it), or one module."""
+    """The files of a layer: a folder of fusedtp/ or beside it, or one module."""
     module = ROOT / "fusedtp" / f"{layer}.py"
-    folder = ROOT / "kernels" if layer == "kernels" else ROOT / "fusedtp" / layer
+    folder = ROOT / layer if layer in BESIDE else ROOT / "fusedtp" / layer
     return [module] if module.exists() else sorted(folder.rglob("*.py"))
 
 
@@ -73,11 +75,13 @@ def test_package_imports_and_computes_without(blocked: list[str]) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_editable_install_shows_no_top_level_kernels(tmp_path: Path) -> None:
-    """Another package is named `kernels`; ours must not be found in its place outside the tree."""
-    command = [sys.executable, "-c", FIND_KERNELS]
-    origin = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout.strip()
-    assert not Path(origin).is_relative_to(ROOT / "kernels"), origin
+@pytest.mark.parametrize("name", BESIDE)
+def test_editable_install_shows_nothing_of_ours_at_the_top_level(name: str, tmp_path: Path) -> None:
+    """Other packages have these names; ours must not be found in their place outside the tree."""
+    command = [sys.executable, "-c", FIND, name]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, env=env)
+    assert not Path(done.stdout.strip()).is_relative_to(ROOT / name), done.stdout
 
 
 def test_every_module_has_a_layer() -> None:

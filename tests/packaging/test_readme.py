@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import markdown
+from fusedtp.bench import markdown
 
 ROOT = Path(__file__).parents[2]
 

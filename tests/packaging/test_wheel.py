@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 import torch
-import fusedtp, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train
+import fusedtp, fusedtp.bench.suites.block, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train
 
-for module in (fusedtp, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train):
+for module in (fusedtp, fusedtp.bench, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 
 x, w = torch.arange(12.0).reshape(4, 3), torch.arange(15.0).reshape(5, 3)
@@ -77,15 +77,17 @@ def run_outside(site: Path, folder: Path, *command: str | Path) -> str:
 
 
 def test_wheel_holds_every_module_and_every_kernel(tree: Path, wheel: Path) -> None:
-    """Every source file of fusedtp/ and kernels/ is in the wheel, byte for byte."""
+    """Every source file of fusedtp/, kernels/ and bench/ is in the wheel, byte for byte, and no result."""
     want = {}
-    for folder, name in ((tree / "fusedtp", "fusedtp"), (tree / "kernels", "fusedtp/kernels")):
+    for folder in (tree / "fusedtp", tree / "kernels", tree / "bench"):
+        name = "fusedtp" if folder.name == "fusedtp" else f"fusedtp/{folder.name}"
         want |= {f"{name}/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.py")}
-    assert "fusedtp/kernels/__init__.py" in want
+    assert {"fusedtp/kernels/__init__.py", "fusedtp/bench/suites/block.py"} <= set(want)
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if name.endswith(".py")} == set(want)
         assert [name for name, text in want.items() if archive.read(name) != text] == []
         assert "fusedtp/py.typed" in archive.namelist()
+        assert not [name for name in archive.namelist() if name.startswith("fusedtp/bench/results")]
 
 
 def test_wheel_installs_one_top_level_name(wheel: Path) -> None:
@@ -111,5 +113,6 @@ def test_wheel_runs_outside_the_tree(site: Path, tmp_path: Path) -> None:
 
 
 def test_installed_command_lists_its_subcommands(site: Path, tmp_path: Path) -> None:
-    """The console script that the wheel installs starts, and its help names `train`."""
+    """The console script that the wheel installs starts, its help names `train`, and `bench` knows its suites."""
     assert "train" in run_outside(site, tmp_path, site / "bin" / "fusedtp", "--help")
+    assert "all-gather-matmul" in run_outside(site, tmp_path, site / "bin" / "fusedtp", "bench", "--help")
