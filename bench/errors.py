@@ -1,0 +1,77 @@
+"""How wrong a result is, and how wrong its dtype lets it be.
+
+With u the unit roundoff of the dtype and v that of fp32, in which every engine accumulates, an entry of a product of
+K terms of W ranks may be off by
+
+    u (sum_r |p_r| + |y|) + (K + W + 2) v sum_k |x_k w_k|        p_r: rank r's part, rounded before it travels
+
+entry by entry; a result of one rank has no p_r. A baseline that sums in its own dtype rounds after every addition.
+`share` is the largest error as a share of that. The reference is fp64, on at most ROWS rows spread over all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 32
+
+
+class Error(NamedTuple):
+    """The largest absolute error, and the largest share of what is allowed."""
+
+    largest: float
+    share: float
+
+
+def sampled(total: int) -> Tensor:
+    """At most ROWS row numbers in [0, total), spread evenly, the first and the last among them."""
+    return torch.linspace(0, total - 1, min(ROWS, total), dtype=torch.float64).round().long().unique()
+
+
+def unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+class Reference(NamedTuple):
+    """[rows, N] in fp64: the exact product, the sum of its terms' absolute values, and of its parts' (or None)."""
+
+    y: Tensor
+    terms: Tensor
+    parts: Tensor | None
+
+
+def product(x: Tensor, w: Tensor, rows: Tensor) -> Reference:
+    """x [T, K] at `rows`, w [N, K]: of one rank."""
+    some, weight = x[rows.to(x.device)].double(), w.double()
+    return Reference(some @ weight.t(), some.abs() @ weight.abs().t(), None)
+
+
+def compare(got: Tensor, want: Reference, k: int, ranks: int = 1, roundings: int = 1) -> Error:
+    """got [rows, N] against the reference; `roundings` of a sum of parts happen in its dtype."""
+    if not got.numel():
+        return Error(0.0, 0.0)
+    u, v = unit(got.dtype), unit(torch.float32)
+    allowed = u * want.y.abs() + (k + ranks + 2) * v * want.terms
+    if want.parts is not None:
+        allowed = allowed + roundings * u * want.parts
+    error = (got.double() - want.y).abs()
+    if not bool(error.isfinite().all()):
+        return Error(float("inf"), float("inf"))
+    return Error(
+        float(error.max()), float((error / allowed.clamp(min=torch.finfo(torch.float64).tiny)).max())
+    )
+
+
+def elementwise(got: Tensor, want: Tensor, magnitude: Tensor, terms: int, roundings: int = 1) -> Error:
+    """got against fp64 values that come from `terms` fp32 operations on values of `magnitude`, rounded to its dtype."""
+    rounded = (1 + unit(got.dtype)) ** roundings - 1
+    allowed = rounded * want.abs() + terms * unit(torch.float32) * magnitude
+    error = (got.double() - want).abs()
+    if not bool(error.isfinite().all()):
+        return Error(float("inf"), float("inf"))
+    return Error(
+        float(error.max()), float((error / allowed.clamp(min=torch.finfo(torch.float64).tiny)).max())
+    )

@@ -1,0 +1,193 @@
+"""fusedtp bench gpu, or make gpu: GPU tests, then every suite on one GPU, unattended, in nine minutes.
+
+    tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu                          (in a checkout)
+    matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
+    pointwise  RMSNorm, SwiGLU, rotary embedding, linear cross-entropy: Llama 3 8B's
+    block      Llama 3 8B's block on one rank and on eight
+    virtual-W  the fused operations with W = 2, 4, 8 ranks side by side on the GPU: Llama 3 70B's shapes
+    link-8     all-gather matmul at W = 8, each rank's copies held to an eighth of a node's link
+
+Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
+journal before. Another call at the same commit skips the parts that are there and goes on within the one that was
+interrupted; --fresh begins anew. A part that fails does not stop the others; the exit code is 1 if any did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import machine
+from .options import parse
+
+FUSED = "all-gather-matmul,matmul-reduce-scatter,matmul-all-reduce"
+NODE_LINK_GBPS = 450.0  # NVLink of an H100 or H200, one direction, line rate
+LEAST_SECONDS = 20.0  # under which a part is not begun
+END_SECONDS = 5.0  # what stopping a part takes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does. `share` of the time that is left when it begins, of itself and the parts after it."""
+
+    name: str
+    share: float
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """GPU tests, then all suites on this machine's one GPU."""
+
+    minutes: float = 9.0
+    """The limit for everything together."""
+    fresh: bool = False
+    """Measure again what was measured at this commit."""
+    tests: bool = True
+    """Run the GPU tests first."""
+    device: str = "cuda"
+    """cpu tries the plan itself, with small shapes."""
+    out: str = ""
+    """Folder of the results. Default: bench/results/<gpu>."""
+
+
+def parts(options: Options) -> list[Part]:
+    """In the order they run."""
+    on_cpu = options.device == "cpu"
+    found = []
+    if options.tests and machine.in_checkout():
+        tests = ("tests/gpu", "tests/nn/test_gpu.py")
+        found.append(Part("tests", 10.0, (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *tests)))
+
+    def add(name: str, share: float, suites: str, sizes: str, *more: str) -> None:
+        small = "--smoke --device cpu" if on_cpu else sizes
+        words = ["-m", "fusedtp", "bench", "all", "--suites", suites, *small.split(), *more]
+        found.append(Part(name, share, (sys.executable, *words)))
+
+    # A compiled matmul is the vendor's, or minutes of search.
+    add(
+        "matmul",
+        1.5,
+        "matmul",
+        "--shapes llama3-70b,square-8192 --tokens 8192 --no-compile",
+        "--tp",
+        "8" if not on_cpu else "2",
+    )
+    add("pointwise", 2.0, "pointwise,linear-cross-entropy", "--shapes llama3-8b --tokens 8192", "--tp", "1")
+    add(
+        "block",
+        1.5,
+        "block",
+        "--shapes llama3-8b --tokens 8192",
+        "--world",
+        "virtual",
+        "--tp",
+        "1,8" if not on_cpu else "1,2",
+    )
+    for ranks in (2, 4, 8) if not on_cpu else (2,):  # the smoke's model has four heads
+        sizes = "--shapes llama3-70b --tokens 2048,8192,16384"
+        add(f"virtual-{ranks}", 2.0, FUSED, sizes, "--world", "virtual", "--tp", str(ranks))
+    if not on_cpu:
+        held = ("--world", "virtual", "--tp", "8", "--link-gbps", f"{NODE_LINK_GBPS / 8:g}")
+        add("link-8", 1.5, "all-gather-matmul", "--shapes llama3-70b --tokens 8192,16384", *held)
+    return found
+
+
+def seconds_for(part: Part, later: Sequence[Part], left: float) -> float:
+    """The limit of a part when `left` seconds are left for it and the parts after it."""
+    return left * part.share / (part.share + sum(other.share for other in later))
+
+
+def is_done(path: Path, commit: str) -> bool:
+    """Whether a part's file is there, of this commit and without failures. A changed tree ("+") is never done."""
+    try:
+        found = json.loads(path.read_text())
+        return bool(commit) and commit[-1] != "+" and found["commit"] == commit and found["code"] == 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def run_within(command: Sequence[str], seconds: float) -> int:
+    """The exit code of a command; 124 where it was ended, with all that it started, after so many seconds."""
+    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd=machine.ROOT)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where every part passed, 1 where one failed or was not begun, 2 without a GPU."""
+    options = parse(Options, argv, "fusedtp bench gpu")
+    about = machine.describe_run(options.device, ["gpu", *argv]) if _has(options.device) else None
+    if about is None:
+        print("fusedtp bench gpu: torch sees no GPU here", file=sys.stderr)
+        return 2
+    folder = Path(options.out) if options.out else machine.folder_of(about, save=True)
+    return run_parts(parts(options), folder.absolute(), about["commit"], options, run_within)
+
+
+def _has(device: str) -> bool:
+    import torch
+
+    return device != "cuda" or torch.cuda.is_available()
+
+
+def run_parts(
+    every: Sequence[Part],
+    folder: Path,
+    commit: str,
+    options: Options,
+    run: Callable[[Sequence[str], float], int],
+) -> int:
+    """Run what is not done yet, in order; 1 if any part is not done in the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end, codes = time.monotonic() + 60 * options.minutes, {}
+    todo = [part for part in every if options.fresh or not is_done(_status(folder, part), commit)]
+    for part in every:
+        if part not in todo:
+            print(f"{part.name}: already done at {commit}", flush=True)
+    for i, part in enumerate(todo):
+        left = end - time.monotonic()
+        seconds = seconds_for(part, todo[i + 1 :], left) - END_SECONDS
+        if seconds < min(LEAST_SECONDS, 6 * options.minutes):
+            print(f"{part.name}: no time left", flush=True)
+            codes[part.name] = 124
+            continue
+        command = [*part.command]
+        if part.name != "tests":
+            # Compilation, roofs, checks and drawing take about as long as the samples.
+            command += ["--out", str(folder / f"{part.name}.json"), "--minutes", f"{0.45 * seconds / 60:.3f}"]
+            command += [] if options.fresh else ["--resume"]
+        print(f"{part.name}: at most {seconds:.0f} s", flush=True)
+        begin = time.monotonic()
+        code = codes[part.name] = run(command, seconds)
+        took = time.monotonic() - begin
+        status = {"commit": commit, "code": code, "seconds": round(took, 1), "command": command[1:]}
+        _status(folder, part).write_text(json.dumps(status, indent=1) + "\n")
+        print(f"{part.name}: {'passed' if code == 0 else f'exit code {code}'} after {took:.0f} s", flush=True)
+    failed = [name for name, code in codes.items() if code]
+    print(
+        f"{len(every) - len(failed)} of {len(every)} parts done"
+        + (f"; not: {', '.join(failed)}" if failed else "")
+    )
+    return 1 if failed else 0
+
+
+def _status(folder: Path, part: Part) -> Path:
+    return folder / f"{part.name}.status.json"

@@ -1,0 +1,123 @@
+"""Holding the copies of virtual ranks to a rate, so that one GPU's memory passes for a link.
+
+    virtual rank's copy stream    | piece | spin .... | piece | spin .... |        piece / (copy + spin) = rate held
+
+One GPU copies between its ranks at the speed of its memory, many times that of a link, and each of its W ranks has
+1/W of the processors: a node whose links carry R is imitated by R / W a rank. The copy stream moves pieces of limited
+size, each followed by a spin on the device, whose length is corrected until the measured rate of all ranks at once is
+the wanted one. What was held is measured and reported, never assumed. Copies of all ranks together may use half of the
+measured copy bandwidth, the rest is left to the matmuls; more is refused.
+
+Stores of a reduce-scatter's epilogue are not copies: nothing holds them. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .options import Refused
+
+PIECE_SECONDS = 20e-6  # between two pieces at most: what a kernel that waits for rows sees as a steady stream
+PIECE_BYTES = (32 << 10, 4 << 20)
+SHARE = 0.5  # of the measured copy bandwidth
+ROUNDS = 6  # of calibration
+
+
+def check_total(link_gbps: float, ranks: int, copy_gbps: float) -> None:
+    """Raise Refused, a ValueError, where `ranks` copies at `link_gbps` take more than half of what the device can copy.
+
+    copy_gbps   bytes copied per second (each is read and written once), in GB/s
+    """
+    total, most = link_gbps * ranks, SHARE * copy_gbps
+    if total > most:
+        raise Refused(
+            f"{ranks} ranks at {link_gbps:g} GB/s copy {total:g} GB/s; the device copies {copy_gbps:.0f} GB/s, and "
+            f"more than half of that ({most:.0f}) would slow the matmuls down: at most {most / ranks:.1f} GB/s a rank"
+        )
+
+
+def piece_bytes(rate: float) -> int:
+    """Bytes of a piece at `rate` bytes/s: a power of two that takes at most PIECE_SECONDS, within PIECE_BYTES."""
+    low, high = PIECE_BYTES
+    size = low
+    while 2 * size <= min(high, rate * PIECE_SECONDS):
+        size *= 2
+    return size
+
+
+def spin_seconds(piece: int, rate: float, copy_rate: float) -> float:
+    """How long to spin after a piece that by itself is copied at `copy_rate`, so that pieces come at `rate`.
+
+    Raises Refused for a rate that the copy itself does not reach.
+    """
+    if rate > copy_rate:
+        raise Refused(f"cannot hold copies to {rate / 1e9:.1f} GB/s: they reach {copy_rate / 1e9:.1f} GB/s")
+    return piece / rate - piece / copy_rate
+
+
+def corrected(spin: float, piece: int, rate: float, held: float) -> float:
+    """The next spin, after pieces with this one came at `held` bytes/s; never negative."""
+    return max(0.0, spin + piece / rate - piece / held)
+
+
+def calibrate(
+    rate: float, copy_rate: float, held_with: Callable[[int, float], float], within: float = 0.02
+) -> tuple[int, float, float]:
+    """(piece, spin, rate held): correct the spin until `held_with(piece, spin)` is within a share of `rate`.
+
+    held_with   measures bytes/s of one rank while all copy; the same answer on all ranks
+    Raises Refused where ROUNDS corrections do not get there: the rate is then not one that this device can hold.
+    """
+    piece = piece_bytes(rate)
+    spin = spin_seconds(piece, rate, copy_rate)
+    held = held_with(piece, spin)
+    for _ in range(ROUNDS):
+        if abs(held / rate - 1) <= within:
+            return piece, spin, held
+        spin = corrected(spin, piece, rate, held)
+        held = held_with(piece, spin)
+    if abs(held / rate - 1) <= within:
+        return piece, spin, held
+    raise Refused(f"wanted copies at {rate / 1e9:.1f} GB/s, held {held / 1e9:.1f} after {ROUNDS} corrections")
+
+
+def paced_copy(out: Tensor, source: Tensor, piece: int, cycles: int) -> None:
+    """out = source on the current stream, in pieces of so many bytes, each followed by a spin of so many cycles."""
+    flat_out, flat_in = out.view(-1), source.reshape(-1)
+    step = max(1, piece // max(1, source.element_size()))
+    for begin in range(0, flat_in.numel(), step):
+        flat_out[begin : begin + step].copy_(flat_in[begin : begin + step], non_blocking=True)
+        if cycles:
+            torch.cuda._sleep(cycles)
+
+
+@contextmanager
+def paced(piece: int, cycles: int) -> Iterator[None]:
+    """Every copy between ranks that the copy stream starts in here is paced."""
+    from fusedtp.ops import local
+
+    class PacedCopyStream(local.CopyStream):
+        def fetch(self, source: Tensor) -> Callable[[], Tensor]:
+            out = torch.empty_like(source)
+            out.record_stream(self.stream)
+            with torch.cuda.stream(self.stream):
+                paced_copy(out, source, piece, cycles)
+                done = self.stream.record_event()
+
+            def ready() -> Tensor:
+                torch.cuda.current_stream(source.device).wait_event(done)
+                return out
+
+            return ready
+
+    usual: Any = local.CopyStream
+    local.CopyStream = PacedCopyStream  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        local.CopyStream = usual  # type: ignore[misc]

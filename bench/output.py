@@ -1,0 +1,97 @@
+"""A result for people: a table a suite, by rich where it is installed, else plain; and pictures (plots.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from .rows import Row
+
+COLUMNS = ("engine", "ms", "TFLOP/s", "GB/s", "roof", "hidden", "host us", "error", "note")
+
+
+def cells(row: Row) -> list[str]:
+    """One row, as COLUMNS."""
+    rate, flops = row.rate, row.flops is not None
+
+    def number(value: float | None, text: str) -> str:
+        return "" if value is None else format(value, text)
+
+    return [
+        row.engine,
+        "" if row.seconds is None else str(row.seconds),
+        number(rate / 1e12 if rate is not None and flops else None, ".4g"),
+        number(rate / 1e9 if rate is not None and not flops else None, ".4g"),
+        number(row.roof_share, ".0%"),
+        number(row.hidden_share, ".0%"),
+        number(None if row.host_seconds is None else 1e6 * row.host_seconds, ".0f"),
+        number(row.error_share, ".2f"),
+        row.note if row.link_gbps is None else f"link {row.link_gbps:.1f} GB/s",
+    ]
+
+
+def headline(row: Row) -> str:
+    """What the rows of one case have in common."""
+    shape = " ".join(f"{name}={value}" for name, value in row.shape.items())
+    return f"{row.suite}: {shape} {row.dtype}, {row.world} x {row.ranks}"
+
+
+def show(about: Mapping[str, Any], roofs: Mapping[str, Mapping[str, float]], rows: Sequence[Row]) -> None:
+    """Print the machine, the roofs and every case's rows."""
+    keep = ("gpu", "cpu", "cores", "torch", "triton", "commit", "command")
+    print(", ".join(f"{name} {about[name]}" for name in keep if about.get(name)))
+    for world, reached in roofs.items():
+        rates = [
+            f"{name} {rate / 1e12:.4g} TFLOP/s"
+            if name != "copy"
+            else f"copy {rate / 1e9:.4g} GB/s (read + written)"
+            for name, rate in reached.items()
+        ]
+        print(f"roofs, {world}: {', '.join(rates)}")
+    for title, group in groupby(rows, headline):
+        _table(title, [cells(row) for row in group])
+
+
+def _table(title: str, lines: list[list[str]]) -> None:
+    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
+    header, lines = [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(plain_table(title, header, lines))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        left = name in ("engine", "note")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def plain_table(title: str, header: list[str], lines: list[list[str]]) -> str:
+    """The same in spaces."""
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    text = [title]
+    for line in [header, *lines]:
+        text.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    return "\n".join(text) + "\n"
+
+
+def draw(path: Path, about: Mapping[str, Any], roofs: Mapping[str, Any], rows: Sequence[Row]) -> list[Path]:
+    """Pictures beside `path`; none without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no pictures: matplotlib is not installed")
+        return []
+    matplotlib.use("Agg")
+    from . import plots
+
+    return plots.draw(path, about, roofs, rows)

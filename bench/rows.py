@@ -1,0 +1,110 @@
+"""One row of a result: what was run, how long it took, and the figures that follow from it.
+
+docs/benchmarks.md explains each figure. Those that follow from others are computed here and nowhere else, so that a
+row's own times give them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .sample import Spread
+
+FORMAT = "fusedtp-bench-1"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine or baseline on one shape. `seconds` is None where it could not run; `note` then says why.
+
+    flops, moved_bytes   of all ranks together, for one call
+    roof                 what this machine reached in the same run: FLOP/s, or bytes/s for rows without flops
+    t_comm, t_matmul     of fused operations: the faster communication alone; the matmuls alone
+    error                largest absolute difference from an fp64 reference on sampled rows
+    error_share          the largest share of what the dtype allows there; above 1 the result is wrong
+    link_gbps            what the copies of a rank reached where --link-gbps held them
+    """
+
+    suite: str
+    shape: dict[str, int | str]
+    dtype: str
+    engine: str
+    world: str
+    ranks: int
+    seconds: Spread | None = None
+    flops: float | None = None
+    moved_bytes: float | None = None
+    roof: float | None = None
+    t_comm: float | None = None
+    t_matmul: float | None = None
+    host_seconds: float | None = None
+    error: float | None = None
+    error_share: float | None = None
+    peak_bytes: int | None = None
+    link_gbps: float | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """What makes it the same row in two files."""
+        shape = " ".join(f"{name}={value}" for name, value in self.shape.items())
+        return f"{self.suite} {shape} {self.dtype} {self.world}x{self.ranks} | {self.engine}"
+
+    @property
+    def rate(self) -> float | None:
+        """FLOP/s, or bytes/s where no flops are counted."""
+        work = self.flops if self.flops is not None else self.moved_bytes
+        return None if work is None or self.seconds is None else work / self.seconds.median
+
+    @property
+    def roof_share(self) -> float | None:
+        return None if self.rate is None or not self.roof else self.rate / self.roof
+
+    @property
+    def hidden_share(self) -> float | None:
+        if self.seconds is None or self.t_comm is None or self.t_matmul is None:
+            return None
+        return hidden_share(self.t_comm, self.t_matmul, self.seconds.median)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rate = self.rate
+        return {
+            "suite": self.suite,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "engine": self.engine,
+            "world": self.world,
+            "ranks": self.ranks,
+            "seconds": None if self.seconds is None else vars(self.seconds),
+            "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
+            "tflops": rate / 1e12 if rate is not None and self.flops is not None else None,
+            "gbps": rate / 1e9 if rate is not None and self.flops is None else None,
+            "roof": self.roof,
+            "roof_share": self.roof_share,
+            "t_comm": self.t_comm,
+            "t_matmul": self.t_matmul,
+            "hidden_share": self.hidden_share,
+            "host_seconds": self.host_seconds,
+            "error": self.error,
+            "error_share": self.error_share,
+            "peak_bytes": self.peak_bytes,
+            "link_gbps": self.link_gbps,
+            "note": self.note,
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Row:
+        """What as_dict wrote; the figures that follow are computed again."""
+        names = cls.__dataclass_fields__
+        fields = {name: value for name, value in found.items() if name in names}
+        if fields["seconds"] is not None:
+            fields["seconds"] = Spread(**fields["seconds"])
+        return cls(**fields)
+
+
+def hidden_share(t_comm: float, t_matmul: float, t_fused: float) -> float:
+    """How much of what could be hidden is: 0 one after the other, 1 as long as the slower of the two alone."""
+    return (t_comm + t_matmul - t_fused) / min(t_comm, t_matmul)

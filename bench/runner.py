@@ -1,0 +1,194 @@
+"""From options to a result: cases of all suites asked for, grouped by the world that they run in.
+
+A world is started once for all its cases. Each case is written to a journal as soon as it is measured. A case that
+raises becomes a row that says so, and the world is started again for those after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import machine, output, ranks
+from .journal import Journal
+from .options import Options, Plan, Refused, plan_of
+from .ranks import Rank
+from .rows import FORMAT, Row
+
+SUITES = (
+    "matmul", "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce", "pointwise",
+    "linear-cross-entropy", "block",
+)  # fmt: skip
+Job = tuple[str, Any]  # suite, case
+
+
+def suite_module(name: str) -> Any:
+    return importlib.import_module(f"{__package__}.suites.{name.replace('-', '_')}")
+
+
+def jobs_of(plan: Plan, suites: Sequence[str]) -> dict[int, list[Job]]:
+    """Ranks -> the cases that run there; no case twice. A suite of one device takes --tp for its shapes only."""
+    found: dict[int, list[Job]] = {}
+    for name in suites:
+        module = suite_module(name)
+        for tp in plan.tp:
+            count = 1 if module.RANKS == "one" else tp
+            if count > 1 or module.RANKS != "several":
+                found.setdefault(count, []).extend((name, case) for case in module.cases(plan, tp))
+    return {count: list(dict.fromkeys(jobs)) for count, jobs in found.items() if jobs}
+
+
+def run_cases(rank: Rank, jobs: Sequence[Job], seconds: float, path: str, key: dict[str, Any]) -> None:
+    """Every job in this world; rank 0 writes the journal. Collective."""
+    journal = Journal(Path(path), key, resume=True) if rank.rank == 0 else None
+    rank.seconds = seconds
+    rank.measure_roofs()
+    if journal is not None:
+        journal.add(world=f"{rank.world}x{rank.world_size}", roofs=rank.roofs, link_gbps=rank.link_gbps)
+    for suite, case in jobs:
+        rows = suite_module(suite).measure(rank, case)
+        if journal is not None:
+            journal.add_case(suite, _name(rank.world_size, case), rows)
+
+
+def _name(world_size: int, case: Any) -> str:
+    return f"{world_size}: {case.label}"
+
+
+def measure(plan: Plan, suites: Sequence[str], journal: Journal, key: dict[str, Any]) -> None:
+    """All cases that the journal does not have yet. Raises Refused for a world that cannot be."""
+    jobs = jobs_of(plan, suites)
+    seconds = plan.seconds / max(1, sum(len(each) for each in jobs.values()))
+    for count, every in jobs.items():
+        while left := [(s, c) for s, c in every if (s, _name(count, c)) not in journal.done()]:
+            started = len(journal.lines())
+            try:
+                ranks.run(plan, count, run_cases, left, seconds, str(journal.path), key)
+            except (Refused, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                # Without so much as a roof the world itself does not work, and no case in it will.
+                done, dead = journal.done(), len(journal.lines()) == started
+                waiting = [(s, c) for s, c in left if (s, _name(count, c)) not in done]
+                for suite, case in waiting if dead else waiting[:1]:
+                    _fail(plan, journal, count, suite, case, error)
+
+
+def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Any, error: Exception) -> None:
+    why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+    print(f"fusedtp bench: {suite} {case.label} failed: {why}", file=sys.stderr)
+    world = plan.world if count > 1 else "one"
+    row = Row(suite, case.shape, case.dtype, "all", world, count, note=f"failed: {why}")
+    journal.add_case(suite, _name(count, case), [row], failed=True)
+
+
+def run(suite: str, argv: Sequence[str], options: Options) -> int:
+    """Measure a suite, or several for "all"; print, write, draw. 0, or 1 where a case failed, 2 for bad input."""
+    try:
+        plan = plan_of(options)
+        suites = _chosen(suite, options.suites)
+    except ValueError as error:
+        print(f"fusedtp bench: {error}", file=sys.stderr)
+        return 2
+    about = machine.describe_run(plan.device, [suite, *argv])
+    path = Path(options.out) if options.out else machine.folder_of(about, options.save) / f"{suite}.json"
+    key = {
+        "format": FORMAT, "fusedtp": about["fusedtp"], "commit": about["commit"], "suites": list(suites),
+        "plan": _plain(plan),
+    }  # fmt: skip
+    resume = options.resume and not about["commit"].endswith("+")  # what a changed tree measured is not known
+    if resume and _finished(path, key):
+        print(f"{path}: already measured at this commit")
+        return 1 if json.loads(path.read_text())["failures"] else 0
+    if not jobs_of(plan, suites):
+        print(f"fusedtp bench: {suite} has no case for these shapes and --tp", file=sys.stderr)
+        return 2
+    journal = Journal(path.with_suffix(".partial.jsonl"), key, resume)
+    with stopped_by(signal.SIGTERM):
+        try:
+            measure(plan, suites, journal, key)
+        except Refused as error:
+            print(f"fusedtp bench: {error}", file=sys.stderr)
+            return 2
+        except Stopped:  # ranks may still run: what there is is written, and nothing waits for them
+            _write(path, key, about, journal, complete=False)
+            print(f"fusedtp bench: stopped; {path} holds what was measured", file=sys.stderr, flush=True)
+            os._exit(124)
+    about["gpu_state_after"] = machine.gpu_state() if plan.device == "cuda" else None
+    result = _write(path, key, about, journal, complete=True)
+    rows, roofs = journal.rows(), journal.roofs()
+    journal.path.unlink()
+    output.show(about, roofs, rows)
+    written = [path]
+    if options.plots:
+        written += output.draw(path, about, roofs, rows)
+    print(", ".join(map(str, written)))
+    return 1 if result["failures"] else 0
+
+
+class Stopped(BaseException):
+    """This process was told to end."""
+
+
+@contextmanager
+def stopped_by(number: signal.Signals) -> Iterator[None]:
+    """In here a signal raises Stopped (only the main thread can have it so)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise Stopped
+
+    before = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _write(
+    path: Path, key: dict[str, Any], about: dict[str, Any], journal: Journal, complete: bool
+) -> dict[str, Any]:
+    result = {
+        "format": FORMAT, "complete": complete, "key": key, "machine": about, "roofs": journal.roofs(),
+        "failures": journal.failures(), "rows": [row.as_dict() for row in journal.rows()],
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _chosen(suite: str, only: str) -> tuple[str, ...]:
+    if suite != "all":
+        if only:
+            raise ValueError("--suites goes with `all`")
+        return (suite,)
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(SUITES)
+    wrong = [name for name in wanted if name not in SUITES]
+    if wrong:
+        raise ValueError(f"no suite is called {', '.join(wrong)}: there are {', '.join(SUITES)}")
+    return tuple(wanted)
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    """As JSON gives it back, but for the time that samples may take."""
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
+    del found["seconds"]
+    return found
+
+
+def _finished(path: Path, key: dict[str, Any]) -> bool:
+    try:
+        found = json.loads(path.read_text())
+        return bool(found["complete"] and found["key"] == key)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

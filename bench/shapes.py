@@ -1,0 +1,93 @@
+"""Sizes of published models, and the matrices that one layer of them multiplies on a rank.
+
+`source` names the repository on huggingface.co whose config.json has these numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    """As in config.json: hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, ..."""
+
+    name: str
+    source: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """y [T, N] = x [T, K] @ w [N, K].T as one rank of `tp` computes it.
+
+    kind   column   N is split: x is gathered before       (q, k, v in one; gate and up in one)
+           row      K is split: y is summed after          (o; down)
+           square   neither
+    """
+
+    model: str
+    name: str
+    kind: str
+    k: int
+    n: int
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("llama3-8b", "meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 8, 128, 128256),
+        Model("llama3-70b", "meta-llama/Meta-Llama-3-70B", 8192, 28672, 64, 8, 128, 128256),
+        Model("llama3-405b", "meta-llama/Llama-3.1-405B", 16384, 53248, 128, 8, 128, 128256),
+        Model("llama3.2-3b", "meta-llama/Llama-3.2-3B", 3072, 8192, 24, 8, 128, 128256),
+        Model("qwen3-0.6b", "Qwen/Qwen3-0.6B", 1024, 3072, 16, 8, 128, 151936),
+        Model("qwen3-4b", "Qwen/Qwen3-4B", 2560, 9728, 32, 8, 128, 151936),
+        Model("qwen3-8b", "Qwen/Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
+        Model("qwen3-32b", "Qwen/Qwen3-32B", 5120, 25600, 64, 8, 128, 151936),
+        Model("qwen2.5-14b", "Qwen/Qwen2.5-14B", 5120, 13824, 40, 8, 128, 152064),
+        Model("qwen2.5-72b", "Qwen/Qwen2.5-72B", 8192, 29568, 64, 8, 128, 152064),
+        Model("mistral-7b", "mistralai/Mistral-7B-v0.3", 4096, 14336, 32, 8, 128, 32768),
+        Model("phi-4", "microsoft/phi-4", 5120, 17920, 40, 10, 128, 100352),
+        Model("tiny", "", 64, 160, 4, 2, 16, 509),  # no model: for a quick run of the suites
+    )
+}
+
+
+def model_of(name: str) -> Model:
+    """Raises ValueError that lists the names there are."""
+    if name not in MODELS:
+        raise ValueError(
+            f"no shape is called {name!r}: there are {', '.join(MODELS)}, and square-N for an N x N matrix"
+        )
+    return MODELS[name]
+
+
+def layers(name: str, tp: int) -> list[Layer]:
+    """The matmuls of a model's block on one rank of `tp`; of "square-N" the one N x N.
+
+    Raises ValueError for a name that there is not, and where heads or widths do not split into `tp` equal parts.
+    kv heads fewer than ranks are repeated, one a rank.
+    """
+    if name.startswith("square-") and name[7:].isdigit() and int(name[7:]) > 0:
+        size = int(name[7:])
+        return [Layer(name, "square", "square", size, size)]
+    model = model_of(name)
+    if model.heads % tp or model.intermediate % tp or (model.kv_heads % tp and tp % model.kv_heads):
+        raise ValueError(
+            f"{name} does not split over {tp} ranks: {model.heads} heads, {model.kv_heads} kv heads, "
+            f"intermediate size {model.intermediate}"
+        )
+    kv_heads = max(1, model.kv_heads // tp)
+    qkv = (model.heads // tp + 2 * kv_heads) * model.head_dim
+    width = model.intermediate // tp
+    return [
+        Layer(name, "qkv", "column", model.hidden, qkv),
+        Layer(name, "gate_up", "column", model.hidden, 2 * width),
+        Layer(name, "o", "row", model.heads // tp * model.head_dim, model.hidden),
+        Layer(name, "down", "row", width, model.hidden),
+    ]

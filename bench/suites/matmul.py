@@ -1,0 +1,68 @@
+"""The plain Triton matmul, which the fused kernels add communication to, against the vendor's; one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops import launch
+from fusedtp.ops import local as cpu
+
+from .. import baselines, errors
+from ..options import Plan
+from ..ranks import Rank
+from ..rows import Row
+from ..sample import Rotating
+from .common import Case, layer_cases, missing, row
+from .common import matmul as vendor
+
+NAME, RANKS = "matmul", "one"
+
+
+def cases(plan: Plan, tp: int) -> list[Case]:
+    """All layers of the shapes as one rank of `tp` has them, and squares."""
+    return layer_cases(plan, tp, "column", "row", "square")
+
+
+def measure(rank: Rank, case: Case) -> list[Row]:
+    """Rows of one case."""
+
+    def operands(seed: int) -> tuple[Tensor, ...]:
+        x = rank.randn(case.tokens, case.k, dtype=case.dtype, seed=2 * seed)
+        return x, rank.randn(case.n, case.k, dtype=case.dtype, seed=2 * seed + 1, scale=case.k**-0.5)
+
+    on_cpu = rank.device.type == "cpu"
+    ours = "fusedtp triton" if not on_cpu else "fusedtp (local matmul of chunked)"
+    functions: dict[str, Callable[..., Tensor]] = {
+        baselines.vendor_name(rank.device): vendor,
+        ours: cpu.linear if on_cpu else launch.matmul,
+    }
+    compiled, why = baselines.compiled(lambda x, w: x @ w.t(), rank.device, rank.plan.compile)
+    if compiled is not None:
+        functions["torch.compile"] = compiled
+    sets = rank.copies(operands)
+    sampled = errors.sampled(case.tokens).to(rank.device)
+    with torch.no_grad():
+        x, w = sets[0]
+        want = errors.product(x, w, sampled)
+        found = {name: errors.compare(fn(*sets[0])[sampled], want, case.k) for name, fn in functions.items()}
+        ways = {name: Rotating(fn, sets) for name, fn in functions.items()}
+        rows = [
+            row(
+                rank, NAME, case.shape, case.dtype, name,
+                seconds=spread, flops=2.0 * case.tokens * case.k * case.n, roof=rank.roofs[case.dtype],
+                host_seconds=rank.host(ways[name]), error=found[name],
+            )
+            for name, spread in rank.measure(ways).items()
+        ]  # fmt: skip
+    if on_cpu:
+        rows.append(_missing(rank, case, "fusedtp triton", "Triton's interpreter: its time says nothing"))
+    if compiled is None:
+        rows.append(_missing(rank, case, "torch.compile", why))
+    return rows
+
+
+def _missing(rank: Rank, case: Case, engine: str, why: str) -> Row:
+    return missing(rank, NAME, case.shape, case.dtype, engine, why)

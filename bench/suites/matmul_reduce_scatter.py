@@ -1,0 +1,92 @@
+"""matmul_reduce_scatter: x [T, K] times w [N, K].T on every rank, summed, each rank keeping its rows [T_r, N]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedtp
+from fusedtp.ops import movers
+from fusedtp.ops.rows import Rows, split
+
+from .. import errors
+from ..options import Plan
+from ..ranks import Rank
+from ..rows import Row
+from . import parallel
+from .common import Case, layer_cases, matmul
+
+NAME, RANKS = "matmul-reduce-scatter", "several"
+
+
+def cases(plan: Plan, tp: int) -> list[Case]:
+    """Row-parallel layers; T in equal parts."""
+    return [case for case in layer_cases(plan, tp, "row") if case.tokens % tp == 0]
+
+
+def operands_of(rank: Rank, case: Case) -> Any:
+    """seed -> x [T, K] and w [N, K] of this rank, such that the sum over ranks is of the size of one."""
+
+    def operands(seed: int) -> tuple[Tensor, ...]:
+        x = rank.randn(case.tokens, case.k, dtype=case.dtype, seed=2 * seed)
+        scale = (case.k * case.tp) ** -0.5
+        return x, rank.randn(case.n, case.k, dtype=case.dtype, seed=2 * seed + 1, scale=scale)
+
+    return operands
+
+
+def summed(rank: Rank, case: Case, x: Tensor, w: Tensor, sampled: Tensor) -> errors.Reference:
+    """The product at `sampled` rows, summed over ranks. Collective."""
+    assert rank.comm is not None
+    part = errors.product(x, w, sampled)
+    total, terms, parts = (rank.comm.all_reduce(t) for t in (part.y, part.terms, part.y.abs()))
+    return errors.Reference(total, terms, parts)
+
+
+def measure(rank: Rank, case: Case) -> list[Row]:
+    """Rows of one case. Collective."""
+    group, comm, world_size = rank.group, rank.comm, rank.world_size
+    assert comm is not None
+    rows, mine = Rows(split(case.tokens, world_size)), case.tokens // world_size
+    partial = rank.randn(case.tokens, case.n, dtype=case.dtype, seed=99)
+    operands = operands_of(rank, case)
+
+    def ours(engine: str, x: Tensor, w: Tensor) -> Tensor:
+        return fusedtp.matmul_reduce_scatter(x, w, group, engine=engine)
+
+    def by_hand(hand: Any) -> tuple[parallel.Function, parallel.Function]:
+        return lambda x, w: hand.reduce_scatter(partial), lambda x, w: hand.reduce_scatter(matmul(x, w))
+
+    def fused(library: Any, group: Any) -> parallel.Function:
+        return lambda x, w: library.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)
+
+    sampled = errors.sampled(case.tokens)
+    x, w = operands(0)
+    want = summed(rank, case, x, w, sampled)
+    del x, w
+    begin = rank.rank * mine
+    own = (sampled >= begin) & (sampled < begin + mine)
+    own_want = errors.Reference(*(None if t is None else t[own.to(t.device)] for t in want))  # type: ignore[arg-type]
+
+    def error(y: Tensor, is_ours: bool) -> errors.Error:
+        some = y[(sampled[own] - begin).to(y.device)]
+        # Ours sums in fp32; a collective may round after each addition, in its own order.
+        roundings = 1 if is_ours else world_size
+        return errors.Error(*rank.worst(*errors.compare(some, own_want, case.k, world_size, roundings)))
+
+    with torch.no_grad():
+        return parallel.measure(
+            rank, NAME, case,
+            parallel.Parts(
+                operands=operands,
+                local=matmul,
+                alone=lambda x, w: movers.scattered(comm, partial, rows),
+                ours=ours,
+                by_hand=by_hand,
+                fused=fused,
+                error=error,
+                moved=(world_size - 1) * case.tokens * case.n * case.itemsize,
+            ),
+        )  # fmt: skip

@@ -1,0 +1,118 @@
+"""The fused operations against what they replace: the skeleton of three suites.
+
+An operation gives its parts (`Parts`): operands, the matmuls alone, the communication alone, the two after each other,
+torch's own fusion, ours, and an error. Everything is sampled in one interleaved run, and each fused row carries the
+times of the two parts, from which its share of hidden communication follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .. import baselines
+from ..errors import Error
+from ..ranks import Rank
+from ..rows import Row
+from ..sample import Rotating, Way
+from .common import Case, median, row
+
+MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An operation on one case.
+
+    operands   seed -> what every function below takes
+    local      the matmuls
+    alone      our own copies over the workspace
+    ours       (engine, *operands)
+    by_hand    (collectives of the group) -> (communication alone, both after each other)
+    fused      (torch.ops.symm_mem, group) -> torch's own fusion, or None where torch has none
+    error      (result of `operands(0)`, whether it is ours) -> Error
+    moved      bytes that all ranks together receive
+    """
+
+    operands: Callable[[int], tuple[Tensor, ...]]
+    local: Function
+    alone: Function
+    ours: Function
+    by_hand: Callable[[Any], tuple[Function, Function]]
+    fused: Callable[[Any, Any], Function | None]
+    error: Callable[[Tensor, bool], Error]
+    moved: float
+
+
+def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
+    """All ways of one case, interleaved. Collective."""
+    shape, dtype = case.shape, case.dtype
+    collective = baselines.collective_name(rank.device)
+    collective_alone, both = f"communication alone: {collective}", f"{collective} + matmul"
+    absent: dict[str, str] = {}
+    functions: dict[str, Function] = {MATMUL: parts.local, OURS_ALONE: parts.alone}
+    hand, why = baselines.by_hand(rank.group, rank.device)
+    if hand is not None:
+        functions[collective_alone], functions[both] = parts.by_hand(hand)
+    else:
+        absent[both] = why
+    library, why = baselines.symm_mem(rank.group, rank.device)
+    fused = parts.fused(library, rank.group) if library is not None else None
+    if fused is not None:
+        functions["torch symm_mem"] = fused
+    else:
+        absent["torch symm_mem"] = why or "torch has no such operation"
+    names = [f"fusedtp {engine}" for engine in rank.plan.engines]
+    engines = dict(zip(names, rank.plan.engines))
+    for name, engine in engines.items():
+        why = _cannot(rank, engine)
+        if why:
+            absent[name] = why
+        else:
+            functions[name] = _bound(parts.ours, engine)
+    operands = rank.copies(parts.operands)
+    errors = {
+        name: parts.error(fn(*operands[0]), name in engines)
+        for name, fn in functions.items()
+        if "alone" not in name
+    }
+    ways: dict[str, Way] = {name: Rotating(fn, operands) for name, fn in functions.items()}
+    spreads = rank.measure(ways)
+    t_comm, t_matmul = median(spreads, collective_alone, OURS_ALONE), spreads[MATMUL].median
+    flops = 2.0 * case.tokens * case.k * case.n * case.tp
+    rows = []
+    for name, spread in spreads.items():
+        figures: dict[str, Any] = dict(seconds=spread, host_seconds=rank.host(ways[name]))
+        if name in (OURS_ALONE, collective_alone):
+            # Each byte that a rank receives is read once and written once, as the roof's copy does.
+            figures |= dict(moved_bytes=2 * parts.moved, roof=rank.roofs["copy"])
+        else:
+            figures |= dict(flops=flops, roof=rank.roofs[dtype], error=errors.get(name))
+        if name not in (OURS_ALONE, collective_alone, MATMUL):
+            figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
+        rows.append(row(rank, suite, shape, dtype, name, **figures, **_link(rank, name)))
+    return rows + [row(rank, suite, shape, dtype, name, note=why) for name, why in absent.items()]
+
+
+def _bound(fn: Function, engine: str) -> Function:
+    return lambda *operands: fn(engine, *operands)
+
+
+def _cannot(rank: Rank, engine: str) -> str:
+    """Why an engine does not run in this world; empty if it does."""
+    if engine == "triton" and rank.device.type == "cpu":
+        return "engine triton is interpreted on a CPU: its time says nothing"
+    return ""
+
+
+def _link(rank: Rank, name: str) -> dict[str, Any]:
+    """What the rank's copies were held to, and for whom that is not so."""
+    if rank.link_gbps is None or name == MATMUL:
+        return {}
+    if name == OURS_ALONE or name == "fusedtp chunked":
+        return {"link_gbps": rank.link_gbps}
+    return {"note": "not held to the link: only copies by the copy engine are"}
