@@ -1,0 +1,82 @@
+"""Holding copies to a rate: the arithmetic, against a device that is simulated, and the refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtp.bench import link
+
+RATES = st.floats(1e9, 400e9)
+
+
+@given(st.floats(0.1, 1000), st.integers(1, 64), st.floats(1, 10_000))
+def test_ranks_may_copy_half_of_what_the_device_copies(rate: float, ranks: int, device: float) -> None:
+    if 2 * rate * ranks > device:
+        with pytest.raises(ValueError, match="more than half"):
+            link.check_total(rate, ranks, device)
+    else:
+        link.check_total(rate, ranks, device)
+
+
+def test_a_node_of_eight_on_a_gpu_that_copies_2000_gbps_is_within_half() -> None:
+    link.check_total(450 / 8, 8, 2000)
+    with pytest.raises(ValueError, match=r"at most 125\.0 GB/s a rank"):
+        link.check_total(126, 8, 2000)
+
+
+@given(RATES)
+def test_a_piece_is_a_power_of_two_and_takes_no_longer_than_a_waiting_kernel_bears(rate: float) -> None:
+    piece, (low, high) = link.piece_bytes(rate), link.PIECE_BYTES
+    assert piece & (piece - 1) == 0 and low <= piece <= high
+    assert piece == low or piece / rate <= link.PIECE_SECONDS
+    assert piece == high or 2 * piece / rate > link.PIECE_SECONDS
+
+
+@given(RATES, st.floats(1.0, 50.0))
+def test_a_piece_and_its_spin_take_as_long_as_the_rate_says(rate: float, faster: float) -> None:
+    piece = link.piece_bytes(rate)
+    spin = link.spin_seconds(piece, rate, faster * rate)
+    assert spin >= 0 and piece / (faster * rate) + spin == pytest.approx(piece / rate)
+
+
+def test_a_rate_that_copies_do_not_reach_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        link.spin_seconds(1 << 20, 10e9, 5e9)
+
+
+@given(RATES, st.floats(1.5, 50.0), st.floats(0, 10e-6), st.floats(0.5, 1.5))
+def test_calibration_finds_the_rate_on_a_device_with_overheads(
+    rate: float, faster: float, launch: float, clock: float
+) -> None:
+    """Each piece costs a launch more, and the spin's clock is off: the rate is held, or it is refused."""
+
+    def device(piece: int, spin: float) -> float:
+        return piece / (piece / (faster * rate) + launch + clock * spin)
+
+    piece = link.piece_bytes(rate)
+    if device(piece, 0.0) < 0.98 * rate:  # overheads alone are slower than the link
+        with pytest.raises(ValueError, match="corrections"):
+            link.calibrate(rate, faster * rate, device)
+        return
+    found, spin, held = link.calibrate(rate, faster * rate, device)
+    assert found == piece and held == pytest.approx(rate, rel=0.02) and held == device(piece, spin)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+def test_a_paced_copy_copies_all(piece: int) -> None:
+    source = torch.arange(7 * 13, dtype=torch.int32).reshape(7, 13)
+    out = torch.zeros_like(source)
+    link.paced_copy(out, source, piece, 0)
+    assert torch.equal(out, source)
+
+
+def test_copies_are_paced_only_inside() -> None:
+    from fusedtp.ops import local
+
+    usual = local.CopyStream
+    with link.paced(1 << 20, 10):
+        assert local.CopyStream is not usual and issubclass(local.CopyStream, usual)
+    assert local.CopyStream is usual

@@ -1,0 +1,235 @@
+"""How runs go on: journals, parts of `fusedtp bench gpu`, warm-up, rotation, and what is missing on a bare box."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusedtp.bench import cli, gpu, machine, output, plots
+from fusedtp.bench.journal import Journal
+from fusedtp.bench.options import Options, _parse_plainly, parse
+from fusedtp.bench.rows import Row
+from fusedtp.bench.sample import Rotating, Spread, cache_bytes, copies, steady, warm_up
+
+ROW = Row("s", {"T": 8}, "float32", "e", "one", 1, seconds=Spread(2.0, 1.0, 3.0, 5), flops=8.0)
+
+
+def test_a_journal_of_the_same_run_goes_on_and_of_another_begins_anew(tmp_path: Path) -> None:
+    path, key = tmp_path / "a.jsonl", {"commit": "abc"}
+    journal = Journal(path, key, resume=False)
+    journal.add(world="onex1", roofs={"copy": 1.0})
+    journal.add_case("s", "case 1", [ROW])
+    journal.add_case("s", "case 2", [replace(ROW, note="failed", seconds=None)], failed=True)
+    with path.open("a") as f:
+        f.write('{"suite": "s", "case": "cut o')  # killed while writing
+    again = Journal(path, key, resume=True)
+    assert again.done() == {("s", "case 1"), ("s", "case 2")} and again.failures() == 1
+    assert again.rows()[0] == ROW and again.roofs() == {"onex1": {"copy": 1.0}}
+    assert Journal(path, {"commit": "abd"}, resume=True).done() == set()
+    assert Journal(path, {"commit": "abd"}, resume=False).rows() == []
+
+
+def test_a_run_measures_only_what_its_journal_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that raises is told, and those after it are measured; with --resume nothing is measured twice."""
+    from fusedtp.bench.suites import matmul
+
+    about = machine.describe_run("cpu", []) | {"commit": "abc"}
+    monkeypatch.setattr(machine, "describe_run", lambda device, argv: dict(about))
+    measured: list[str] = []
+    usual = matmul.measure
+
+    def measure(rank: object, case: matmul.Case) -> list[Row]:
+        measured.append(case.layer)
+        if case.layer == "o" and "--" not in measured:
+            raise RuntimeError("no luck")
+        return usual(rank, case)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(matmul, "measure", measure)
+    path = tmp_path / "m.json"
+    run = [
+        "matmul",
+        "--smoke",
+        "--device",
+        "cpu",
+        "--tp",
+        "2",
+        "--dtype",
+        "float32",
+        "--minutes",
+        "0",
+        "--no-plots",
+    ]
+    run += ["--out", str(path), "--resume"]
+    assert cli.main(run) == 1
+    assert measured == ["qkv", "gate_up", "o", "down"]
+    result = json.loads(path.read_text())
+    assert result["failures"] == 1
+    assert [r["note"] for r in result["rows"] if r["engine"] == "all"] == ["failed: RuntimeError: no luck"]
+    assert {r["shape"]["layer"] for r in result["rows"] if r["seconds"]} == {"qkv", "gate_up", "down"}
+    assert cli.main(run) == 1 and len(measured) == 4  # already measured
+    assert "no luck" in capsys.readouterr().err
+    measured[:] = ["--"]
+    assert cli.main([*run, "--no-resume"]) == 0 and len(measured) == 5
+
+
+class Clockwork:
+    """Runs parts in no time, as told."""
+
+    def __init__(self, codes: dict[str, int]) -> None:
+        self.codes, self.ran = codes, []  # type: dict[str, int], list[str]
+
+    def __call__(self, command: Sequence[str], seconds: float) -> int:
+        assert seconds > 0
+        name = "tests" if "pytest" in command else Path(command[command.index("--out") + 1]).stem
+        self.ran.append(name)
+        return self.codes.get(name, 0)
+
+
+def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path) -> None:
+    options = gpu.Options()
+    every = gpu.parts(options)
+    names = ["tests", "matmul", "pointwise", "block", "virtual-2", "virtual-4", "virtual-8", "link-8"]
+    assert [part.name for part in every] == names
+
+    def call(codes: dict[str, int], commit: str = "abc", **changes: object) -> tuple[int, list[str]]:
+        run = Clockwork(codes)
+        code = gpu.run_parts(every, tmp_path, commit, replace(options, **changes), run)  # type: ignore[arg-type]
+        return code, run.ran
+
+    assert call({"tests": 1, "virtual-4": 124}) == (1, names)
+    assert call({}) == (0, ["tests", "virtual-4"])
+    assert call({}) == (0, [])
+    assert call({}, fresh=True) == (0, names)
+    assert call({}, commit="abd") == (0, names)
+    assert call({}, commit="abd+") == (0, names) and call({}, commit="abd+") == (0, names)  # a changed tree
+    assert call({}, commit="new", minutes=0.0) == (1, [])  # no time left
+
+
+def test_parts_share_the_time_that_is_left() -> None:
+    every = gpu.parts(gpu.Options())
+    left = total = 540.0
+    for i, part in enumerate(every):
+        left -= gpu.seconds_for(part, every[i + 1 :], left)
+    assert left == pytest.approx(0) and gpu.seconds_for(every[-1], [], total) == total
+
+
+def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert gpu.run_within([sys.executable, "-c", parent], 2.0) == 124
+    assert gpu.run_within([sys.executable, "-c", "raise SystemExit(3)"], 30.0) == 3
+    if mark.exists():  # a loaded machine may not have started it
+        assert not Path(f"/proc/{mark.read_text()}").exists() or "Z" in _state(mark.read_text())
+
+
+def _state(pid: str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_samples_are_steady_when_the_last_ones_agree() -> None:
+    assert not steady([1.0, 1.0, 1.0]) and steady([5.0, 1.0, 1.01, 1.0, 1.02])
+    assert not steady([1.0, 1.0, 1.0, 1.03])
+    times = iter([3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert warm_up(lambda: next(times), 100.0) == [3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    growing = iter(range(1, 100))
+    assert warm_up(lambda: float(next(growing)), 10.0) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_calls_rotate_through_operands_larger_than_the_cache() -> None:
+    import torch
+
+    seen: list[int] = []
+    way = Rotating(seen.append, [(1,), (2,), (3,)])
+    for _ in range(5):
+        way()
+    assert seen == [1, 2, 3, 1, 2]
+    assert [copies(n, 100) for n in (1, 30, 50, 100, 1000)] == [64, 4, 2, 1, 1]
+    assert cache_bytes(torch.device("cpu")) >= 1 << 18
+
+
+def test_options_without_tyro_are_those_with_it() -> None:
+    argv = [
+        "--shapes",
+        "tiny",
+        "--tokens",
+        "8",
+        "--link-gbps",
+        "2.5",
+        "--no-compile",
+        "--smoke",
+        "--world",
+        "virtual",
+    ]
+    assert _parse_plainly(Options, argv, "x") == parse(Options, argv, "x")
+    assert _parse_plainly(Options, [], "x") == Options() == parse(Options, [], "x")
+    with pytest.raises(SystemExit):
+        _parse_plainly(Options, ["--world", "flat"], "x")
+
+
+# Measures where the packages named in argv are not installed.
+BARE = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("tyro", "rich", "matplotlib", "tensorboard", "transformers"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from fusedtp.cli import main
+sys.exit(main(["bench", "matmul", "--smoke", "--device", "cpu", "--tp", "2", "--dtype", "float32", "--minutes", "0",
+               "--out", sys.argv[1]]))
+"""
+
+
+def test_a_bare_box_gets_json_and_plain_text(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.matmul" in done.stdout and "matplotlib is not installed" in done.stdout
+    assert json.loads(path.read_text())["rows"]
+
+
+def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+    def row(engine: str, tokens: int, seconds: float) -> Row:
+        shape: dict[str, int | str] = {"model": "m", "layer": "qkv", "T": tokens, "K": 64, "N": 32, "tp": 2}
+        spread = Spread(seconds, seconds, seconds, 3)
+        return Row(
+            "all-gather-matmul", shape, "float32", engine, "virtual", 2, spread, 1e9, t_comm=1.0, t_matmul=1.0
+        )
+
+    rows = [row(e, t, t * k) for e, k in (("gloo + matmul", 3.0), ("fusedtp chunked", 2.0)) for t in (8, 16)]
+    about, roofs = {"cpu": "c", "torch": "t", "commit": ""}, {"virtualx2": {"float32": 1e9, "copy": 1e8}}
+    drawn = output.draw(tmp_path / "r.json", about, roofs, rows)
+    assert [path.name for path in drawn] == ["r-roofline.png", "r-tokens.png", "r-crossover.png"]
+    assert all(path.stat().st_size > 1000 for path in drawn)
+    assert output.draw(tmp_path / "e.json", about, roofs, []) == []
+    (lines,) = plots.fused_lines(rows).values()
+    assert lines["fusedtp chunked"] == [(8.0, 16000.0), (16.0, 32000.0)]
+
+
+def test_nvidia_smi_is_asked_for_the_gpu_and_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert machine.gpu_state() is None or "name" in machine.gpu_state()  # type: ignore[operator]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "NVIDIA H200, 580.1, 1980 MHz, 1980 MHz, 3201 MHz, 120 W, 700 W, 40"\n')
+    tool.chmod(0o755)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    state = machine.gpu_state()
+    assert state is not None and state["clocks.sm"] == "1980 MHz" and state["power.limit"] == "700 W"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.gpu_state() is None
+    assert machine.slug({"gpu": "NVIDIA H200", "cpu": "c", "capability": "a", "cores": 2}) == "nvidia-h200"

@@ -1,0 +1,191 @@
+"""`fusedtp bench`: one small run of every suite on CPU, whose figures must follow from each other, and comparisons."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedtp.bench import cli, compare, runner
+from fusedtp.bench.options import Options, plan_of
+from fusedtp.bench.rows import FORMAT, Row
+from fusedtp.bench.shapes import MODELS, layers
+
+RUN = ["--smoke", "--device", "cpu", "--tp", "2", "--minutes", "0", "--no-plots"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of two runs: all suites on processes, with gloo beside; three on the ranks of a virtual world."""
+    folder = tmp_path_factory.mktemp("bench")
+    assert cli.main(["all", *RUN, "--dtype", "bfloat16", "--out", str(folder / "all.json")]) == 0
+    fused = ["--suites", "all-gather-matmul,matmul-reduce-scatter,block", "--world", "virtual"]
+    assert cli.main(["all", *RUN, *fused, "--dtype", "float32", "--out", str(folder / "virtual.json")]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("all", "virtual")}
+
+
+def rows_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for result in results.values() for row in result["rows"]]
+
+
+def test_a_result_says_where_and_with_what(results: dict[str, dict[str, Any]]) -> None:
+    for result in results.values():
+        assert (result["format"], result["complete"], result["failures"]) == (FORMAT, True, 0)
+        about = result["machine"]
+        assert about["device"] == "cpu" and about["gpu"] is None and about["gpu_state"] is None
+        assert all(about[name] for name in ("cpu", "cores", "torch", "python", "fusedtp"))
+        assert about["command"].startswith("fusedtp bench all --smoke")
+    assert set(results["all"]["roofs"]) == {"onex1", "processesx2"}
+    assert set(results["virtual"]["roofs"]) == {"virtualx2"}
+
+
+def test_every_suite_has_rows_with_every_field(results: dict[str, dict[str, Any]]) -> None:
+    rows = rows_of(results)
+    assert {row["suite"] for row in rows} == set(runner.SUITES)
+    for row in rows:
+        assert set(row) == set(Row("", {}, "", "", "", 1).as_dict())
+        assert Row.from_dict(row).as_dict() == row  # what is computed is computed alike when read again
+        if row["seconds"] is None:
+            assert row["note"], row
+        else:
+            spread = row["seconds"]
+            assert 0 < spread["low"] <= spread["median"] <= spread["high"] and spread["samples"] >= 3
+            assert row["host_seconds"] > 0 and row["roof"] > 0
+
+
+def test_what_is_not_here_says_why(results: dict[str, dict[str, Any]]) -> None:
+    notes = {
+        (row["suite"], row["world"], row["engine"]): row["note"] for row in rows_of(results) if row["note"]
+    }
+    assert "needs GPUs" in notes["all-gather-matmul", "processes", "torch symm_mem"]
+    assert "one process" in notes["all-gather-matmul", "virtual", "gloo + matmul"]
+    assert "--no-compile" in notes["matmul", "one", "torch.compile"]
+    assert "Liger" in notes["pointwise", "one", "Liger-Kernel"]
+
+
+def test_figures_follow_from_the_times_and_the_shape(results: dict[str, dict[str, Any]]) -> None:
+    """Written out here again, from the shape alone."""
+    measured = [row for row in rows_of(results) if row["seconds"] is not None]
+    for row in measured:
+        t, shape = row["seconds"]["median"], row["shape"]
+        if row["suite"] in ("matmul", "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"):
+            flops = 2 * shape["T"] * shape["K"] * shape["N"] * row["ranks"]
+            if row["tflops"] is not None:
+                assert row["tflops"] == pytest.approx(flops / t / 1e12)
+                assert row["roof_share"] == pytest.approx(flops / t / row["roof"])
+            else:
+                assert row["engine"].startswith("communication alone")
+        if row["suite"] == "pointwise":
+            assert row["gbps"] == pytest.approx(row["moved_bytes"] / t / 1e9) and row["tflops"] is None
+    swiglu = [r for r in measured if r["shape"].get("op") == "swiglu" and r["shape"]["direction"] == "fwd"]
+    assert swiglu and all(row["moved_bytes"] == 3 * 64 * 80 * 2 for row in swiglu)
+
+
+def test_the_share_hidden_follows_from_the_times_of_the_same_case(results: dict[str, dict[str, Any]]) -> None:
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows_of(results):
+        if row["suite"].endswith(("gather-matmul", "reduce-scatter", "all-reduce")) and row["seconds"]:
+            key = f"{row['suite']} {row['shape']} {row['dtype']} {row['world']}"
+            cases.setdefault(key, {})[row["engine"]] = row
+    assert len(cases) == 3 * 2 + 2 * 2
+    for engines in cases.values():
+        alone = [
+            row["seconds"]["median"] for name, row in engines.items() if name.startswith("communication")
+        ]
+        t_comm, t_matmul = min(alone), engines["matmul alone"]["seconds"]["median"]
+        fused = engines["fusedtp chunked"]
+        assert (fused["t_comm"], fused["t_matmul"]) == (t_comm, t_matmul)
+        want = (t_comm + t_matmul - fused["seconds"]["median"]) / min(t_comm, t_matmul)
+        assert fused["hidden_share"] == pytest.approx(want)
+        assert engines["matmul alone"]["hidden_share"] is None
+
+
+def test_errors_are_within_what_the_dtype_allows(results: dict[str, dict[str, Any]]) -> None:
+    ours = [row for row in rows_of(results) if row["engine"].startswith("fusedtp") and row["seconds"]]
+    assert {row["suite"] for row in ours} == set(runner.SUITES)
+    for row in ours:
+        assert 0 <= row["error_share"] <= 1, row
+    assert all(row["error"] > 0 for row in ours if row["dtype"] == "bfloat16" and row["suite"] == "matmul")
+
+
+def test_compare_passes_the_same_file_and_finds_what_became_worse(
+    folder: Path, results: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = folder / "all.json"
+    assert cli.main(["compare", str(old), str(old)]) == 0
+    slower = copy.deepcopy(results["all"])
+    row = next(r for r in slower["rows"] if r["engine"] == "fusedtp chunked")
+    for name in ("median", "low", "high"):
+        row["seconds"][name] = 1.1 * row["seconds"][name] + results["all"]["rows"][0]["seconds"]["high"]
+    row["seconds"]["low"] = 1.1 * row["seconds"]["high"]
+    new = tmp_path / "new.json"
+    new.write_text(json.dumps(slower))
+    capsys.readouterr()
+    assert cli.main(["compare", str(old), str(new)]) == 1
+    told = capsys.readouterr().out
+    assert "slower" in told and "fusedtp chunked" in told and "1 worse" in told
+    assert cli.main(["compare", str(new), str(old)]) == 0  # faster is no regression
+    lost = copy.deepcopy(results["all"])
+    del lost["rows"][next(i for i, r in enumerate(lost["rows"]) if r["seconds"])]
+    new.write_text(json.dumps(lost))
+    assert cli.main(["compare", str(old), str(new)]) == 1
+    wrong = copy.deepcopy(results["all"])
+    next(r for r in wrong["rows"] if r["error_share"] is not None)["error_share"] = 1.5
+    new.write_text(json.dumps(wrong))
+    assert cli.main(["compare", str(old), str(new)]) == 1
+
+
+def test_compare_refuses_other_machines_and_other_files(
+    folder: Path, results: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = copy.deepcopy(results["all"])
+    other["machine"]["cpu"] = "another"
+    new = tmp_path / "new.json"
+    new.write_text(json.dumps(other))
+    assert cli.main(["compare", str(folder / "all.json"), str(new)]) == 2
+    assert "different machines" in capsys.readouterr().err
+    assert cli.main(["compare", str(folder / "all.json"), str(new), "--force"]) == 0
+    new.write_text("{}")
+    assert cli.main(["compare", str(folder / "all.json"), str(new)]) == 2
+
+
+def test_a_quartile_beyond_a_quartile_is_a_change() -> None:
+    def row(median: float, half: float) -> Row:
+        spread = {"median": median, "low": median - half, "high": median + half, "samples": 9}
+        return Row.from_dict(Row("s", {}, "float32", "e", "one", 1).as_dict() | {"seconds": spread})
+
+    assert compare.verdict(row(1.0, 0.1), row(1.19, 0.1), 0.0) == "same"
+    assert compare.verdict(row(1.0, 0.1), row(1.21, 0.1), 0.0) == "slower"
+    assert compare.verdict(row(1.0, 0.1), row(1.21, 0.1), 0.1) == "same"
+    assert compare.verdict(row(1.21, 0.1), row(1.0, 0.1), 0.0) == "faster"
+
+
+def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = Options(
+        shapes="llama3-8b,nonsense", tp="3", dtype="int8", engine="warp", tokens="0", device="cpu"
+    )
+    with pytest.raises(ValueError) as caught:
+        plan_of(wrong)
+    said = str(caught.value)
+    for part in ("'nonsense'", "does not split over 3", "'int8'", "'warp'", "tokens '0'"):
+        assert part in said
+    assert cli.main(["matmul", "--device", "cpu", "--link-gbps", "5"]) == 2
+    assert "--link-gbps" in capsys.readouterr().err
+    assert cli.main(["nonsense"]) == 2
+
+
+def test_shapes_of_llama_3_70b_on_eight_ranks() -> None:
+    assert {layer.name: (layer.k, layer.n) for layer in layers("llama3-70b", 8)} == {
+        "qkv": (8192, 1280), "gate_up": (8192, 7168), "o": (1024, 8192), "down": (3584, 8192),
+    }  # fmt: skip
+    assert len([model for model in MODELS.values() if model.source]) >= 8
+    (square,) = layers("square-4096", 8)
+    assert (square.k, square.n) == (4096, 4096)
