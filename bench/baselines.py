@@ -33,6 +33,7 @@ def compiled(fn: Callable[..., Any], device: torch.device, wanted: bool) -> Foun
         shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", ""))
     ):
         return None, "torch.compile: no C++ compiler found"
+    torch.compiler.reset()  # or the ninth shape of the same lines would run eagerly
     return torch.compile(fn, dynamic=False), ""
 
 

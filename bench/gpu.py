@@ -116,7 +116,8 @@ def is_done(path: Path, commit: str) -> bool:
 
 def run_within(command: Sequence[str], seconds: float) -> int:
     """The exit code of a command; 124 where it was ended, with all that it started, after so many seconds."""
-    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd=machine.ROOT)
+    folder = machine.ROOT if machine.in_checkout() else None
+    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd=folder)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from .options import Refused
 
-PIECE_SECONDS = 20e-6  # between two pieces at most: what a kernel that waits for rows sees as a steady stream
-PIECE_BYTES = (32 << 10, 4 << 20)
+PIECE_SECONDS = (
+    100e-6  # a piece at most: a shard comes as a stream, and the host can enqueue pieces faster than that
+)
+PIECE_BYTES = (64 << 10, 8 << 20)
 SHARE = 0.5  # of the measured copy bandwidth
 ROUNDS = 6  # of calibration
 

@@ -52,7 +52,9 @@ class Rank:
         self.meeting: sample.Meeting = sample.Alone()
         if comm is not None:
             self.meeting = sample.ByWorld(comm.world) if self.plan.world == "virtual" else sample.ByGroup()
-        self.clock = sample.clock_of(self.device)
+        threads = self.world_size if self.plan.world == "virtual" else 1
+        # Held copies are many small ones, which take the host longer to enqueue.
+        self.clock = sample.clock_of(self.device, threads * (4 if self.plan.link_gbps is not None else 1))
 
     @property
     def mesh(self) -> Any:

@@ -28,7 +28,9 @@ import torch.distributed as dist
 
 LEAST, MOST = 3, 60  # rounds
 ROTATIONS = 64  # copies of the operands at most
-GATE_SECONDS = 2e-3  # what ranks need to meet and to enqueue a call
+GATE_SECONDS = (
+    2e-3  # what a rank needs to meet the others and to enqueue a call; threads do so one after another
+)
 Way = Callable[[], object]
 
 
@@ -117,9 +119,9 @@ class DeviceClock:
     common stream, open their own right after a barrier.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
         self.device = device
-        self._cycles = int(cycles_per_second(device) * GATE_SECONDS)
+        self._cycles = int(cycles_per_second(device) * GATE_SECONDS * ranks)
 
     def __call__(self, meeting: Meeting, way: Way) -> float:
         stream = torch.cuda.current_stream(self.device)
@@ -147,8 +149,9 @@ def cycles_per_second(device: torch.device) -> float:
     return float(cycles / (events[0].elapsed_time(events[1]) / 1e3))
 
 
-def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else host_clock
+def clock_of(device: torch.device, ranks: int = 1) -> Clock:
+    """The clock for `ranks` threads of this process that share the device."""
+    return DeviceClock(device, ranks) if device.type == "cuda" else host_clock
 
 
 def interleave(

@@ -205,10 +205,17 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             functions[name] = fn
         else:
             absent[name] = reason
-    inputs = rank.copies(lambda seed: operands(rank, case, seed))
-    found = {name: error(case, fn, inputs[0]) for name, fn in functions.items()}
+    # Liger-Kernel writes gradients over its inputs: it gets its own.
+    inputs: dict[str, list[tuple[Any, ...]]] = {
+        name: rank.copies(lambda seed: operands(rank, case, seed))
+        for name in ("torch", "Liger-Kernel")
+        if name in functions
+    }
+    shared = inputs["torch"]
+    found = {name: error(case, fn, inputs.get(name, shared)[0]) for name, fn in functions.items()}
     ways = {
-        name: Rotating(_both(fn) if case.backward else _forward(fn), inputs) for name, fn in functions.items()
+        name: Rotating(_both(fn) if case.backward else _forward(fn), inputs.get(name, shared))
+        for name, fn in functions.items()
     }
     rows = [
         row(
@@ -243,7 +250,7 @@ def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Er
     tokens = errors.sampled(case.tokens).to(tensors[0].device)
     dim = 1 if case.operation == "rope" else 0
     with torch.no_grad():
-        got = [y.index_select(dim, tokens) for y in fn(*tensors)]
+        # First the reference: a kernel may compute in place.
         some = [
             t.detach().index_select(dim, tokens).double() if t.dim() > 1 else t.detach().double()
             for t in tensors
@@ -254,6 +261,7 @@ def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Er
             want: Outputs = (*TORCH["rms_norm"](h, some[2]), h)
         else:
             want = TORCH[case.operation](*some)
+        got = [y.index_select(dim, tokens) for y in fn(*tensors)]
     # On a CPU silu(gate) is rounded before it meets up.
     roundings = 2 if case.operation == "swiglu" and tokens.device.type == "cpu" else 1
     found = [

@@ -1,0 +1,50 @@
+"""`fusedtp bench` on one GPU: every suite runs compiled, its errors are within their bounds, a link is held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import sleep
+
+import pytest
+import torch
+
+from fusedtp.bench import cli, sample
+
+RUN = ["--smoke", "--device", "cuda", "--minutes", "0", "--no-plots", "--dtype", "bfloat16"]
+
+
+def _rows(path: Path, *argv: str) -> list[dict]:
+    assert cli.main([*argv, *RUN, "--out", str(path)]) == 0
+    rows: list[dict] = json.loads(path.read_text())["rows"]
+    for row in rows:
+        if row["engine"].startswith("fusedtp") and row["seconds"] is not None:
+            assert row["error_share"] <= 1, row
+    return rows
+
+
+def test_every_suite_runs(tmp_path: Path) -> None:
+    virtual = ["--world", "virtual", "--tp", "1,2", "--engine", "triton,chunked"]
+    rows = _rows(tmp_path / "all.json", "all", *virtual)
+    assert {row["engine"] for row in rows if row["seconds"]} >= {
+        "fusedtp triton",
+        "fusedtp chunked",
+        "fusedtp",
+    }
+
+
+def test_a_link_is_held_and_too_much_is_refused(tmp_path: Path) -> None:
+    held = ["--world", "virtual", "--tp", "2", "--engine", "chunked", "--link-gbps"]
+    rows = _rows(tmp_path / "held.json", "all-gather-matmul", *held, "50")
+    rates = [row["link_gbps"] for row in rows if row["link_gbps"] is not None]
+    assert rates and all(rate == pytest.approx(50, rel=0.02) for rate in rates)
+    assert cli.main(["all-gather-matmul", *RUN, *held, "100000", "--out", str(tmp_path / "much.json")]) == 2
+
+
+def test_the_device_clock_counts_the_device_and_not_the_host() -> None:
+    """A call that spins on the device for long takes longer than one during which only the host does."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    cycles, clock = int(0.01 * sample.cycles_per_second(device)), sample.DeviceClock(device, ranks=20)
+    busy = clock(sample.Alone(), lambda: torch.cuda._sleep(cycles))
+    idle = clock(sample.Alone(), lambda: sleep(0.02))  # the gate is closed for longer
+    assert idle < busy
