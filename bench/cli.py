@@ -44,6 +44,10 @@ def main(argv: Sequence[str]) -> int:
         print(usage())
         return 0 if argv else 2
     name, rest = argv[0], list(argv[1:])
+    # Before CUDA starts: streams of virtual ranks that share a connection wait for each other, and a module that is
+    # loaded lazily waits for the device.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if name in COMMANDS:
         module = importlib.import_module(f"{__package__}.{COMMANDS[name][0]}")
         code: int = module.main(rest)
@@ -51,10 +55,6 @@ def main(argv: Sequence[str]) -> int:
     if name not in SUITES:
         print(f"fusedtp bench: unknown suite {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    # Before CUDA starts: streams of virtual ranks that share a connection wait for each other, and a module that is
-    # loaded lazily waits for the device.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     from . import runner
     from .options import Options, parse
     from .shapes import MODELS

@@ -18,7 +18,7 @@ ENGINES = ("chunked", "triton", "collective", "auto")
 DTYPES = ("float32", "float16", "bfloat16")
 WHERE = {  # shapes, tokens, tp, dtype, engine
     "cuda": ("llama3-8b,llama3-70b", "2048,8192,16384", "1,8", "bfloat16", "triton,chunked,collective"),
-    "cpu": ("qwen3-0.6b", "512", "1,2", "float32,bfloat16", "chunked,collective"),
+    "cpu": ("qwen3-0.6b", "256", "2", "float32,bfloat16", "chunked,collective"),
     "smoke": ("tiny", "64", "1,2", "float32,bfloat16", "chunked,collective"),
 }
 
@@ -34,9 +34,9 @@ class Options:
     shapes: str = ""
     """Models by name (see --list), or square-N. Default: llama3-8b,llama3-70b; on a CPU qwen3-0.6b."""
     tokens: str = ""
-    """T, tokens of all ranks. Default: 2048,8192,16384; on a CPU 512."""
+    """T, tokens of all ranks. Default: 2048,8192,16384; on a CPU 256."""
     tp: str = ""
-    """Ranks of a tensor-parallel group, for shapes and worlds. Default: 1,8; on a CPU 1,2."""
+    """Ranks of a tensor-parallel group, for shapes and worlds. Default: 1,8; on a CPU 2."""
     dtype: str = ""
     """float32, float16, bfloat16. Default: bfloat16; on a CPU float32,bfloat16."""
     engine: str = ""

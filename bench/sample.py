@@ -187,14 +187,12 @@ def _whole(clock: Clock, meeting: Meeting, way: Way) -> float:
 
 
 def host_seconds(way: Way, meeting: Meeting, device: torch.device, calls: int = 9) -> float:
-    """Median host time of one eager call while the device is idle; on a CPU the call is the work."""
+    """Median host time of one eager call while the GPU is idle."""
     times = []
     for _ in range(calls):
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        times.append(host_clock(meeting, way))
-    if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+        times.append(host_clock(meeting, way))
+    torch.cuda.current_stream(device).synchronize()
     return meeting.slowest([statistics.median(times)])[0]
 
 

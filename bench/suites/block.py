@@ -173,7 +173,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     rows = [
         row(
             rank, NAME, case.shape, case.dtype, name,
-            seconds=spread, flops=case.flops, roof=rank.roofs[case.dtype], host_seconds=rank.host(ways[name]),
+            seconds=spread, flops=case.flops, roof=rank.roofs[case.dtype], host_seconds=rank.host(ways[name], spread),
             error=found[name],
         )
         for name, spread in rank.measure(ways).items()

@@ -53,7 +53,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             row(
                 rank, NAME, case.shape, case.dtype, name,
                 seconds=spread, flops=2.0 * case.tokens * case.k * case.n, roof=rank.roofs[case.dtype],
-                host_seconds=rank.host(ways[name]), error=found[name],
+                host_seconds=rank.host(ways[name], spread), error=found[name],
             )
             for name, spread in rank.measure(ways).items()
         ]  # fmt: skip

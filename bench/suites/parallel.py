@@ -86,7 +86,7 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
     flops = 2.0 * case.tokens * case.k * case.n * case.tp
     rows = []
     for name, spread in spreads.items():
-        figures: dict[str, Any] = dict(seconds=spread, host_seconds=rank.host(ways[name]))
+        figures: dict[str, Any] = dict(seconds=spread, host_seconds=rank.host(ways[name], spread))
         if name in (OURS_ALONE, collective_alone):
             # Each byte that a rank receives is read once and written once, as the roof's copy does.
             figures |= dict(moved_bytes=2 * parts.moved, roof=rank.roofs["copy"])

@@ -221,7 +221,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         row(
             rank, NAME, case.shape, case.dtype, name,
             seconds=spread, moved_bytes=float(case.moved), roof=rank.roofs["copy"],
-            host_seconds=rank.host(ways[name]), error=found[name],
+            host_seconds=rank.host(ways[name], spread), error=found[name],
         )
         for name, spread in rank.measure(ways).items()
     ]  # fmt: skip

@@ -14,15 +14,15 @@ from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import FORMAT, Row
 from fusedtp.bench.shapes import MODELS, layers
 
-RUN = ["--smoke", "--device", "cpu", "--tp", "2", "--minutes", "0", "--no-plots"]
+RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of two runs: all suites on processes, with gloo beside; three on the ranks of a virtual world."""
+    """Results of two runs: all suites on processes, with gloo beside; three in a virtual world and on one rank."""
     folder = tmp_path_factory.mktemp("bench")
-    assert cli.main(["all", *RUN, "--dtype", "bfloat16", "--out", str(folder / "all.json")]) == 0
-    fused = ["--suites", "all-gather-matmul,matmul-reduce-scatter,block", "--world", "virtual"]
+    assert cli.main(["all", *RUN, "--tp", "2", "--dtype", "bfloat16", "--out", str(folder / "all.json")]) == 0
+    fused = ["--suites", "all-gather-matmul,matmul-reduce-scatter,block", "--world", "virtual", "--tp", "1,2"]
     assert cli.main(["all", *RUN, *fused, "--dtype", "float32", "--out", str(folder / "virtual.json")]) == 0
     return folder
 
@@ -44,7 +44,7 @@ def test_a_result_says_where_and_with_what(results: dict[str, dict[str, Any]]) -
         assert all(about[name] for name in ("cpu", "cores", "torch", "python", "fusedtp"))
         assert about["command"].startswith("fusedtp bench all --smoke")
     assert set(results["all"]["roofs"]) == {"onex1", "processesx2"}
-    assert set(results["virtual"]["roofs"]) == {"virtualx2"}
+    assert set(results["virtual"]["roofs"]) == {"onex1", "virtualx2"}
 
 
 def test_every_suite_has_rows_with_every_field(results: dict[str, dict[str, Any]]) -> None:
