@@ -2,10 +2,11 @@
 
     tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu                          (in a checkout)
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
+    virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes
+    link-8     all-gather matmul of these, each rank's copies held to an eighth of a node's link
     pointwise  RMSNorm, SwiGLU, rotary embedding, linear cross-entropy: Llama 3 8B's
     block      Llama 3 8B's block on one rank and on eight
-    virtual-W  the fused operations with W = 2, 4, 8 ranks side by side on the GPU: Llama 3 70B's shapes
-    link-8     all-gather matmul at W = 8, each rank's copies held to an eighth of a node's link
+    virtual-2  and virtual-4: the fused operations with two and four ranks
 
 Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
 journal before. Another call at the same commit skips the parts that are there and goes on within the one that was
@@ -71,32 +72,18 @@ def parts(options: Options) -> list[Part]:
         words = ["-m", "fusedtp", "bench", "all", "--suites", suites, *small.split(), *more]
         found.append(Part(name, share, (sys.executable, *words)))
 
+    ranks = "2" if on_cpu else "8"
+    virtual = ("--world", "virtual", "--tp")
     # A compiled matmul is the vendor's, or minutes of search.
-    add(
-        "matmul",
-        1.5,
-        "matmul",
-        "--shapes llama3-70b,square-8192 --tokens 8192 --no-compile",
-        "--tp",
-        "8" if not on_cpu else "2",
-    )
-    add("pointwise", 2.0, "pointwise,linear-cross-entropy", "--shapes llama3-8b --tokens 8192", "--tp", "1")
-    add(
-        "block",
-        1.5,
-        "block",
-        "--shapes llama3-8b --tokens 8192",
-        "--world",
-        "virtual",
-        "--tp",
-        "1,8" if not on_cpu else "1,2",
-    )
-    for ranks in (2, 4, 8) if not on_cpu else (2,):  # the smoke's model has four heads
-        sizes = "--shapes llama3-70b --tokens 2048,8192,16384"
-        add(f"virtual-{ranks}", 2.0, FUSED, sizes, "--world", "virtual", "--tp", str(ranks))
+    add("matmul", 1.5, "matmul", "--shapes llama3-70b,square-8192 --tokens 8192 --no-compile", "--tp", ranks)
+    add(f"virtual-{ranks}", 4.0, FUSED, "--shapes llama3-70b --tokens 2048,8192,16384", *virtual, ranks)
     if not on_cpu:
-        held = ("--world", "virtual", "--tp", "8", "--link-gbps", f"{NODE_LINK_GBPS / 8:g}")
+        held = (*virtual, ranks, "--link-gbps", f"{NODE_LINK_GBPS / 8:g}")
         add("link-8", 1.5, "all-gather-matmul", "--shapes llama3-70b --tokens 8192,16384", *held)
+    add("pointwise", 2.0, "pointwise,linear-cross-entropy", "--shapes llama3-8b --tokens 8192", "--tp", "1")
+    add("block", 1.5, "block", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
+    for fewer in () if on_cpu else (2, 4):
+        add(f"virtual-{fewer}", 1.5, FUSED, "--shapes llama3-70b --tokens 8192", *virtual, str(fewer))
     return found
 
 

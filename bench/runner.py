@@ -96,6 +96,8 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
     try:
         plan = plan_of(options)
         suites = _chosen(suite, options.suites)
+        if not jobs_of(plan, suites):
+            raise ValueError(f"{suite} has no case for these shapes and --tp")
     except ValueError as error:
         print(f"fusedtp bench: {error}", file=sys.stderr)
         return 2
@@ -109,9 +111,6 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
     if resume and _finished(path, key):
         print(f"{path}: already measured at this commit")
         return 1 if json.loads(path.read_text())["failures"] else 0
-    if not jobs_of(plan, suites):
-        print(f"fusedtp bench: {suite} has no case for these shapes and --tp", file=sys.stderr)
-        return 2
     journal = Journal(path.with_suffix(".partial.jsonl"), key, resume)
     with stopped_by(signal.SIGTERM):
         try:

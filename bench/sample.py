@@ -186,7 +186,7 @@ def _whole(clock: Clock, meeting: Meeting, way: Way) -> float:
     return perf_counter() - begin
 
 
-def host_seconds(way: Way, meeting: Meeting, device: torch.device, calls: int = 9) -> float:
+def host_seconds(way: Way, meeting: Meeting, device: torch.device, calls: int = 5) -> float:
     """Median host time of one eager call while the GPU is idle."""
     times = []
     for _ in range(calls):

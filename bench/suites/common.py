@@ -63,6 +63,16 @@ def layer_cases(plan: Plan, tp: int, *kinds: str) -> list[Case]:
     return list(dict.fromkeys(found))
 
 
+def even(cases: list[Case], suite: str) -> list[Case]:
+    """The same, if every rank has as many rows as the others, which collectives called by hand ask for."""
+    for case in cases:
+        if case.tokens % case.tp:
+            raise ValueError(
+                f"{suite} wants equal rows: {case.tokens} tokens do not split over {case.tp} ranks"
+            )
+    return cases
+
+
 def matmul(x: Tensor, w: Tensor) -> Tensor:
     """x [M, K] @ w [N, K].T by the vendor's library; 16 bits through fp32 on a CPU that is faster so."""
     if x.device.type == "cpu" and widens(x.dtype):

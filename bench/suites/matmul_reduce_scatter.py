@@ -16,14 +16,14 @@ from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
 from . import parallel
-from .common import Case, layer_cases, matmul
+from .common import Case, even, layer_cases, matmul
 
 NAME, RANKS = "matmul-reduce-scatter", "several"
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
-    """Row-parallel layers; T in equal parts."""
-    return [case for case in layer_cases(plan, tp, "row") if case.tokens % tp == 0]
+    """Row-parallel layers; Raises ValueError for tokens that do not split evenly."""
+    return even(layer_cases(plan, tp, "row"), NAME)
 
 
 def operands_of(rank: Rank, case: Case) -> Any:

@@ -92,7 +92,7 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
             figures |= dict(moved_bytes=2 * parts.moved, roof=rank.roofs["copy"])
         else:
             figures |= dict(flops=flops, roof=rank.roofs[dtype], error=errors.get(name))
-        if name not in (OURS_ALONE, collective_alone, MATMUL):
+        if name not in (OURS_ALONE, collective_alone, MATMUL) and _is_held(rank, name):
             figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
         rows.append(row(rank, suite, shape, dtype, name, **figures, **_link(rank, name)))
     return rows + [row(rank, suite, shape, dtype, name, note=why) for name, why in absent.items()]
@@ -113,6 +113,11 @@ def _link(rank: Rank, name: str) -> dict[str, Any]:
     """What the rank's copies were held to, and for whom that is not so."""
     if rank.link_gbps is None or name == MATMUL:
         return {}
-    if name == OURS_ALONE or name == "fusedtp chunked":
+    if _is_held(rank, name):
         return {"link_gbps": rank.link_gbps}
     return {"note": "not held to the link: only copies by the copy engine are"}
+
+
+def _is_held(rank: Rank, name: str) -> bool:
+    """Whether all that this way moves goes through the paced copy stream, where there is a link to hold."""
+    return rank.link_gbps is None or name in (OURS_ALONE, "fusedtp chunked")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.bench import cli, gpu, machine, output, plots
+from fusedtp.bench import cli, gpu, machine, output, plots, runner
 from fusedtp.bench.journal import Journal
-from fusedtp.bench.options import Options, _parse_plainly, parse
+from fusedtp.bench.options import Options, _parse_plainly, parse, plan_of
 from fusedtp.bench.rows import Row
 from fusedtp.bench.sample import Rotating, Spread, cache_bytes, copies, steady, warm_up
 
@@ -96,7 +96,7 @@ class Clockwork:
 def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path) -> None:
     options = gpu.Options()
     every = gpu.parts(options)
-    names = ["tests", "matmul", "pointwise", "block", "virtual-2", "virtual-4", "virtual-8", "link-8"]
+    names = ["tests", "matmul", "virtual-8", "link-8", "pointwise", "block", "virtual-2", "virtual-4"]
     assert [part.name for part in every] == names
 
     def call(codes: dict[str, int], commit: str = "abc", **changes: object) -> tuple[int, list[str]]:
@@ -111,6 +111,20 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
     assert call({}, commit="abd") == (0, names)
     assert call({}, commit="abd+") == (0, names) and call({}, commit="abd+") == (0, names)  # a changed tree
     assert call({}, commit="new", minutes=0.0) == (1, [])  # no time left
+
+
+def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    ranks = {}
+    for part in gpu.parts(gpu.Options(tests=False)):
+        options = parse(Options, part.command[part.command.index("all") + 1 :], "x")
+        plan = plan_of(options)
+        jobs = runner.jobs_of(plan, options.suites.split(","))
+        assert plan.world == "virtual" and plan.device == "cuda" and all(jobs.values())
+        ranks[part.name] = set(jobs)
+    one, several = {"matmul": {1}, "pointwise": {1}}, {f"virtual-{w}": {w} for w in (2, 4, 8)}
+    assert ranks == one | several | {"link-8": {8}, "block": {1, 8}}
 
 
 def test_parts_share_the_time_that_is_left() -> None:

@@ -179,6 +179,10 @@ def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str])
         assert part in said
     assert cli.main(["matmul", "--device", "cpu", "--link-gbps", "5"]) == 2
     assert "--link-gbps" in capsys.readouterr().err
+    uneven = ["all-gather-matmul", "--device", "cpu", "--shapes", "tiny", "--tokens", "7", "--tp", "2"]
+    assert cli.main(uneven) == 2 and "7 tokens do not split over 2" in capsys.readouterr().err
+    assert cli.main(["all-gather-matmul", "--device", "cpu", "--tp", "1"]) == 2
+    assert "no case" in capsys.readouterr().err
     assert cli.main(["nonsense"]) == 2
 
 
