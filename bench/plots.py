@@ -91,7 +91,10 @@ def _panels(lines: dict[str, Lines], ylabel: str) -> Any:
     for axis, (title, engines) in zip(axes.flat, lines.items()):
         for engine, line in engines.items():
             axis.plot(*zip(*sorted(line)), marker="o", markersize=3, label=engine)
+        tokens = sorted({int(t) for line in engines.values() for t, _ in line})
         axis.set(xscale="log", xlabel="tokens", ylabel=ylabel)
+        axis.minorticks_off()
+        axis.set_xticks(tokens, [str(t) for t in tokens])
         axis.set_title(title, fontsize=7)
         axis.legend(fontsize=6)
     for axis in list(axes.flat)[count:]:
@@ -105,17 +108,23 @@ def over_tokens(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
     return _panels(lines, "ms") if lines else None
 
 
-def crossover(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
-    """Time of the way that communicates first or last, over the time of each of ours: above 1 fusion wins."""
+def ratios(rows: Sequence[Row]) -> dict[str, Lines]:
+    """Title -> engine -> (T, time of the faster unfused way / time of this engine)."""
     found: dict[str, Lines] = {}
     for title, engines in fused_lines(rows).items():
-        unfused = min(
-            (dict(line) for engine, line in engines.items() if "+" in engine or engine.endswith("collective")),
-            key=lambda times: sum(times.values()), default=None,
-        )  # fmt: skip
+        unfused: dict[float, float] = {}
         for engine, line in engines.items():
-            if unfused and engine in ("fusedtp chunked", "fusedtp triton", "fusedtp auto"):
+            if "+" in engine or engine.endswith("collective"):
+                unfused |= {t: min(ms, unfused.get(t, ms)) for t, ms in line}
+        for engine, line in engines.items():
+            if engine in ("fusedtp chunked", "fusedtp triton", "fusedtp auto") and unfused:
                 found.setdefault(title, {})[engine] = [(t, unfused[t] / ms) for t, ms in line if t in unfused]
+    return found
+
+
+def crossover(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
+    """Time of what communicates first or last, over the time of ours: above 1 fusion wins."""
+    found = ratios(rows)
     if not found:
         return None
     figure = _panels(found, "unfused / fused")

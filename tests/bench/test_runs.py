@@ -231,6 +231,9 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     assert output.draw(tmp_path / "e.json", about, roofs, []) == []
     (lines,) = plots.fused_lines(rows).values()
     assert lines["fusedtp chunked"] == [(8.0, 16000.0), (16.0, 32000.0)]
+    faster = replace(rows[0], engine="fusedtp collective", seconds=Spread(20.0, 20.0, 20.0, 3))
+    (lines,) = plots.ratios([*rows, faster]).values()
+    assert lines == {"fusedtp chunked": [(8.0, 1.25), (16.0, 1.5)]}
 
 
 def test_nvidia_smi_is_asked_for_the_gpu_and_may_be_missing(
