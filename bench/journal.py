@@ -18,10 +18,11 @@ class Journal:
 
     def __init__(self, path: Path, key: Mapping[str, Any], resume: bool) -> None:
         self.path = path
-        kept = _read(path) if resume else []
-        if not kept or kept[0] != {"key": dict(key)}:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"key": dict(key)}) + "\n")
+        kept, first = _read(path) if resume else [], {"key": dict(key)}
+        if not kept or kept[0] != first:
+            kept = [first]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # and no line that was cut off
 
     def add(self, **line: Any) -> None:
         """Append a line; it is on disk when this returns."""
@@ -56,9 +57,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
         text = path.read_text()
     except OSError:
         return found
-    for line in text.split("\n")[:-1]:
+    for line in text.split("\n"):
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except ValueError:  # cut off, or the nothing after the last one
             break
     return found

@@ -31,6 +31,8 @@ def test_a_journal_of_the_same_run_goes_on_and_of_another_begins_anew(tmp_path: 
     again = Journal(path, key, resume=True)
     assert again.done() == {("s", "case 1"), ("s", "case 2")} and again.failures() == 1
     assert again.rows()[0] == ROW and again.roofs() == {"onex1": {"copy": 1.0}}
+    again.add_case("s", "case 3", [ROW])
+    assert ("s", "case 3") in Journal(path, key, resume=True).done()
     assert Journal(path, {"commit": "abd"}, resume=True).done() == set()
     assert Journal(path, {"commit": "abd"}, resume=False).rows() == []
 
