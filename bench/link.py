@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusedtp.comm import streams
 
 from .options import Refused
 
@@ -100,26 +101,10 @@ def paced_copy(out: Tensor, source: Tensor, piece: int, cycles: int) -> None:
 
 @contextmanager
 def paced(piece: int, cycles: int) -> Iterator[None]:
-    """Every copy between ranks that the copy stream starts in here is paced."""
-    from fusedtp.ops import local
-
-    class PacedCopyStream(local.CopyStream):
-        def fetch(self, source: Tensor) -> Callable[[], Tensor]:
-            out = torch.empty_like(source)
-            out.record_stream(self.stream)
-            with torch.cuda.stream(self.stream):
-                paced_copy(out, source, piece, cycles)
-                done = self.stream.record_event()
-
-            def ready() -> Tensor:
-                torch.cuda.current_stream(source.device).wait_event(done)
-                return out
-
-            return ready
-
-    usual: Any = local.CopyStream
-    local.CopyStream = PacedCopyStream  # type: ignore[misc]
+    """Every copy between ranks that is enqueued in here, by any thread, is paced."""
+    usual = streams.carry
+    streams.carry = lambda out, source: paced_copy(out, source, piece, cycles)
     try:
         yield
     finally:
-        local.CopyStream = usual  # type: ignore[misc]
+        streams.carry = usual

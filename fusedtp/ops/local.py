@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Call, Communicator
+from fusedtp.comm import Call, Communicator, streams
 
 from .matmul import is_16_bit, matmul, matmul_into, widens
 from .rows import Rows
@@ -118,7 +118,7 @@ class CopyStream:
         out = torch.empty_like(source)
         out.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
-            out.copy_(source, non_blocking=True)
+            streams.carry(out, source)
             done = self.stream.record_event()
 
         def ready() -> Tensor:

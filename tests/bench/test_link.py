@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.bench import link
+from fusedtp.comm import streams
+from fusedtp.ops import local
 
 RATES = st.floats(1e9, 400e9)
 
@@ -73,10 +78,24 @@ def test_a_paced_copy_copies_all(piece: int) -> None:
     assert torch.equal(out, source)
 
 
-def test_copies_are_paced_only_inside() -> None:
-    from fusedtp.ops import local
+def test_copies_are_paced_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    spins: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    source, out = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    with link.paced(30, 10):
+        streams.carry(out, source)
+    assert torch.equal(out, source) and spins == [10] * 4
+    streams.carry(out.zero_(), source)
+    assert torch.equal(out, source) and len(spins) == 4
 
-    usual = local.CopyStream
-    with link.paced(1 << 20, 10):
-        assert local.CopyStream is not usual and issubclass(local.CopyStream, usual)
-    assert local.CopyStream is usual
+
+def test_the_copy_stream_carries_what_a_link_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU, with streams that do nothing."""
+    carried: list[int] = []
+    monkeypatch.setattr(streams, "carry", lambda out, source: carried.append(source.numel()))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    copies = local.CopyStream.__new__(local.CopyStream)
+    copies.stream = mock.MagicMock()
+    copies.fetch(torch.ones(5))
+    assert carried == [5]
