@@ -8,6 +8,9 @@ size, each followed by a spin on the device, whose length is corrected until the
 the wanted one. What was held is measured and reported, never assumed. Copies of all ranks together may use half of the
 measured copy bandwidth, the rest is left to the matmuls; more is refused.
 
+The spin counts the processors' clock. Under load that clock falls, and copies beside matmuls are then slower than the
+rate that was held when nothing else ran, never faster: what is hidden is understated.
+
 Stores of a reduce-scatter's epilogue are not copies: nothing holds them. Not measured on a GPU yet.
 """
 
