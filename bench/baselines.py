@@ -64,7 +64,7 @@ def symm_mem(group: Any, device: torch.device) -> Found:
 
         symmetric.enable_symm_mem_for_group(group.group_name)
         return torch.ops.symm_mem, ""
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, AttributeError, RuntimeError) as error:
         return None, f"torch's symmetric memory: {error}"
 
 

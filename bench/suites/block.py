@@ -25,9 +25,9 @@ from .. import baselines, errors
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
-from ..sample import Rotating
+from ..sample import Rotating, Way
 from ..shapes import MODELS
-from .common import missing, row
+from .common import drop_what_fails, missing, row
 
 NAME, RANKS = "block", "any"
 
@@ -168,8 +168,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             modules[f"fusedtp {engine}"] = block
             functions[f"fusedtp {engine}"] = _with_layout(block, layout)
     sets = rank.copies(operands)
+    ways: dict[str, Way] = {name: Rotating(_both(fn, modules[name]), sets) for name, fn in functions.items()}
+    drop_what_fails(ways, functions, absent)
     found = _errors(rank, case, functions, sets[0][0], layout)
-    ways = {name: Rotating(_both(fn, modules[name]), sets) for name, fn in functions.items()}
     rows = [
         row(
             rank, NAME, case.shape, case.dtype, name,

@@ -13,7 +13,7 @@ from ..errors import Error
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
-from ..sample import Spread
+from ..sample import Spread, Way
 from ..shapes import layers
 
 
@@ -88,6 +88,17 @@ def row(rank: Rank, suite: str, shape: dict[str, int | str], dtype: str, engine:
     if rank.plan.link_gbps is not None and rank.group is not None:
         shape = {**shape, "link": f"{rank.plan.link_gbps:g}"}
     return Row(suite, shape, dtype, engine, rank.world, rank.world_size, **figures)
+
+
+def drop_what_fails(ways: dict[str, Way], functions: dict[str, Any], absent: dict[str, str]) -> None:
+    """Call each baseline once; one that raises (another version, too little memory) is `absent` with its words."""
+    for name in [name for name in ways if not name.startswith("fusedtp")]:
+        try:
+            ways[name]()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            absent[name] = f"{type(error).__name__}: {lines[0]}"
+            del ways[name], functions[name]
 
 
 def missing(rank: Rank, suite: str, shape: dict[str, int | str], dtype: str, engine: str, why: str) -> Row:

@@ -19,9 +19,9 @@ from .. import baselines, errors
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
-from ..sample import Rotating
+from ..sample import Rotating, Way
 from ..shapes import MODELS
-from .common import missing, row
+from .common import drop_what_fails, missing, row
 
 NAME, RANKS = "linear-cross-entropy", "one"
 
@@ -98,7 +98,8 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             absent[name] = reason
     sets = rank.copies(operands)
     want = exact(*sets[0])
-    ways = {name: Rotating(_both(fn), sets) for name, fn in functions.items()}
+    ways: dict[str, Way] = {name: Rotating(_both(fn), sets) for name, fn in functions.items()}
+    drop_what_fails(ways, functions, absent)
     found, peaks = {}, {}
     for name, fn in functions.items():
         # A logit, a sum of K products of size K^-1/2 each, is rounded once; the loss is at most as far off as logits.

@@ -14,8 +14,8 @@ from .. import baselines, errors
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
-from ..sample import Rotating
-from .common import Case, layer_cases, missing, row
+from ..sample import Rotating, Way
+from .common import Case, drop_what_fails, layer_cases, missing, row
 from .common import matmul as vendor
 
 NAME, RANKS = "matmul", "one"
@@ -40,15 +40,21 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         ours: cpu.linear if on_cpu else launch.matmul,
     }
     compiled, why = baselines.compiled(lambda x, w: x @ w.t(), rank.device, rank.plan.compile)
+    absent: dict[str, str] = {}
     if compiled is not None:
         functions["torch.compile"] = compiled
+    else:
+        absent["torch.compile"] = why
+    if on_cpu:
+        absent["fusedtp triton"] = "Triton's interpreter: its time says nothing"
     sets = rank.copies(operands)
     sampled = errors.sampled(case.tokens).to(rank.device)
     with torch.no_grad():
         x, w = sets[0]
         want = errors.product(x, w, sampled)
+        ways: dict[str, Way] = {name: Rotating(fn, sets) for name, fn in functions.items()}
+        drop_what_fails(ways, functions, absent)
         found = {name: errors.compare(fn(*sets[0])[sampled], want, case.k) for name, fn in functions.items()}
-        ways = {name: Rotating(fn, sets) for name, fn in functions.items()}
         rows = [
             row(
                 rank, NAME, case.shape, case.dtype, name,
@@ -57,12 +63,4 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             )
             for name, spread in rank.measure(ways).items()
         ]  # fmt: skip
-    if on_cpu:
-        rows.append(_missing(rank, case, "fusedtp triton", "Triton's interpreter: its time says nothing"))
-    if compiled is None:
-        rows.append(_missing(rank, case, "torch.compile", why))
-    return rows
-
-
-def _missing(rank: Rank, case: Case, engine: str, why: str) -> Row:
-    return missing(rank, NAME, case.shape, case.dtype, engine, why)
+    return rows + [missing(rank, NAME, case.shape, case.dtype, name, why) for name, why in absent.items()]

@@ -29,9 +29,9 @@ from .. import baselines, errors
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
-from ..sample import Rotating
+from ..sample import Rotating, Way
 from ..shapes import MODELS, Model
-from .common import missing, row
+from .common import drop_what_fails, missing, row
 
 NAME, RANKS = "pointwise", "one"
 EPS = 1e-5
@@ -212,11 +212,12 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         if name in functions
     }
     shared = inputs["torch"]
-    found = {name: error(case, fn, inputs.get(name, shared)[0]) for name, fn in functions.items()}
-    ways = {
+    ways: dict[str, Way] = {
         name: Rotating(_both(fn) if case.backward else _forward(fn), inputs.get(name, shared))
         for name, fn in functions.items()
     }
+    drop_what_fails(ways, functions, absent)
+    found = {name: error(case, fn, inputs.get(name, shared)[0]) for name, fn in functions.items()}
     rows = [
         row(
             rank, NAME, case.shape, case.dtype, name,

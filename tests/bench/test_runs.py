@@ -82,6 +82,34 @@ def test_a_run_measures_only_what_its_journal_lacks(
     assert cli.main([*run, "--no-resume"]) == 0 and len(measured) == 5
 
 
+def test_a_baseline_that_raises_says_so_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusedtp.bench.suites import linear_cross_entropy as suite
+
+    def broken(*_: object) -> None:
+        raise TypeError("another version\nof theirs")
+
+    monkeypatch.setattr(suite, "liger", lambda device: (broken, ""))
+    path = tmp_path / "l.json"
+    run = [
+        "linear-cross-entropy",
+        "--smoke",
+        "--device",
+        "cpu",
+        "--tp",
+        "2",
+        "--dtype",
+        "float32",
+        "--minutes",
+        "0",
+    ]
+    assert cli.main([*run, "--no-plots", "--out", str(path)]) == 0
+    rows = {row["engine"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["Liger-Kernel"]["note"] == "TypeError: another version"
+    assert rows["torch"]["seconds"] and rows["fusedtp"]["seconds"] and not rows["Liger-Kernel"]["seconds"]
+
+
 class Clockwork:
     """Runs parts in no time, as told."""
 
