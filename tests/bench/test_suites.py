@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,16 @@ def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str])
     assert cli.main(["all-gather-matmul", "--device", "cpu", "--tp", "1"]) == 2
     assert "no case" in capsys.readouterr().err
     assert cli.main(["nonsense"]) == 2
+
+
+def test_every_suite_and_command_has_its_module() -> None:
+    """Not imported: `sim` sets how kernels run for the whole process."""
+    assert set(cli.SUITES) == {*runner.SUITES, "all"}
+    assert all(name == runner.suite_module(name).NAME for name in runner.SUITES)
+    for module, _ in cli.COMMANDS.values():
+        spec = find_spec(f"fusedtp.bench.{module}")
+        assert spec is not None and spec.origin is not None
+        assert "\ndef main(argv" in Path(spec.origin).read_text(), module
 
 
 def test_shapes_of_llama_3_70b_on_eight_ranks() -> None:
