@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import crossover as command
-from bench.trial import MODELS
+from fusedtp.bench import crossover as command
+from fusedtp.bench.trial import MODELS
 from fusedtp.ops import crossover, measured
 from tests.ops.tables import tables_in
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import trial, tune, tune_run
-from bench.tune_run import FINALISTS, halving, plan_of
-from bench.tune_space import Job, candidates, reduction_kernel, refinements
 from fusedtp import VirtualWorld
+from fusedtp.bench import trial, tune, tune_run
+from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
+from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
 from fusedtp.comm import communicator
 from fusedtp.ops.launch import tuned, tuned_entries
 from fusedtp.ops.launch.config import HOST
