@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedtp.comm import communicator
 from fusedtp.nn import ModelConfig, TokenLayout
@@ -75,20 +75,35 @@ def _difference(steps: dict[str, Step]) -> dict[str, float]:
     return {name: abs(loss / losses["single"] - 1) for name, loss in losses.items()}
 
 
-def measure(rank: int, dtype: str, engine: str, budget: float) -> dict[str, Any]:
-    """Times of each way as Spreads, and what was checked. Collective."""
-    world_size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
-    config = ModelConfig(**SHAPE, dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
+def _ways(rank: int, mesh: DeviceMesh, config: ModelConfig, engine: str) -> dict[str, Step]:
+    """Every way to run the step, `single` on one process. Collective."""
+    world_size = mesh.size()
     whole = TokenLayout(1, TOKENS)
     shared = TokenLayout(1, TOKENS, split(TOKENS, world_size), rank)
-    steps = {
+    return {
         "single": Step(models.single(config), whole, config),
         "torch": Step(models.by_torch(config, mesh), shared, config),
         "collective": Step(models.ours(config, mesh, "collective"), shared, config),
         "ours": Step(models.ours(config, mesh, engine), shared, config),
         "ceiling": Step(models.ceiling(config, rank, world_size), shared, config),
     }
+
+
+def _mesh_and_config(dtype: str) -> tuple[DeviceMesh, ModelConfig]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+    return mesh, ModelConfig(**SHAPE, dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
+
+
+def compared(rank: int, dtype: str, engine: str) -> dict[str, float]:
+    """How far each way's first loss is from the unparallelized one's, relatively. Collective, nothing is timed."""
+    steps = _ways(rank, *_mesh_and_config(dtype), engine)
+    return _difference({name: step for name, step in steps.items() if name != "ceiling"})
+
+
+def measure(rank: int, dtype: str, engine: str, budget: float) -> dict[str, Any]:
+    """Times of each way as Spreads, and what was checked. Collective."""
+    mesh, config = _mesh_and_config(dtype)
+    steps = _ways(rank, mesh, config, engine)
     difference = _difference({name: step for name, step in steps.items() if name != "ceiling"})
     if max(difference.values()) > 1e-2:
         raise RuntimeError(f"the models do not compute the same: {difference}")

@@ -14,7 +14,7 @@ from fusedtp.bench.cases import OPERATIONS, Case, ways
 from fusedtp.bench.machine import slug
 from fusedtp.bench.ops import Result, Row
 from fusedtp.bench.sample import LEAST, Spread, interleave
-from fusedtp.bench.step import SHAPE, measure
+from fusedtp.bench.step import SHAPE, compared
 from fusedtp.bench.timeline import Call, arrivals, draw, overlapped
 from fusedtp.bench.world import run_ranks
 
@@ -103,11 +103,12 @@ def test_overlap_counts_matmuls_before_the_last_shard_arrived(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_training_steps_compute_the_same() -> None:
-    found = run_ranks(measure, 2, "float32", "chunked", 0.0)
+    found = run_ranks(compared, 2, "float32", "chunked")
     # 8 operations a layer, of fp32 sums with up to so many terms: their roundings are independent, and so add as a
     # random walk does.
     operations, terms = 8 * SHAPE["num_hidden_layers"], max(SHAPE.values())
-    assert max(found["first_loss_difference"].values()) < (operations * terms) ** 0.5 * 2.0**-24
+    assert found.keys() == {"single", "torch", "collective", "ours"}
+    assert max(found.values()) < (operations * terms) ** 0.5 * 2.0**-24
 
 
 def test_a_machine_names_its_folder() -> None:
