@@ -187,6 +187,33 @@ def test_one_stage_is_no_pipeline(using):
     assert broken(report) == {"pipelined"}
 
 
+def by_descriptor(target: str, *, specialized: bool = False, num_stages: int = 3) -> lint.CompileCase:
+    return lint.CompileCase(
+        "by_descriptor",
+        target,
+        path=PATH,
+        signature={"x": "*fp16", "w": "*fp16", "y": "*fp16", "K": "i32"},
+        constexprs=dict(M=128, BLOCK_K=64, SPECIALIZED=specialized),
+        options=dict(num_warps=8, num_stages=num_stages),
+        aligned=("x", "w", "y", "K"),
+        shared=(),
+    )
+
+
+def test_copies_by_descriptor_are_ahead_and_specialised_where_that_is_asked_for(using):
+    for target, specialized in (("sm_80", False), ("sm_90", False), ("sm_100", False), ("sm_100", True)):
+        (report,) = lint.check_case(by_descriptor(target, specialized=specialized), using=using)
+        assert not report.findings, (target, [str(finding) for finding in report.findings])
+    (report,) = lint.check_case(by_descriptor("sm_90", num_stages=1), using=using)
+    assert broken(report) == {"tma", "pipelined"} and "in flight" in str(report.findings)
+    (report,) = lint.check_case(by_descriptor("sm_90", specialized=True), using=using)
+    assert broken(report) == {"tma"} and "is not" in str(report.findings), "8 warps of sm_90 are not divided"
+    without = {**compiled(by_descriptor("sm_90"), using).files}
+    without["ttgir"] = compiled(by_descriptor("sm_80"), using).files["ttgir"]
+    made = replace(compiled(by_descriptor("sm_90"), using), files=without)
+    assert "is no TMA copy" in str(lint.judge(made).findings)
+
+
 def test_a_kernel_that_does_not_compile_says_why(using):
     case = replace(exchange("sm_90"), kernel="missing")
     with pytest.raises(lint.CompileError, match="has no 'missing'"):

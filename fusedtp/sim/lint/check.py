@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from . import ordering, resources
+from . import descriptors, ordering, resources
 from .cases import CompileCase, own_cases
 from .compiler import Compiled, CompileError, Compiler, compiler
 from .facts import Facts
@@ -24,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     ordering.tma_store,
     ordering.proxy_fence,
     ordering.bounded_spin,
+    descriptors.tma,
     resources.tensor_core,
     resources.spills,
     resources.shared_memory,

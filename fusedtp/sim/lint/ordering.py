@@ -146,7 +146,8 @@ def _ungated(facts: Facts, load: Op) -> bool:
 )
 def pipelined(made: Compiled, facts: Facts) -> Iterator[Finding]:
     for loop in _matmul_loops(facts):
-        loads = [op for op in facts.loads if innermost_loop(op) is loop and "tensor<" in op.text]
+        inner = [op for op in facts.loads if innermost_loop(op) is loop]
+        loads = [op for op in inner if "tensor<" in op.text or op.name in TMA_LOADS]
         for op in loads:
             if made.num_stages < 2:
                 yield Finding("pipelined", "num_stages is 1", op.text, op.frames)
