@@ -1,14 +1,44 @@
 """The matmul inside every fused kernel, and the plain persistent one.
 
-All kernels here compute y = x @ w.T tile by tile through `dot_loop`: pointer loads of any strides, tails in all
-three directions masked, fp32 accumulation, fp32 operands multiplied in full precision. The loop holds no wait
-(Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it.
+All kernels here compute y = x @ w.T tile by tile, in fp32, by one of two loops over K:
+
+    dot_loop         pointer loads of any strides and alignment, tails in all three directions masked
+    descriptor_loop  TMA (sm_90 and later) of row-major operands; what lies outside of them reads as zero
+
+Neither loop holds a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. The fused
+kernels take the first one: of their operands one is often what peers write during the kernel, which TMA may read only
+behind a proxy fence. Weights, which no peer writes, could go by TMA there too; that is left until a GPU says what it
+gains.
+
+Note [Warp specialisation]: `tl.range(..., warp_specialize=True)` on the loop over K makes a warp of its own for the
+copies, and on sm_100 one for tcgen05. Compiled, bf16 tiles of 128 rows, by Triton 3.6.0, 3.7.1 and 3.9.0:
+  sm_100  all three specialise the loop (`ttg.warp_specialize` in TTGIR), without spills. On the outer loop over tiles
+          3.6 fails ("NVWSInsertAref"), 3.7 leaves several regions; so it stands on the inner one.
+  sm_90   with 8 warps all three ignore it; with 4 warps 3.6 obeys, 3.7 and 3.9 fail ("NVGPUWarpSpecialization":
+          a descriptor's block and tensor differ). So it is off there.
+What it gains has not been measured on a GPU yet.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import cdiv, grouped, inline, narrow, wide, widen
+from .epilogue import add_bias, add_residual, scaled
+from .tiles import cdiv, grouped, halves, inline, narrow, wide, widen
+
+
+@inline
+def multiply_add(acc, x, w, PRECISION: tl.constexpr):
+    """acc + x [BLOCK_M, BLOCK_K] @ w [BLOCK_K, BLOCK_N].
+
+    PRECISION   of fp32 operands: "ieee" or "tf32"
+    Hopper sums products of fp8 in 22 bits (DeepSeek-V3, section 3.3.2), so each block of K is added up in fp32.
+    """
+    x = widen(x)
+    if x.dtype.is_fp8():
+        acc = tl.dot(x, w, acc, input_precision=PRECISION, max_num_imprecise_acc=x.shape[1])
+    else:
+        acc = tl.dot(x, widen(w), acc, input_precision=PRECISION)
+    return acc
 
 
 @inline
@@ -23,6 +53,7 @@ def dot_loop(
     K,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee",
 ):
     """acc [BLOCK_M, BLOCK_N] + sum over k < K of a[:, k] b[k, :]. EVEN_K: BLOCK_K divides K."""
     ks = tl.arange(0, BLOCK_K)
@@ -36,9 +67,28 @@ def dot_loop(
             inside = k + ks < K
             x = tl.load(a_tile, mask=a_mask & inside[None, :], other=0.0)
             w = tl.load(b_tile, mask=b_mask & inside[:, None], other=0.0)
-        acc = tl.dot(widen(x), widen(w), acc, input_precision="ieee")
+        acc = multiply_add(acc, x, w, PRECISION)
         a_tile += wide(BLOCK_K) * a_step
         b_tile += wide(BLOCK_K) * b_step
+    return acc
+
+
+@inline
+def descriptor_loop(
+    acc,
+    x,  # descriptors of [M, K] and [N, K] with blocks [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K]
+    row,
+    w,
+    col,
+    begin,
+    end,
+    BLOCK_K: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + sum over begin <= k < end of x[row + i, k] w[col + j, k]; BLOCK_K divides end - begin, or end is K."""
+    for k in tl.range(begin, end, BLOCK_K, warp_specialize=SPECIALIZED):
+        acc = multiply_add(acc, x.load([row, k]), w.load([col, k]).T, PRECISION)
     return acc
 
 
@@ -57,25 +107,45 @@ def linear_tile(
     K,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee",
 ):
     """x[rows] @ w[cols].T in fp32."""
     acc = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
     a = x + (rows.to(tl.int64) * stride_xm)[:, None]
     b = w + (cols.to(tl.int64) * stride_wn)[None, :]
-    return dot_loop(acc, a, row_mask[:, None], stride_xk, b, col_mask[None, :], stride_wk, K, BLOCK_K, EVEN_K)
+    return dot_loop(
+        acc, a, row_mask[:, None], stride_xk, b, col_mask[None, :], stride_wk, K, BLOCK_K, EVEN_K, PRECISION
+    )
 
 
 @inline
-def add_bias(acc, bias, cols, col_mask):
-    """acc + bias[cols]; no bias is None."""
-    if bias is not None:
-        acc += widen(tl.load(bias + cols, mask=col_mask, other=0.0)).to(tl.float32)[None, :]
-    return acc
+def tile_of(tile, num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """(first row, first column) of a tile, of num_rows * num_cols of them."""
+    row, col = grouped(tile, num_rows, num_cols, GROUP)
+    return row * BLOCK_M, col * BLOCK_N
+
+
+@inline
+def store_tile(y, acc, rows, cols, N, mask):
+    """y[rows, cols] = acc, rounded once; y is contiguous [M, N]."""
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(y + at, narrow(acc, y.dtype.element_ty), mask=mask)
+
+
+@inline
+def finish(y, acc, rows, cols, M, N, more):
+    """y[rows, cols] = scales * acc + bias + residual, rounded once."""
+    scale, x_scale, stride_xs, w_scale, stride_ws, bias, residual, stride_rm, stride_rn = more
+    acc = scaled(acc, scale, x_scale, stride_xs, rows, rows < M, w_scale, stride_ws, cols, cols < N)
+    acc = add_bias(acc, bias, cols, cols < N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    acc = add_residual(acc, residual, stride_rm, stride_rn, rows, cols, mask)
+    store_tile(y, acc, rows, cols, N, mask)
 
 
 @triton.jit
 def matmul_kernel(
-    x,
+    x,  # a pointer, or a TMA descriptor as w is
     stride_xm,
     stride_xk,
     w,
@@ -91,29 +161,51 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    scale=None,
+    x_scale=None,  # fp32 of each row, or of all with stride 0
+    stride_xs=0,
+    w_scale=None,
+    stride_ws=0,
+    residual=None,
+    stride_rm=0,
+    stride_rn=0,
+    TMA: tl.constexpr = False,
+    SPECIALIZED: tl.constexpr = False,
+    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    PRECISION: tl.constexpr = "ieee",
 ):
-    """y [M, N] = x [M, K] @ w [N, K].T + bias [N], persistent: any number of programs walks all tiles."""
+    """y [M, N] = scales * (x [M, K] @ w [N, K].T) + bias [N] + residual [M, N], persistent: any number of programs."""
     num_rows = cdiv(M, BLOCK_M)
     num_cols = cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), num_rows * num_cols, tl.num_programs(0)):
-        row, col = grouped(tile, num_rows, num_cols, GROUP)
-        rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc = linear_tile(
-            x,
-            rows,
-            rows < M,
-            stride_xm,
-            stride_xk,
-            w,
-            cols,
-            cols < N,
-            stride_wn,
-            stride_wk,
-            K,
-            BLOCK_K,
-            EVEN_K,
-        )
-        acc = add_bias(acc, bias, cols, cols < N)
-        out = y + rows.to(tl.int64)[:, None] * N + cols[None, :]
-        tl.store(out, narrow(acc, y.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+        row, col = tile_of(tile, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        if TMA:
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+            acc = descriptor_loop(acc, x, row, w, col, 0, K, BLOCK_K, SPECIALIZED, PRECISION)
+        else:
+            acc = linear_tile(
+                x,
+                rows,
+                rows < M,
+                stride_xm,
+                stride_xk,
+                w,
+                cols,
+                cols < N,
+                stride_wn,
+                stride_wk,
+                K,
+                BLOCK_K,
+                EVEN_K,
+                PRECISION,
+            )
+        more = (scale, x_scale, stride_xs, w_scale, stride_ws, bias, residual, stride_rm, stride_rn)
+        if HALVES:
+            left, right = halves(acc)
+            first = col + tl.arange(0, BLOCK_N // 2)
+            finish(y, left, rows, first, M, N, more)
+            finish(y, right, rows, first + BLOCK_N // 2, M, N, more)
+        else:
+            finish(y, acc, rows, cols, M, N, more)

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .matmul import add_bias, linear_tile
+from .epilogue import add_bias
+from .matmul import linear_tile
 from .tiles import cdiv, grouped, inline, narrow, next_start, shard, tile_rows, wide, widen
 
 

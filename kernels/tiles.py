@@ -2,6 +2,7 @@
 
 Note [bf16 under the interpreter]: the interpreter keeps bf16 as raw 16-bit integers. Copies are right; a sum or
 a product is not, and a cast from fp32 truncates. So bf16 is widened before arithmetic and rounded by hand.
+An fp8 is only bits there too, and what 3.6 makes of NaN is a number: it is decoded by hand.
 
 Note [Device functions under the interpreter]: it sets up the whole language anew for each call of a jit function,
 about a millisecond, but runs a plain one as it stands. So kernels are `triton.jit`, and what they call is
@@ -30,10 +31,21 @@ def decoded(n):
 
 @inline
 def widen(x):
-    """A tile as the arithmetic wants it: itself, or fp32 where bf16 is only bits."""
-    if INTERPRETED and x.dtype == tl.bfloat16:
-        return x.to(tl.float32)
+    """A tile as the arithmetic wants it: itself, or fp32 where bf16 or fp8-e4m3 is only bits."""
+    if INTERPRETED:
+        if x.dtype == tl.bfloat16:
+            return x.to(tl.float32)
+        if x.dtype == tl.float8e4nv:
+            return decode_e4m3(x.to(tl.uint8, bitcast=True))
     return x
+
+
+@inline
+def decode_e4m3(bits):
+    """The fp32 of an fp8-e4m3: with its bits an fp32's, of an exponent smaller by 120. 0x7F is NaN, of either sign."""
+    bits = bits.to(tl.uint32)
+    small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 2.0**120)
 
 
 @inline
@@ -96,6 +108,12 @@ def grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
     height = tl.minimum(num_rows - first, GROUP)
     inside = tile % width
     return first + inside % height, inside // height
+
+
+@inline
+def halves(x):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @inline

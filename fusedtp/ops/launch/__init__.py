@@ -7,8 +7,8 @@ end. Outputs are ordinary tensors; nothing of the workspace is handed out.
 from . import cross_entropy, pointwise
 from .config import Config, Machine
 from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad, plan_matmul, plan_wgrad
-from .plain import matmul
-from .run import Launch, require_triton
+from .plain import Epilogue, gated_matmul, matmul, scaled_matmul
+from .run import DTYPES, Launch, require_triton
 from .scatter import (
     matmul_all_reduce,
     matmul_all_reduce_bytes,
@@ -20,13 +20,16 @@ from .scatter import (
 )
 
 __all__ = [
+    "DTYPES",
     "Config",
+    "Epilogue",
     "Launch",
     "Machine",
     "all_gather_bytes",
     "all_gather_matmul",
     "all_gather_wgrad",
     "cross_entropy",
+    "gated_matmul",
     "matmul",
     "matmul_all_reduce",
     "matmul_all_reduce_bytes",
@@ -39,4 +42,5 @@ __all__ = [
     "pointwise",
     "reduce_scatter_bytes",
     "require_triton",
+    "scaled_matmul",
 ]

@@ -25,6 +25,7 @@ class Machine:
     shared_bytes: int
     shared_gpu: bool = False  # several ranks on one GPU
     name: str = ""
+    capability: int = 0  # of CUDA: 90 is sm_90
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Config:
 
     part           elements of a tile, for each warp, that a reducer sums at once
     max_registers  what a thread may use; 0 leaves that to the compiler
+    tma, specialized, splits   of the plain matmuls alone, see plain.py: operands by TMA where they allow it, with a
+                   warp of its own for the copies; how many programs share the K of a tile
     """
 
     block_m: int
@@ -46,6 +49,10 @@ class Config:
     chunk: int = 1
     part: int = 512
     max_registers: int = 0
+    tma: bool = False
+    specialized: bool = False
+    splits: int = 1
+    halves: bool = False
 
 
 # What a thread can name. ptxas by itself stops at fewer, and spills, so that one more program would fit a processor;
@@ -63,7 +70,10 @@ def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
     props = torch.cuda.get_device_properties(device)
     shared = getattr(props, "shared_memory_per_block_optin", 64 * 1024)
     programs = max(1, props.multi_processor_count // ranks_per_device)
-    return Machine(clock_of(device), programs, shared, ranks_per_device > 1, name=kind_of(device))
+    clock = clock_of(device)
+    capability = 10 * props.major + props.minor if clock == "cuda" else 0
+    shared_gpu = ranks_per_device > 1
+    return Machine(clock, programs, shared, shared_gpu, name=kind_of(device), capability=capability)
 
 
 def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool = True) -> Config:

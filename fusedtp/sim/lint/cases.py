@@ -13,6 +13,9 @@ OWN = (
     "one_shot_kernel",
     "two_shot_kernel",
     "matmul_kernel",
+    "gated_matmul_kernel",
+    "split_matmul_kernel",
+    "join_parts_kernel",
     "bump_epoch",
     "meet_kernel",
     "rms_norm_kernel",
@@ -26,6 +29,7 @@ OWN = (
     "rms_norm_wide_backward_kernel",
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
+LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index("bump_epoch")]  # in more variants: those of one device
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
 
 
@@ -37,6 +41,7 @@ class Variant:
     widths   N of each weight; operations of one weight take the first
     grads    dtype of weight gradients where not the operands'
     targets  those it is compiled for; () all
+    precision, activation, tma   of matmuls on one device; not tma: by pointers, whatever the target
     """
 
     name: str
@@ -49,6 +54,9 @@ class Variant:
     keep: bool = False
     grads: str = ""
     targets: tuple[str, ...] = ()
+    precision: str = "ieee"
+    activation: str = "silu"
+    tma: bool = True
 
 
 # Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
@@ -63,6 +71,19 @@ VARIANTS = {
     )
 }
 
+
+# Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
+LOCAL_VARIANTS = VARIANTS | {
+    variant.name: variant
+    for variant in (
+        Variant("bf16-pointers", "bfloat16", 1, 8192, (4096,), 4096, targets=("sm_90", "sm_100"), tma=False),
+        Variant("tf32", "float32", 1, 8192, (4096,), 4096, bias=True, precision="tf32", activation="gelu"),
+        Variant("fp8", "float8_e4m3fn", 1, 8192, (4096,), 4096, bias=True, targets=("sm_90", "sm_100")),
+        Variant("fp8-fnuz", "float8_e4m3fnuz", 1, 8192, (4096,), 4096, bias=True, targets=("gfx942",)),
+        Variant("fp8-few", "float8_e4m3fn", 1, 16, (4096,), 4096, targets=("sm_90", "sm_100")),
+        Variant("bf16-few", "bfloat16", 1, 16, (4096,), 4096, bias=True, activation="gelu_pytorch_tanh"),
+    )
+}
 
 ELEMENTWISE_VARIANTS = {
     variant.name: variant
@@ -107,11 +128,21 @@ class CompileCase:
         return f"{self.target}/{self.kernel}/{self.config}" if self.config else f"{self.target}/{self.kernel}"
 
 
+def variants_of(kernel: str) -> dict[str, Variant]:
+    """In which variants a kernel is compiled."""
+    if kernel in ELEMENTWISE:
+        return ELEMENTWISE_VARIANTS
+    if kernel == "gated_matmul_kernel":  # has no fp8
+        return {name: variant for name, variant in LOCAL_VARIANTS.items() if "float8" not in variant.dtype}
+    return LOCAL_VARIANTS if kernel in LOCAL else VARIANTS
+
+
 def own_cases(
     kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
 ) -> Iterator[CompileCase]:
     """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
-    for asked, known, what in ((kernels, OWN, "kernel"), (variants, VARIANTS, "variant")):
+    every = VARIANTS | LOCAL_VARIANTS
+    for asked, known, what in ((kernels, OWN, "kernel"), (variants, every, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:
             raise ValueError(f"no {what} {', '.join(unknown)}: there are {', '.join(known)}")
@@ -120,7 +151,7 @@ def own_cases(
             if kernel in SIGNALS:
                 yield CompileCase(kernel, target, "", Variant("", "bfloat16", 8, 16, (16,), 16), shared=())
                 continue
-            known = ELEMENTWISE_VARIANTS if kernel in ELEMENTWISE else VARIANTS
+            known = variants_of(kernel)
             for name in variants or known:
                 if name in known and target in (known[name].targets or targets):
                     yield CompileCase(kernel, target, name, known[name], shared=())

@@ -5,16 +5,18 @@ Tensors on the CPU stand in for operands: only dtype, strides and alignment coun
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fusedtp.comm.device_view import meet_options, peers_of
-from fusedtp.ops.launch import Launch, cross_entropy, gather, pointwise, scatter
-from fusedtp.ops.launch.config import VECTOR, tiles
+from fusedtp.ops.launch import Launch, cross_entropy, gather, plain, pointwise, scatter
+from fusedtp.ops.launch.config import VECTOR
+from fusedtp.ops.launch.operands import by_pointers, local_config
 
-from .cases import ELEMENTWISE, SIGNALS, Variant
+from .cases import ELEMENTWISE, LOCAL, SIGNALS, Variant
 
 
 def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -35,13 +37,9 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     if kernel in ELEMENTWISE:
         launch = _elementwise(kernel, variant, machine)
         return launch.kernel, launch.args, launch.options
-    if kernel == "matmul_kernel":
-        from fusedtp.kernels.matmul import matmul_kernel
-
-        config = tiles(machine, dtype, t, widths[0], widths[0] % VECTOR == 0)
-        args = scatter.matmul_args(full, weights[0], biases[0], config)
-        del args["PART_M"]
-        return matmul_kernel, args | dict(y=empty(t, widths[0]), M=t), Launch(None, 1, {}, config).options
+    if kernel in LOCAL:
+        launch = _local(kernel, variant, machine)
+        return launch.kernel, launch.args, launch.options
     if kernel == "all_gather_matmul_kernel":
         launch = gather.plan_matmul(*where, x, weights, biases, rows, sig, variant.keep, None, machine)[0]
     elif kernel == "all_gather_wgrad_kernel":
@@ -66,6 +64,39 @@ def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, An
     if kernel == "bump_epoch":
         return bump_epoch, dict(epoch=view.epoch), {}
     return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, clock)), meet_options(clock)
+
+
+def _local(kernel: str, variant: Variant, machine: Any) -> Launch:
+    """With every epilogue that the variant's dtype has; K is split where y has few tiles."""
+    m, n, k, precision = variant.rows, variant.widths[0], variant.k, variant.precision
+    if kernel in ("split_matmul_kernel", "join_parts_kernel"):
+        m, n = min(m, 128), min(n, 1024 + n % VECTOR)
+    dtype = getattr(torch, variant.dtype)
+    fp8 = dtype.itemsize == 1
+    out = torch.bfloat16 if fp8 else dtype
+    gated = kernel == "gated_matmul_kernel"
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    x, weight, bias = empty(m, k), empty(n, k), empty(n, of=out) if variant.bias else None
+    config = local_config(machine, dtype, precision, m, n, k, 1 + gated, gated and variant.keep)
+    config = config if variant.tma else by_pointers(config)
+    if gated:
+        config = replace(config, splits=1)
+        return plain.plan_gated(
+            x, weight, weight, bias, None, variant.activation, variant.keep, config, precision, machine
+        )[0][0]
+    config = replace(config, splits=1 if kernel == "matmul_kernel" else max(2, config.splits))
+    scales = (empty(m, 1, of=torch.float32), empty(n, 1, of=torch.float32)) if fp8 else (None, None)
+    residual = empty(m, n, of=out) if variant.bias else None
+    epilogue = plain.Epilogue(bias, residual, None if fp8 else 0.5, *scales)
+    launches = plain.plan_linear(x, weight, epilogue, out, config, precision, machine)[0]
+    if kernel == "join_parts_kernel" and variant.bias and not fp8:
+        parts = empty(config.splits, m, n, of=torch.float32)
+        y = empty(m, n)
+        return plain.plan_join(parts, parts, plain.Epilogue(bias), bias, y, y, y, variant.activation, config)
+    return launches[-1 if kernel == "join_parts_kernel" else 0]
 
 
 def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:

@@ -138,9 +138,15 @@ def _dot_chain(sources: Sources, statement: ast.stmt) -> list[ast.Call]:
             (n for n in ast.walk(at) if isinstance(n, ast.Call) and sources.reaches(called(n), {"dot"})), None
         )
         if call is None or called(call) == "dot":
+            while chain and not _loops(_function(sources, called(chain[-1]))):
+                chain.pop()
             return chain
         chain.append(call)
         at = _function(sources, called(call))
+
+
+def _loops(function: ast.FunctionDef) -> list[ast.For]:
+    return [n for n in ast.walk(function) if isinstance(n, ast.For)]
 
 
 def _function(sources: Sources, name: str) -> ast.FunctionDef:
@@ -164,14 +170,14 @@ def _gated(
     for depth, call in enumerate(chain):
         function = copy.deepcopy(_function(sources, called(call)))
         function.args.args += [ast.arg(f"gate_{name}") for name in names]
+        function.args.defaults += [ast.Constant(None) for _ in names]  # what stands before them may have one
         function.name += "_gated"
         if depth + 1 < len(chain):
             inner = next(n for n in ast.walk(function) if called(n) == called(chain[depth + 1]))
             assert isinstance(inner, ast.Call)
             _redirect(inner, {f"gate_{name}": f"gate_{name}" for name in names})
         else:
-            loop = next(n for n in ast.walk(function) if isinstance(n, ast.For))
-            loop.body.insert(0, statement)
+            _loops(function)[0].body.insert(0, statement)
         copies.append(ast.unparse(ast.fix_missing_locations(function)))
     first = copy.deepcopy(chain[0])
     _redirect(first, {f"gate_{name}": name for name in names})

@@ -216,27 +216,6 @@ def strangers() -> Case:
     return Case("strangers meet", make)
 
 
-def plain() -> Case:
-    """y = x @ w.T + bias on one rank, with tails in every direction."""
-
-    def make() -> Run:
-        from fusedtp.kernels.matmul import matmul_kernel
-
-        m, n, k, block = 20, 18, 20, 16
-        generator = torch.Generator().manual_seed(0)
-        x, w, bias = (
-            torch.randint(-2, 3, shape, generator=generator).float() for shape in ((m, k), (n, k), (n,))
-        )
-        y = torch.full((m, n), torch.nan)
-        args = dict(
-            x=x, stride_xm=k, stride_xk=1, w=w, stride_wn=k, stride_wk=1, bias=bias, y=y, M=m, N=n, K=k,
-            BLOCK_M=block, BLOCK_N=block, BLOCK_K=block, GROUP=8, EVEN_K=False,
-        )  # fmt: skip
-        return Run([[Launch(matmul_kernel, 3, args)]], check=lambda: compare("y", [y], [x @ w.t() + bias]))
-
-    return Case("plain matmul", make)
-
-
 def elementwise(kernel: str) -> Case:
     """One of the kernels without peers or products, on one rank, with tails; the formula within what fp32 may lose."""
 

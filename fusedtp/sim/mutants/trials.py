@@ -9,7 +9,7 @@
     late      rank 2 alone: rank 1 is in another call and rank 0 is not there yet; it must notice without waiting for 0
     mixed     a fused call, a gather by copies between two meetings in either slot, a fused call
     nothing   the same with two ranks and no rows: only arrivals are exchanged
-    plain     the matmul that has no peers
+    local     the matmuls that have no peers, by pointers and by descriptors
     elementwise  RMSNorm, SwiGLU, rotary embedding and cross-entropy, one rank
     meetings  a copy to the own slot, a meeting, copies from the peers' slots, a meeting; and again
     strangers a meeting with a rank that is in another call
@@ -30,8 +30,9 @@ from fusedtp.ops.rows import split
 from ..case import Case
 from ..cases import Call, fused_case
 from ..explore import Schedule
-from ..lint.cases import ELEMENTWISE
+from ..lint.cases import ELEMENTWISE, LOCAL
 from ..strategies import DEFAULT
+from .local_cases import local
 from .trial_cases import (
     WORLD,
     calls,
@@ -43,7 +44,6 @@ from .trial_cases import (
     no_rows,
     none_between,
     other_call,
-    plain,
     strangers,
     wrapping,
 )
@@ -93,15 +93,16 @@ def schedules(count: int, residents: tuple[Any, ...] = (None, 1, 2, "varying")) 
 
 def tried(kernel: str) -> bool:
     """Whether there are trials of this kernel."""
-    return kernel in (*OPERATIONS, *ELEMENTWISE, "matmul_kernel", "meet_kernel", "bump_epoch")
+    return kernel in (*OPERATIONS, *ELEMENTWISE, *LOCAL, "meet_kernel", "bump_epoch")
 
 
 def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
     """What tries these kernels, the cheapest and most telling first; `count` schedules of the three calls."""
     kernels = set(kernels)
     known = {kernel: name for kernel, name in OPERATIONS.items() if kernel in kernels}
-    if "matmul_kernel" in kernels:
-        yield Trial("matmul_kernel", plain(), schedules(2, (None, 1)))
+    for kernel in [name for name in LOCAL if name in kernels]:
+        for tma in (False, True):
+            yield Trial(kernel, local(kernel, tma), schedules(1, (None,)))
     for kernel in sorted(kernels.intersection(ELEMENTWISE)):
         yield Trial(kernel, elementwise(kernel), schedules(1, (None,)))
     few = max(1, count // 2)

@@ -1,0 +1,129 @@
+"""How a plain matmul's operands reach its kernel, and in what tiles: by pointer or TMA, at which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
+
+INT32 = 2**31 - 1
+MOST_SPLITS = 32
+LEAST_BLOCKS = 4  # of K in a part: a pipeline is full only after some
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA takes a matrix: its address and the stride of its rows are multiples of 16 bytes, its rows are
+    contiguous and do not overlap, it is not empty, and 32 bits count its rows and columns, 40 the bytes of a stride.
+
+    Source: CUDA Driver API, cuTensorMapEncodeTiled.
+    """
+    rows, cols = x.shape
+    stride = x.stride(0) * x.element_size()
+    return (
+        x.stride(1) == 1
+        and x.data_ptr() % 16 == 0
+        and stride % 16 == 0
+        and cols * x.element_size() <= stride < 2**40
+        and 0 < rows <= INT32
+        and 0 < cols <= INT32
+    )
+
+
+def within_reach(config: Config, precision: str, matrices: Sequence[Tensor]) -> Config:
+    """The configuration as it is where TMA is not asked for or takes all of these operands, or else by pointers.
+
+    fp32 in full precision is multiplied from registers, where TMA does not bring it.
+    """
+    precise = precision == "ieee" and matrices[0].dtype == torch.float32
+    if config.tma and (precise or not all(map(describable, matrices))):
+        return by_pointers(config)
+    return config
+
+
+def by_pointers(config: Config) -> Config:
+    """The same tiles without TMA."""
+    registers = ALL_REGISTERS if config.specialized else config.max_registers
+    return replace(config, tma=False, specialized=False, max_registers=registers)
+
+
+def operands(config: Config, precision: str, matrices: dict[str, tuple[Tensor, str, int]]) -> dict[str, Any]:
+    """The kernel's arguments for its operands.
+
+    matrices   the operand's parameter -> (matrix [rows, K], letter of its rows in the strides' names, rows of a tile)
+    """
+    args: dict[str, Any] = {}
+    k = next(matrix.shape[1] for matrix, _, _ in matrices.values())
+    for name, (matrix, letter, rows) in matrices.items():
+        strides, args[name] = matrix.stride(), matrix
+        if config.tma:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            block = [rows, config.block_k]
+            args[name] = TensorDescriptor(matrix, list(matrix.shape), list(strides), block)
+            strides = (0, 0)
+        args[f"stride_{name[0]}{letter}"], args[f"stride_{name[0]}k"] = strides
+    return args | dict(
+        K=k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        EVEN_K=config.tma or k % config.block_k == 0,
+        TMA=config.tma,
+        SPECIALIZED=config.specialized,
+        PRECISION=precision,
+    )
+
+
+def local_config(
+    machine: Machine,
+    dtype: torch.dtype,
+    precision: str,
+    m: int,
+    n: int,
+    k: int,
+    weights: int = 1,
+    keep: bool = False,
+) -> Config:
+    """Tiles of a matmul [m, k] by `weights` of [n, k] alone on the machine. keep: their products are stored too.
+
+    Tiles are as wide as those of 16-bit operands, and as deep in bytes: tf32 has half as many k, fp8 twice as many.
+    The columns of several weights share a tile. Smaller are those that would spill, by what the lint shows: of fp8 on
+    sm_90, whose sums are held twice, of products that are kept, of what needs most in a partition of warps on sm_100,
+    and of two weights in tf32 on sm_80.
+    """
+    precise = dtype == torch.float32 and precision == "ieee"
+    config = tiles(machine, torch.float32 if precise else torch.bfloat16, m, weights * n, n % VECTOR == 0)
+    if machine.clock != "host":
+        tma = machine.capability >= 90 and not precise
+        specialized = tma and machine.capability // 10 == 10 and config.block_m == 128
+        narrow = keep or (dtype in FP8 and machine.capability == 90)
+        narrow = narrow or (specialized and (weights > 1 or dtype.itemsize != 2))
+        low = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
+        limit = ALL_REGISTERS if narrow and machine.clock == "cuda" else config.max_registers
+        if specialized:  # a limit would be of all warps alike, which partitions are not
+            limit = 0
+        config = replace(
+            config,
+            block_m=min(config.block_m, 64 if low else 128),
+            block_n=min(config.block_n, 128 if narrow else 256) // weights,
+            block_k=config.block_k if precise else config.block_k * 2 // dtype.itemsize,
+            max_registers=limit,
+            tma=tma,
+            specialized=specialized,
+            halves=tma and weights == 1 and config.block_n == 256 and not narrow,
+        )
+    return replace(config, splits=splits(machine, config, m, n, k))
+
+
+def splits(machine: Machine, config: Config, m: int, n: int, k: int) -> int:
+    """Parts of K: as many as leave no program of the machine idle, each of several blocks."""
+    tiles_of_y = -(-m // config.block_m) * -(-n // config.block_n)
+    idle = machine.programs // max(1, tiles_of_y)
+    return max(1, min(idle, k // (LEAST_BLOCKS * config.block_k), MOST_SPLITS))
