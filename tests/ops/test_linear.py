@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedtp.ops.launch.config import Machine
-from fusedtp.ops.launch.operands import local_config
+from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.linear import gated_linear, linear, quantize_rows, scaled_matmul
 from fusedtp.ops.pointwise import ACTIVATIONS
 from tests.ops import linear_laws as laws
@@ -100,6 +100,15 @@ def test_k_is_split_for_few_rows_alone():
     assert splits(16, 1024, 512) == 2 and splits(16, 1024, 256) == 1, "a part has four blocks of K"
     assert splits(16, 128, 2**20) == 32
     assert splits(0, 1024, 8192) == splits(16, 0, 8192) > 0 and splits(16, 1024, 0) == 1
+
+
+def test_a_tuned_tile_keeps_tma_and_splits_k_by_its_own_size():
+    default = local_config(H100, torch.bfloat16, "ieee", 8192, 8192, 8192)
+    found = dict(block_m=64, block_n=256, block_k=64, num_warps=4, num_stages=4)
+    config = with_tile(default, found, H100, 64, 1024, 8192)
+    assert {name: getattr(config, name) for name in found} == found
+    assert config.tma and config.halves and config.splits == 32
+    assert with_tile(default, {}, H100, 64, 1024, 8192) is default
 
 
 @pytest.mark.parametrize("machine", [H100, B200])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import tuned
 from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
@@ -120,6 +121,15 @@ def local_config(
             halves=tma and weights == 1 and config.block_n == 256 and not narrow,
         )
     return replace(config, splits=splits(machine, config, m, n, k))
+
+
+def with_tile(default: Config, found: Mapping[str, int], machine: Machine, m: int, n: int, k: int) -> Config:
+    """The tile of a tuned entry, or the default where there is none. By TMA if that is; K is split as the tile asks."""
+    if not found:
+        return default
+    tile = tuned.tile(default, found)
+    wide = default.tma and tile.block_n == 256
+    return replace(tile, tma=default.tma, halves=wide, splits=splits(machine, tile, m, n, k))
 
 
 def splits(machine: Machine, config: Config, m: int, n: int, k: int) -> int:

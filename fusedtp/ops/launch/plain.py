@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import tuned
 from .config import VECTOR, Config, Machine, machine_of
-from .operands import local_config, operands, within_reach
+from .operands import local_config, operands, with_tile, within_reach
 from .run import DTYPES, Launch, check_tensors
 
 JOINED = 1024  # elements of a program that joins parts
@@ -144,7 +144,7 @@ def plan_linear(
         config = local_config(machine, x.dtype, precision, m, n, k)
         if precision == "ieee" and x.dtype in DTYPES:  # what the table of this GPU has entries for
             found = tuned.lookup("matmul", machine, x.dtype, rows=m, cols=n, k=k, even=n % VECTOR == 0)
-            config = tuned.tile(config, found)
+            config = with_tile(config, found, machine, m, n, k)
     config = within_reach(config, precision, [x, weight])
     y = x.new_empty(m, n, dtype=dtype)
     if config.splits > 1 and y.numel():

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
@@ -61,7 +62,8 @@ def lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) ->
 
 def tile(default: Config, found: Mapping[str, int]) -> Config:
     """The tile that an entry sets, or the default. What an entry does not name is as in `Config` itself."""
-    return Config(**{name: n for name, n in found.items() if name not in SPLIT}) if found else default
+    values: dict[str, Any] = {name: n for name, n in found.items() if name not in SPLIT}
+    return Config(**values) if found else default
 
 
 def chunk(found: Mapping[str, int], default: int, least: int) -> int:
