@@ -9,6 +9,8 @@ One shot: every partial tile goes to every rank, and every rank sums all tiles. 
     send       tile 0 to all     tile 1 to all     ...
     reduce                       waits for tile 0 of all ranks, sums
 
+A tile is published late, see Note [Late publish] in matmul_reduce_scatter.py.
+
 Two shots: reduce-scatter over rows (split as torch.chunk does), then each owner pushes its sums to all.
 
     send       rows of 2     rows of 3     rows of 0     rows of 1 (own)
@@ -24,7 +26,14 @@ import triton.language as tl
 
 from . import signals
 from .matmul_reduce_scatter import part_of_tile, partial_tile, push_partials, reduced_tile, wait_chunk_of_all
-from .tiles import cdiv, grouped, narrow, shard, wide
+from .tiles import cdiv, grouped, inline, narrow, shard, wide
+
+
+@inline
+def publish_to_all(peers, chunk):
+    """Publish `chunk` to every rank, this one too."""
+    for step in range(1, peers.world_size + 1):
+        signals.publish(peers, (signals.rank_of(peers) + step) % peers.world_size, chunk)
 
 
 @triton.jit(do_not_specialize=["group", "send_programs"])
@@ -64,6 +73,7 @@ def one_shot_kernel(
     if pid < send_programs:
         if pid == 0:
             signals.arrive(peers)
+        stored = tl.full((), -1, tl.int32)  # the chunk that is stored and not yet published
         for chunk in range(pid, chunks, send_programs):
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
@@ -84,13 +94,17 @@ def one_shot_kernel(
                     BLOCK_K,
                     EVEN_K,
                 )
+                if stored >= 0:  # Note [Late publish]
+                    publish_to_all(peers, 1 + stored)
+                    stored = tl.full((), -1, tl.int32)
                 at = rows.to(tl.int64)[:, None] * N + cols[None, :]
                 mask = (rows < M)[:, None] & col_mask[None, :]
                 for step in range(1, world + 1):
                     out = signals.slot(peers, (rank + step) % world).to(tl.pointer_type(element))
                     tl.store(tl.multiple_of(out, 16) + wide(rank) * M * N + at, value, mask=mask)
-            for step in range(1, world + 1):
-                signals.publish(peers, (rank + step) % world, 1 + chunk)
+            stored = chunk
+        if stored >= 0:
+            publish_to_all(peers, 1 + stored)
     else:
         signals.wait_all_arrivals(peers)
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)

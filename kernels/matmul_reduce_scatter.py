@@ -13,6 +13,22 @@ Programs 0 .. S-1 multiply and send, the others reduce. Owner p's slot has a pla
 so every owner receives all the time, from a different source each time, and the own tiles, which need not
 travel, come last. Flag 1 + c is chunk c: `group` consecutive tiles of the owner's rows, done by one program.
 
+Note [Late publish]: a release waits until the stores before it have landed, at the far end of a link, and the program
+with it. So a sender stores a chunk and multiplies its next tile while the stores travel; only then it publishes the
+chunk, before it stores that tile, and its last chunk at the end:
+
+    one program     products of a | store a | products of b | publish a | store b | products of c | publish b | ...
+
+A sender waits for nobody, so what it publishes late it publishes for certain; a call that has failed meanwhile is not
+published at all. Reducers of this rank start when senders end, later than any of this could matter to them.
+
+Predicted by fusedtp.sim.timed for 8 H100, 8192 tokens in bf16, the down projection of an MLP, in microseconds (not
+measured on a GPU yet):
+
+                published at once   published late   product alone   product and NCCL
+    Llama 3 8B                416              269             173                364
+    Llama 3 70B              1023              731             668               1017
+
 Partials travel in the working dtype, the own one too, are summed in fp32 in rank order and rounded once: the
 result does not depend on who was fast.
 """
@@ -82,6 +98,9 @@ def push_partials(
     last_shard, total = shard(sizes, world - 1, world)
     total += last_shard
     num_cols = cdiv(N, BLOCK_N)
+    stored = tl.full(
+        (), -1, tl.int32
+    )  # world * chunk + owner of the chunk that is not published yet, if there is one
     for step in range(1, world + 1):
         owner = (rank + step) % world
         size, offset = shard(sizes, owner, world)
@@ -112,10 +131,15 @@ def push_partials(
                     BLOCK_K,
                     EVEN_K,
                 )
+                if stored >= 0:  # Note [Late publish]
+                    signals.publish(peers, stored % world, 1 + stored // world)
+                    stored = tl.full((), -1, tl.int32)
                 at = local.to(tl.int64)[:, None] * N + cols[None, :]
                 tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
-            signals.publish(peers, owner, 1 + chunk)
+            stored = chunk * world + owner
         pid = next_start(pid, cdiv(tiles, group), programs)
+    if stored >= 0:
+        signals.publish(peers, stored % world, 1 + stored // world)
 
 
 @inline
