@@ -26,7 +26,7 @@ Predicted by fusedtp.sim.timed for 8 H100, 8192 tokens in bf16, the down project
 measured on a GPU yet):
 
                 published at once   published late   product alone   product and NCCL
-    Llama 3 8B                416              269             173                364
+    Llama 3 8B                360              220             173                364
     Llama 3 70B              1023              731             668               1017
 
 Partials travel in the working dtype, the own one too, are summed in fp32 in rank order and rounded once: the

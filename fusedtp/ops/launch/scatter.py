@@ -60,9 +60,15 @@ def plan_reduce_scatter(
     from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 
     n, owned = weight.shape[0], rows.batch * max(rows.sizes)
-    flags = view.flags_per_source - 1
     config = config or reduction(
-        machine, x.dtype, owned, n, flags, kernel="matmul_reduce_scatter", world_size=world_size
+        machine,
+        x.dtype,
+        owned,
+        n,
+        view.flags_per_source - 1,
+        kernel="matmul_reduce_scatter",
+        world_size=world_size,
+        owners=world_size,
     )
     y = x.new_empty(rows.batch * rows.sizes[rank], n)
     args = dict(
@@ -108,16 +114,19 @@ def reduction(
     *,
     kernel: str = "",
     world_size: int = 0,
+    owners: int = 1,
 ) -> Config:
-    """Configuration for partial tiles of which a rank owns `owned` rows and has `flags` flags for.
+    """Configuration for partial tiles of which each of `owners` ranks owns `owned` rows and has `flags` flags for.
 
-    The owner sums by the senders' tiles, so all of this depends only on what ranks share: not on K. Tuned values are
-    those of `kernel`, if one is named.
+    A rank multiplies the rows of all owners, and these fill the machine; but no tile has rows of two. The owner sums by
+    the senders' tiles, so all of this depends only on what ranks share: not on K. Tuned values are those of `kernel`,
+    if one is named.
     """
     even, found = n % VECTOR == 0, tuned.NOTHING
     if kernel:
         found = tuned.lookup(kernel, machine, dtype, rows=owned, cols=n, even=even, world=world_size)
-    shape = tuned.tile(tiles(machine, dtype, owned, n, even), found)
+    rows = owned * owners if owned >= 128 else owned
+    shape = tuned.tile(tiles(machine, dtype, rows, n, even), found)
     senders, reducers = tuned.reduce_split(found, machine, reduce_programs(machine))
     count = -(-owned // shape.block_m) * -(-n // shape.block_n)
     chunk = tuned.chunk(found, 1, least=-(-count // flags))

@@ -69,7 +69,8 @@ class Problem:
             flags = FLAGS_PER_SOURCE // 2 - 1
         elif self.operation == REDUCE:
             owned = self.tokens
-        return reduction(machine, self.dtype, owned, n, flags)
+        owners = self.world_size if self.operation == SCATTER else 1
+        return reduction(machine, self.dtype, owned, n, flags, owners=owners)
 
     @property
     def flops(self) -> int:
