@@ -17,6 +17,10 @@ so no program is idle at the end of a shard. A tile waits for the chunks that co
 
 Senders wait for nobody and have the lower numbers: one resident program a rank is enough. Pushing, not pulling,
 keeps every wait on a flag in one's own memory.
+
+With S = 0 nobody sends here: copies beside the kernel bring the rows and set the same flags, chunk by chunk, see Note
+[Copies beside a kernel] in comm/copies.py. The first program then signals the arrival before it waits for anything, so
+one resident program is enough again.
 """
 
 import triton
@@ -62,6 +66,13 @@ def push_rows(
                 wide_at = at.to(tl.int64)
                 copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
             signals.publish(peers, dst, 1 + chunk)
+
+
+@inline
+def arrive_for_copies(peers, send_programs):
+    """Signal this rank's arrival where no program sends: then nothing else does, and copies bring the rows."""
+    if send_programs == 0:
+        signals.arrive(peers)
 
 
 @inline
@@ -167,6 +178,8 @@ def all_gather_matmul_kernel(
         start = tl.program_id(0) - send_programs
         programs = tl.num_programs(0) - send_programs
         leader = start == 0
+        if leader:
+            arrive_for_copies(peers, send_programs)
         last_shard, total = shard(sizes, world - 1, world)
         total += last_shard
         num_cols = tl.full((), 0, tl.int32)

@@ -6,7 +6,8 @@
 
 The sum runs over the rows, and the rows arrive shard by shard. So the gate is on the reduction axis: a program
 keeps its tile's sum in registers and walks the shards in the order rank, rank - 1, ..., waiting for each at its
-first tile only; what it has seen arrive once it need not ask for again. Senders are those of all_gather_matmul.
+first tile only; what it has seen arrive once it need not ask for again. Senders are those of all_gather_matmul, or
+copies beside the kernel, as there.
 
 The order of the shards differs from rank to rank, never from run to run.
 """
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .all_gather_matmul import pick_weight, push_rows, shard_source, wait_rows
+from .all_gather_matmul import arrive_for_copies, pick_weight, push_rows, shard_source, wait_rows
 from .matmul import dot_loop
 from .tiles import cdiv, grouped, inline, narrow, shard, wide
 
@@ -79,6 +80,8 @@ def all_gather_wgrad_kernel(
         world: tl.constexpr = peers.world_size
         rank = signals.rank_of(peers)
         start = tl.program_id(0) - send_programs
+        if start == 0:
+            arrive_for_copies(peers, send_programs)
         last_shard, total = shard(sizes, world - 1, world)
         total += last_shard
         num_rows = tl.full((), 0, tl.int32)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import device_view, semaphore
+from .copies import Copies
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
 from .signature import REFUSED, Signature, compare, failure_words
 from .streams import finish
@@ -69,7 +70,10 @@ class Call:
         the kernel, and what the kernel recorded is raised.
         """
         if not self.on_cpu:
+            counted = self.ws.epochs
+            self.ws.epochs = None  # if this raises, nobody knows whether the kernel was started
             yield self.ws.device_view(0)
+            self.ws.epochs = None if counted is None else counted + 1
             return
         self.publish_all()
         watch = PeerWatch(self)
@@ -80,6 +84,19 @@ class Call:
         if watch.error is not None:
             raise watch.error
         self.check_kernel()
+
+    def copies(self) -> Copies | None:
+        """How copies send the rows of a fused gather; None where programs must. Before `device_view`.
+
+        See Note [Copies beside a kernel] in copies.py.
+        """
+        ws, comm = self.ws, self.comm
+        begun = self.number - 1 if self.on_cpu else ws.epochs
+        if begun is None:
+            return None
+        slots = [ws.slot(p, (begun + 1) & 1) for p in range(comm.world_size)]
+        flags = [ws.flags_at(p, comm.rank) for p in range(comm.world_size)]
+        return Copies(comm.rank, slots, flags, ws.epoch, ws.side)
 
     # -- CPU signals (Note [Memory order of CPU signals] in semaphore.py) ------------------------------------------
 
@@ -119,6 +136,8 @@ class Call:
         if self.ws.meets:
             view = self.ws.device_view(0)
             device_view.meet(view, self.comm.rank, self.comm.world_size, self.signature.hash32())
+            if self.ws.epochs is not None:
+                self.ws.epochs += 1
         else:
             self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
 

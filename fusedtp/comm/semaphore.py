@@ -7,6 +7,12 @@ so the order holds on every architecture that has the C library: glibc implement
 read-modify-write and an acquire one (`lock xadd`/`cmpxchg` on x86, `ldaddl`/`casa` or `stlxr`/`ldaxr` on aarch64).
 No order of plain stores (total store order, x86 only) is relied on. A waiter sleeps in the kernel, so that waiting
 costs no core.
+
+Note [Fence on CPU]
+A flag that an interpreted kernel polls is a plain word, which the host can only store. Between the rows and that store
+it posts and takes a semaphore of its own: a release behind the rows and, of the same word, an acquire before the flag,
+which neither x86 nor aarch64 (whose acquires wait for earlier releases, ARM ARM B2.3 "RCsc") lets anything pass. The
+kernel polls by an atomic that acquires.
 """
 
 from __future__ import annotations
@@ -72,6 +78,18 @@ def try_wait(address: int, put_back: bool = False) -> bool:
     if code not in (errno.EAGAIN, errno.EINTR):
         raise OSError(code, f"sem_trywait: {os.strerror(code)}")
     return False
+
+
+_own = (ctypes.c_char * (2 * SIZE))()  # a semaphore of this process, not shared
+_OWN_ADDRESS = -(-ctypes.addressof(_own) // SIZE) * SIZE
+init(_OWN_ADDRESS)
+
+
+def fence() -> None:
+    """What this thread stored before is visible to whoever sees what it stores after; see Note [Fence on CPU]."""
+    post(_OWN_ADDRESS)
+    taken = try_wait(_OWN_ADDRESS)  # each thread takes as often as it has posted
+    assert taken
 
 
 def wait_slice(address: int, seconds: float) -> bool:

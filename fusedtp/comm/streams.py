@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -40,3 +43,26 @@ class StreamOrder:
         event = self.last[1] if self.last is not None else torch.cuda.Event()
         event.record(stream)
         self.last = (stream, event)
+
+
+class SideStream:
+    """CUDA: a stream beside the current one, that runs what is enqueued there behind what the current one had then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """Make it the current stream, behind the one that was."""
+        self._forked.record(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(self._forked)
+        with torch.cuda.stream(self.stream):
+            try:
+                yield
+            finally:
+                self._done.record(self.stream)
+
+    def join(self) -> None:
+        """The current stream waits for what ran beside it."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self._done)

@@ -76,7 +76,7 @@ from .device_view import DeviceView, runs_kernels
 from .errors import SignalTimeout, SignatureMismatch
 from .memory import Region, round_up
 from .signature import NUM_WORDS, Signature
-from .streams import StreamOrder, finish
+from .streams import SideStream, StreamOrder, finish
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -108,6 +108,8 @@ class Workspace:
         self._in_graph = False
         self.on_cpu = comm.device.type == "cpu"
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
+        self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph counts too
+        self.side = SideStream(comm.device) if comm.device.type == "cuda" else None
         self.meets = not comm.world.shares_process and runs_kernels(comm.device)
         self._refused: Call | None = None  # the last call, whose signals this rank still has to take
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
@@ -185,6 +187,16 @@ class Workspace:
         view = self.data.buffers[p][start : start + n].view(dtype).view(shape)
         self._views[p, parity, shape, dtype, offset] = view
         return view
+
+    def slot(self, p: int, parity: int) -> Tensor:
+        """All bytes of rank p's slot of that parity."""
+        return self.view_of(p, parity, (self.slot_bytes,), torch.uint8, 0)
+
+    def flags_at(self, p: int, source: int) -> Tensor:
+        """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets."""
+        size = 4 * FLAGS_PER_SOURCE
+        begin = self._flags_at + source * size
+        return self.control.buffers[p][begin : begin + size].view(torch.int32)
 
     def poison(self) -> None:
         """Fill this rank's data slots with NaN (every byte 0xFF), for tests."""
@@ -270,8 +282,8 @@ class Workspace:
             self.check()
             self._settle()
             self.number += 1
-            if self._order is not None:
-                self._in_graph |= self._order.enter()
+            if self._order is not None and self._order.enter():
+                self._in_graph, self.epochs = True, None
             call = Call(self, signature)
             try:
                 call.compare_threads()

@@ -77,18 +77,16 @@ def triton(
     rows: Rows,
     signature: Signature,
     keep: bool,
+    transport: str = "programs",
 ) -> Result:
-    """One launch: programs push x to all peers, the others multiply what has come."""
+    """One launch: programs push x to all peers, or copies bring it, and the others multiply what has come."""
     from . import launch
 
-    with (
-        comm.workspace.call(signature, launch.all_gather_bytes(rows, x.shape[1], x.dtype)) as call,
-        call.device_view() as view,
-    ):
-        out = launch.all_gather_matmul(
-            view, comm.rank, comm.world_size, x, weights, biases, rows, signature.hash32(), keep
-        )
-    return out
+    with comm.workspace.call(signature, launch.all_gather_bytes(rows, x.shape[1], x.dtype)) as call:
+        copies = call.copies() if transport == "copy" else None
+        with call.device_view() as view:
+            at, sig = (view, comm.rank, comm.world_size), signature.hash32()
+            return launch.all_gather_matmul(*at, x, weights, biases, rows, sig, keep, copies=copies)
 
 
 def run(
@@ -101,9 +99,14 @@ def run(
     needs_grad: int = 0,
     keep: bool = False,
     layer: str = "",
+    transport: str | None = None,
 ) -> Result:
-    """x [rows.local(rank), K], w_i [N_i, K] -> ([rows.total, N_i], gathered x or None). No autograd."""
-    engine = engines.choose(comm, engine, rows, x.dtype, "all_gather_matmul", x.shape[1]).engine
+    """x [rows.local(rank), K], w_i [N_i, K] -> ([rows.total, N_i], gathered x or None). No autograd.
+
+    transport: of `triton`, "programs" or "copy" where copies can; None as `engines.choose` says.
+    """
+    choice = engines.choose(comm, engine, rows, x.dtype, "all_gather_matmul", x.shape[1])
+    engine = choice.engine
     engines.count(comm, "all_gather_matmul", engine, layer)
     with record_function(f"fusedtp.all_gather_matmul.{engine}"):
         if engine == "local":
@@ -120,5 +123,8 @@ def run(
             needs_grad,
             tables=engines.tables(comm, engine),
         )
-        sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
+        if engine == "triton":
+            by = engines.transport(choice, transport)
+            return triton(comm, x, weights, biases, rows, signature, keep, by)
+        sibling = {"collective": collective, "chunked": chunked}[engine]
         return sibling(comm, x, weights, biases, rows, signature, keep)

@@ -70,18 +70,16 @@ def triton(
     rows: Rows,
     signature: Signature,
     dtype: torch.dtype,
+    transport: str = "programs",
 ) -> list[Tensor]:
-    """One launch: programs push x to all peers, the others accumulate over the shards that have come."""
+    """One launch: programs push x to all peers, or copies bring it, and the others sum over what has come."""
     from . import launch
 
-    with (
-        comm.workspace.call(signature, launch.all_gather_bytes(rows, x.shape[1], x.dtype)) as call,
-        call.device_view() as view,
-    ):
-        dws = launch.all_gather_wgrad(
-            view, comm.rank, comm.world_size, x, dys, rows, signature.hash32(), dtype=dtype
-        )
-    return dws
+    with comm.workspace.call(signature, launch.all_gather_bytes(rows, x.shape[1], x.dtype)) as call:
+        copies = call.copies() if transport == "copy" else None
+        with call.device_view() as view:
+            at, sig = (view, comm.rank, comm.world_size), signature.hash32()
+            return launch.all_gather_wgrad(*at, x, dys, rows, sig, dtype=dtype, copies=copies)
 
 
 def run(
@@ -92,10 +90,15 @@ def run(
     engine: str,
     layer: str = "",
     dtype: torch.dtype | None = None,
+    transport: str | None = None,
 ) -> list[Tensor]:
-    """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K] of x's dtype, or fp32. No autograd."""
+    """x [rows.local(rank), K], dy_i [rows.total, N_i] -> dw_i [N_i, K] of x's dtype, or fp32. No autograd.
+
+    transport: of `triton`, "programs" or "copy" where copies can; None as `engines.choose` says.
+    """
     dtype = dtype or x.dtype
-    engine = engines.choose(comm, engine, rows, x.dtype, "all_gather_wgrad", x.shape[1]).engine
+    choice = engines.choose(comm, engine, rows, x.dtype, "all_gather_wgrad", x.shape[1])
+    engine = choice.engine
     engines.count(comm, "all_gather_wgrad", engine, layer)
     with record_function(f"fusedtp.all_gather_wgrad.{engine}"):
         if engine == "local":
@@ -110,5 +113,7 @@ def run(
             len(dys),
             tables=engines.tables(comm, engine),
         )
-        sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
+        if engine == "triton":
+            return triton(comm, x, dys, rows, signature, dtype, engines.transport(choice, transport))
+        sibling = {"collective": collective, "chunked": chunked}[engine]
         return sibling(comm, x, dys, rows, signature, dtype)

@@ -20,6 +20,7 @@ from .measured import kind_of
 from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton")
+TRANSPORTS = ("programs", "copy")
 
 # Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
 # says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
@@ -109,6 +110,14 @@ def tables(comm: Communicator, engine: str) -> int:
     from .launch.config import machine_of
 
     return tuned.digest(machine_of(comm.device))
+
+
+def transport(choice: Choice, asked: str | None) -> str:
+    """Who brings the rows of a fused gather. Ranks may differ, see Note [Copies beside a kernel] in comm/copies.py."""
+    by = asked or choice.transport
+    if by not in TRANSPORTS:
+        raise ValueError(f"transport is {by!r}; it must be one of {', '.join(TRANSPORTS)}")
+    return by
 
 
 def _check_triton(comm: Communicator, dtype: torch.dtype) -> None:

@@ -19,7 +19,8 @@ from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.rows import Rows, split
 
-from .case import Case, Run, Work, compare
+from .case import Case, Launch, Run, Work, compare
+from .copies import beside_copies
 from .faults import Mismatch
 from .worlds import SimulatedWorld, launches
 
@@ -36,6 +37,7 @@ class Call:
     chunk    rows (gather) or tiles (reduction) that one flag covers
     programs (senders, others)
     tile     rows and columns of one
+    copied   ranks whose rows travel by copies beside the kernel, of a gather
     """
 
     operation: str
@@ -49,6 +51,7 @@ class Call:
     chunk: int = 16
     programs: tuple[int, int] = (1, 2)
     tile: int = TILE
+    copied: tuple[int, ...] = ()
 
     @property
     def rows(self) -> Rows:
@@ -128,15 +131,15 @@ def plan(
     weights = [w.clone() for w in given.weights[rank]]
     biases = [None if b is None else b.clone() for b in given.biases[rank]]
     view, w = world.view(rank), world.world_size
-    where, end = (view, rank, w), (signature, call.config, HOST)
+    where, end, copied = (view, rank, w), (signature, call.config, HOST), rank in call.copied
     if call.operation == "all_gather_matmul":
         planned, ys, gathered = launch.plan_matmul(
-            *where, x, weights, biases, call.rows, signature, call.keep, call.config, HOST
+            *where, x, weights, biases, call.rows, signature, call.keep, call.config, HOST, copied
         )
         outs = {f"y{i}": y for i, y in enumerate(ys)}
         outs |= {} if gathered is None else {"gathered": gathered}
     elif call.operation == "all_gather_wgrad":
-        planned, dws = launch.plan_wgrad(*where, x, weights, call.rows, *end)
+        planned, dws = launch.plan_wgrad(*where, x, weights, call.rows, *end, None, copied)
         outs = {f"dw{i}": dw for i, dw in enumerate(dws)}
     elif call.operation == "matmul_reduce_scatter":
         planned, y = launch.plan_reduce_scatter(*where, x, weights[0], biases[0], call.rows, *end)
@@ -157,7 +160,11 @@ def issue(
     made = []
     for rank, of_rank in enumerate(work):
         planned, named = plan(call, given, world, rank, signature)
-        of_rank.extend(launches(planned, world.epochs.tensors[rank]))
+        if rank in call.copied:
+            begun = sum(isinstance(each, Launch) and each.name == "bump_epoch" for each in of_rank)
+            of_rank.extend(beside_copies(planned, world, rank, call.rows, 1 + begun))
+        else:
+            of_rank.extend(launches(planned, world.epochs.tensors[rank]))
         made.append(named)
     return made
 

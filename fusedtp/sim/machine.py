@@ -148,7 +148,7 @@ class Machine:
                 self._begin(stream, work, program)
 
     def _resident_on(self, rank: int) -> int:
-        return sum(actor.rank == rank for actor in self._live)
+        return sum(actor.rank == rank and actor.resident for actor in self._live)
 
     def _drawn_limit(self) -> int:
         if self._resident == "varying":
@@ -176,7 +176,7 @@ class Machine:
             function, args = interpreted(work.kernel), self._arguments_of(work)
             actor.greenlet = greenlet(lambda: call(function, args))
         else:
-            actor.greenlet = greenlet(lambda: self._host.do(work))
+            actor.greenlet, actor.resident = greenlet(lambda: self._host.do(work)), False
         stream.alive += 1
         self._live.append(actor)
         self._recorder.note("start", "starts", actor)

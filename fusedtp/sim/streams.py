@@ -32,6 +32,7 @@ class Actor:
         self.rank = stream.rank
         self.greenlet: greenlet
         self.grid = (1, 1, 1)
+        self.resident = True  # takes a place; what no program does needs none
         self.seen: set[tuple[Any, ...]] = set()  # reads since it last did something
         self.polled: dict[int, Poll] = {}  # the atomics and volatile loads among them, by place
         self.repeats = 0

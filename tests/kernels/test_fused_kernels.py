@@ -36,12 +36,13 @@ def calls(draw, world: int) -> dict:
         widths=tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))),
         biased=draw(st.sampled_from([(), (0,), (1,), (0, 2)])),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
-        layout=draw(st.sampled_from(["contiguous", "transposed", "strided"])),
+        layout=draw(st.sampled_from(["contiguous", "transposed", "strided", "offset", "expanded"])),
         keep=draw(st.booleans()),
         in_one=draw(st.booleans()),
         config=draw(configs()),
         seed=draw(st.integers(0, 1 << 20)),
         sig=draw(st.integers(-(2**31), 2**31 - 1)),
+        copied=tuple(r for r in range(world) if draw(st.booleans())),
     )
 
 
@@ -78,8 +79,18 @@ def test_fewer_flags_than_tiles(worlds, op):
     worlds.check(2, *[dict(op=op, sizes=(130, 70), widths=(70,), flags=8, in_one=i < 1) for i in range(2)])
 
 
+@pytest.mark.parametrize("op", ["all_gather_matmul", "all_gather_wgrad"])
+def test_copies_bring_what_programs_would(worlds, op):
+    """Of all ranks, of one, of none; in pieces of several chunks and of one row; after and before another operation."""
+    call = dict(op=op, sizes=(40, 0, 33), config=dict(SMALL, chunk=3))
+    few = dict(op=op, sizes=(1, 7, 2), batch=2)
+    between = dict(op="matmul_reduce_scatter", sizes=(9, 4, 0))
+    every, one = dict(copied=(0, 1, 2)), dict(copied=(1,))
+    worlds.check(3, call | every, few | one, between, few | every, few, call | one)
+
+
 def test_a_hundred_mixed_calls_on_one_workspace(worlds):
-    """Shapes, dtypes and empty shards change from call to call, ranks come late by turns."""
+    """Shapes, dtypes, transports and empty shards change from call to call, ranks come late by turns."""
     mixed = []
     for i in range(100):
         sizes = tuple((7 * i + 5 * r) % 19 if (i + r) % 3 else 0 for r in range(3))
@@ -93,6 +104,7 @@ def test_a_hundred_mixed_calls_on_one_workspace(worlds):
                 dtype=dtype,
                 seed=i,
                 in_one=i % 8 < 4,
+                copied=[(), (0, 1, 2), (1,)][i % 3],
             )
         )
     worlds.check(3, *mixed)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedtp.comm.copies import Copies
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
 
@@ -44,6 +45,7 @@ class World:
         stride = self.data_bytes + flag_bytes + (sig_bytes + 63) // 64 * 64
         os.ftruncate(fd, stride * size)
         self.memory = torch.frombuffer(mmap.mmap(fd, stride * size), dtype=torch.uint8)
+        self.stride = stride
         base = [self.memory.data_ptr() + r * stride for r in range(size)]
         self.data = self.memory[rank * stride :][: self.data_bytes]
         table = torch.tensor(base, dtype=torch.int64)
@@ -62,6 +64,17 @@ class World:
         self.view.failure = self.view.status
         self.flags = self.memory[rank * stride + self.data_bytes :][:flag_bytes].view(torch.int32)
         self.data.fill_(0xFF)  # NaN in every dtype
+
+    def copies(self, c: SimpleNamespace) -> Copies | None:
+        """What brings this rank's rows to its peers in the next call, if copies do."""
+        if self.rank not in c.copied:
+            return None
+        slot, own = (int(self.view.epoch) + 1) % 2 * SLOT, self.rank * self.view.flags_per_source * 4
+        bases = [r * self.stride for r in range(self.size)]
+        slots = [self.memory[base + slot :][:SLOT] for base in bases]
+        words = [self.memory[base + self.data_bytes + own :] for base in bases]
+        flags = [w[: self.view.flags_per_source * 4].view(torch.int32) for w in words]
+        return Copies(self.rank, slots, flags, self.view.epoch, None)
 
     def poison(self) -> None:
         slot = int(self.view.epoch) & 1
@@ -82,7 +95,18 @@ class Numbers:
             wide = torch.full((shape[0], 2 * shape[1] + 1), float("nan"), dtype=self.dtype)
             wide[:, : 2 * shape[1] : 2] = full
             return wide[:, : 2 * shape[1] : 2]
+        if layout == "offset":
+            return offset(full)
+        if layout == "expanded" and len(shape) == 2:
+            return full[:1].expand(shape)
         return full
+
+
+def offset(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers one element past a multiple of 16 bytes."""
+    wide = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype)
+    wide[1:] = t.flatten()
+    return wide[1:].view(t.shape)
 
 
 def shard_rows(rank: int, sizes: tuple[int, ...], batch: int) -> torch.Tensor:
@@ -120,9 +144,12 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
     mine = x[shard_rows(world.rank, c.sizes, c.batch)]
     if c.layout == "transposed":
         mine = mine.t().contiguous().t()
+    if c.layout == "offset":
+        mine = offset(mine)
     ys, gathered = launch.all_gather_matmul(
-        world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config
-    )
+        world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config,
+        world.copies(c),
+    )  # fmt: skip
     wrong = [] if c.keep else equal("gathered", torch.tensor(gathered is None), torch.tensor(True))
     if c.keep:
         wrong += equal("gathered", gathered, x)
@@ -168,7 +195,11 @@ def all_gather_wgrad(world: World, c: SimpleNamespace) -> list[str]:
     dys = [s.numbers.draw(s.total, n + r, layout=c.layout) for r in range(world.size) for n in c.widths]
     dys = dys[world.rank * len(c.widths) :][: len(c.widths)]
     mine = x[shard_rows(world.rank, c.sizes, c.batch)]
-    dws = launch.all_gather_wgrad(world.view, world.rank, world.size, mine, dys, s.rows, c.sig, s.config)
+    if c.layout == "offset":
+        mine = offset(mine)
+    dws = launch.all_gather_wgrad(
+        world.view, world.rank, world.size, mine, dys, s.rows, c.sig, s.config, copies=world.copies(c)
+    )
     wrong = []
     for i, (dw, dy) in enumerate(zip(dws, dys, strict=True)):
         wrong += equal(f"dw{i}", dw, linear(dy.t(), x.t(), None))

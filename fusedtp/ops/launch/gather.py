@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.copies import Copies, Sending
 from fusedtp.comm.device_view import odd, peers_of
 
 from . import tuned
@@ -30,8 +31,9 @@ def all_gather_matmul(
     sig: int,
     keep_gathered: bool,
     config: Config | None = None,
+    copies: Copies | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """y_i = all_gather(x) @ w_i.T + bias_i, see kernels/all_gather_matmul.py.
+    """y_i = all_gather(x) @ w_i.T + bias_i, see kernels/all_gather_matmul.py. `copies` send x in place of programs.
 
     x        [R_r, K]   any strides
     w_i      [N_i, K]   any strides
@@ -39,10 +41,12 @@ def all_gather_matmul(
     return   [T, N_i] each, and the gathered x [T, K] in global row order or None
     """
     check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, [*weights, *biases])
+    machine, x = machine_for(view, x), x if copies is None else x.contiguous()
+    where = view, rank, world_size
     launch, outputs, gathered = plan_matmul(
-        view, rank, world_size, x, weights, biases, rows, sig, keep_gathered, config, machine_for(view, x)
+        *where, x, weights, biases, rows, sig, keep_gathered, config, machine, copies is not None
     )
-    launch.run(view, x.device)
+    launch.run(view, x.device, sending_of(copies, rank, x, rows, launch.config))
     return outputs, gathered
 
 
@@ -58,8 +62,9 @@ def plan_matmul(
     keep_gathered: bool,
     config: Config | None,
     machine: Machine,
+    copied: bool = False,
 ) -> tuple[Launch, list[Tensor], Tensor | None]:
-    """The launch of all_gather_matmul, not yet run, and its outputs."""
+    """The launch of all_gather_matmul, not yet run, and its outputs. copied: x travels beside it."""
     from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
 
     k = x.shape[1]
@@ -71,6 +76,7 @@ def plan_matmul(
         tiles(machine, x.dtype, total, cols, even), tuned.lookup("all_gather_matmul", machine, x.dtype, **at)
     )
     config = config or with_senders(shape, machine, rows, view, x)
+    config = without_senders(config, machine) if copied else config
     outputs = [x.new_empty(total, w.shape[0]) for w in weights]
     gathered = x.new_empty(total, k) if keep_gathered else None
     args = dict(
@@ -102,6 +108,24 @@ def with_senders(shape: Config, machine: Machine, rows: Any, view: Any, x: Tenso
     return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
 
 
+def without_senders(config: Config, machine: Machine) -> Config:
+    """The same where copies send: all programs multiply. What a flag covers stays, for peers whose programs send.
+
+    On a GPU that ranks share the senders' place stays free, lest a copy within one GPU, which may be a kernel of the
+    driver's, finds no room beside kernels that wait for it.
+    """
+    others = config.other_programs + (0 if machine.shared_gpu else config.send_programs)
+    return replace(config, send_programs=0, other_programs=others)
+
+
+def sending_of(copies: Copies | None, rank: int, x: Tensor, rows: Any, config: Config) -> Sending | None:
+    """x [R_r, K], contiguous, on its way to where the kernel looks for it: the gathered tensor in the peers' slots."""
+    if copies is None:
+        return None
+    begin = rows.batch * sum(rows.sizes[:rank]) * x.shape[1] * x.element_size()
+    return copies.of(x, begin, config.chunk)
+
+
 def _copy_blocks(machine: Machine, x: Tensor) -> dict[str, int]:
     """A sender's block: whole cache lines of a few rows, and no more than registers hold."""
     if machine.clock == "host":
@@ -119,18 +143,20 @@ def all_gather_wgrad(
     sig: int,
     config: Config | None = None,
     dtype: torch.dtype | None = None,
+    copies: Copies | None = None,
 ) -> list[Tensor]:
-    """dw_i = dy_i.T @ all_gather(x), see kernels/all_gather_wgrad.py.
+    """dw_i = dy_i.T @ all_gather(x), see kernels/all_gather_wgrad.py. `copies` send x in place of programs.
 
     x        [R_r, K]   any strides
     dy_i     [T, N_i]   rows in global order, any strides
     return   [N_i, K] each, of `dtype` (fp32: as accumulated; None: x's)
     """
     check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, dys)
+    machine, x = machine_for(view, x), x if copies is None else x.contiguous()
     launch, outputs = plan_wgrad(
-        view, rank, world_size, x, dys, rows, sig, config, machine_for(view, x), dtype
+        view, rank, world_size, x, dys, rows, sig, config, machine, dtype, copies is not None
     )
-    launch.run(view, x.device)
+    launch.run(view, x.device, sending_of(copies, rank, x, rows, launch.config))
     return outputs
 
 
@@ -145,8 +171,9 @@ def plan_wgrad(
     config: Config | None,
     machine: Machine,
     dtype: torch.dtype | None = None,
+    copied: bool = False,
 ) -> tuple[Launch, list[Tensor]]:
-    """The launch of all_gather_wgrad, not yet run, and its outputs."""
+    """The launch of all_gather_wgrad, not yet run, and its outputs. copied: x travels beside it."""
     from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
 
     k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
@@ -156,6 +183,7 @@ def plan_wgrad(
         tiles(machine, x.dtype, out_rows, k, even), tuned.lookup("all_gather_wgrad", machine, x.dtype, **at)
     )
     config = config or with_senders(shape, machine, rows, view, x)
+    config = without_senders(config, machine) if copied else config
     widths = [dy.shape[1] for dy in dys]
     dys = [even_columns(dy) for dy in dys]
     outputs = [x.new_empty(dy.shape[1], k, dtype=dtype) for dy in dys]

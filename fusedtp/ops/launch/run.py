@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.copies import Sending
+
 from .config import Config, Machine, machine_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,8 +34,8 @@ class Launch:
             chosen["maxnreg"] = self.config.max_registers
         return chosen
 
-    def run(self, view: Any, device: torch.device) -> None:
-        """Begin a call of the group and start.
+    def run(self, view: Any, device: torch.device, sending: Sending | None = None) -> None:
+        """Begin a call of the group and start. `sending`: copies beside the kernel, which then sends nothing.
 
         Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any
         of them starts it: loading can wait for the device, and the device for a rank that is still loading.
@@ -47,7 +49,14 @@ class Launch:
                 self.kernel.warmup(**self.args, **self.options, grid=(self.programs,))._init_handles()
                 meet()
             bump_epoch[(1,)](view.epoch)
-        self.start(device)
+        if sending is None:
+            self.start(device)
+            return
+        try:
+            sending.send()
+            self.start(device)
+        finally:
+            sending.join()
 
     def start(self, device: torch.device) -> None:
         """Start it, if there is anything to do."""

@@ -43,6 +43,12 @@ def none_between(operation: str) -> list[Call]:
     return [small, replace(small, sizes=(0,) * WORLD), large]
 
 
+def beside_copies(operation: str) -> list[Call]:
+    """The calls of a gather, the rows of some ranks carried by copies."""
+    ranks = ((1,), (), tuple(range(WORLD)))
+    return [replace(call, copied=copied) for call, copied in zip(calls(operation), ranks, strict=True)]
+
+
 def idle(operation: str) -> Case:
     """The calls of a gather whose first rank only sends: it has no rows of the weights."""
 

@@ -1,5 +1,6 @@
 """The schedules that a mutant must survive: the fused kernels at W = 3, in calls that differ in what they leave out.
 
+    copies    the same calls, the rows of one rank, of none, of all carried by copies beside the kernel
     calls     three calls on one workspace; uneven shards, one empty in the second call, tails in every direction
     none      a call without any row between two others
     idle      rank 0 has no columns of its own and so reads nothing of its peers
@@ -35,6 +36,7 @@ from ..strategies import DEFAULT
 from .local_cases import local
 from .trial_cases import (
     WORLD,
+    beside_copies,
     calls,
     elementwise,
     idle,
@@ -131,4 +133,7 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
         case = fused_case(f"none of {operation}", made, seed=5)
         yield Trial(kernel, case, schedules(few), calls=tuple(made))
         if operation.startswith("all_gather"):
+            made = beside_copies(operation)
+            case = fused_case(f"copies of {operation}", made, seed=3)
+            yield Trial(kernel, case, schedules(few), calls=tuple(made))
             yield Trial(kernel, idle(operation), schedules(few), calls=tuple(calls(operation)))

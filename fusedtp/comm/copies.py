@@ -1,0 +1,126 @@
+"""A shard's rows carried to the peers by copies in place of programs: the other transport of a fused gather.
+
+    current stream   epoch | E |  fused kernel: arrives, waits for each flag, multiplies         | waits for F | next
+    copy stream              waits for E | rows to r + 1 | their flags | rows to r + 2 | ... | F
+
+On a GPU a copy engine does it beside the kernel, of which then all programs multiply. On CPU the rank copies before
+it interprets its kernel.
+
+Note [Copies beside a kernel]
+The kernel waits for the same flags in either transport, and the programs that send cover the same rows with them. So a
+rank may send either way, whatever its peers do, and the common workspace serves both. What makes its slots safe, see
+Note [Two rotating buffers] in workspace.py:
+
+- E stands on the current stream behind the fused kernel of the call before, which has waited for every peer's arrival
+  in that call; so all peers have left the call before that, and their slots of this parity may be written. It stands
+  behind x, too. That is what a sending program of this launch could count on, no more and no less.
+- Flags follow their rows on one stream, where a copy begins when the one before it has been performed. They are copies
+  of the device's own epoch.
+- Whatever follows the kernel waits for F. So x may change, and this rank arrives in its next call only when all that
+  it sent has landed. Peers that read nothing, and so leave without waiting for it, rely on that.
+- Nobody but the kernel signals the arrival: its first program does, before it waits for anything.
+
+A copy needs its destination's address when it is enqueued, so the host must know which slot the device's epoch stands
+for. It counts the epochs that it has begun. What a captured graph counts it cannot see: under capture, and on a
+workspace of which a graph was ever captured, programs send.
+
+A rank whose kernel has failed sends nothing more by programs. Copies that its host had enqueued before it looked are
+made all the same. They can meet a peer that still reads the slot only if that peer, after all ranks had arrived in
+its call, stayed in it for the whole timeout of another rank's next call; its next call but one then fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import semaphore
+from .streams import SideStream
+
+PIECES = 4  # copies of a shard to one peer: each takes a start, and what waits for it waits for all of it
+
+
+class Part(NamedTuple):
+    """Rows first, ..., last - 1 of the shard, for `peer`, which learns of them by `flags` flags from `flag` on."""
+
+    peer: int
+    first: int
+    last: int
+    flag: int
+    flags: int
+
+
+def parts(rank: int, world_size: int, num_rows: int, chunk_rows: int, pieces: int = PIECES) -> Iterator[Part]:
+    """What `rank` sends, in order: the successor's rows first, in pieces of whole chunks. Flag 1 + c is chunk c's."""
+    chunks = -(-num_rows // chunk_rows)
+    each = max(1, -(-chunks // pieces))
+    for step in range(1, world_size):
+        for chunk in range(0, chunks, each):
+            end = min(chunk + each, chunks)
+            last = min(end * chunk_rows, num_rows)
+            yield Part((rank + step) % world_size, chunk * chunk_rows, last, 1 + chunk, end - chunk)
+
+
+class Copies:
+    """One call's way to the peers.
+
+    slots   uint8 [slot_bytes]         a rank: the slot of this call
+    flags   int32 [flags_per_source]   a rank: the words there that this rank sets
+    epoch   int32 [1]                  on the device, still of the call before
+    side    the copy stream; None on CPU
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        slots: Sequence[Tensor],
+        flags: Sequence[Tensor],
+        epoch: Tensor,
+        side: SideStream | None,
+    ) -> None:
+        self.rank, self.slots, self.flags, self.epoch, self.side = rank, slots, flags, epoch, side
+
+    def of(self, x: Tensor, begin: int, chunk_rows: int) -> Sending:
+        """x [R, K], contiguous, to `begin` bytes into every peer's slot. Before the call begins."""
+        return Sending(self, x, begin, chunk_rows)
+
+
+class Sending:
+    """`send` behind the epoch and before the kernel, `join` behind the kernel."""
+
+    def __init__(self, copies: Copies, x: Tensor, begin: int, chunk_rows: int) -> None:
+        assert x.is_contiguous()
+        num_rows, self.row = x.shape[0], x.shape[1] * x.element_size()
+        self.copies, self.begin = copies, begin
+        self.bytes = x.detach().reshape(-1).view(torch.uint8)
+        self.parts = tuple(parts(copies.rank, len(copies.slots), num_rows, chunk_rows))
+        most = max((part.flags for part in self.parts), default=1)
+        self.words = (copies.epoch + 1).repeat(most)  # now: a kernel of torch's may have to be loaded
+
+    def send(self) -> None:
+        """Enqueue all copies; on CPU, make them."""
+        side = self.copies.side
+        if side is None:
+            self._copy()
+            return
+        with side.forked():
+            self._copy()
+
+    def _copy(self) -> None:
+        for part in self.parts:
+            rows = self.bytes[part.first * self.row : part.last * self.row]
+            if rows.numel():
+                start = self.begin + part.first * self.row
+                self.copies.slots[part.peer][start : start + rows.numel()].copy_(rows, non_blocking=True)
+            if self.copies.side is None:
+                semaphore.fence()
+            flags = self.copies.flags[part.peer][part.flag : part.flag + part.flags]
+            flags.copy_(self.words[: part.flags], non_blocking=True)
+
+    def join(self) -> None:
+        """The current stream waits for all copies."""
+        if self.copies.side is not None:
+            self.copies.side.join()

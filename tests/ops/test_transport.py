@@ -1,0 +1,87 @@
+"""Who brings the rows of a fused gather, programs of the kernel or copies beside it: the results do not tell."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.comm.copies import PIECES, parts
+from fusedtp.ops.all_gather_matmul import run as gather_matmul
+from fusedtp.ops.all_gather_wgrad import run as gather_wgrad
+from fusedtp.ops.rows import Rows
+from tests.harness import PerRank, world
+
+SIZES = [(3, 2, 4), (0, 33, 5), (70, 1, 20), (0, 0, 0), (8, 8, 8)]  # the third grows the workspace
+K = 24
+
+
+def whole(number: int, *shape: int) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(number)).float()
+
+
+def mixed_calls(group, transports: list[str]) -> None:
+    """Gathers of every size by this rank's `transports` in turn, with calls of other kinds between."""
+    comm = communicator(group)
+    for i in range(len(SIZES) + 2):
+        rows = Rows(SIZES[i % len(SIZES)])
+        by, x, w = transports[i % len(transports)], whole(i, rows.total, K), whole(100 + i, 17, K)
+        mine, bias = x[rows.offset(comm.rank) :][: rows.local(comm.rank)], whole(200 + i, 17)
+        mine = mine.t().contiguous().t() if i % 2 else mine  # a copy wants rows in one piece
+        (y,), kept = gather_matmul(comm, mine, [w], [bias], rows, "triton", keep=True, transport=by)
+        assert kept is not None and torch.equal(kept, x) and torch.equal(y, x @ w.T + bias), (i, by)
+        dy = whole(300 + i, rows.total, 5)
+        (dw,) = gather_wgrad(comm, mine, [dy], rows, "triton", transport=by)
+        assert torch.equal(dw, dy.T @ x), (i, by)
+        if i % 3 == 0:
+            z = fusedtp.matmul_all_reduce(x, w, group, engine=("chunked", "triton", "collective")[i % 2])
+            assert torch.equal(z, comm.world_size * (x @ w.T)), i
+        comm.world.barrier()  # peers may still read
+        comm.workspace.poison()
+        comm.world.barrier()
+
+
+@pytest.mark.parametrize("transports", [["copy"] * 3, ["copy", "programs", "copy"]], ids=["all", "mixed"])
+def test_the_results_do_not_tell_who_brought_the_rows(transports):
+    """All ranks alike; then each rank for itself, and another way from call to call."""
+    pytest.importorskip("triton")
+    if transports[1] == "copy":
+        world(3).run(mixed_calls, ["copy"])
+    else:
+        ways = (["copy", "programs"], ["programs"], ["copy", "copy", "programs"])
+        world(3).run(mixed_calls, PerRank(ways))
+
+
+def unknown(group) -> str:
+    comm, x = communicator(group), torch.ones(2, 4)
+    rows = Rows((2,) * comm.world_size)
+    with pytest.raises(ValueError) as raised:
+        gather_matmul(comm, x, [x], [None], rows, "triton", transport="pigeon")
+    return str(raised.value)
+
+
+def test_an_unknown_transport_is_refused():
+    pytest.importorskip("triton")
+    for said in world(3).run(unknown):
+        assert said == "transport is 'pigeon'; it must be one of programs, copy"
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 300), st.integers(1, 50))
+def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, num_rows, chunk):
+    rank %= w
+    made = list(parts(rank, w, num_rows, chunk))
+    peers = list(dict.fromkeys(part.peer for part in made))
+    assert peers == [(rank + step) % w for step in range(1, w)][: len(peers)] and (
+        num_rows == 0 or len(peers) == w - 1
+    )
+    for peer in peers:
+        mine = [part for part in made if part.peer == peer]
+        assert len(mine) <= PIECES
+        assert [r for part in mine for r in range(part.first, part.last)] == list(range(num_rows))
+        chunks = [c for part in mine for c in range(part.flag - 1, part.flag - 1 + part.flags)]
+        assert chunks == list(range(-(-num_rows // chunk)))
+        for part in mine:
+            assert part.first == (part.flag - 1) * chunk
+            assert part.last == min((part.flag - 1 + part.flags) * chunk, num_rows)
