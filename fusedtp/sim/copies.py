@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedtp.comm.copies import PIECES, Part, parts
+from fusedtp.comm.copies import Part, parts
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.rows import Rows
 
@@ -20,7 +20,7 @@ STREAM = "copy"
 
 
 def beside_copies(
-    planned: Planned, world: SimulatedWorld, rank: int, rows: Rows, number: int, pieces: int = PIECES
+    planned: Planned, world: SimulatedWorld, rank: int, rows: Rows, number: int, pieces: int = 3
 ) -> list[Work]:
     """The work of one call on `rank`. number: of this call, as the host counts."""
     bump, kernel = launches(planned, world.epochs.tensors[rank])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.comm.copies import PIECES, parts
+from fusedtp.comm.copies import parts
 from fusedtp.ops.all_gather_matmul import run as gather_matmul
 from fusedtp.ops.all_gather_wgrad import run as gather_wgrad
 from fusedtp.ops.rows import Rows
@@ -68,17 +68,17 @@ def test_an_unknown_transport_is_refused():
         assert said == "transport is 'pigeon'; it must be one of programs, copy"
 
 
-@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 300), st.integers(1, 50))
-def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, num_rows, chunk):
+@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 300), st.integers(1, 50), st.integers(1, 5))
+def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, num_rows, chunk, pieces):
     rank %= w
-    made = list(parts(rank, w, num_rows, chunk))
+    made = list(parts(rank, w, num_rows, chunk, pieces))
     peers = list(dict.fromkeys(part.peer for part in made))
     assert peers == [(rank + step) % w for step in range(1, w)][: len(peers)] and (
         num_rows == 0 or len(peers) == w - 1
     )
     for peer in peers:
         mine = [part for part in made if part.peer == peer]
-        assert len(mine) <= PIECES
+        assert len(mine) <= pieces
         assert [r for part in mine for r in range(part.first, part.last)] == list(range(num_rows))
         chunks = [c for part in mine for c in range(part.flag - 1, part.flag - 1 + part.flags)]
         assert chunks == list(range(-(-num_rows // chunk)))

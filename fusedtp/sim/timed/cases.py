@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedtp.comm.copies import PIECES, parts
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
 from fusedtp.ops.launch.config import tiles
-from fusedtp.ops.launch.gather import with_senders
+from fusedtp.ops.launch.gather import with_senders, without_senders
 from fusedtp.ops.launch.scatter import reduction
 from fusedtp.ops.rows import Rows, split
 
@@ -36,6 +37,8 @@ class Problem:
     config      None: as the launchers choose
     transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream
     order       of the engine's copies: "successor" (rank + 1 first) or "same" (all ranks begin with rank 0)
+    pieces      copies of a shard to one peer
+    written     its flags are written by the stream, as others' kernels have it, and not copied
     """
 
     operation: str
@@ -47,6 +50,8 @@ class Problem:
     config: launch.Config | None = None
     transport: str = PROGRAMS
     order: str = "successor"
+    pieces: int = PIECES
+    written: bool = False
 
     @property
     def rows(self) -> Rows:
@@ -60,10 +65,7 @@ class Problem:
         if self.operation == GATHER:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
             config = with_senders(shape, machine, self.rows, _Flags)
-            if self.transport == ENGINE:
-                quarter = -(-max(self.rows.sizes) // 4)  # each copy has a start-up time
-                config = replace(config, send_programs=0, other_programs=machine.programs, chunk=quarter)
-            return config
+            return without_senders(config, machine) if self.transport == ENGINE else config
         flags = FLAGS_PER_SOURCE - 1
         if self.operation == REDUCE and not launch.scatter.one_shot(self.tokens, n, self.dtype):
             flags = FLAGS_PER_SOURCE // 2 - 1
@@ -143,27 +145,24 @@ def fused_run(problem: Problem, node: Node) -> Run:
 
 
 def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> list[Work]:
-    """What the sending programs would do, done by the host's copy stream: arrive, then chunks and their flags."""
+    """What the sending programs would do, done by the host's copy stream: rows and their flags, piece by piece."""
     w, rows = p.world_size, p.rows
-    peers = [(rank + step) % w for step in range(1, w)]
-    if p.order == "same":
-        peers = [r for r in range(w) if r != rank]
-    work: list[Work] = []
     parity, epoch = 1, 1  # of the first call
-    signature = torch.tensor([SIGNATURE], dtype=torch.int32)
-    for peer in peers:
-        word = world.signatures.tensors[peer][parity, rank : rank + 1]
-        work.append(Copy(word, signature, stream="copy"))
-        work.append(Signal(world.flags.tensors[peer][rank, :1], epoch, stream="copy"))
     row = p.k * p.dtype.itemsize
     local, begin = x.view(torch.uint8).view(-1), parity * world.slot_bytes + rows.offset(rank) * row
-    for peer in peers:
-        for c, part in enumerate(local.split(chunk * row)):
-            first = begin + c * chunk * row
-            there = world.data.tensors[peer][first : first + part.numel()]
-            work.append(Copy(there, part, stream="copy"))
-            flag = world.flags.tensors[peer][rank, 1 + c : 2 + c]
-            work.append(Signal(flag, epoch, stream="copy"))
+    sent = list(parts(rank, w, x.shape[0], chunk, p.pieces))
+    if p.order == "same":
+        sent.sort(key=lambda part: part.peer)
+    work: list[Work] = []
+    for part in sent:
+        first, last = part.first * row, part.last * row
+        there = world.data.tensors[part.peer][begin + first : begin + last]
+        work.append(Copy(there, local[first:last], stream="copy"))
+        flags = world.flags.tensors[part.peer][rank][part.flag :][: part.flags]
+        if not p.written:  # a copy of their own, which takes its start; as bytes it moves nothing here
+            words = flags.view(torch.uint8)
+            work.append(Copy(words, torch.empty_like(words), stream="copy"))
+        work += [Signal(flag, epoch, stream="copy") for flag in flags.split(1)]
     return work
 
 

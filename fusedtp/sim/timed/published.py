@@ -85,7 +85,7 @@ def _gather(model: str, n: int, k: int, m: int, tile: tuple[int, int, int], *tim
     config = Config(
         *tile, num_warps=8, num_stages=3, group=4, send_programs=0, other_programs=132, chunk=shard
     )
-    problem = Problem(GATHER, m, (n,), k, config=config, transport=ENGINE)
+    problem = Problem(GATHER, m, (n,), k, config=config, transport=ENGINE, written=True)
     library, product, unfused, fused = (t * 1e-6 for t in times)
     return Published(MESH, f"{model} all-gather, M {m}", problem, fused, unfused, product, library, HBM2E)
 
