@@ -1,0 +1,82 @@
+"""A captured graph as ranks replay it: one list of launches, the same arguments every time, eager calls between.
+
+    stream of a rank     new inputs | the graph's launches | results kept | eager call | new inputs | the same launches
+
+Nothing that the host knows changes from replay to replay; the number of a call lives on the device and is counted
+there. So an odd number of calls, captured or eager, moves the slots on as it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .case import Case, Copy, Run, Work
+from .cases import Call, Operands, checker, issue, operands, plan
+from .worlds import SimulatedWorld, launches
+
+FLAGS = 64  # of a source
+
+
+def replayed_case(
+    captured: Sequence[Call], eager: Sequence[Call | None], *, counted: bool = True, seed: int = 0
+) -> Case:
+    """A graph of the calls `captured`, replayed once for each entry of `eager`, which then runs if it is a call.
+
+    counted: False leaves the epoch where the first replay has put it, as a graph does to which its number is baked in.
+    """
+    w = len(captured[0].sizes)
+    every = [*captured, *(call for call in eager if call is not None)]
+
+    def make() -> Run:
+        world = SimulatedWorld(w, max(call.slot_bytes() for call in every), FLAGS)
+        work: list[list[Work]] = [[] for _ in range(w)]
+        results: list[tuple[Operands, list[dict[str, Tensor]]]] = []
+        given = [operands(call, seed) for call in captured]
+        graph = [
+            [plan(call, inputs, world, rank, 101 + i) for rank in range(w)]
+            for i, (call, inputs) in enumerate(zip(captured, given, strict=True))
+        ]
+        for number, call in enumerate(eager):
+            for i, made in enumerate(graph):
+                inputs = operands(captured[i], seed + 10 * number + i)
+                kept: list[dict[str, Tensor]] = []
+                for rank, (planned, outs) in enumerate(made):
+                    work[rank] += _refreshed(planned.args, inputs, rank)
+                    both = launches(planned, world.epochs.tensors[rank])
+                    work[rank] += both if counted or number == 0 else both[1:]
+                    kept.append({name: out.clone() for name, out in outs.items()})
+                    work[rank] += [Copy(kept[rank][name], out) for name, out in outs.items() if out.numel()]
+                results.append((inputs, kept))
+            if call is not None:
+                inputs = operands(call, seed + 1000 + number)
+                results.append((inputs, issue(work, call, inputs, world, 201 + number)))
+        return Run(work, world.memory, checker(results), world.recorded)
+
+    return Case("replays", make, tuple(dict.fromkeys(call.operation for call in every)))
+
+
+def _refreshed(args: dict[str, Any], inputs: Operands, rank: int) -> Iterator[Work]:
+    """Copies of new inputs to where the captured launch finds its own."""
+    weights = args["weights"] if "weights" in args else (args["w"],)
+    biases = args["biases"] if "biases" in args else (args["bias"],)
+    new = (inputs.x[rank], *inputs.weights[rank], *inputs.biases[rank])
+    for old, fresh in zip((args["x"], *weights, *biases), new, strict=True):
+        if old is not None and fresh is not None and old.numel():
+            yield Copy(old, fresh.clone())
+
+
+def graph_cases(world_size: int) -> list[Case]:
+    """One captured call and three, an eager call between some replays; ragged rows, one rank without any."""
+    w = world_size
+    ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(w))
+    gather = Call("all_gather_matmul", ragged, (5,), k=4, chunk=2, keep=True)
+    scatter = Call("matmul_reduce_scatter", (2,) * w, (5,), k=4, chunk=1)
+    reduce = Call("one_shot_all_reduce", (1,) * w, (5,), k=4, chunk=1)
+    eager = Call("two_shot_all_reduce", (2,) * w, (5,), k=4, chunk=1)
+    one = replayed_case([gather], [None, eager, replace(gather, sizes=(1,) * w), None])
+    three = replayed_case([gather, scatter, reduce], [None, eager, None])
+    return [replace(one, name="one call"), replace(three, name="three calls")]

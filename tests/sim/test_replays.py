@@ -1,0 +1,30 @@
+"""Replayed launches, whose arguments never change: right under any schedule, since the device counts the calls."""
+
+import pytest
+
+from fusedtp.sim import explore
+from fusedtp.sim.cases import Call
+from fusedtp.sim.replays import graph_cases, replayed_case
+from tests.sim.support import interpreted
+
+
+def faults(world_size: int, schedules: int) -> list[tuple[str, int, str]]:
+    outcomes = [explore(case, schedules) for case in graph_cases(world_size)]
+    return [(outcome.case, outcome.schedules, str(outcome.fault)) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, 3), (3, 2)])
+def test_replays_between_eager_calls_show_no_fault(world_size, schedules):
+    for name, done, fault in interpreted(faults, world_size, schedules, timeout=300):
+        assert (done, fault) == (schedules, "None"), name
+
+
+def baked_in() -> str:
+    calls = [Call("all_gather_matmul", (3, 2), (5,), k=4, chunk=2)]
+    outcome = explore(replayed_case(calls, [None] * 3, counted=False), 20, shrink=False)
+    return "" if outcome.fault is None else outcome.fault.rule
+
+
+def test_a_number_that_the_replay_does_not_count_is_found():
+    """Its waits pass on flags of the replay before."""
+    assert interpreted(baked_in) in ("read-write race", "wrong value")
