@@ -21,3 +21,10 @@ def test_addresses_and_strides_that_vectors_cannot_take(worlds, op):
     case = dict(op=op, sizes=(20, 13), k=48, widths=(24, 17), biased=(0,), config=SMALL)
     odd = [dict(layout="offset", copied=(0,)), dict(layout="expanded", in_one=True), dict(layout="strided")]
     worlds.check(2, *[{**case, **each} for each in odd], {**case, "layout": "offset", "dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_past_two_to_the_31_elements(worlds, op):
+    """x, weights and gradients of which the later rows lie so far out that 32 bits would not reach them."""
+    case = dict(op=op, layout="far", sizes=(11, 9), k=20, widths=(18,), config=SMALL)
+    worlds.check(2, case, {**case, "copied": (0,), "in_one": True})

@@ -14,8 +14,9 @@ CALL = "import torch; from fusedtp.ops import launch; x = torch.ones(2, 2, dtype
 def said(dtype: str, **variables: str) -> str:
     """The last line of a process that multiplies two CPU tensors."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    call = variables.pop("CALL", CALL)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", CALL.format(dtype)]
+    command = [sys.executable, "-c", call.format(dtype)]
     done = subprocess.run(command, env={**env, **variables}, capture_output=True, text=True)
     return (done.stderr.strip().splitlines() or [""])[-1]
 
@@ -31,3 +32,12 @@ def test_fp64():
     line = said("torch.float64", TRITON_INTERPRET="1")
     assert line.startswith("ValueError") and "torch.float64" in line
     assert said("torch.float32", TRITON_INTERPRET="1") == ""
+
+
+def test_more_rows_than_32_bits_number():
+    pytest.importorskip("triton")
+    call = CALL.replace("x = torch.ones(2, 2, dtype={})", "x = torch.ones(1, 1).expand(2**31, 1)")
+    line = said("", TRITON_INTERPRET="1", CALL=call)
+    assert line.startswith("ValueError") and "at most 2147418112 rows or columns, not 2147483648" in line, (
+        line
+    )

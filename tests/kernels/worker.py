@@ -97,6 +97,8 @@ class Numbers:
             return wide[:, : 2 * shape[1] : 2]
         if layout == "offset":
             return offset(full)
+        if layout == "far" and len(shape) == 2:
+            return far(full)
         if layout == "expanded" and len(shape) == 2:
             return full[:1].expand(shape)
         return full
@@ -107,6 +109,18 @@ def offset(t: torch.Tensor) -> torch.Tensor:
     wide = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype)
     wide[1:] = t.flatten()
     return wide[1:].view(t.shape)
+
+
+def far(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers in rows so far apart that the ninth lies past 2**31 elements; only pages touched take memory."""
+    stride = (1 << 28) + 8
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    whole = mmap.mmap(-1, max(1, t.shape[0] * stride * t.element_size()), flags=flags)
+    made = torch.frombuffer(whole, dtype=t.dtype).as_strided(t.shape, (stride, 1))
+    return made.copy_(t)
+
+
+SPOILED = {"offset": offset, "far": far}
 
 
 def shard_rows(rank: int, sizes: tuple[int, ...], batch: int) -> torch.Tensor:
@@ -144,8 +158,8 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
     mine = x[shard_rows(world.rank, c.sizes, c.batch)]
     if c.layout == "transposed":
         mine = mine.t().contiguous().t()
-    if c.layout == "offset":
-        mine = offset(mine)
+    if c.layout in SPOILED:
+        mine = SPOILED[c.layout](mine)
     ys, gathered = launch.all_gather_matmul(
         world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config,
         world.copies(c),
@@ -195,8 +209,8 @@ def all_gather_wgrad(world: World, c: SimpleNamespace) -> list[str]:
     dys = [s.numbers.draw(s.total, n + r, layout=c.layout) for r in range(world.size) for n in c.widths]
     dys = dys[world.rank * len(c.widths) :][: len(c.widths)]
     mine = x[shard_rows(world.rank, c.sizes, c.batch)]
-    if c.layout == "offset":
-        mine = offset(mine)
+    if c.layout in SPOILED:
+        mine = SPOILED[c.layout](mine)
     dws = launch.all_gather_wgrad(
         world.view, world.rank, world.size, mine, dys, s.rows, c.sig, s.config, copies=world.copies(c)
     )

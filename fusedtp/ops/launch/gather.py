@@ -40,7 +40,8 @@ def all_gather_matmul(
     bias_i   [N_i] or None
     return   [T, N_i] each, and the gathered x [T, K] in global row order or None
     """
-    check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, [*weights, *biases])
+    total = rows.batch * sum(rows.sizes)
+    check(view, all_gather_bytes(rows, x.shape[1], x.dtype), x, [*weights, *biases], total)
     machine, x = machine_for(view, x), x if copies is None else x.contiguous()
     where = view, rank, world_size
     launch, outputs, gathered = plan_matmul(

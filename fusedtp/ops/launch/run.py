@@ -16,6 +16,9 @@ from fusedtp.comm.copies import Sending
 from .config import Config, Machine, machine_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST = (
+    2**31 - 2**16
+)  # rows or columns: kernels number them by 32 bits, a tile past the end; addresses have 64
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,20 @@ def machine_for(view: Any, x: Tensor) -> Machine:
     return machine_of(x.device, view.ranks_per_device)
 
 
-def check(view: Any, nbytes: int, x: Tensor, others: Sequence[Tensor | None]) -> None:
-    """What a user can get wrong raises; what the caller promised is asserted."""
-    check_tensors(x, others)
+def check(view: Any, nbytes: int, x: Tensor, others: Sequence[Tensor | None], rows: int = 0) -> None:
+    """What a user can get wrong raises; what the caller promised is asserted. rows: of all ranks, if x has its own."""
+    check_tensors(x, others, rows)
     assert view.slot_bytes % 16 == 0 and nbytes <= view.slot_bytes, (nbytes, view.slot_bytes)
 
 
-def check_tensors(x: Tensor, others: Sequence[Tensor | None]) -> None:
+def check_tensors(x: Tensor, others: Sequence[Tensor | None], rows: int = 0) -> None:
     """Raises where these tensors cannot be computed with here."""
     require_triton(x.device)
+    longest = max(rows, *(n for t in (x, *others) if t is not None for n in t.shape))
+    if longest > MOST:
+        raise ValueError(
+            f"engine='triton' takes at most {MOST} rows or columns, not {longest}: use 'chunked'"
+        )
     if x.dtype not in DTYPES:
         raise ValueError(f"engine='triton' computes in {', '.join(map(str, DTYPES))}, not in {x.dtype}")
     for other in others:
