@@ -142,9 +142,12 @@ class Call:
             self.comm.world.stream_barrier(self.ws.control, self.comm.timeout_s)
 
     def compare_threads(self) -> None:
-        """CUDA, ranks that are threads of one process: raises SignatureMismatch, in all of them, if two differ."""
+        """CUDA, ranks that are threads of one process: raises SignatureMismatch, in all of them, if two differ.
+
+        Not during capture, which ranks do one after another; the kernels compare when the graph is replayed.
+        """
         world = self.comm.world
-        if self.on_cpu or not world.shares_process:
+        if self.on_cpu or not world.shares_process or torch.cuda.is_current_stream_capturing():
             return
         for p, theirs in enumerate(world.exchange(self.words)):
             compare(self.words, theirs, self.comm.rank, p, self.comm.world_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -81,48 +80,6 @@ def test_200_mixed_calls_on_one_workspace(data):
     )
     drawn = data.draw(st.lists(one, min_size=12, max_size=20))
     _world(4, mixed, drawn, 200, 0.001, data.draw(st.integers(0, 999)))
-
-
-def _replays(calls: int, replays: int, group: fusedtp.comm.VirtualGroup) -> None:
-    """`calls` operations in a graph, replayed with an eager call after each replay, on new inputs each time."""
-    rank, world_size = group.rank(), group.size()
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randint(-2, 3, (96, 128), generator=generator).cuda().half() for _ in range(world_size)]
-    x = torch.zeros(64, 128, dtype=torch.half, device="cuda")
-
-    def shards(number: int) -> list[torch.Tensor]:
-        draw = torch.Generator().manual_seed(number)
-        return [torch.randint(-2, 3, (64, 128), generator=draw).cuda().half() for _ in range(world_size)]
-
-    def call() -> torch.Tensor:
-        return fusedtp.all_gather_matmul(x, [weights[rank]], group, engine="triton")[0]
-
-    comm = fusedtp.comm.communicator(group)
-    fusedtp.reserve(group, 1 << 20)
-    with torch.no_grad():
-        call()  # compiles and loads
-        graph = torch.cuda.CUDAGraph()
-        for turn in range(world_size):  # one after another: nothing runs while a graph is captured
-            torch.cuda.synchronize()
-            comm.world.barrier()
-            if turn == rank:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    captured = [call() for _ in range(calls)]
-            comm.world.barrier()
-        for number in range(replays):
-            every = shards(number)
-            x.copy_(every[rank])
-            want = torch.cat(every).double() @ weights[rank].double().T
-            graph.replay()
-            eager = call()
-            for y in (*captured, eager):
-                assert torch.equal(y.double(), want), f"rank {rank}, replay {number}"
-    fusedtp.check(group)
-
-
-@pytest.mark.parametrize("calls", [1, 3])
-def test_a_graph_of_an_odd_number_of_calls_replays_between_eager_calls(calls):
-    VirtualWorld(4, device="cuda").run(partial(_replays, calls, 50))
 
 
 def test_a_rank_that_does_not_come_is_reported_and_the_workspace_is_not_used_again():
