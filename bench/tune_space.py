@@ -77,7 +77,8 @@ class Job:
             return dict(chunk=chunk, send_programs=senders)
         flags = FLAGS_PER_SOURCE // (2 if self.kernel == "two_shot" else 1) - 1
         if "chunk" in tuned_entries.KERNELS[self.kernel].sets:
-            config = reduction(machine, dtype, at["rows"], at["cols"], flags)
+            owners = self.ranks if self.kernel == "matmul_reduce_scatter" else 1
+            config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
         else:
             config = tiles(machine, dtype, at["rows"], at["cols"], bool(at["even"]))
         return {

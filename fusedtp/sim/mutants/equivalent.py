@@ -35,7 +35,8 @@ def full_cycle(mutant: Mutant, sources: Sources) -> bool:
 
     Proved: by enumeration for 2 to 8 ranks the same peers are chosen, each as often; the loop's variable has no other
     part in the body; the body waits or signals, not both, so no rank's round is waited for by another's; and what one
-    round leaves to the next is a sum or the next place in a list, neither of which depends on the order.
+    round leaves to the next is a sum or the next place in a list, neither of which depends on the order, or what it has
+    still to signal, which names its peer itself.
     """
     file = sources.files[mutant.file]
     node = _node(mutant, file, ast.BinOp)
@@ -66,10 +67,32 @@ def _count(parts: list[Any], name: str) -> int:
     return sum(isinstance(n, ast.Name) and n.id == name for part in parts for n in ast.walk(part))
 
 
+def _left_to_signal(loop: ast.For, name: str, sources: Sources) -> bool:
+    """Whether the loop reads `name` only to signal what it holds, and then forgets it."""
+    inside: set[int] = set()
+    for each in (n for part in loop.body for n in ast.walk(part)):
+        if isinstance(each, ast.If) and not each.orelse and _count([each.test], name):
+            notices, *rest = each.body
+            call = notices.value if isinstance(notices, ast.Expr) else None
+            signals = isinstance(call, ast.Call) and called(call) in sources.notifies
+            forgets = [r for r in rest if isinstance(r, ast.Assign) and not _count([r.value], name)]
+            if signals and rest == forgets and [_targets(r) for r in forgets] == [{name}]:
+                inside |= {id(n) for n in ast.walk(each)}
+    reads = [
+        n
+        for part in loop.body
+        for n in ast.walk(part)
+        if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+    ]
+    return bool(reads) and all(id(n) in inside for n in reads)
+
+
 def _order_free(loop: ast.For, sources: Sources) -> bool:
     """Whether all that a round takes over from the one before is summed up, or advanced by `next_start`."""
     assigned = [n for part in loop.body for n in ast.walk(part) if isinstance(n, ast.Assign | ast.AugAssign)]
     for name in sorted(_carried(loop)):
+        if _left_to_signal(loop, name, sources):
+            continue
         for each in assigned:
             if name not in _targets(each):
                 continue

@@ -55,6 +55,19 @@ def _given_to(file: File, node: ast.AST) -> Iterator[ast.Call]:
         for each in ast.walk(function):
             if isinstance(each, ast.Call) and name in [file.of(a) for a in each.args]:
                 yield each
+            elif (
+                isinstance(each, ast.Assign)
+                and _names(each.value, name)
+                and not isinstance(each.value, ast.Call)
+            ):
+                later = file.of(
+                    each.targets[0]
+                )  # a value that holds it and others, taken apart where it is given
+                yield from (c for c in ast.walk(function) if isinstance(c, ast.Call) and _names(c, later))
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
 def _addressed(file: File, node: ast.AST, table: str) -> str:

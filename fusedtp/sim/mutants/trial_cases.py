@@ -154,9 +154,9 @@ def _gathered(world: SimulatedWorld, work: list[Work], rank: int, parity: int, n
     return y
 
 
-def no_rows(operation: str) -> Case:
+def no_rows(operation: str, copied: tuple[int, ...] = ()) -> Case:
     """Rank 1 of two is in another call, and none has any rows. A third would be read after the failure, unordered."""
-    call = replace(calls(operation)[0], sizes=(0, 0))
+    call = replace(calls(operation)[0], sizes=(0, 0), copied=copied)
     return _disagreeing(f"nothing of {operation}", [call] * 2)
 
 

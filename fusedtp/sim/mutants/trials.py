@@ -9,7 +9,7 @@
               a call of which rank 1 would have no rows
     late      rank 2 alone: rank 1 is in another call and rank 0 is not there yet; it must notice without waiting for 0
     mixed     a fused call, a gather by copies between two meetings in either slot, a fused call
-    nothing   the same with two ranks and no rows: only arrivals are exchanged
+    nothing   the same with two ranks and no rows: only arrivals are exchanged; by either transport
     local     the matmuls that have no peers, by pointers and by descriptors
     elementwise  RMSNorm, SwiGLU, rotary embedding and cross-entropy, one rank
     meetings  a copy to the own slot, a meeting, copies from the peers' slots, a meeting; and again
@@ -113,6 +113,10 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
         yield Trial("meet_kernel", meetings(), schedules(count))
     for kernel, operation in known.items():
         yield Trial(kernel, no_rows(operation), schedules(min(3, few), (1,)), succeeds=False)
+        if operation.startswith("all_gather"):
+            yield Trial(
+                kernel, no_rows(operation, copied=(0, 1)), schedules(min(3, few), (1,)), succeeds=False
+            )
     for kernel, operation in known.items():
         yield Trial(kernel, wrapping(operation), schedules(2), calls=tuple(calls(operation)))
     for kernel, operation in known.items():
