@@ -62,7 +62,7 @@ EXPECTED: dict[str, tuple[s.Sign, ...]] = {
     "equality": (s.overshot,),
     "no wrap": (*_no_order, s.false_alarm, s.overshot),
     # who and where
-    "signal to another": (s.vain_for_data_after, s.early_after),  # early there, if that rank waits for such a chunk
+    "signal to another": (s.vain_for_data_after,),
     "signal to another, sent again": (s.vain_for_data_after, s.early_after),
     "arrival to another": (s.vain_for_arrival, s.early_signature),
     "data to another": (s.never_after,),

@@ -19,8 +19,10 @@ def wrong_peer(sources: Sources) -> Iterator[Mutant]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and file.of(node.right) in WORLD:
             left, world = file.of(node.left), file.of(node.right)
             subject = _chosen(sources, file, node)
-            yield make("wrong peer", file, node, f"({left} + 1) % {world}", subject)
             again = "signal to another, sent again"  # each data are sent before their signal, and once more after it
+            if subject == "signal to another" and isinstance(node.left, ast.Name):
+                subject = again  # taken out of what was kept: another peer's data of that number may be on their way
+            yield make("wrong peer", file, node, f"({left} + 1) % {world}", subject)
             for step in (n for n in ast.walk(node.left) if isinstance(n, ast.Name) and n.id == "step"):
                 same = again if subject == "signal to another" else subject
                 edit = (file.replace(step, "1"),)
