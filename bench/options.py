@@ -14,10 +14,22 @@ import torch
 from .shapes import layers
 
 T = TypeVar("T")
-ENGINES = ("chunked", "triton", "collective", "auto")
+ENGINES = (
+    "chunked",
+    "triton",
+    "triton-copy",
+    "collective",
+    "auto",
+)  # triton-copy: copies carry a gather's rows
 DTYPES = ("float32", "float16", "bfloat16")
 WHERE = {  # shapes, tokens, tp, dtype, engine
-    "cuda": ("llama3-8b,llama3-70b", "2048,8192,16384", "1,8", "bfloat16", "triton,chunked,collective"),
+    "cuda": (
+        "llama3-8b,llama3-70b",
+        "2048,8192,16384",
+        "1,8",
+        "bfloat16",
+        "triton,triton-copy,chunked,collective",
+    ),
     "cpu": ("qwen3-0.6b", "256", "2", "float32,bfloat16", "chunked,collective"),
     "smoke": ("tiny", "64", "1,2", "float32,bfloat16", "chunked,collective"),
 }
@@ -40,7 +52,7 @@ class Options:
     dtype: str = ""
     """float32, float16, bfloat16. Default: bfloat16; on a CPU float32,bfloat16."""
     engine: str = ""
-    """Engines of the fused operations. Default: triton,chunked,collective; on a CPU chunked,collective."""
+    """Engines of the fused operations. Default: triton,triton-copy,chunked,collective; on a CPU chunked,collective."""
     world: Literal["auto", "processes", "virtual"] = "auto"
     """One process a rank, or all ranks in this one. Default: processes, but virtual on a single GPU."""
     link_gbps: float | None = None

@@ -117,7 +117,10 @@ def ratios(rows: Sequence[Row]) -> dict[str, Lines]:
             if "+" in engine or engine.endswith("collective"):
                 unfused |= {t: min(ms, unfused.get(t, ms)) for t, ms in line}
         for engine, line in engines.items():
-            if engine in ("fusedtp chunked", "fusedtp triton", "fusedtp auto") and unfused:
+            if (
+                engine in ("fusedtp chunked", "fusedtp triton", "fusedtp triton-copy", "fusedtp auto")
+                and unfused
+            ):
                 found.setdefault(title, {})[engine] = [(t, unfused[t] / ms) for t, ms in line if t in unfused]
     return found
 

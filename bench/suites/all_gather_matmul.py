@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp.ops import movers
+from fusedtp.ops.all_gather_matmul import run
 from fusedtp.ops.rows import Rows, split
 
 from .. import errors
@@ -38,6 +39,8 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         return x, rank.randn(case.n, case.k, dtype=case.dtype, seed=2 * seed + 1, scale=case.k**-0.5)
 
     def ours(engine: str, x: Tensor, w: Tensor) -> Tensor:
+        if engine == "triton-copy":
+            return run(comm, x, [w], [None], rows, "triton", transport="copy")[0][0]
         return fusedtp.all_gather_matmul(x, [w], group, engine=engine)[0]
 
     def by_hand(hand: Any) -> tuple[parallel.Function, parallel.Function]:

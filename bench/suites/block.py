@@ -161,6 +161,8 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             absent["torch.compile"] = why
     else:
         for engine in rank.plan.engines:
+            if engine == "triton-copy":
+                continue  # of one operation, not of a layer
             if engine == "triton" and rank.device.type == "cpu":
                 absent["fusedtp triton"] = "engine triton is interpreted on a CPU: its time says nothing"
                 continue

@@ -69,7 +69,7 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
     names = [f"fusedtp {engine}" for engine in rank.plan.engines]
     engines = dict(zip(names, rank.plan.engines))
     for name, engine in engines.items():
-        why = _cannot(rank, engine)
+        why = _cannot(rank, suite, engine)
         if why:
             absent[name] = why
         else:
@@ -102,9 +102,11 @@ def _bound(fn: Function, engine: str) -> Function:
     return lambda *operands: fn(engine, *operands)
 
 
-def _cannot(rank: Rank, engine: str) -> str:
+def _cannot(rank: Rank, suite: str, engine: str) -> str:
     """Why an engine does not run in this world; empty if it does."""
-    if engine == "triton" and rank.device.type == "cpu":
+    if engine == "triton-copy" and suite != "all-gather-matmul":
+        return "copies carry the rows of a gather only"
+    if engine.startswith("triton") and rank.device.type == "cpu":
         return "engine triton is interpreted on a CPU: its time says nothing"
     return ""
 
@@ -120,4 +122,4 @@ def _link(rank: Rank, name: str) -> dict[str, Any]:
 
 def _is_held(rank: Rank, name: str) -> bool:
     """Whether all that this way moves goes through the paced copy stream, where there is a link to hold."""
-    return rank.link_gbps is None or name in (OURS_ALONE, "fusedtp chunked")
+    return rank.link_gbps is None or name in (OURS_ALONE, "fusedtp chunked", "fusedtp triton-copy")
