@@ -26,6 +26,9 @@ from .epilogue import add_bias, add_residual, scaled
 from .tiles import cdiv, grouped, halves, inline, narrow, wide, widen
 
 
+IEEE = tl.constexpr("ieee")  # as the default of a device function: Triton 3.6 takes no bare string
+
+
 @inline
 def multiply_add(acc, x, w, PRECISION: tl.constexpr):
     """acc + x [BLOCK_M, BLOCK_K] @ w [BLOCK_K, BLOCK_N].
@@ -53,7 +56,7 @@ def dot_loop(
     K,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr = "ieee",
+    PRECISION: tl.constexpr = IEEE,
 ):
     """acc [BLOCK_M, BLOCK_N] + sum over k < K of a[:, k] b[k, :]. EVEN_K: BLOCK_K divides K."""
     ks = tl.arange(0, BLOCK_K)
@@ -107,7 +110,7 @@ def linear_tile(
     K,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr = "ieee",
+    PRECISION: tl.constexpr = IEEE,
 ):
     """x[rows] @ w[cols].T in fp32."""
     acc = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
