@@ -38,7 +38,9 @@ PATTERNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("wrong flag",), r"flags_per_source \+ chunk", ""),
     (("wrong place",), r"wide\((?:rank|offset)\) \*|\bsrc \* |rank_of\(peers\) \* ", ""),
     (("wrong place",), r"parity \* peers\.world_size", ""),
-    (("notify early",), r"^\s*(?:signals\.)?publish\(", ""),
+    # What is published late is published early where it is kept early.
+    (("notify early",), r"^\s*(?:signals\.)?publish\((?!.*\bstored\b)", r"^(?!publish_)"),
+    (("notify early",), r"^\s*stored = (?!tl\.)", ""),
     (("wait late",), _GATED_WAIT, r"^(?!wait_)"),
     (("wait in K loop",), r"^\s*wait_rows\(", ""),
     (("tail skipped",), r"\bcdiv\(", ""),

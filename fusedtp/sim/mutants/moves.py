@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .mutant import Mutant
-from .operators import LINT, about, awaited, make, signature_gate, statement_calls
+from .operators import LINT, about, awaited, make, nodes, signature_gate, statement_calls
 from .source import Edit, File, Sources, called
 
 
@@ -68,6 +68,30 @@ def notify_early(sources: Sources) -> Iterator[Mutant]:
                 early = "arrival before signature" if signature_gate(file, node) else "signal before store"
                 yield make("notify early", file, node, "", early, edits=edits, after="before the store")
                 break
+    yield from _kept_early(sources)
+
+
+def _kept_early(sources: Sources) -> Iterator[Mutant]:
+    """Each signal that is kept to be sent after the next product: kept, and so sent, before the stores."""
+    for file, keeps in nodes(sources):
+        if not (isinstance(keeps, ast.Assign) and isinstance(keeps.targets[0], ast.Name)):
+            continue
+        name, function = keeps.targets[0].id, file.function_of(keeps)
+        for sends in ast.walk(function) if function else ():
+            if not (isinstance(sends, ast.If) and file.of(sends.test) == f"{name} >= 0"):
+                continue
+            block = file.block_of(sends)
+            after = block[block.index(sends) + 1 :]
+            if keeps in sends.body or not any(_does(sources, each, "store") for each in after):
+                continue
+            if {n.id for n in ast.walk(keeps.value) if isinstance(n, ast.Name)} <= {"tl"}:
+                continue  # nothing is kept here
+            start, text = file.span(sends)[0], file.of(keeps)
+            early = Edit(file.name, start, start, text + "\n" + " " * sends.col_offset)
+            edits = (file.replace(keeps, "pass"), early)
+            yield make(
+                "notify early", file, keeps, "", "signal before store", edits=edits, after="before the store"
+            )
 
 
 def wait_late(sources: Sources) -> Iterator[Mutant]:
