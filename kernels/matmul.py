@@ -25,7 +25,6 @@ import triton.language as tl
 from .epilogue import add_bias, add_residual, scaled
 from .tiles import cdiv, grouped, halves, inline, narrow, wide, widen
 
-
 IEEE = tl.constexpr("ieee")  # as the default of a device function: Triton 3.6 takes no bare string
 
 
