@@ -100,7 +100,8 @@ def _cuda_tiles(
         return Config(min(block_m, 64), 64, 16, num_warps=8, num_stages=4, max_registers=every)
     reads_shared = machine.shared_bytes >= 200 * 1024  # the matrix unit its operands, not registers
     if block_m < 128 or not even:
-        roomy = (even and reads_shared) or block_m < 64  # for four warps: operands may lie in registers as well
+        # Four warps have too few registers where rows are odd, or operands go through registers as well.
+        roomy = block_m < 64 or (even and reads_shared)
         warps, stages = 4 if roomy else 8, 4 if reads_shared else 3
         return Config(min(block_m, 64), 128, 64, warps, stages, part=256, max_registers=every)
     many = -(-rows // 128) * -(-cols // 256) >= machine.programs
