@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -224,20 +225,31 @@ def show(path: Path) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """Processes that start in here interpret kernels."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 2 for bad input."""
     options = tyro.cli(
         TuneOptions, prog="fusedtp bench tune", args=list(argv), description=TuneOptions.__doc__
     )
     try:
-        plan = plan_of(options, argv)
-        if plan.device == "cpu":
-            os.environ["TRITON_INTERPRET"] = "1"  # of the ranks, which are processes still to come
-        else:
+        plan, path = plan_of(options, argv), None
+        if plan.device != "cpu":
             trial.before_cuda()
-        path = None
-        for ranks in plan.ranks:
-            path = trial.run(plan.device, plan.world, ranks, run, plan)
+        with _interpreting() if plan.device == "cpu" else nullcontext():
+            for ranks in plan.ranks:
+                path = trial.run(plan.device, plan.world, ranks, run, plan)
     except ValueError as error:
         print(f"fusedtp bench tune: error: {error}", file=sys.stderr)
         return 2

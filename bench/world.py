@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import start_processes
 
+from fusedtp.ops.engines import interpreting
+
 
 def pin(rank: int) -> None:
     """Keep this process on one core, if there is more than one, and on one thread."""
@@ -28,8 +30,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str 
     With a backend that serves CUDA, rank r has GPU r.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # A fork server imports once for all ranks and worlds. CUDA must not start before a fork: ranks on GPUs spawn.
-        method = "spawn" if "cuda" in backend else "forkserver"
+        # A fork server imports once for all ranks and worlds. CUDA must not start before a fork, and Triton interprets
+        # only where it was imported for that: such ranks spawn.
+        method = "spawn" if "cuda" in backend or interpreting() else "forkserver"
         if method == "forkserver":
             mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed", "fusedtp"])
         start_processes(_enter, (fn, world_size, folder, args, backend), world_size, start_method=method)

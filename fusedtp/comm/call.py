@@ -19,7 +19,7 @@ from . import device_view, semaphore
 from .copies import Copies
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
 from .signature import REFUSED, Signature, compare, failure_words
-from .streams import finish
+from .streams import finish, is_capturing
 from .watch import PeerWatch
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Call:
         Not during capture, which ranks do one after another; the kernels compare when the graph is replayed.
         """
         world = self.comm.world
-        if self.on_cpu or not world.shares_process or torch.cuda.is_current_stream_capturing():
+        if self.on_cpu or not world.shares_process or is_capturing():
             return
         for p, theirs in enumerate(world.exchange(self.words)):
             compare(self.words, theirs, self.comm.rank, p, self.comm.world_size)

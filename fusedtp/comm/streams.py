@@ -14,6 +14,11 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is being captured; a torch without CUDA has none to ask."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def carry(out: torch.Tensor, source: torch.Tensor) -> None:
     """out = source on the current stream, by the copy engine where it can: what copies between ranks go through."""
     out.copy_(source, non_blocking=True)

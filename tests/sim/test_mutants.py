@@ -110,7 +110,7 @@ def test_equivalence_falls_with_what_it_rests_on(sources: Sources) -> None:
         sources, "all_gather_matmul.py", guard, "if start < num_cols:\n                    signals"
     )
     assert equivalence(named(changed, *words), changed) is None
-    words = "wrong peer", "in push_partials"
+    words = "wrong peer", "in push_partials: (rank + step)"
     assert equivalence(named(sources, *words), sources) == "peers in another order"
     for old, new in (
         ("pid = next_start(pid,", "pid = least(pid,"),  # what a round leaves to the next
