@@ -2,7 +2,8 @@
 
 A class is asked only about a mutant that no schedule and no target showed; what no check proves is a survivor. That
 schedules found nothing is no proof: wherever a difference could be thought of, a trial was made that shows it (an
-arrival looked for later than it might be, a slot in a neighbour's memory), and the class is gone.
+arrival looked for later than it might be, a slot in a neighbour's memory, slots by each other's names where the host
+copies to one of them), and the class is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from .mutant import Mutant
 from .source import File, Sources, called
 
 Check = Callable[[Mutant, Sources], bool]
-MANY = 2**31  # where a call's number wraps
 PROGRAMS = (*range(1, 17), 78, 108, 132)  # of a stage; counts of items go to twice that
 
 
@@ -187,31 +187,6 @@ def _arithmetic(text: str) -> str:
     )
 
 
-def slots_renamed(mutant: Mutant, sources: Sources) -> bool:
-    """The two data slots of each rank under each other's name, on every rank and for every use alike.
-
-    Proved: one function alone reads the table of data, and the mutant's parity takes the other value each time. Copies
-    by the host choose a slot without regard to the call's number, so they stand to either naming alike.
-    """
-    file = sources.files[mutant.file]
-    readers = [
-        function.name
-        for _file, function, each in sources.walk()
-        if isinstance(each, ast.Attribute)
-        and each.attr == "data"
-        and getattr(each.value, "id", "") == "peers"
-    ]
-    number = _node(mutant, file, ast.Call)
-    parity = file.parents[number] if number is not None else None
-    if readers != [mutant.function] or mutant.operator != "low epoch" or number is None:
-        return False
-    if not isinstance(parity, ast.BinOp) or file.of(parity).replace(file.of(number), "e") != "e & 1":
-        return False
-    changed = mutant.edits[0].text.replace(file.of(number), "e")
-    numbers = [*range(-4, 5), *range(MANY - 4, MANY)]
-    return all(eval(changed, {}, {"e": e}) & 1 == 1 - (e & 1) for e in numbers)
-
-
 def not_reached(mutant: Mutant, sources: Sources) -> bool:
     """The arrival of a rank whose shard is empty, where a program looks for it only if the shard has tiles.
 
@@ -299,7 +274,6 @@ def _bijective(sources: Sources) -> bool:
 
 CLASSES: dict[str, Check] = {
     "peers in another order": full_cycle,
-    "slots renamed": slots_renamed,
     "not reached for an empty shard": not_reached,
     "no program waits": no_peer,
     "items shared otherwise": shared_otherwise,
