@@ -79,14 +79,23 @@ def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
 
 
 def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, world_size: int) -> Region:
-    """Collective, CUDA: torch's symmetric memory."""
-    from torch.distributed import _symmetric_memory as symmetric
+    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError where it cannot be had.
+
+    Not by torch's `empty`: that takes it from a pool, which hands freed memory out again. Garbage is collected on each
+    rank in its own time, so ranks would come to the rendezvous with blocks of different sizes, or one of them with a
+    block that this group knows already, and so not at all.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import rendezvous
 
     nbytes = round_up(max(nbytes, PAGE))
-    local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(local, group_name)  # type: ignore[arg-type]
+    local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    handle = rendezvous(local, group_name)  # type: ignore[arg-type]
     buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(world_size)]
-    return Region(nbytes, buffers, tuple(int(p) for p in handle.buffer_ptrs), (handle, local))
+    addresses = tuple(buffer.data_ptr() for buffer in buffers)
+    if addresses[handle.rank] != local.data_ptr():  # a buffer begins where its allocation does
+        raise RuntimeError("torch's symmetric memory gave a part of a larger allocation")
+    return Region(nbytes, buffers, addresses, (handle, local))
 
 
 def allocate_plain(nbytes: int, device: torch.device, exchange: Exchange) -> Region:
