@@ -136,7 +136,7 @@ class ThreadWorld:
             raise SignalTimeout(f"rank {self.rank} waited {self.timeout_s:g} s for {who}") from None
 
     def barrier(self) -> None:
-        self.exchange(None)
+        self._meet()
 
     def shared_memory_fault(self) -> str | None:
         return None

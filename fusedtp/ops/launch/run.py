@@ -3,6 +3,7 @@
 Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.copies import Sending
+from fusedtp.comm.streams import is_capturing
 
 from .config import Config, Machine, machine_of
 
@@ -19,6 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST = (
     2**31 - 2**16
 )  # rows or columns: kernels number them by 32 bits, a tile past the end; addresses have 64
+_LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, the others find it
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,30 @@ class Launch:
     def run(self, view: Any, device: torch.device, sending: Sending | None = None) -> None:
         """Begin a call of the group and start. `sending`: copies beside the kernel, which then sends nothing.
 
-        Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any
-        of them starts it: loading can wait for the device, and the device for a rank that is still loading.
+        Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
+        them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
+        handle of the vendor's library can, would wait for a kernel that waits for a rank that cannot start its own.
         """
         from fusedtp.kernels.signals import bump_epoch
 
-        meet = view.meet
+        meet = None if is_capturing() else view.meet
         with _on(device):
-            if meet is not None and not torch.cuda.is_current_stream_capturing():
-                bump_epoch.warmup(view.epoch, grid=(1,))._init_handles()
-                self.kernel.warmup(**self.args, **self.options, grid=(self.programs,))._init_handles()
+            if meet is not None:
+                with _LOADING:
+                    bump_epoch.warmup(view.epoch, grid=(1,))._init_handles()
+                    self.kernel.warmup(**self.args, **self.options, grid=(self.programs,))._init_handles()
                 meet()
             bump_epoch[(1,)](view.epoch)
         if sending is None:
             self.start(device)
-            return
-        try:
-            sending.send()
-            self.start(device)
-        finally:
-            sending.join()
+        else:
+            try:
+                sending.send()
+                self.start(device)
+            finally:
+                sending.join()
+        if meet is not None:
+            meet()
 
     def start(self, device: torch.device) -> None:
         """Start it, if there is anything to do."""

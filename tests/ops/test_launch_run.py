@@ -1,0 +1,56 @@
+"""How ranks that share a GPU start a kernel together; kernels are played by what notes who did what."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fusedtp import VirtualWorld
+from fusedtp.comm import communicator
+from fusedtp.ops.launch import Config, Launch
+
+W = 4
+
+
+class Kernel:
+    """Compiles on first use, slowly, and not for two ranks at once; notes who started it."""
+
+    def __init__(self) -> None:
+        self.busy, self.compiled, self.started = threading.Lock(), 0, []
+
+    def warmup(self, *_: Any, **__: Any) -> Any:
+        assert self.busy.acquire(blocking=False), "two ranks compile one kernel"
+        if not self.compiled:
+            time.sleep(0.02)
+        self.compiled += 1
+        self.busy.release()
+        return SimpleNamespace(_init_handles=lambda: None)
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self.start
+
+    def start(self, *_: Any, **__: Any) -> None:
+        assert self.compiled == W, "a kernel waits for ranks that still load it"
+        self.started.append(threading.current_thread().name)
+
+
+def test_ranks_of_one_gpu_compile_one_by_one_and_go_on_when_all_have_started(monkeypatch):
+    signals = pytest.importorskip("fusedtp.kernels.signals")
+    bump, kernel = Kernel(), Kernel()
+    monkeypatch.setattr(signals, "bump_epoch", bump)
+    launch = Launch(kernel, 1, {}, Config(16, 16, 16))
+
+    def body(group: Any) -> int:
+        time.sleep(0.02 * random.Random(group.rank()).random())
+        view = SimpleNamespace(meet=communicator(group).world.barrier, epoch=torch.zeros(1))
+        launch.run(view, torch.device("cpu"))
+        return len(kernel.started)  # what follows may wait for the device, and so for all of them
+
+    assert VirtualWorld(W).run(body) == [W] * W
+    assert len(bump.started) == W
