@@ -25,16 +25,17 @@ def carry(out: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class StreamOrder:
-    """CUDA: calls of one group run in the order of the host's calls, whatever streams they are on."""
+    """CUDA: calls of one group run in the order of the host's calls, whatever streams of `device` they are on."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def enter(self) -> bool:
         """Order the current stream behind the last call; True while a graph is being captured (which begins idle)."""
         if torch.cuda.is_current_stream_capturing():
             return True
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self.device)
         if self.last is not None and self.last[0] != stream:
             stream.wait_event(self.last[1])
         return False
@@ -44,7 +45,7 @@ class StreamOrder:
         if torch.cuda.is_current_stream_capturing():
             self.last = None
             return
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self.device)
         event = self.last[1] if self.last is not None else torch.cuda.Event()
         event.record(stream)
         self.last = (stream, event)

@@ -104,7 +104,7 @@ class Workspace:
         self.slot_bytes = 0
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
         self._view: DeviceView | None = None
-        self._order = StreamOrder() if comm.device.type == "cuda" else None
+        self._order = StreamOrder(comm.device) if comm.device.type == "cuda" else None
         self._in_graph = False
         self.on_cpu = comm.device.type == "cpu"
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
