@@ -8,7 +8,9 @@ would never return), so a rank may wait for its peers there too.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,6 +33,8 @@ class VirtualWorld:
             raise ValueError(f"world_size is {world_size}; it must be at least 1")
         self.world_size, self.timeout_s = world_size, timeout_s
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            prepare_cuda(world_size)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.id = next(_ids)
@@ -79,6 +83,25 @@ class VirtualWorld:
                 raised[0],
             )
         return results
+
+
+def prepare_cuda(world_size: int) -> None:
+    """Settings that CUDA reads when it starts, without which ranks on one GPU can wait for each other for ever.
+
+    Streams that share a connection (there are 8, up to 32) wait for each other, and each rank has one that computes and
+    one that copies. A module that is loaded when first used waits for the device. Warns where it is too late.
+    """
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    if not torch.cuda.is_initialized():
+        for name, value in wanted.items():
+            os.environ.setdefault(name, value)
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if not connections.isdecimal() or int(connections) < min(2 * world_size, 32):
+        settings = " ".join(f"{name}={value}" for name, value in wanted.items())
+        warnings.warn(
+            f"{world_size} ranks on one GPU may wait for each other for ever: start Python with {settings}",
+            stacklevel=3,
+        )
 
 
 class VirtualGroup:

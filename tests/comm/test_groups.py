@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedtp.comm import Signature, VirtualWorld, communicator, process_world, reserve
+from fusedtp.comm.virtual_world import prepare_cuda
 from tests.harness import PerRank, world
 
 
@@ -108,3 +110,20 @@ def test_memory_and_descriptors_go_with_the_group():
 def test_a_virtual_world_has_at_least_one_rank(size):
     with pytest.raises(ValueError, match=str(size)):
         VirtualWorld(size)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("before", [None, "4", "8"])
+def test_a_virtual_world_on_a_gpu_has_connections_for_its_streams_or_says_so(started, before, monkeypatch):
+    """8 of them serve 4 ranks and no more; once CUDA has started nothing can be changed."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    environment = {} if before is None else {name: before}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        prepare_cuda(4)
+    set_now = not started and before is None
+    assert environment.get(name) == ("32" if set_now else before)
+    assert environment.get("CUDA_MODULE_LOADING") == (None if started else "EAGER")
+    assert bool(said) == (before != "8" and not set_now)
