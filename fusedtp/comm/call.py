@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,13 +42,17 @@ class Call:
     def __init__(self, ws: Workspace, signature: Signature) -> None:
         self.ws, self.comm, self.signature = ws, ws.comm, signature
         self.number, self.parity = ws.number, ws.number & 1
-        self.words = signature.words(self.number)
         self.on_cpu = ws.on_cpu
         self.used_barrier = False
         self.blamed = self.comm.rank  # whose fault it is that this rank gives up
         if self.on_cpu:
             ws._epoch[0] = int32(self.number - 1)
         self.reopen()
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """What this rank publishes."""
+        return self.signature.words(self.number)
 
     def reopen(self) -> None:
         """Nothing published, nothing waited for (again: after the handshake that precedes growing)."""

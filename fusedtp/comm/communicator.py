@@ -36,6 +36,15 @@ def copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+class Place(NamedTuple):
+    """Where this rank stands: all that shape checks and custom ops need to know of a group."""
+
+    name: str
+    rank: int
+    world_size: int
+    device_type: str
+
+
 class Communicator:
     """Rank, size, memory and plain collectives of one group."""
 
@@ -47,6 +56,7 @@ class Communicator:
             world.world_size,
             world.device,
         )
+        self.place = Place(self.name, self.rank, self.world_size, self.device.type)
         self.timeout_s = DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
         self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
@@ -158,26 +168,33 @@ def communicator(group: Group) -> Communicator:
 
     The first call for a group is collective. Raises ValueError for a mesh of more than one dimension.
     """
-    if isinstance(group, str):
-        found = _registry.get(group)
-        if isinstance(found, Communicator) and isinstance(found.world, ThreadWorld):
-            return found
-        group = resolve(group)  # type: ignore[arg-type]
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"the mesh has dimensions {group.mesh_dim_names}; pass one of them, as in mesh['tp']"
             )
         group = group.get_group()
-    found = _registry.get(group.group_name)
-    if found is not None and found.world.is_for(group):
+    found = _known(group)
+    if found is not None:
         return found
+    if isinstance(group, str):
+        group = resolve(group)  # type: ignore[arg-type]
     world = ThreadWorld(group) if isinstance(group, VirtualGroup) else ProcessWorld(group)
     made = Communicator(world)
     with _registry_lock:
         _registry[made.name] = made
     weakref.finalize(group, _forget, made.name, id(made))
     return made
+
+
+def _known(group: dist.ProcessGroup | VirtualGroup | str) -> Communicator | None:
+    """The one in the registry, if it is of that very group, not of a destroyed one of the same name."""
+    found = _registry.get(group if isinstance(group, str) else group.group_name)
+    if found is None or (isinstance(group, str) and isinstance(found.world, ThreadWorld)):
+        return found
+    if isinstance(group, str):
+        group = resolve(group)  # type: ignore[arg-type]
+    return found if found.world.is_for(group) else None
 
 
 def _forget(name: str, made: int) -> None:
@@ -187,22 +204,15 @@ def _forget(name: str, made: int) -> None:
             del _registry[name]
 
 
-class Place(NamedTuple):
-    """Where this rank stands: all that shape checks and custom ops need to know of a group."""
-
-    name: str
-    rank: int
-    world_size: int
-    device_type: str
-
-
 @torch.compiler.assume_constant_result
 def place(group: Group) -> Place:
     """This rank's place in a group; a constant to torch.compile. The first call for a group is collective."""
     group = getattr(group, "real_obj", group)  # while tracing, torch wraps the group
-    with _disable_current_modes():
-        comm = communicator(group)
-    return Place(comm.name, comm.rank, comm.world_size, comm.device.type)
+    found = None if isinstance(group, DeviceMesh) else _known(group)
+    if found is None:
+        with _disable_current_modes():
+            found = communicator(group)
+    return found.place
 
 
 def reserve(group: Group, nbytes: int) -> None:

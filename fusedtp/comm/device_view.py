@@ -53,10 +53,16 @@ def runs_kernels(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any:
-    """The view as the one argument that a kernel takes."""
+@cache
+def _constant(value: Any) -> Any:
+    """tl.constexpr(value), the same object each time: what a launch is looked up by is compared by identity first."""
     import triton.language as tl
 
+    return tl.constexpr(value)
+
+
+def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any:
+    """The view as the one argument that a kernel takes."""
     from fusedtp.kernels.signals import Peers
 
     return Peers(
@@ -66,8 +72,8 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
         epoch=view.epoch,
         failure=view.failure,
         status=view.status,
-        world_size=tl.constexpr(world_size),
-        clock=tl.constexpr(clock),
+        world_size=_constant(world_size),
+        clock=_constant(clock),
         slot_bytes=view.slot_bytes,
         flags_per_source=view.flags_per_source,
         timeout_ns=int(view.timeout_s * 1e9),

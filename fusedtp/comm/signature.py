@@ -64,7 +64,7 @@ class Signature:
 
     def hash32(self) -> int:
         """A nonzero int32 for kernels; without the call number, so that a captured graph can be replayed."""
-        return (zlib.crc32(self.words(0).tobytes()) & 0x7FFFFFFF) or 1
+        return _hash32(self)
 
 
 @lru_cache(256)
@@ -78,6 +78,11 @@ def _template(s: Signature) -> np.ndarray:
     sizes = s.sizes[:MAX_SIZES]
     out[len(FIELDS) : len(FIELDS) + len(sizes)] = sizes
     return out
+
+
+@lru_cache(256)
+def _hash32(s: Signature) -> int:
+    return (zlib.crc32(_template(s).tobytes()) & 0x7FFFFFFF) or 1
 
 
 def failure_words(call: int, kind: int = FAILED) -> np.ndarray:

@@ -117,6 +117,7 @@ class Workspace:
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self._epoch: Any = self.epoch.numpy() if device.type == "cpu" else None
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._status: Any = self.status.numpy()
         self.failure = (
             torch.zeros(8, dtype=torch.int64, device=device) if device.type == "cuda" else self.status
         )
@@ -234,7 +235,7 @@ class Workspace:
 
     def check(self) -> None:
         """Raises what made the workspace unusable, if anything did."""
-        if self.failed is None and int(self.status[0]) != 0:
+        if self.failed is None and self._status[0] != 0:
             self._fail_from_status()
         if self.failed is not None:
             raise self.failed

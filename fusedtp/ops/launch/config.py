@@ -6,6 +6,7 @@ columns that are scattered, and the kind of GPU.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -63,6 +64,7 @@ VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it,
 HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")
 
 
+@cache
 def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
     """The machine behind `device`; of a GPU that several ranks share, this rank's part."""
     if device.type != "cuda":
