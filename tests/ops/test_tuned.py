@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,8 +138,7 @@ def test_tuned_chunks_never_need_more_flags_than_there_are(tmp_path_factory, own
         assert (config.block_m, config.block_n) == (values["block_m"], values["block_n"])
         assert -(-tiled // config.chunk) <= flags and config.chunk >= values["chunk"]
     with tuned.trying("all_gather", {"chunk": values["chunk"], "send_programs": values["send_programs"]}):
-        view, x = SimpleNamespace(flags_per_source=flags), torch.empty(0, 8)
-        config = gather.with_senders(Config(16, 16, 16), H200, Rows((owned, 3)), view, x)
+        config = gather.with_senders(Config(16, 16, 16), H200, Rows((owned, 3)), flags, FLOAT, 8)
         assert -(-max(owned, 3) // config.chunk) <= flags - 1 and config.chunk >= values["chunk"]
         assert 1 <= config.send_programs < H200.programs
         assert config.send_programs + config.other_programs == H200.programs

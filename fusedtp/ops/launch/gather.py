@@ -71,12 +71,10 @@ def plan_matmul(
     k = x.shape[1]
     total = rows.batch * sum(rows.sizes)
     cols = sum(w.shape[0] for w in weights)
-    even = all(w.shape[0] % VECTOR == 0 for w in weights)
-    at = dict(rows=total, cols=cols, k=k, even=even, world=world_size)
-    shape = tuned.tile(
-        tiles(machine, x.dtype, total, cols, even), tuned.lookup("all_gather_matmul", machine, x.dtype, **at)
-    )
-    config = config or with_senders(shape, machine, rows, view, x)
+    if config is None:
+        even = all(w.shape[0] % VECTOR == 0 for w in weights)
+        at = dict(rows=total, cols=cols, k=k, even=even)
+        config = _config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
     config = without_senders(config, machine) if copied else config
     outputs = [x.new_empty(total, w.shape[0]) for w in weights]
     gathered = x.new_empty(total, k) if keep_gathered else None
@@ -96,16 +94,27 @@ def plan_matmul(
     return Launch(all_gather_matmul_kernel, programs, args, config), outputs, gathered
 
 
-def with_senders(shape: Config, machine: Machine, rows: Any, view: Any, x: Tensor | None = None) -> Config:
-    """Tile sizes plus how many programs send, in chunks of how many rows: tuned for `x`, if one is given."""
+@tuned.remembered
+def _config(
+    kernel: str, machine: Machine, dtype: torch.dtype, shards: Any, flags: int, width: int, **output: int
+) -> Config:
+    """Of a kernel with this output; x is `width` wide, and `shards` are its rows."""
+    found = tuned.lookup(kernel, machine, dtype, world=len(shards.sizes), **output)
+    default = tiles(machine, dtype, output["rows"], output["cols"], bool(output["even"]))
+    return with_senders(tuned.tile(default, found), machine, shards, flags, dtype, width)
+
+
+def with_senders(
+    shape: Config, machine: Machine, rows: Any, flags: int, dtype: torch.dtype | None = None, width: int = 0
+) -> Config:
+    """Tile sizes plus how many programs send, in chunks of how many rows: tuned for x of `dtype`, if one is given."""
     longest = rows.batch * max(rows.sizes)
     senders, others = gather_programs(machine)
-    chunk = gather_chunk(longest, view.flags_per_source)
-    if x is not None:
-        at = dict(rows=longest, k=x.shape[1], world=len(rows.sizes))
-        found = tuned.lookup("all_gather", machine, x.dtype, **at)
+    chunk = gather_chunk(longest, flags)
+    if dtype is not None:
+        found = tuned.lookup("all_gather", machine, dtype, rows=longest, k=width, world=len(rows.sizes))
         senders, others = tuned.gather_split(found, machine, (senders, others))
-        chunk = tuned.chunk(found, chunk, least=-(-longest // (view.flags_per_source - 1)))
+        chunk = tuned.chunk(found, chunk, least=-(-longest // (flags - 1)))
     return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
 
 
@@ -178,12 +187,9 @@ def plan_wgrad(
     from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
 
     k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
-    even = k % VECTOR == 0
-    at = dict(rows=out_rows, cols=k, k=rows.batch * sum(rows.sizes), even=even, world=world_size)
-    shape = tuned.tile(
-        tiles(machine, x.dtype, out_rows, k, even), tuned.lookup("all_gather_wgrad", machine, x.dtype, **at)
-    )
-    config = config or with_senders(shape, machine, rows, view, x)
+    if config is None:
+        at = dict(rows=out_rows, cols=k, k=rows.batch * sum(rows.sizes), even=k % VECTOR == 0)
+        config = _config("all_gather_wgrad", machine, x.dtype, rows, view.flags_per_source, k, **at)
     config = without_senders(config, machine) if copied else config
     widths = [dy.shape[1] for dy in dys]
     dys = [even_columns(dy) for dy in dys]

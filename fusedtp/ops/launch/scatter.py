@@ -105,6 +105,7 @@ def matmul_args(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) 
     )
 
 
+@tuned.remembered
 def reduction(
     machine: Machine,
     dtype: torch.dtype,

@@ -20,7 +20,7 @@ A missing entry means the default of config.py. `report()` lists what was looked
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
@@ -38,6 +38,7 @@ NOTHING: Mapping[str, int] = {}
 _seen: dict[tuple[str, str, tuple[int, ...]], str] = {}  # (kernel, dtype, class) -> where its values are from
 _told: list[str] = []  # the first default that was taken, which is warned of
 _tried: dict[str, Mapping[str, int]] = {}
+_remembered: list[Callable[[], None]] = []
 
 
 def bucket(axis: str, extent: int) -> int:
@@ -145,11 +146,19 @@ def digest(machine: Machine) -> int:
     return 0 if table is None else table.digest
 
 
+def remembered(function: Callable[..., Config]) -> Callable[..., Config]:
+    """A function of values that launches are cut by, with what it gave until tables or held values change."""
+    kept = lru_cache(4096)(function)
+    _remembered.append(kept.cache_clear)
+    return kept
+
+
 def hold(kernel: str, values: Mapping[str, int] | None) -> None:
     """From now on launch this kernel with these values ({}: the default), whatever a table says; None: no longer.
 
     For a tuner: all ranks do so alike, between calls.
     """
+    _forget_remembered()
     if values is None:
         _tried.pop(kernel, None)
     else:
@@ -168,11 +177,17 @@ def trying(kernel: str, values: Mapping[str, int]) -> Iterator[None]:
 
 def forget() -> None:
     """Read tables anew at the next call."""
+    _forget_remembered()
     _table.cache_clear()
     _read.cache_clear()
     _lookup.cache_clear()
     _seen.clear()
     _told.clear()
+
+
+def _forget_remembered() -> None:
+    for clear in _remembered:
+        clear()
 
 
 def file_of(machine: Machine) -> str:

@@ -64,7 +64,7 @@ class Problem:
         machine, owned, n = node.machine, max(self.rows.sizes), self.widths[0]
         if self.operation == GATHER:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
-            config = with_senders(shape, machine, self.rows, _Flags)
+            config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
             return without_senders(config, machine) if self.transport == ENGINE else config
         flags = FLAGS_PER_SOURCE - 1
         if self.operation == REDUCE and not launch.scatter.one_shot(self.tokens, n, self.dtype):
@@ -88,10 +88,6 @@ class Problem:
             return others * self.k * item
         own = max(self.rows.sizes) * self.widths[0] * item * (w - 1)
         return own if self.operation == SCATTER else own + others * self.widths[0] * item
-
-
-class _Flags:
-    flags_per_source = FLAGS_PER_SOURCE
 
 
 class EmptyWorld(SimulatedWorld):
