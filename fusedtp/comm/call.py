@@ -96,9 +96,10 @@ class Call:
         See Note [Copies beside a kernel] in copies.py.
         """
         ws, comm = self.ws, self.comm
-        begun = self.number - 1 if self.on_cpu else ws.epochs
-        if begun is None:
+        if not ws.can_copy:
             return None
+        begun = self.number - 1 if self.on_cpu else ws.epochs
+        assert begun is not None
         slots = [ws.slot(p, (begun + 1) & 1) for p in range(comm.world_size)]
         flags = [ws.flags_at(p, comm.rank) for p in range(comm.world_size)]
         return Copies(comm.rank, slots, flags, ws.epoch, ws.side)

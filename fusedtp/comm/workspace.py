@@ -145,6 +145,11 @@ class Workspace:
         """Bytes of symmetric memory this rank holds: control and both data slots."""
         return self.control.nbytes + (self.data.nbytes if self.data else 0)
 
+    @property
+    def can_copy(self) -> bool:
+        """Whether the host knows which slot the next call uses, as copies beside a kernel demand."""
+        return self.on_cpu or self.epochs is not None
+
     def grow(self, nbytes: int) -> None:
         """Collective: make each slot hold `nbytes`. Every rank decides alike, from what all ranks share."""
         if nbytes <= self.slot_bytes:

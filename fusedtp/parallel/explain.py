@@ -26,12 +26,17 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One parallel layer; `engine` is what runs its forward at the number of tokens asked about."""
+    """One parallel layer; `engine` is what runs its forward at the number of tokens asked about.
+
+    transport   of a fused gather, which has two: "programs" of its kernel send the rows, or "copy", the copy engine;
+                else ""
+    """
 
     name: str
     operation: str
     engine: str
     reason: str
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,12 @@ def _explained(
         "" if isinstance(parallel, VocabParallel) else OPERATIONS[type(parallel), parallel.sequence_parallel]
     )
     choice = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype, known, width)
-    return Layer(name, operation, choice.engine, choice.reason)
+    transport = ""
+    if choice.engine == "triton" and known == "all_gather_matmul":
+        transport = choice.transport if comm.workspace.can_copy else "programs"
+    return Layer(name, operation, choice.engine, choice.reason, transport)
 
 
 def _row(layer: Layer) -> tuple[str, str, str, str]:
-    return layer.name, layer.operation, layer.engine, layer.reason
+    engine = f"{layer.engine} by {layer.transport}" if layer.transport else layer.engine
+    return layer.name, layer.operation, engine, layer.reason

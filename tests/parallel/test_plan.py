@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from fusedtp.comm import VirtualWorld
+from fusedtp.comm import VirtualWorld, communicator
 from fusedtp.nn import ModelConfig, TransformerBlock
+from fusedtp.ops import crossover
 from fusedtp.parallel import FusedColwise, FusedRowwise, explain, parallelize
 from fusedtp.parallel.plan import plan_of
 from tests.harness import world
@@ -142,6 +143,30 @@ def test_explain_names_engine_and_reason_of_every_layer():
     assert re.search(r"layers.0.mlp.down_proj +matmul_reduce_scatter +collective +asked for", text)
     assert re.search(r"embed_tokens +lookup, reduce_scatter +chunked +CPU ranks read", text)
     assert re.search(r"calls so far in group \S+: all_gather_matmul: .*collective \d", text)
+
+
+def transports(group) -> list[str]:
+    """What is said of one layer while gathers go by programs, by copies, and after a graph was captured."""
+    _, parallel = make_pair(group, options={"engine": "triton"}, num_hidden_layers=1)
+    workspace, said = communicator(group).workspace, []
+    for transport, captured in (("programs", False), ("copy", False), ("copy", True)):
+        crossover.hold(transport)
+        kept = workspace.on_cpu, workspace.epochs
+        try:
+            if captured:  # the host of a GPU has then lost count
+                workspace.on_cpu, workspace.epochs = False, None
+            said.append(str(explain(parallel, tokens=8, dtype=torch.float32)))
+        finally:
+            workspace.on_cpu, workspace.epochs = kept
+            crossover.hold(None)
+    return said
+
+
+def test_explain_names_the_transport_of_an_operation_that_has_two():
+    pytest.importorskip("triton")
+    for text, transport in zip(world(2).run(transports)[0], ("programs", "copy", "programs"), strict=True):
+        assert re.search(rf"self_attn.q_proj +all_gather_matmul +triton by {transport} +asked for", text)
+        assert re.search(r"mlp.down_proj +matmul_reduce_scatter +triton +asked for", text)
 
 
 def virtual(changes: dict, sequence_parallel: bool) -> None:
