@@ -26,7 +26,7 @@ new_empty = torch.Tensor.new_empty
 
 @dataclass(frozen=True)
 class Draw:
-    """Operands of one test, of small integers. block: of tiles; tma, splits, halves as in Config."""
+    """Operands of one test, of small integers. tma, splits, halves as in Config; chosen: the launcher's own."""
 
     dtype: torch.dtype
     m: int
@@ -38,15 +38,18 @@ class Draw:
     halves: bool = False
     seed: int = 0
     device: str = "cpu"
+    chosen: bool = False
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Config | None:
+        if self.chosen:
+            return None
         return Config(16, 16, 16, group=2, tma=self.tma, splits=self.splits, halves=self.halves)
 
     def integers(self, *shapes: tuple[int, ...], layout: str = "") -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         drawn = [torch.randint(-2, 3, shape, generator=generator).to(self.dtype) for shape in shapes]
-        return [laid_out(x, layout or self.layout).to(self.device) for x in drawn]
+        return [laid_out(x.to(self.device), layout or self.layout) for x in drawn]
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -59,10 +62,10 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "expanded":  # every row is the first one
         return x[:1].expand(rows, cols)
     if layout == "misaligned":
-        flat = torch.full((1 + x.numel(),), torch.nan, dtype=x.dtype)
+        flat = x.new_full((1 + x.numel(),), torch.nan)
         return flat[1:].view(rows, cols).copy_(x)
     step, spare = (2, 1) if layout == "strided" else (1, 3)
-    wide = torch.full((rows, step * cols + spare), torch.nan, dtype=x.dtype)
+    wide = x.new_full((rows, step * cols + spare), torch.nan)
     return wide[:, : step * cols : step].copy_(x)
 
 
@@ -143,15 +146,16 @@ def fp8_law(draw: Draw, by_row: bool, out: torch.dtype, added: bool) -> None:
     x, w = (t.to(torch.float8_e4m3fn) for t in draw.integers((draw.m, draw.k), (draw.n, draw.k)))
     generator = torch.Generator().manual_seed(draw.seed)
     shapes = ((draw.m, 1), (draw.n, 1)) if by_row else ((), (1, 1))
-    x_scale, w_scale = (2.0 ** torch.randint(-2, 3, s, generator=generator) for s in shapes)
-    bias, residual = torch.ones(draw.n, dtype=out), torch.full((draw.m, draw.n), 2.0, dtype=out)
+    x_scale, w_scale = ((2.0 ** torch.randint(-2, 3, s, generator=generator)).to(draw.device) for s in shapes)
+    bias = torch.ones(draw.n, dtype=out, device=draw.device)
+    residual = torch.full((draw.m, draw.n), 2.0, dtype=out, device=draw.device)
     y = linear.scaled_matmul(
         x, w, x_scale, w_scale, bias if added else None, residual=residual if added else None, out_dtype=out
     )
     want = exact(x) @ exact(w).t() * exact(x_scale) * exact(w_scale).reshape(1, -1) + 3 * added
-    assert torch.equal(y, want.to(out))
+    assert torch.equal(y.cpu(), want.to(out))
     parts = plain.scaled_matmul(x, w, Epilogue(None, None, None, x_scale, w_scale), out, draw.config)
-    assert torch.equal(parts, (want - 3 * added).to(out))
+    assert torch.equal(parts.cpu(), (want - 3 * added).to(out))
 
 
 def every_fp8_law() -> None:
@@ -186,7 +190,7 @@ def gradient_law(draw: Draw, gated: str) -> None:
     generator = torch.Generator().manual_seed(draw.seed)
     shapes = (shape, (n, k), (n, k) if gated else (2, draw.m, n), (n,), (n,))
     given = [torch.randint(-2, 3, s, generator=generator).to(draw.dtype) for s in shapes]
-    mine = [t.clone().requires_grad_() for t in given]
+    mine = [t.to(draw.device, copy=True).requires_grad_() for t in given]
     theirs = [t.double().requires_grad_() for t in given]
     if gated:
         x, a, b, c, d = mine
@@ -199,7 +203,7 @@ def gradient_law(draw: Draw, gated: str) -> None:
         x, a, r, b, _ = theirs
         want = 0.5 * F.linear(x, a) + b + r
     dy = torch.randint(-2, 3, y.shape, generator=generator)
-    y.backward(dy.to(y.dtype))
+    y.backward(dy.to(y))
     want.backward(dy.double())
     assert y.shape == want.shape and y.dtype == draw.dtype
     for name, got, wanted in (
@@ -209,7 +213,7 @@ def gradient_law(draw: Draw, gated: str) -> None:
         if wanted is None:
             assert got is None
             continue
-        got, wanted = got.detach().double(), wanted.detach()
+        got, wanted = got.detach().cpu().double(), wanted.detach()
         # the factors of a gate and their gradients are rounded to dtype, then sums of up to max(m, n, k) such terms;
         # activations bend by less than 1.2, so the second derivative times a rounding stays below 2 of it
         size = torch.finfo(draw.dtype).eps if gated else 0.0
