@@ -70,3 +70,10 @@ def test_large_results_which_take_other_ways_equal_the_formula(engine, rows):
     for operation in ("matmul_all_reduce", "matmul_reduce_scatter"):
         case = Case(operation, engine, torch.float16, sizes, features, ((20,),) * 3, biased=(True,))
         world(3).run(exact, case, timeout=200)
+
+
+@given(st.data())
+def test_cases_of_any_size_can_be_summed_exactly(data):
+    """Those of tests/gpu are larger than the ones here."""
+    drawn = data.draw(cases(engine="triton", rows=300, width=200, features=400))
+    assert drawn.most >= 1
