@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusedtp.comm.workspace import FLAGS_PER_SOURCE
+from fusedtp.comm.regions import FLAGS_PER_SOURCE
 from fusedtp.ops.launch import gather, scatter, tuned
 from fusedtp.ops.launch.config import Machine, machine_of
 from fusedtp.ops.rows import Rows, split

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.copies import PIECES, parts
-from fusedtp.comm.workspace import FLAGS_PER_SOURCE
+from fusedtp.comm.regions import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
 from fusedtp.ops.launch.config import tiles
 from fusedtp.ops.launch.gather import with_senders, without_senders
