@@ -1,4 +1,4 @@
-"""Everything in this folder needs a GPU."""
+"""Everything in this folder needs a GPU. Most of its time goes into compiling: a second or two for each new kernel."""
 
 import os
 
@@ -10,8 +10,13 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+# `make gpu` ends its tests after some minutes; what only a GPU can show comes first.
+FIRST = ("test_virtual", "test_processes", "test_graphs", "test_linear", "test_pointwise")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them so; tests/conftest.py skips them where there is none."""
-    for item in items:
-        if "/tests/gpu/" in str(item.path):
-            item.add_marker(pytest.mark.gpu)
+    for item in (own := [item for item in items if "/tests/gpu/" in str(item.path)]):
+        item.add_marker(pytest.mark.gpu)
+    ranks = {item: FIRST.index(item.path.stem) for item in own if item.path.stem in FIRST}
+    items.sort(key=lambda item: ranks.get(item, len(FIRST)))

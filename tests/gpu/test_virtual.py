@@ -38,14 +38,14 @@ def _run(case: Case) -> None:
     _world(case.world_size, _compare, case)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_kernels_equal_the_formula(data):
     _run(data.draw(cases(engine="triton", dtypes=KERNEL_DTYPES, rows=300, width=200, features=400)))
 
 
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_the_other_engines_equal_the_formula(engine, data):
     _run(data.draw(cases(engine=engine)))
@@ -64,14 +64,14 @@ def test_a_repeated_run_gives_the_same_bits(operation):
     _world(4, repeated, a_case(operation, "triton", torch.bfloat16, 4), 20, 0.002)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_nan_and_inf_come_out_as_plain_torch_gives_them(data):
     case = data.draw(cases(engine="triton", dtypes=KERNEL_DTYPES, rows=300, width=200, features=400))
     _world(case.world_size, with_nan_and_inf, replace(case, unused=()), 0.01)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=1, deadline=None)
 @given(st.data())
 def test_200_mixed_calls_on_one_workspace(data):
     small = {"world_sizes": (4,), "rows": 40, "width": 60, "features": 100}
