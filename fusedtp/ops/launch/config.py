@@ -135,6 +135,11 @@ def gather_chunk(rows_max: int, flags: int) -> int:
     return max(1, min(128, -(-rows_max // 16)), -(-rows_max // (flags - 1)))
 
 
+def power_of_two(n: int) -> int:
+    """The least that is no less than n; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def _block(extent: int, low: int, high: int) -> int:
     """The power of two in [low, high] that covers `extent`, or high."""
     block = low

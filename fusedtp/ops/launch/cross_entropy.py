@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .config import VECTOR, Config, Machine, machine_of
+from .config import VECTOR, Config, Machine, machine_of, power_of_two
 from .run import Launch
 
 ACCESS = 16  # bytes of a thread's access to memory
@@ -25,22 +27,10 @@ def plan_logit_stats(logits: Tensor, labels: Tensor, start: int, machine: Machin
     """The launch of logit_stats, not yet run, and its output."""
     from fusedtp.kernels.cross_entropy import logit_stats_kernel
 
-    rows, width = logits.shape
-    height, lanes, each = _blocks(logits, machine)
+    args, lanes = _shared_args(logits, labels, start, machine)
+    rows, height = args["T"], args["ROWS"]
     stats = torch.empty(rows, 2, dtype=torch.float32, device=logits.device)
-    args = dict(
-        logits=logits,
-        stride=logits.stride(0),
-        labels=labels,
-        start=start,
-        stats=stats,
-        T=rows,
-        V=width,
-        ROWS=height,
-        LANES=lanes,
-        BLOCK=lanes * each,
-        VECTOR=_aligned(logits),
-    )
+    args |= dict(stats=stats, LANES=lanes, VECTOR=_aligned(logits))
     return Launch(logit_stats_kernel, -(-rows // height), args, _config(height * lanes)), stats
 
 
@@ -59,32 +49,20 @@ def plan_logit_gradient(
     """The launch of logit_gradient, not yet run."""
     from fusedtp.kernels.cross_entropy import logit_gradient_kernel
 
-    rows, width = logits.shape
-    height, lanes, each = _blocks(logits, machine)
-    args = dict(
-        logits=logits,
-        stride=logits.stride(0),
-        gradient=gradient,
-        stride_g=gradient.stride(0),
-        labels=labels,
-        start=start,
-        lse=lse,
-        scale=scale,
-        T=rows,
-        V=width,
-        ROWS=height,
-        BLOCK=lanes * each,
-    )
-    programs = -(-rows // height) * -(-width // (lanes * each))
-    return Launch(logit_gradient_kernel, programs, args, _config(height * lanes))
+    args, lanes = _shared_args(logits, labels, start, machine)
+    args |= dict(gradient=gradient, stride_g=gradient.stride(0), lse=lse, scale=scale)
+    programs = -(-args["T"] // args["ROWS"]) * -(-args["V"] // args["BLOCK"])
+    return Launch(logit_gradient_kernel, programs, args, _config(args["ROWS"] * lanes))
 
 
-def _blocks(logits: Tensor, machine: Machine) -> tuple[int, int, int]:
-    """(rows, accesses along a row, elements of an access) of a program; short rows go several to a program."""
+def _shared_args(logits: Tensor, labels: Tensor, start: int, machine: Machine) -> tuple[dict[str, Any], int]:
+    """What both kernels take, and the accesses of a program along a row; short rows go several to a program."""
     each = ACCESS // logits.element_size()
     most = HOST_LANES if machine.clock == "host" else LANES
-    lanes = min(most, _power_of_two(-(-logits.shape[1] // each)))
-    return most // lanes, lanes, each
+    (rows, width), stride = logits.shape, logits.stride(0)
+    lanes = min(most, power_of_two(-(-width // each)))
+    args = dict(logits=logits, stride=stride, labels=labels, start=start, T=rows, V=width)
+    return args | dict(ROWS=most // lanes, BLOCK=lanes * each), lanes
 
 
 def _aligned(logits: Tensor) -> bool:
@@ -97,7 +75,3 @@ def _aligned(logits: Tensor) -> bool:
 
 def _config(accesses: int) -> Config:
     return Config(0, 0, 0, num_warps=max(1, min(WARPS, accesses // 128)))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -7,7 +7,7 @@ split K the launches of the parts and of their sum, to be started in order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,20 +111,18 @@ def gated_matmul(
     """
     check_tensors(x, [gate, up, gate_bias, up_bias])
     machine = machine_of(x.device)
-    launches, outs = plan_gated(x, gate, up, gate_bias, up_bias, act, keep, config, precision, machine)
-    for launch in launches:
-        launch.start(x.device)
-    return outs
+    return _run(plan_gated(x, gate, up, gate_bias, up_bias, act, keep, config, precision, machine), x)
 
 
 Plan = tuple[list[Launch], Tensor]
+Outputs = TypeVar("Outputs")
 
 
-def _run(plan: Plan, x: Tensor) -> Tensor:
-    launches, y = plan
+def _run(plan: tuple[list[Launch], Outputs], x: Tensor) -> Outputs:
+    launches, outputs = plan
     for launch in launches:
         launch.start(x.device)
-    return y
+    return outputs
 
 
 def plan_linear(

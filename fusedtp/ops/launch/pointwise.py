@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import VECTOR, Config, Machine, machine_of
+from .config import VECTOR, Config, Machine, machine_of, power_of_two
 from .run import Launch
 
 WHOLE = 8192  # width of a row that one program holds in registers, with its weight's gradient
@@ -151,8 +151,8 @@ def plan_rotate(
 
     batch, length, _, size = q.shape
     half = size // 2
-    pad = _power_of_two(half)
-    heads = _power_of_two(max(q.shape[2], k.shape[2]))
+    pad = power_of_two(half)
+    heads = power_of_two(max(q.shape[2], k.shape[2]))
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     args = dict(
         q=q,
@@ -190,7 +190,7 @@ def _elementwise(kernel: Any, tensors: dict[str, Tensor], count: int, act: str) 
 
 def _row_blocks(width: int) -> tuple[int, int, int]:
     """(columns, rows, warps) of a program: whole rows, 16 elements a thread as long as a program may have so many."""
-    block = _power_of_two(width)
+    block = power_of_two(width)
     height = max(1, ELEMENTS // block)
     return block, height, max(1, min(16, block * height // 512))
 
@@ -202,8 +202,4 @@ def _wide_block(width: int, *strides: int) -> int:
     """
     most = WHOLE if all(n % VECTOR == 0 for n in (width, *strides)) else WHOLE // 2
     parts = -(-width // most)
-    return _power_of_two(-(-width // parts))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+    return power_of_two(-(-width // parts))
