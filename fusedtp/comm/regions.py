@@ -40,6 +40,7 @@ class Regions:
         self.data: Region | None = None
         self.slot_bytes = 0
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
+        self._flag_views: dict[tuple[int, int], Tensor] = {}
         self._view: DeviceView | None = None
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self._epoch: Any = self.epoch.numpy() if device.type == "cpu" else None
@@ -87,10 +88,14 @@ class Regions:
         return self.view_of(p, parity, (self.slot_bytes,), torch.uint8, 0)
 
     def flags_at(self, p: int, source: int) -> Tensor:
-        """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets."""
-        size = 4 * FLAGS_PER_SOURCE
-        begin = self._flags_at + source * size
-        return self.control.buffers[p][begin : begin + size].view(torch.int32)
+        """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets; kept, as the region lasts."""
+        found = self._flag_views.get((p, source))
+        if found is None:
+            size = 4 * FLAGS_PER_SOURCE
+            begin = self._flags_at + source * size
+            found = self.control.buffers[p][begin : begin + size].view(torch.int32)
+            self._flag_views[p, source] = found
+        return found
 
     def poison(self) -> None:
         """Fill this rank's data slots with NaN (every byte 0xFF), for tests."""
