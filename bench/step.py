@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fusedtp.nn import ModelConfig, TokenLayout
 from fusedtp.ops.rows import split
 
 from . import models
+from .errors import unit
 from .sample import Spread, interleave
 from .world import pin
 
@@ -34,12 +35,12 @@ class Step:
 
     def __init__(self, model: models.Stack, layout: TokenLayout, config: ModelConfig) -> None:
         self.model, self.layout = model, layout
-        x = torch.randn(TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(layout.tokens, config.hidden_size, generator=torch.Generator().manual_seed(1))
         self.x = layout.take(x).to(config.compute_dtype).requires_grad_()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def __call__(self) -> torch.Tensor:
-        loss = self.model(self.x, self.layout).float().pow(2).sum() / TOKENS
+        loss = self.model(self.x, self.layout).float().pow(2).sum() / self.layout.tokens
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -75,11 +76,11 @@ def _difference(steps: dict[str, Step]) -> dict[str, float]:
     return {name: abs(loss / losses["single"] - 1) for name, loss in losses.items()}
 
 
-def _ways(rank: int, mesh: DeviceMesh, config: ModelConfig, engine: str) -> dict[str, Step]:
+def _ways(rank: int, mesh: DeviceMesh, config: ModelConfig, engine: str, tokens: int) -> dict[str, Step]:
     """Every way to run the step, `single` on one process. Collective."""
     world_size = mesh.size()
-    whole = TokenLayout(1, TOKENS)
-    shared = TokenLayout(1, TOKENS, split(TOKENS, world_size), rank)
+    whole = TokenLayout(1, tokens)
+    shared = TokenLayout(1, tokens, split(tokens, world_size), rank)
     return {
         "single": Step(models.single(config), whole, config),
         "torch": Step(models.by_torch(config, mesh), shared, config),
@@ -89,34 +90,43 @@ def _ways(rank: int, mesh: DeviceMesh, config: ModelConfig, engine: str) -> dict
     }
 
 
-def _mesh_and_config(dtype: str) -> tuple[DeviceMesh, ModelConfig]:
+def tolerance(config: ModelConfig) -> float:
+    """How far two orders of the same sums may be apart, relatively.
+
+    8 operations a layer round to the dtype, after fp32 sums with up to `intermediate` (or `hidden`) terms; roundings
+    are independent, and so add as a random walk does.
+    """
+    terms = max(config.hidden_size, config.intermediate_size)
+    return (8 * config.num_hidden_layers) ** 0.5 * (
+        unit(config.compute_dtype) + terms**0.5 * unit(torch.float32)
+    )
+
+
+def measure(
+    rank: int, dtype: str, engine: str, budget: float, tokens: int = TOKENS, shape: Mapping[str, int] = SHAPE
+) -> dict[str, Any]:
+    """Times of each way as Spreads, and what was checked. Collective.
+
+    Raises RuntimeError where the first loss of a way is not the unparallelized one's.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
-    return mesh, ModelConfig(**SHAPE, dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
-
-
-def compared(rank: int, dtype: str, engine: str) -> dict[str, float]:
-    """How far each way's first loss is from the unparallelized one's, relatively. Collective, nothing is timed."""
-    steps = _ways(rank, *_mesh_and_config(dtype), engine)
-    return _difference({name: step for name, step in steps.items() if name != "ceiling"})
-
-
-def measure(rank: int, dtype: str, engine: str, budget: float) -> dict[str, Any]:
-    """Times of each way as Spreads, and what was checked. Collective."""
-    mesh, config = _mesh_and_config(dtype)
-    steps = _ways(rank, mesh, config, engine)
+    config = ModelConfig(**shape, dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
+    steps = _ways(rank, mesh, config, engine, tokens)
     difference = _difference({name: step for name, step in steps.items() if name != "ceiling"})
-    if max(difference.values()) > 1e-2:
+    if not max(difference.values()) <= tolerance(config):
         raise RuntimeError(f"the models do not compute the same: {difference}")
     ways: dict[str, Callable[[], object]] = {k: v for k, v in steps.items() if k != "single"}
     times = interleave(ways, 0.8 * budget)
     alone = {f"single, {n} thread{'s' * (n > 1)}": _alone(steps["single"], n) for n in (1, 2)}
-    times.update(interleave(alone, 0.2 * budget))
+    times |= interleave(alone, 0.2 * budget)
     comm = communicator(mesh)
     gc.collect()
+    moved = tokens * config.hidden_size * config.compute_dtype.itemsize
+    held, control = (comm.workspace.nbytes, comm.workspace.control.nbytes) if comm.has_workspace else (0, 0)
     return {
         "dtype": dtype,
         "seconds": {name: vars(Spread.of(values)) for name, values in times.items()},
         "first_loss_difference": difference,
-        "symmetric_bytes": comm.workspace.nbytes if comm.has_workspace else 0,
-        "largest_moved_bytes": TOKENS * config.hidden_size * config.compute_dtype.itemsize,
+        "symmetric_bytes": held,
+        "symmetric_bound_bytes": 2 * moved + control,  # two slots of what is gathered or scattered, and flags
     }

@@ -13,8 +13,9 @@ from torch import Tensor
 from fusedtp.bench.cases import OPERATIONS, Case, ways
 from fusedtp.bench.machine import slug
 from fusedtp.bench.ops import Result, Row
+from fusedtp.bench.report import WAYS
 from fusedtp.bench.sample import LEAST, Spread, interleave
-from fusedtp.bench.step import SHAPE, compared
+from fusedtp.bench.step import measure
 from fusedtp.bench.timeline import Call, arrivals, draw, overlapped
 from fusedtp.bench.world import run_ranks
 
@@ -101,14 +102,18 @@ def test_overlap_counts_matmuls_before_the_last_shard_arrived(tmp_path: Path) ->
     assert (tmp_path / "t.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
-def test_the_training_steps_compute_the_same() -> None:
-    found = run_ranks(compared, 2, "float32", "chunked")
-    # 8 operations a layer, of fp32 sums with up to so many terms: their roundings are independent, and so add as a
-    # random walk does.
-    operations, terms = 8 * SHAPE["num_hidden_layers"], max(SHAPE.values())
-    assert found.keys() == {"single", "torch", "collective", "ours"}
-    assert max(found.values()) < (operations * terms) ** 0.5 * 2.0**-24
+def test_the_training_steps_compute_the_same_and_are_timed() -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "num_hidden_layers": 2}
+    found = run_ranks(measure, 2, "float32", "chunked", 0.0, 256, shape)
+    difference = found["first_loss_difference"]
+    assert difference.keys() == {"single", "torch", "collective", "ours"}
+    # Of 16 operations, each a sum of up to 160 terms and one rounding of its own.
+    assert max(difference.values()) < 16**0.5 * (160**0.5 + 1) * 2.0**-24
+    assert {name: time["samples"] for name, time in found["seconds"].items()} == dict.fromkeys(WAYS, LEAST)
+    assert all(time["low"] >= 0 for time in found["seconds"].values())
+    largest = 256 * 64 * 4
+    assert 2 * largest < found["symmetric_bytes"] <= found["symmetric_bound_bytes"]
+    assert found["symmetric_bound_bytes"] < 3 * largest
 
 
 def test_a_machine_names_its_folder() -> None:
