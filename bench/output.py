@@ -9,7 +9,7 @@ from typing import Any
 
 from .rows import Row
 
-COLUMNS = ("engine", "ms", "TFLOP/s", "GB/s", "roof", "hidden", "host us", "error", "note")
+COLUMNS = ("engine", "ms", "TFLOP/s", "GB/s", "roof", "hidden", "/ plain", "host us", "error", "note")
 
 
 def cells(row: Row) -> list[str]:
@@ -26,6 +26,7 @@ def cells(row: Row) -> list[str]:
         number(rate / 1e9 if rate is not None and not flops else None, ".4g"),
         number(row.roof_share, ".0%"),
         number(row.hidden_share, ".0%"),
+        number(row.overhead, ".3f"),
         number(None if row.host_seconds is None else 1e6 * row.host_seconds, ".0f"),
         number(row.error_share, ".2f"),
         row.note if row.link_gbps is None else f"link {row.link_gbps:.1f} GB/s",

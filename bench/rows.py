@@ -21,6 +21,7 @@ class Row:
     flops, moved_bytes   of all ranks together, for one call
     roof                 what this machine reached in the same run: FLOP/s, or bytes/s for rows without flops
     t_comm, t_matmul     of fused operations: the faster communication alone; the matmuls alone
+    t_plain              of a fused kernel whose data is all there: the same work without flags
     error                largest absolute difference from an fp64 reference on sampled rows
     error_share          the largest share of what the dtype allows there; above 1 the result is wrong
     link_gbps            what the copies of a rank reached where --link-gbps held them
@@ -38,6 +39,7 @@ class Row:
     roof: float | None = None
     t_comm: float | None = None
     t_matmul: float | None = None
+    t_plain: float | None = None
     host_seconds: float | None = None
     error: float | None = None
     error_share: float | None = None
@@ -67,6 +69,11 @@ class Row:
             return None
         return hidden_share(self.t_comm, self.t_matmul, self.seconds.median)
 
+    @property
+    def overhead(self) -> float | None:
+        """Time over that of the plain matmul: what flags and order cost."""
+        return None if self.seconds is None or not self.t_plain else self.seconds.median / self.t_plain
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         rate = self.rate
@@ -87,6 +94,8 @@ class Row:
             "t_comm": self.t_comm,
             "t_matmul": self.t_matmul,
             "hidden_share": self.hidden_share,
+            "t_plain": self.t_plain,
+            "overhead": self.overhead,
             "host_seconds": self.host_seconds,
             "error": self.error,
             "error_share": self.error_share,

@@ -12,7 +12,7 @@ from fusedtp.ops import movers
 from fusedtp.ops.all_gather_matmul import run
 from fusedtp.ops.rows import Rows, split
 
-from .. import errors
+from .. import arrived, errors
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
@@ -32,7 +32,6 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     group, comm, world_size = rank.group, rank.comm, rank.world_size
     assert comm is not None
     rows, mine = Rows(split(case.tokens, world_size)), case.tokens // world_size
-    full = rank.randn(case.tokens, case.k, dtype=case.dtype, seed=99)
 
     def operands(seed: int) -> tuple[Tensor, ...]:
         x = rank.randn(mine, case.k, dtype=case.dtype, seed=2 * seed)
@@ -50,14 +49,19 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         return lambda x, w: library.fused_all_gather_matmul(x, [w.t()], 0, group.group_name)[1][0]
 
     x, w = operands(0)
-    gathered = movers.gathered(comm, x, rows)
+    full = movers.gathered(comm, x, rows)
     sampled = errors.sampled(case.tokens)
-    want = errors.product(gathered, w, sampled)
-    del gathered, x, w
+    want = errors.product(full, w, sampled)
+    del x, w
+
+    def local_error(y: Tensor) -> errors.Error:
+        return errors.compare(y[sampled.to(y.device)], want, case.k)
 
     def error(y: Tensor, _is_ours: bool) -> errors.Error:
-        found = errors.compare(y[sampled.to(y.device)], want, case.k)
-        return errors.Error(*rank.worst(*found))
+        return errors.Error(*rank.worst(*local_error(y)))
+
+    def there() -> tuple[arrived.Pair, parallel.LocalError]:
+        return arrived.gather(rank.rank, rows, full, operands(0)[1]), local_error
 
     with torch.no_grad():
         return parallel.measure(
@@ -70,6 +74,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
                 by_hand=by_hand,
                 fused=fused,
                 error=error,
+                there=there,
                 moved=(world_size - 1) * case.tokens * case.k * case.itemsize,
             ),
         )  # fmt: skip

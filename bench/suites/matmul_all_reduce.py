@@ -62,6 +62,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
                 by_hand=by_hand,
                 fused=lambda library, group: None,
                 error=error,
+                there=None,
                 # What a reduce-scatter and an all-gather move, the least of any all-reduce without a switch's help.
                 moved=2 * (world_size - 1) * case.tokens * case.n * case.itemsize,
             ),

@@ -11,7 +11,7 @@ import fusedtp
 from fusedtp.ops import movers
 from fusedtp.ops.rows import Rows, split
 
-from .. import errors
+from .. import arrived, errors
 from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
@@ -76,6 +76,20 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         roundings = 1 if is_ours else world_size
         return errors.Error(*rank.worst(*errors.compare(some, own_want, case.k, world_size, roundings)))
 
+    def there() -> tuple[arrived.Pair, parallel.LocalError]:
+        x, w = operands(0)
+        parts = rank.randn(world_size, mine, case.n, dtype=case.dtype, seed=98)
+        others = torch.cat([parts[: rank.rank], parts[rank.rank + 1 :]])[
+            :, (sampled[own] - begin).to(x.device)
+        ].double()
+        part = errors.product(x, w, sampled[own])
+        total = errors.Reference(part.y + others.sum(0), part.terms + others.abs().sum(0), part.y.abs())
+
+        def local_error(y: Tensor) -> errors.Error:
+            return errors.compare(y[(sampled[own] - begin).to(y.device)], total, case.k, world_size)
+
+        return arrived.scatter(rank.rank, rows, parts, x, w), local_error
+
     with torch.no_grad():
         return parallel.measure(
             rank, NAME, case,
@@ -87,6 +101,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
                 by_hand=by_hand,
                 fused=fused,
                 error=error,
+                there=there,
                 moved=(world_size - 1) * case.tokens * case.n * case.itemsize,
             ),
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 An operation gives its parts (`Parts`): operands, the matmuls alone, the communication alone, the two after each other,
 torch's own fusion, ours, and an error. Everything is sampled in one interleaved run, and each fused row carries the
-times of the two parts, from which its share of hidden communication follows.
+times of the two parts, from which its share of hidden communication follows. The fused kernel is also run with all its
+data there, against the plain one (arrived.py): on a GPU of its own, which of a virtual world only the first rank has,
+while the others are idle.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fusedtp.ops.engines import interpreting
+
 from .. import baselines
+from ..arrived import Pair
 from ..errors import Error
 from ..ranks import Rank
 from ..rows import Row
@@ -21,7 +26,9 @@ from ..sample import Rotating, Way
 from .common import Case, median, row
 
 MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
+ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
 Function = Callable[..., Tensor]
+LocalError = Callable[[Tensor], Error]
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class Parts:
     by_hand    (collectives of the group) -> (communication alone, both after each other)
     fused      (torch.ops.symm_mem, group) -> torch's own fusion, or None where torch has none
     error      (result of `operands(0)`, whether it is ours) -> Error
+    there      () -> the fused kernel with all data there and the plain one, and the error of what the first returns
+               for `operands(0)`; or None where nobody has measured that
     moved      bytes that all ranks together receive
     """
 
@@ -45,6 +54,7 @@ class Parts:
     by_hand: Callable[[Any], tuple[Function, Function]]
     fused: Callable[[Any, Any], Function | None]
     error: Callable[[Tensor, bool], Error]
+    there: Callable[[], tuple[Pair, LocalError]] | None
     moved: float
 
 
@@ -80,10 +90,23 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
         for name, fn in functions.items()
         if "alone" not in name
     }
+    is_idle = rank.world == "virtual" and rank.rank > 0
+    if parts.there is not None and "triton" in rank.plan.engines and rank.link_gbps is None:
+        why = _cannot(rank, suite, "triton")
+        if why:
+            absent[ARRIVED] = why
+        else:
+            functions |= {ARRIVED: _nothing, PLAIN: _nothing}
+            found = Error(0.0, 0.0)
+            if not is_idle:
+                pair, error = parts.there()
+                functions |= {ARRIVED: pair.fused, PLAIN: pair.plain}
+                found = error(pair.fused(*operands[0]))
+            errors[ARRIVED] = Error(*rank.worst(*found))
     ways: dict[str, Way] = {name: Rotating(fn, operands) for name, fn in functions.items()}
     spreads = rank.measure(ways)
     t_comm, t_matmul = median(spreads, collective_alone, OURS_ALONE), spreads[MATMUL].median
-    flops = 2.0 * case.tokens * case.k * case.n * case.tp
+    of_rank = 2.0 * case.tokens * case.k * case.n
     rows = []
     for name, spread in spreads.items():
         figures: dict[str, Any] = dict(seconds=spread, host_seconds=rank.host(ways[name], spread))
@@ -91,11 +114,18 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
             # Each byte that a rank receives is read once and written once, as the roof's copy does.
             figures |= dict(moved_bytes=2 * parts.moved, roof=rank.roofs["copy"])
         else:
-            figures |= dict(flops=flops, roof=rank.roofs[dtype], error=errors.get(name))
-        if name not in (OURS_ALONE, collective_alone, MATMUL) and _is_held(rank, name):
+            ranks = 1 if rank.world == "virtual" and name in (ARRIVED, PLAIN) else case.tp
+            figures |= dict(flops=ranks * of_rank, roof=rank.roofs[dtype], error=errors.get(name))
+        if name == ARRIVED:
+            figures |= dict(t_plain=spreads[PLAIN].median)
+        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN) and _is_held(rank, name):
             figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
         rows.append(row(rank, suite, shape, dtype, name, **figures, **_link(rank, name)))
     return rows + [row(rank, suite, shape, dtype, name, note=why) for name, why in absent.items()]
+
+
+def _nothing(*_: Any) -> Any:
+    """What a rank does while another one has the GPU."""
 
 
 def _bound(fn: Function, engine: str) -> Function:
@@ -106,7 +136,7 @@ def _cannot(rank: Rank, suite: str, engine: str) -> str:
     """Why an engine does not run in this world; empty if it does."""
     if engine == "triton-copy" and suite != "all-gather-matmul":
         return "copies carry the rows of a gather only"
-    if engine.startswith("triton") and rank.device.type == "cpu":
+    if engine.startswith("triton") and rank.device.type == "cpu" and not (rank.plan.smoke and interpreting()):
         return "engine triton is interpreted on a CPU: its time says nothing"
     return ""
 

@@ -1,0 +1,147 @@
+"""What flags and order cost: a fused kernel whose data is all there before it starts, beside the plain matmul.
+
+One rank's launch, with the whole device and nobody beside it. What its peers would write is there already, and what it
+writes to them goes to memory of its own that nobody reads:
+
+    flags         of every peer are far ahead: each wait polls once, and passes. Signatures agree
+    gather        the other ranks' shards lie in the slot, where peers would have pushed them; no program sends
+    scatter       the other ranks' partials of the own rows lie in the slot; the kernel's own it waits for, as ever
+    fused         the launch that counts the call, then the kernel, as every call of the library starts them
+    plain         kernels/matmul.py on the same rows, with the fused launch's tiles, warps and stages, by pointers,
+                  and as many programs as multiply there; for a scatter then torch's sum of the W parts of the own rows
+
+So time(fused) / time(plain) is what arrivals, polls, publishing, the order by shards, and counting cost. TMA, which the
+plain matmul takes by itself on some GPUs, is in neither: the suite `matmul` has that. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm.device_view import DeviceView
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
+from fusedtp.ops.launch import Launch, Machine, plain, plan_matmul, plan_reduce_scatter
+from fusedtp.ops.launch.config import machine_of
+from fusedtp.ops.rows import Rows
+
+Function = Callable[..., Tensor]
+SIGNATURE = 1
+AHEAD = 2**30  # an epoch that no run counts up to
+ALIGNED = 16  # bytes, of every slot
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ways to the same work on a rank's x and w, and who holds the memory that they use."""
+
+    fused: Function
+    plain: Function
+    holds: Any
+
+
+def view_of(
+    rank: int, slots: list[int], device: torch.device, timeout_s: float = 600.0
+) -> tuple[DeviceView, Any]:
+    """What the kernels of `rank` see of len(slots) ranks at these addresses, everything published; and its memory.
+
+    Both slots of a rank are one: the data of every call is the same. The own flags are behind, as they are in a call.
+    """
+    world_size = len(slots)
+    flags = torch.full((world_size, world_size, FLAGS_PER_SOURCE), AHEAD, dtype=torch.int32, device=device)
+    flags[rank, rank] = 0
+    signatures = torch.full((world_size, 2, world_size), SIGNATURE, dtype=torch.int32, device=device)
+    status, failure = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
+
+    def table(addresses: list[int]) -> Tensor:
+        return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+    view = DeviceView(
+        data_ptrs=table(slots),
+        flag_ptrs=table([part.data_ptr() for part in flags]),
+        sig_ptrs=table([part.data_ptr() for part in signatures]),
+        epoch=torch.zeros(1, dtype=torch.int32, device=device),
+        status=status,
+        failure=failure,
+        slot_bytes=0,
+        flags_per_source=FLAGS_PER_SOURCE,
+        timeout_s=timeout_s,
+    )
+    return view, (flags, signatures)
+
+
+def _like(launch: Launch, programs: int, machine: Machine) -> Function:
+    """x @ w.T by the plain kernel, in the tiles of `launch`."""
+    part = replace(machine, programs=max(1, programs))
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        launches, y = plain.plan_linear(x, w, plain.NOTHING, x.dtype, launch.config, "ieee", part)
+        for each in launches:
+            each.start(x.device)
+        return y
+
+    return run
+
+
+def gather(rank: int, rows: Rows, full: Tensor, w: Tensor) -> Pair:
+    """all_gather_matmul of `rank`: (x [T_r, K], w [N, K]) -> [T, N], the other ranks' rows from full [T, K].
+
+    w   one that calls will have the shape of
+    """
+    world_size, machine = len(rows.sizes), machine_of(full.device)
+    view, held = view_of(rank, [full.data_ptr()] * world_size, full.device)
+
+    def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
+        where = view, rank, world_size
+        launch, outputs, _ = plan_matmul(*where, x, [w], [None], rows, SIGNATURE, False, None, machine, True)
+        return launch, outputs[0]
+
+    def fused(x: Tensor, w: Tensor) -> Tensor:
+        launch, y = plan(x, w)
+        launch.run(view, x.device)
+        return y
+
+    launch, _ = plan(full[: rows.local(rank)], w)
+    multiply = _like(launch, launch.programs, machine)
+    return Pair(fused, lambda x, w: multiply(full, w), (full, held))
+
+
+def scatter(rank: int, rows: Rows, parts: Tensor, x: Tensor, w: Tensor) -> Pair:
+    """matmul_reduce_scatter of `rank`: (x [T, K], w [N, K]) -> its rows [R, N] of the sum.
+
+    parts   [W, R, N] contiguous: every rank's partials of the own rows, the own overwritten by each call
+    x, w    ones that calls will have the shapes of
+    """
+    world_size, machine = len(rows.sizes), machine_of(parts.device)
+    each = rows.batch * max(rows.sizes) * w.shape[0] * parts.element_size()
+    # Of a peer's slot nothing is written but this rank's place in it: that is all there is of it.
+    stride = -(-each // ALIGNED) * ALIGNED + 2 * ALIGNED
+    elsewhere = torch.empty(world_size * stride, dtype=torch.uint8, device=parts.device)
+    slots = []
+    for owner in range(world_size):
+        before = rank * rows.local(owner) * w.shape[0] * parts.element_size()
+        begin = elsewhere.data_ptr() + owner * stride - before
+        slots.append(-(-begin // ALIGNED) * ALIGNED)
+    slots[rank] = parts.data_ptr()
+    view, held = view_of(rank, slots, parts.device)
+
+    def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
+        return plan_reduce_scatter(view, rank, world_size, x, w, None, rows, SIGNATURE, None, machine)
+
+    def fused(x: Tensor, w: Tensor) -> Tensor:
+        launch, y = plan(x, w)
+        launch.run(view, x.device)
+        return y
+
+    launch, _ = plan(x, w)
+    multiply = _like(launch, launch.config.send_programs, machine)
+
+    def unfused(x: Tensor, w: Tensor) -> Tensor:
+        multiply(x, w)
+        return parts.sum(0)
+
+    return Pair(fused, unfused, (parts, elsewhere, held))
