@@ -13,7 +13,7 @@ SUITES = {
     "matmul-reduce-scatter": "fused against matmul, then reduce-scatter, and torch's own fusion",
     "matmul-all-reduce": "fused against matmul, then all-reduce",
     "pointwise": "RMSNorm, SwiGLU, rotary embedding against torch, torch.compile and Liger-Kernel",
-    "linear-cross-entropy": "output head and loss against torch, torch.compile and Liger-Kernel",
+    "linear-cross-entropy": "output head and loss against torch, torch.compile, Liger-Kernel, NCCL",
     "block": "a Transformer block, forward and backward",
     "all": "all of the above in one run",
 }

@@ -4,7 +4,8 @@
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
     virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes
     link-8     all-gather matmul of these, each rank's copies held to an eighth of a node's link
-    pointwise  RMSNorm, SwiGLU, rotary embedding, linear cross-entropy: Llama 3 8B's
+    pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
+    loss       Llama 3 8B's output head and cross-entropy, on one rank and on eight
     block      Llama 3 8B's block on one rank and on eight
     virtual-2  and virtual-4: the fused operations with two and four ranks
 
@@ -80,7 +81,8 @@ def parts(options: Options) -> list[Part]:
     if not on_cpu:
         held = (*virtual, ranks, "--link-gbps", f"{NODE_LINK_GBPS / 8:g}")
         add("link-8", 1.5, "all-gather-matmul", "--shapes llama3-70b --tokens 8192,16384", *held)
-    add("pointwise", 2.0, "pointwise,linear-cross-entropy", "--shapes llama3-8b --tokens 8192", "--tp", "1")
+    add("pointwise", 1.5, "pointwise", "--shapes llama3-8b --tokens 8192", "--tp", "1")
+    add("loss", 1.0, "linear-cross-entropy", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
     add("block", 1.5, "block", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
     for fewer in () if on_cpu else (2, 4):
         add(f"virtual-{fewer}", 1.5, FUSED, "--shapes llama3-70b --tokens 8192", *virtual, str(fewer))

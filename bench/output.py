@@ -9,7 +9,19 @@ from typing import Any
 
 from .rows import Row
 
-COLUMNS = ("engine", "ms", "TFLOP/s", "GB/s", "roof", "hidden", "/ plain", "host us", "error", "note")
+COLUMNS = (
+    "engine",
+    "ms",
+    "TFLOP/s",
+    "GB/s",
+    "roof",
+    "hidden",
+    "/ plain",
+    "host us",
+    "peak MB",
+    "error",
+    "note",
+)
 
 
 def cells(row: Row) -> list[str]:
@@ -28,6 +40,7 @@ def cells(row: Row) -> list[str]:
         number(row.hidden_share, ".0%"),
         number(row.overhead, ".3f"),
         number(None if row.host_seconds is None else 1e6 * row.host_seconds, ".0f"),
+        number(None if row.peak_bytes is None else row.peak_bytes / 1e6, ".4g"),
         number(row.error_share, ".2f"),
         row.note if row.link_gbps is None else f"link {row.link_gbps:.1f} GB/s",
     ]

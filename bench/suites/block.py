@@ -26,31 +26,17 @@ from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
-from ..shapes import MODELS
-from .common import drop_what_fails, missing, row
+from .common import OfModel, drop_what_fails, model_cases, offer, rows_of
 
 NAME, RANKS = "block", "any"
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(OfModel):
     """One sequence of T tokens through one block of a model."""
 
-    model: str
-    tokens: int
-    tp: int
-    dtype: str
-
-    @property
-    def shape(self) -> dict[str, int | str]:
-        return {"model": self.model, "T": self.tokens, "tp": self.tp}
-
-    @property
-    def label(self) -> str:
-        return f"{self.model} T={self.tokens} tp={self.tp} {self.dtype}"
-
     def config(self, dtype: str) -> ModelConfig:
-        model = MODELS[self.model]
+        model = self.sizes
         return ModelConfig(
             hidden_size=model.hidden, intermediate_size=model.intermediate, num_attention_heads=model.heads,
             num_key_value_heads=model.kv_heads, head_dim=model.head_dim, num_hidden_layers=1,
@@ -59,7 +45,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        model = MODELS[self.model]
+        model = self.sizes
         queries, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
         weights = model.hidden * (2 * queries + keys + 3 * model.intermediate)
         return 3.0 * (2.0 * self.tokens * weights + 2.0 * self.tokens**2 * queries)
@@ -67,13 +53,7 @@ class Case:
 
 def cases(plan: Plan, tp: int) -> list[Case]:
     """Every model."""
-    return [
-        Case(model, tokens, tp, dtype)
-        for tokens in sorted(plan.tokens)
-        for model in plan.shapes
-        for dtype in plan.dtypes
-        if model in MODELS
-    ]
+    return model_cases(Case, plan, tp)
 
 
 class PlainBlock(nn.Module):
@@ -143,7 +123,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     def operands(seed: int) -> tuple[Tensor, ...]:
         # The same tokens on every rank, of which each takes its own.
         generator = torch.Generator(rank.device).manual_seed(seed)
-        x = torch.randn(case.tokens, MODELS[case.model].hidden, generator=generator, device=rank.device)
+        x = torch.randn(case.tokens, case.sizes.hidden, generator=generator, device=rank.device)
         return (layout.take(x).to(getattr(torch, case.dtype)).requires_grad_(),)
 
     functions: dict[str, Callable[..., Tensor]] = {}
@@ -154,11 +134,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         plain = PlainBlock(ours, case.config(case.dtype), case.tokens, rank.device)
         modules = {"torch": plain, "fusedtp": ours}
         functions = {"torch": plain, "fusedtp": lambda x: ours(x)}
-        compiled, why = baselines.compiled(plain, rank.device, rank.plan.compile)
-        if compiled is not None:
-            modules["torch.compile"], functions["torch.compile"] = plain, compiled
-        else:
-            absent["torch.compile"] = why
+        modules["torch.compile"] = plain
+        compiled = baselines.compiled(plain, rank.device, rank.plan.compile)
+        offer(functions, absent, "torch.compile", compiled)
     else:
         for engine in rank.plan.engines:
             if engine == "triton-copy":
@@ -171,17 +149,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             functions[f"fusedtp {engine}"] = _with_layout(block, layout)
     sets = rank.copies(operands)
     ways: dict[str, Way] = {name: Rotating(_both(fn, modules[name]), sets) for name, fn in functions.items()}
-    drop_what_fails(ways, functions, absent)
+    drop_what_fails(rank, ways, functions, absent)
     found = _errors(rank, case, functions, sets[0][0], layout)
-    rows = [
-        row(
-            rank, NAME, case.shape, case.dtype, name,
-            seconds=spread, flops=case.flops, roof=rank.roofs[case.dtype], host_seconds=rank.host(ways[name], spread),
-            error=found[name],
-        )
-        for name, spread in rank.measure(ways).items()
-    ]  # fmt: skip
-    return rows + [missing(rank, NAME, case.shape, case.dtype, name, why) for name, why in absent.items()]
+    return rows_of(rank, NAME, case, ways, found, absent, flops=case.flops, roof=rank.roofs[case.dtype])
 
 
 def _block(case: Case, dtype: str, device: torch.device) -> TransformerBlock:
@@ -210,13 +180,13 @@ def _both(fn: Callable[..., Tensor], module: nn.Module) -> Callable[..., object]
 
 def _errors(
     rank: Rank, case: Case, functions: dict[str, Callable[..., Tensor]], x: Tensor, layout: TokenLayout
-) -> dict[str, errors.Error]:
+) -> dict[str, dict[str, errors.Error]]:
     """Of the forward on rank 0's tokens, against the plain block in fp64 (on a GPU fp32 for 16 bits), relative to the
     largest entry.
 
     Each of the block's 12 roundings to the dtype, and of its fp32 sums of up to `intermediate` terms, is allowed once.
     """
-    model, wide = MODELS[case.model], "float64"
+    model, wide = case.sizes, "float64"
     if rank.device.type == "cuda" and case.dtype != "float32":
         wide = "float32"
     want, allowed = None, 1.0
@@ -230,9 +200,9 @@ def _errors(
             allowed = 12 * (errors.unit(x.dtype) + model.intermediate * errors.unit(torch.float32))
             allowed *= max(1.0, float(want.abs().max()))
             del exact, block, whole
-        found = {}
+        found: dict[str, dict[str, errors.Error]] = {}
         for name, fn in functions.items():
             y = fn(x)
             off = 0.0 if want is None else float((y.to(want.dtype) - want).abs().max())
-            found[name] = errors.Error(*rank.worst(off, off / allowed))
+            found[name] = {"error": errors.Error(*rank.worst(off, off / allowed))}
     return found

@@ -1,9 +1,10 @@
-"""What suites share: a case of a layer, local matmuls, and rows that could not be measured."""
+"""What suites share: cases of a layer and of a model, local matmuls, baselines that may fail, and rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
 from ..sample import Spread, Way
-from ..shapes import layers
+from ..shapes import MODELS, Model, layers
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,44 @@ def layer_cases(plan: Plan, tp: int, *kinds: str) -> list[Case]:
     return list(dict.fromkeys(found))
 
 
-def even(cases: list[Case], suite: str) -> list[Case]:
+@dataclass(frozen=True)
+class OfModel:
+    """T tokens through a part of a model that `tp` ranks share."""
+
+    model: str
+    tokens: int
+    tp: int
+    dtype: str
+
+    @property
+    def sizes(self) -> Model:
+        return MODELS[self.model]
+
+    @property
+    def shape(self) -> dict[str, int | str]:
+        return {"model": self.model, "T": self.tokens, "tp": self.tp}
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.shape.items()) + f" {self.dtype}"
+
+
+M = TypeVar("M", bound=OfModel)
+E = TypeVar("E", bound="Case | OfModel")
+
+
+def model_cases(kind: type[M], plan: Plan, tp: int) -> list[M]:
+    """A case for each model, tokens and dtype; small before large."""
+    return [
+        kind(model, tokens, tp, dtype)
+        for tokens in sorted(plan.tokens)
+        for model in plan.shapes
+        for dtype in plan.dtypes
+        if model in MODELS
+    ]
+
+
+def even(cases: list[E], suite: str) -> list[E]:
     """The same, if every rank has as many rows as the others, which collectives called by hand ask for."""
     for case in cases:
         if case.tokens % case.tp:
@@ -90,20 +128,66 @@ def row(rank: Rank, suite: str, shape: dict[str, int | str], dtype: str, engine:
     return Row(suite, shape, dtype, engine, rank.world, rank.world_size, **figures)
 
 
-def drop_what_fails(ways: dict[str, Way], functions: dict[str, Any], absent: dict[str, str]) -> None:
-    """Call each baseline once; one that raises (another version, too little memory) is `absent` with its words."""
+def offer(
+    functions: dict[str, Callable[..., Any]], absent: dict[str, str], name: str, found: tuple[Any, str]
+) -> None:
+    """Enter what baselines.py found among the functions, or why there is none."""
+    function, why = found
+    if function is not None:
+        functions[name] = function
+    else:
+        absent[name] = why
+
+
+def drop_what_fails(
+    rank: Rank, ways: dict[str, Way], functions: dict[str, Any], absent: dict[str, str]
+) -> None:
+    """Call each baseline once; one that raises (another version, too little memory) is `absent` with its words.
+
+    Collective: what fails on one rank is dropped by all.
+    """
     for name in [name for name in ways if not name.startswith("fusedtp")]:
+        why = ""
         try:
             ways[name]()
+            if rank.device.type == "cuda":
+                torch.cuda.current_stream(rank.device).synchronize()
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            absent[name] = f"{type(error).__name__}: {lines[0]}"
+            why = f"{type(error).__name__}: {lines[0]}"
+        if rank.worst(float(bool(why)))[0]:
+            absent[name] = why or "failed on another rank"
             del ways[name], functions[name]
 
 
-def missing(rank: Rank, suite: str, shape: dict[str, int | str], dtype: str, engine: str, why: str) -> Row:
-    """A row of what cannot run here."""
-    return row(rank, suite, shape, dtype, engine, note=why)
+def rows_of(
+    rank: Rank,
+    suite: str,
+    case: Any,
+    ways: Mapping[str, Way],
+    each: Mapping[str, Mapping[str, Any]],
+    absent: Mapping[str, str],
+    **figures: Any,
+) -> list[Row]:
+    """Sample all ways, interleaved: a row a way, and one for what is absent. Collective.
+
+    case      has a shape and a dtype
+    each      way -> figures of its own; `figures` are those of all
+    """
+
+    def made(name: str, **more: Any) -> Row:
+        return row(rank, suite, case.shape, case.dtype, name, **more)
+
+    rows = [
+        made(
+            name,
+            seconds=spread,
+            host_seconds=rank.host(ways[name], spread),
+            **{**figures, **each.get(name, {})},
+        )
+        for name, spread in rank.measure(ways).items()
+    ]
+    return rows + [made(name, note=why) for name, why in absent.items()]
 
 
 def median(spreads: dict[str, Spread], *names: str) -> float:

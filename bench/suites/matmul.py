@@ -15,7 +15,7 @@ from ..options import Plan
 from ..ranks import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
-from .common import Case, drop_what_fails, layer_cases, missing, row
+from .common import Case, drop_what_fails, layer_cases, offer, rows_of
 from .common import matmul as vendor
 
 NAME, RANKS = "matmul", "one"
@@ -39,12 +39,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         baselines.vendor_name(rank.device): vendor,
         ours: cpu.linear if on_cpu else launch.matmul,
     }
-    compiled, why = baselines.compiled(lambda x, w: x @ w.t(), rank.device, rank.plan.compile)
     absent: dict[str, str] = {}
-    if compiled is not None:
-        functions["torch.compile"] = compiled
-    else:
-        absent["torch.compile"] = why
+    compiled = baselines.compiled(lambda x, w: x @ w.t(), rank.device, rank.plan.compile)
+    offer(functions, absent, "torch.compile", compiled)
     if on_cpu:
         absent["fusedtp triton"] = "Triton's interpreter: its time says nothing"
     sets = rank.copies(operands)
@@ -53,14 +50,10 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         x, w = sets[0]
         want = errors.product(x, w, sampled)
         ways: dict[str, Way] = {name: Rotating(fn, sets) for name, fn in functions.items()}
-        drop_what_fails(ways, functions, absent)
-        found = {name: errors.compare(fn(*sets[0])[sampled], want, case.k) for name, fn in functions.items()}
-        rows = [
-            row(
-                rank, NAME, case.shape, case.dtype, name,
-                seconds=spread, flops=2.0 * case.tokens * case.k * case.n, roof=rank.roofs[case.dtype],
-                host_seconds=rank.host(ways[name], spread), error=found[name],
-            )
-            for name, spread in rank.measure(ways).items()
-        ]  # fmt: skip
-    return rows + [missing(rank, NAME, case.shape, case.dtype, name, why) for name, why in absent.items()]
+        drop_what_fails(rank, ways, functions, absent)
+        found = {
+            name: {"error": errors.compare(fn(*sets[0])[sampled], want, case.k)}
+            for name, fn in functions.items()
+        }
+        flops, roof = 2.0 * case.tokens * case.k * case.n, rank.roofs[case.dtype]
+        return rows_of(rank, NAME, case, ways, found, absent, flops=flops, roof=roof)

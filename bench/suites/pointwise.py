@@ -31,7 +31,7 @@ from ..ranks import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from ..shapes import MODELS, Model
-from .common import drop_what_fails, missing, row
+from .common import drop_what_fails, offer, rows_of
 
 NAME, RANKS = "pointwise", "one"
 EPS = 1e-5
@@ -198,13 +198,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         "fusedtp": OURS[case.operation],
     }
     absent: dict[str, str] = {}
-    compiled, why = baselines.compiled(TORCH[case.operation], rank.device, rank.plan.compile)
-    theirs, why_not = liger(case, rank.device)
-    for name, fn, reason in (("torch.compile", compiled, why), ("Liger-Kernel", theirs, why_not)):
-        if fn is not None:
-            functions[name] = fn
-        else:
-            absent[name] = reason
+    compiled = baselines.compiled(TORCH[case.operation], rank.device, rank.plan.compile)
+    offer(functions, absent, "torch.compile", compiled)
+    offer(functions, absent, "Liger-Kernel", liger(case, rank.device))
     # Liger-Kernel writes gradients over its inputs: it gets its own.
     inputs: dict[str, list[tuple[Any, ...]]] = {
         name: rank.copies(lambda seed: operands(rank, case, seed))
@@ -216,17 +212,11 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         name: Rotating(_both(fn) if case.backward else _forward(fn), inputs.get(name, shared))
         for name, fn in functions.items()
     }
-    drop_what_fails(ways, functions, absent)
-    found = {name: error(case, fn, inputs.get(name, shared)[0]) for name, fn in functions.items()}
-    rows = [
-        row(
-            rank, NAME, case.shape, case.dtype, name,
-            seconds=spread, moved_bytes=float(case.moved), roof=rank.roofs["copy"],
-            host_seconds=rank.host(ways[name], spread), error=found[name],
-        )
-        for name, spread in rank.measure(ways).items()
-    ]  # fmt: skip
-    return rows + [missing(rank, NAME, case.shape, case.dtype, name, why) for name, why in absent.items()]
+    drop_what_fails(rank, ways, functions, absent)
+    found = {name: {"error": error(case, fn, inputs.get(name, shared)[0])} for name, fn in functions.items()}
+    return rows_of(
+        rank, NAME, case, ways, found, absent, moved_bytes=float(case.moved), roof=rank.roofs["copy"]
+    )
 
 
 def _forward(fn: Callable[..., Outputs]) -> Callable[..., object]:

@@ -98,7 +98,7 @@ def test_a_baseline_that_raises_says_so_and_the_others_are_measured(
         "--device",
         "cpu",
         "--tp",
-        "2",
+        "1",
         "--dtype",
         "float32",
         "--minutes",
@@ -126,7 +126,7 @@ class Clockwork:
 def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path) -> None:
     options = gpu.Options()
     every = gpu.parts(options)
-    names = ["tests", "matmul", "virtual-8", "link-8", "pointwise", "block", "virtual-2", "virtual-4"]
+    names = ["tests", "matmul", "virtual-8", "link-8", "pointwise", "loss", "block", "virtual-2", "virtual-4"]
     assert [part.name for part in every] == names
 
     def call(codes: dict[str, int], commit: str = "abc", **changes: object) -> tuple[int, list[str]]:
@@ -154,7 +154,7 @@ def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch)
         assert plan.world == "virtual" and plan.device == "cuda" and all(jobs.values())
         ranks[part.name] = set(jobs)
     one, several = {"matmul": {1}, "pointwise": {1}}, {f"virtual-{w}": {w} for w in (2, 4, 8)}
-    assert ranks == one | several | {"link-8": {8}, "block": {1, 8}}
+    assert ranks == one | several | {"link-8": {8}, "loss": {1, 8}, "block": {1, 8}}
 
 
 def test_parts_share_the_time_that_is_left() -> None:
