@@ -1,6 +1,16 @@
 """Sizes of published models, and the matrices that one layer of them multiplies on a rank.
 
-`source` names the repository on huggingface.co whose config.json has these numbers.
+`source` names the repository on huggingface.co whose config.json has these numbers. They were compared, all of them,
+with what others keep of these files:
+
+    llama3-*, llama3.2-3b       Lightning-AI/litgpt on GitHub, litgpt/config.py, which names the config.json of each;
+                                that of the 405B had 16 kv heads at first, and has 8 since it was revised
+    llama3.2-3b, qwen2.5-14b,   whole config.json in citsjtu2020/LLM-Prof on GitHub, sglang/Model_Config.md
+    qwen3-4b, -8b, -32b
+    qwen3-0.6b                  published printouts of transformers' AutoConfig of it
+    qwen2.5-*                   pytorch/torchtune on GitHub, torchtune/models/qwen2_5/_model_builders.py
+    mistral-7b                  shapes of its weights; and its model card: "Extended vocabulary to 32768"
+    phi-4                       a whole config.json, reprinted in a tutorial
 """
 
 from __future__ import annotations
