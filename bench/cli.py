@@ -38,16 +38,19 @@ def usage() -> str:
     )
 
 
+def before_cuda() -> None:
+    """Streams of virtual ranks that share a connection, or load a module lazily, would wait for each other."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a suite or a command and return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2
     name, rest = argv[0], list(argv[1:])
-    # Before CUDA starts: streams of virtual ranks that share a connection wait for each other, and a module that is
-    # loaded lazily waits for the device.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    before_cuda()
     if name in COMMANDS:
         module = importlib.import_module(f"{__package__}.{COMMANDS[name][0]}")
         code: int = module.main(rest)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -21,11 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fusedtp.ops import crossover, measured
 
-from . import trial
+from . import machine, trial
 from .calls import call, operands
+from .cli import before_cuda
 from .crossover_report import draw, show
+from .options import Shared, device_of, known
+from .sample import Way
 
-DEFAULTS = {  # shapes, tokens, tp, dtype, minutes
+DEFAULTS: dict[str, tuple[Any, ...]] = {  # shapes, tokens, tp, dtype, minutes
     "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16", 5.0),
     "cpu": ("qwen3-0.6b", "16,64,256,1024", "2", "float32", 2.0),
 }
@@ -33,32 +36,20 @@ COPY = "triton copy"  # the fused gather with rows brought by the copy engine; "
 
 
 @dataclass(frozen=True)
-class CrossoverOptions:
+class CrossoverOptions(Shared):
     """Measure each engine over tokens, and write from how many rows on each one is to run.
 
-    Lists are separated by commas.
+    Lists are separated by commas. Defaults: llama3-8b,llama3-70b at powers of two from 64 to 16384 tokens on 8 ranks in
+    bfloat16; on a CPU qwen3-0.6b at 16,64,256,1024 on 2 ranks in float32. float64 is a dtype here too. Each world has
+    entries of its own. --save writes to fusedtp/ops/tables, from where tables ship with the package.
     """
 
-    shapes: str = ""
-    """Models by name. Default: llama3-8b,llama3-70b; on a CPU qwen3-0.6b."""
-    tokens: str = ""
-    """T, tokens of all ranks. Default: powers of two from 64 to 16384; on a CPU 16,64,256,1024."""
-    tp: str = ""
-    """Ranks of a tensor-parallel group. Default: 8; on a CPU 2."""
-    dtype: str = ""
-    """float32, float64, float16, bfloat16. Default: bfloat16; on a CPU float32."""
     operations: str = ""
     """Only these operations."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Default: cuda if there is a GPU."""
-    world: Literal["processes", "virtual"] = "processes"
-    """A process for each rank, or all ranks on one device. Each has entries of its own."""
     minutes: float | None = None
     """About how long all samples take together. Default: 5; on a CPU 2."""
     out: Path | None = None
     """Folder of the table and the picture. Default: bench/out/tables."""
-    save: bool = False
-    """Write to fusedtp/ops/tables instead, from where tables ship with the package."""
 
 
 @dataclass(frozen=True)
@@ -102,50 +93,45 @@ class Plan:
 
 def plan_of(options: CrossoverOptions) -> Plan:
     """Fill in and check. Raises ValueError that lists every fault."""
-    device = trial.chosen(options.device)
-    shapes, tokens, tp, dtypes, minutes = DEFAULTS[device]
+    device = device_of(options.device)
+    *defaults, minutes = DEFAULTS[device]
     faults: list[str] = []
-    models = trial.known("shapes", options.shapes or shapes, trial.MODELS, faults)
-    kinds = trial.known("dtype", options.dtype or dtypes, crossover.DTYPES, faults)
-    wanted = trial.known("operations", options.operations, crossover.OPERATIONS, faults)
-    counts = trial.numbers("tokens", options.tokens or tokens, faults)
-    ranks = trial.numbers("tp", options.tp or tp, faults)
-    if 1 in ranks:
+    at = trial.where(options, device, defaults, crossover.DTYPES, options.out, faults)
+    wanted = known("operations", options.operations, crossover.OPERATIONS, faults)
+    if 1 in at.ranks:
         faults.append("--tp 1: one rank has nothing to choose")
     minutes = minutes if options.minutes is None else options.minutes
     if minutes < 0:
         faults.append(f"--minutes {minutes} must not be negative")
-    folder = trial.folder_of(device, options.out, options.save, faults)
-    faults = faults or trial.world_faults(device, options.world, ranks)
     if faults:
         raise ValueError("; ".join(faults))
     cases = dict.fromkeys(
         case
-        for dtype in kinds
-        for w in ranks
-        for name in models
-        for case in cases_of(trial.MODELS[name], dtype, w)
+        for dtype in at.dtypes
+        for w in at.ranks
+        for name in at.models
+        for case in cases_of(name, dtype, w)
         if case.operation in (wanted or crossover.OPERATIONS)
     )
-    each = 60 * minutes / (len(cases) * len(counts))
-    pictures = trial.HERE / "results" if options.save else folder  # what ships is tables
-    return Plan(device, options.world, tuple(sorted(set(counts))), tuple(cases), each, folder, pictures)
+    each = 60 * minutes / (len(cases) * len(at.tokens))
+    pictures = machine.HERE / "results" if options.save else at.folder  # what ships is tables
+    return Plan(device, at.world, tuple(sorted(set(at.tokens))), tuple(cases), each, at.folder, pictures)
 
 
-def cases_of(model: trial.Model, dtype: str, ranks: int) -> list[Case]:
+def cases_of(model: str, dtype: str, ranks: int) -> list[Case]:
     """The largest layers of the model: gate and up after a gather, down before a sum."""
-    (n, k), (out, inner) = model.columns(ranks)[-1], model.rows(ranks)[-1]
+    (n, k), (out, inner) = trial.columns(model, ranks)[-1], trial.sums(model, ranks)[-1]
     return [
         Case(operation, dtype, ranks, *((n, k) if operation.startswith("all_gather") else (out, inner)))
         for operation in crossover.OPERATIONS
     ]
 
 
-def ways(rank: trial.Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, trial.Way]:
+def ways(rank: trial.Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, Way]:
     """Engine (or COPY) -> one call on the next set of operands, the same sets for all."""
     each = operands(rank, case.operation, case.dtype, tokens, case.n, case.k)
 
-    def way(engine: str) -> trial.Way:
+    def way(engine: str) -> Way:
         def run() -> object:  # ranks have met before, so all of them are in this call or back from it
             crossover.hold(crossover.TRANSPORTS[engine == COPY])
             return call(rank, case.operation, "triton" if engine == COPY else engine, tokens, *each())
@@ -231,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan = plan_of(options)
         if plan.device == "cuda":
-            trial.before_cuda()
+            before_cuda()
         about = trial.measured(plan.device, "fusedtp bench crossover", argv)
         machine = measured.kind_of(torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
         path = plan.folder / crossover.file_of(machine)

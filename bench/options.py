@@ -1,11 +1,14 @@
-"""Options of the suites as typed dataclasses, read by tyro, or without it by argparse from the same fields."""
+"""Options as typed dataclasses, read by tyro, or without it by argparse from the same fields.
+
+What suites, `tune` and `crossover` have in common stands here: their fields, how lists are read, which worlds can be.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -40,25 +43,38 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to measure, where, for how long, and where results go. Lists are separated by commas."""
+class Shared:
+    """Fields of every command that measures. Lists are separated by commas."""
 
     shapes: str = ""
-    """Models by name (see --list), or square-N. Default: llama3-8b,llama3-70b; on a CPU qwen3-0.6b."""
+    """Models by name (`fusedtp bench all --list`)."""
     tokens: str = ""
-    """T, tokens of all ranks. Default: 2048,8192,16384; on a CPU 256."""
+    """T, tokens of all ranks."""
     tp: str = ""
-    """Ranks of a tensor-parallel group, for shapes and worlds. Default: 1,8; on a CPU 2."""
+    """Ranks of a tensor-parallel group."""
     dtype: str = ""
-    """float32, float16, bfloat16. Default: bfloat16; on a CPU float32,bfloat16."""
-    engine: str = ""
-    """Engines of the fused operations. Default: triton,triton-copy,chunked,collective; on a CPU chunked,collective."""
-    world: Literal["auto", "processes", "virtual"] = "auto"
-    """One process a rank, or all ranks in this one. Default: processes, but virtual on a single GPU."""
-    link_gbps: float | None = None
-    """Virtual world on a GPU: hold each rank's copies to so many GB/s (a node's link divided by its ranks)."""
+    """float32, float16, bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Default: cuda if there is a GPU."""
+    world: Literal["auto", "processes", "virtual"] = "auto"
+    """One process a rank, or all ranks in this one. Default: processes, but virtual on a single GPU."""
+    save: bool = False
+    """Keep the result in the repository."""
+
+
+@dataclass(frozen=True)
+class Options(Shared):
+    """What to measure, where, for how long, and where results go. Lists are separated by commas.
+
+    Defaults: llama3-8b,llama3-70b at 2048,8192,16384 tokens on 1,8 ranks in bfloat16, engines triton, triton-copy,
+    chunked, collective; on a CPU qwen3-0.6b at 256 tokens on 2 ranks in float32,bfloat16, chunked, collective. Shapes
+    may be square-N. Suites of one device take --tp for their shapes.
+    """
+
+    engine: str = ""
+    """Engines of the fused operations."""
+    link_gbps: float | None = None
+    """Virtual world on a GPU: hold each rank's copies to so many GB/s (a node's link divided by its ranks)."""
     minutes: float | None = None
     """About how long all samples take together. Default: 5; 0.05 with --smoke."""
     compile: bool = True
@@ -69,8 +85,6 @@ class Options:
     """With `all`: only these suites."""
     out: str = ""
     """File of the result. Default: bench/out/SUITE.json, or with --save bench/results/MACHINE/SUITE.json."""
-    save: bool = False
-    """Keep the result in the repository."""
     resume: bool = False
     """Keep what an interrupted run of the same commit and options had measured, or a finished one."""
     plots: bool = True
@@ -98,27 +112,23 @@ class Plan:
 
 def plan_of(options: Options) -> Plan:
     """Fill in and check. Raises ValueError that lists every fault."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(options.device)
     defaults = WHERE["smoke" if options.smoke else device]
     given = (options.shapes, options.tokens, options.tp, options.dtype, options.engine)
-    shapes, tokens, tp, dtypes, engines = (_items(mine or theirs) for mine, theirs in zip(given, defaults))
+    shapes, tokens, tp, dtype, engine = (mine or theirs for mine, theirs in zip(given, defaults))
     faults: list[str] = []
-    ranks, counts = _numbers("tp", tp, faults), _numbers("tokens", tokens, faults)
-    faults += [f"dtype {name!r} is none of {', '.join(DTYPES)}" for name in dtypes if name not in DTYPES]
-    faults += [f"engine {name!r} is none of {', '.join(ENGINES)}" for name in engines if name not in ENGINES]
-    for name in shapes:
+    ranks, counts = numbers("tp", tp, faults), numbers("tokens", tokens, faults)
+    dtypes, engines = known("dtype", dtype, DTYPES, faults), known("engine", engine, ENGINES, faults)
+    models = items(shapes)
+    for name in models:
         for count in ranks or (1,):
             try:
                 layers(name, count)
             except ValueError as error:
                 faults.append(str(error))
     if device == "cuda" and not torch.cuda.is_available():
-        faults.append("device cuda: torch sees no GPU here")
-    world = options.world
-    if world == "auto":
-        world = "virtual" if device == "cuda" and torch.cuda.device_count() < 2 else "processes"
+        faults.append("--device cuda: torch sees no GPU here")
+    world = world_of(options.world, device)
     if options.link_gbps is not None and (world != "virtual" or device != "cuda"):
         faults.append("--link-gbps holds the copies of a virtual world on a GPU; here is none")
     if options.link_gbps is not None and not options.link_gbps > 0:
@@ -129,19 +139,42 @@ def plan_of(options: Options) -> Plan:
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
     return Plan(
-        shapes, counts, ranks, dtypes, engines, world, options.link_gbps, device, 60 * minutes,
+        models, counts, ranks, dtypes, engines, world, options.link_gbps, device, 60 * minutes,
         options.compile and not options.smoke, options.smoke,
     )  # fmt: skip
 
 
-def _items(text: str) -> tuple[str, ...]:
+def device_of(device: str) -> str:
+    """ "auto" as the device that is here."""
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def world_of(world: str, device: str) -> str:
+    """ "auto" as the world that a device can have."""
+    if world != "auto":
+        return world
+    return "virtual" if device == "cuda" and torch.cuda.device_count() < 2 else "processes"
+
+
+def items(text: str) -> tuple[str, ...]:
+    """What a list of the command line names."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _numbers(name: str, items: Sequence[str], faults: list[str]) -> tuple[int, ...]:
-    wrong = [item for item in items if not item.isdigit() or int(item) < 1]
-    faults += [f"--{name} {item!r} is no positive integer" for item in wrong]
-    return tuple(int(item) for item in items if item not in wrong)
+def numbers(name: str, text: str, faults: list[str]) -> tuple[int, ...]:
+    """The same of positive whole numbers; what is none is entered in `faults`."""
+    wrong = [item for item in items(text) if not item.isdigit() or int(item) < 1]
+    faults += [f"--{name} {item!r} is no positive whole number" for item in wrong]
+    if not items(text):
+        faults.append(f"--{name} names none")
+    return tuple(int(item) for item in items(text) if item not in wrong)
+
+
+def known(name: str, text: str, names: Iterable[str], faults: list[str]) -> tuple[str, ...]:
+    """The same of names out of a list."""
+    wrong = [item for item in items(text) if item not in names]
+    faults += [f"--{name} {item!r} is none of {', '.join(names)}" for item in wrong]
+    return tuple(item for item in items(text) if item not in wrong)
 
 
 def parse(kind: type[T], argv: Sequence[str], prog: str) -> T:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import VirtualWorld, communicator
+from fusedtp.ops.engines import interpreting
 
 from . import link, sample
 from .options import Plan, Refused
@@ -25,6 +26,9 @@ from .sample import Spread, Way
 from .world import run_ranks
 
 SMOKE_ROTATE = 1 << 20
+TIMEOUT_SECONDS = (
+    90.0  # of a virtual world: what eight threads take to compile a kernel, and less than a part of a run
+)
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 SQUARES = {"cuda": (4096, 8192), "cpu": (1024, 1536)}
 
@@ -72,9 +76,7 @@ class Rank:
 
     def randn(self, *shape: int, dtype: str, seed: int, scale: float = 1.0) -> torch.Tensor:
         """Normal numbers of this rank."""
-        generator = torch.Generator(self.device).manual_seed(1000 * seed + self.rank)
-        drawn = torch.randn(shape, generator=generator, device=self.device)
-        return (drawn * scale).to(getattr(torch, dtype))
+        return drawn(self.device, self.rank, shape, dtype, seed, scale)
 
     def measure(self, ways: Mapping[str, Way]) -> dict[str, Spread]:
         """Interleaved samples of each way."""
@@ -124,6 +126,14 @@ class Rank:
         self.roofs["copy"] = 2.0 * nbytes * self.world_size / found["copy"].median
 
 
+def drawn(
+    device: torch.device, rank: int, shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0
+) -> torch.Tensor:
+    """Normal numbers, others on each rank."""
+    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
+    return (torch.randn(shape, generator=generator, device=device) * scale).to(getattr(torch, dtype))
+
+
 def _mm(a: torch.Tensor, b: torch.Tensor) -> Way:
     return lambda: torch.matmul(a, b)
 
@@ -134,27 +144,45 @@ def run(plan: Plan, ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
         with _threads(1 if plan.smoke else torch.get_num_threads()):
             return fn(Rank(plan), *args)
     if plan.world == "virtual":
-        return _virtual(plan, ranks, fn, args)
-    if plan.device == "cuda" and torch.cuda.device_count() < ranks:
+        # Of a CPU, which all ranks share.
+        with _threads(max(1, torch.get_num_threads() // ranks)):
+            if plan.link_gbps is not None:
+                return _held(plan, plan.link_gbps, ranks, fn, args)
+            return start(plan.device, plan.world, ranks, _with_plan, plan, fn, args)
+    return start(plan.device, plan.world, ranks, _with_plan, plan, fn, args)
+
+
+def _with_plan(group: Any, plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return fn(Rank(plan, group), *args)
+
+
+def start(device: str, world: str, ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """What fn(group, *args) returns on rank 0 of a world; a rank that is alone has no group.
+
+    Raises Refused where that world cannot be. Kernels are interpreted only by processes that were started so.
+    """
+    if ranks == 1 and (device == "cuda" or not interpreting()):
+        return fn(None, *args)
+    if world == "virtual" and ranks > 1:
+        return VirtualWorld(ranks, device, TIMEOUT_SECONDS).run(lambda group: fn(group, *args))[0]
+    if device == "cuda" and torch.cuda.device_count() < ranks:
         raise Refused(
             f"{ranks} processes need a GPU each, here are {torch.cuda.device_count()}: take --world virtual"
         )
-    backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
-    return run_ranks(_in_process, ranks, plan, fn, args, backend=backend)
+    return run_ranks(
+        _in_process, ranks, fn, args, backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    )
 
 
-def _in_process(rank: int, plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    return fn(Rank(plan, dist.group.WORLD), *args)
+def _in_process(_rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return fn(dist.group.WORLD if dist.get_world_size() > 1 else None, *args)
 
 
-def _virtual(plan: Plan, ranks: int, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    with _threads(max(1, torch.get_num_threads() // ranks)):  # of a CPU, which all ranks share
-        world = VirtualWorld(ranks, plan.device, timeout_s=300.0)
-        if plan.link_gbps is None:
-            return world.run(lambda group: fn(Rank(plan, group), *args))[0]
-        held, piece, cycles = hold(world, plan, plan.link_gbps)
-        with link.paced(piece, cycles):
-            return world.run(lambda group: fn(Rank(plan, group, link_gbps=held), *args))[0]
+def _held(plan: Plan, link_gbps: float, ranks: int, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    world = VirtualWorld(ranks, plan.device, TIMEOUT_SECONDS)
+    held, piece, cycles = hold(world, plan, link_gbps)
+    with link.paced(piece, cycles):
+        return world.run(lambda group: fn(Rank(plan, group, link_gbps=held), *args))[0]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -26,10 +26,13 @@ from fusedtp.ops.launch import tuned, tuned_entries
 from fusedtp.ops.launch.config import Machine, machine_of
 
 from . import trial
+from .cli import before_cuda
+from .options import Shared, device_of, known
+from .shapes import MODELS
 from .tune_run import Winner, tune
 from .tune_space import PART_OF_CLASS, Job, Values, reduction_kernel
 
-DEFAULTS = {  # shapes, tokens, tp, dtype, candidates
+DEFAULTS: dict[str, tuple[Any, ...]] = {  # shapes, tokens, tp, dtype, candidates
     "cuda": ("llama3-8b,llama3-70b", "512,2048,8192,16384", "1,8", "bfloat16", 48),
     "cpu": ("tiny", "32", "1,2", "float32", 2),
 }
@@ -43,32 +46,21 @@ GATHERS = (
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(Shared):
     """Find the fastest configuration of each kernel and shape class on this GPU, and write a table of them.
 
-    Lists are separated by commas. On a CPU the kernels are interpreted: that shows that the tuner runs, no more.
+    Lists are separated by commas. Defaults: llama3-8b,llama3-70b at 512,2048,8192,16384 tokens on 1,8 ranks (1: the
+    plain matmul) in bfloat16; on a CPU tiny at 32 on 1,2 ranks in float32, where kernels are interpreted: that shows
+    that the tuner runs, no more. Each world has entries of its own. --save writes to fusedtp/ops/tables, from where
+    tables ship with the package.
     """
 
-    shapes: str = ""
-    """Models by name. Default: llama3-8b,llama3-70b; on a CPU tiny."""
-    tokens: str = ""
-    """T, tokens of all ranks. Default: 512,2048,8192,16384; on a CPU 32."""
-    tp: str = ""
-    """Ranks of a tensor-parallel group; 1 is the plain matmul. Default: 1,8; on a CPU 1,2."""
-    dtype: str = ""
-    """float32, float16, bfloat16. Default: bfloat16; on a CPU float32."""
     kernels: str = ""
     """Only these kernels."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Default: cuda if there is a GPU."""
-    world: Literal["processes", "virtual"] = "processes"
-    """A process and a GPU for each rank, or all ranks on one GPU. Each has entries of its own."""
     candidates: int | None = None
     """Configurations to try for a class, beside the default. Default: 48; on a CPU 2."""
     out: Path | None = None
     """Folder of the table. Default: bench/out/tables."""
-    save: bool = False
-    """Write to fusedtp/ops/tables instead, from where tables ship with the package."""
     resume: bool = True
     """Keep the classes that the table there holds already."""
 
@@ -92,43 +84,36 @@ class Plan:
 
 def plan_of(options: TuneOptions, argv: Sequence[str]) -> Plan:
     """Fill in and check. Raises ValueError that lists every fault."""
-    device = trial.chosen(options.device)
-    shapes, tokens, tp, dtypes, limit = DEFAULTS[device]
+    device = device_of(options.device)
+    *defaults, limit = DEFAULTS[device]
     faults: list[str] = []
-    names = trial.known("shapes", options.shapes or shapes, trial.MODELS, faults)
-    kinds = trial.known("dtype", options.dtype or dtypes, tuned_entries.DTYPES, faults)
-    wanted = trial.known("kernels", options.kernels, tuned_entries.KERNELS, faults) or tuple(
-        tuned_entries.KERNELS
-    )
-    counts = trial.numbers("tokens", options.tokens or tokens, faults)
-    ranks = trial.numbers("tp", options.tp or tp, faults)
+    at = trial.where(options, device, defaults, tuned_entries.DTYPES, options.out, faults)
+    wanted = known("kernels", options.kernels, tuned_entries.KERNELS, faults) or tuple(tuned_entries.KERNELS)
     if options.candidates is not None and options.candidates < 0:
         faults.append(f"--candidates {options.candidates} must not be negative")
-    folder = trial.folder_of(device, options.out, options.save, faults)
-    faults = faults or trial.world_faults(device, options.world, ranks)
     if faults:
         raise ValueError("; ".join(faults))
     jobs = [
         job
-        for dtype in kinds
-        for name in names
-        for w in ranks
-        for rows in counts
-        for job in jobs_of(trial.MODELS[name], dtype, w, rows)
+        for dtype in at.dtypes
+        for name in at.models
+        for w in at.ranks
+        for rows in at.tokens
+        for job in jobs_of(name, dtype, w, rows)
         if job.kernel in wanted
     ]
     return Plan(
-        device, options.world, tuple(dict.fromkeys(jobs)), limit if options.candidates is None else options.candidates,
-        folder, options.resume, trial.measured(device, "fusedtp bench tune", argv),
+        device, at.world, tuple(dict.fromkeys(jobs)), limit if options.candidates is None else options.candidates,
+        at.folder, options.resume, trial.measured(device, "fusedtp bench tune", argv),
     )  # fmt: skip
 
 
-def jobs_of(model: trial.Model, dtype: str, ranks: int, rows: int) -> list[Job]:
+def jobs_of(model: str, dtype: str, ranks: int, rows: int) -> list[Job]:
     """What a block of this model launches for so many tokens; of one rank the plain matmuls."""
-    columns, sums = model.columns(ranks), model.rows(ranks)
+    columns, sums = trial.columns(model, ranks), trial.sums(model, ranks)
     if ranks == 1:
         return [Job("matmul", dtype, 1, rows, n, k) for n, k in (*columns, *sums)]
-    reduce = reduction_kernel(rows, model.hidden, dtype)
+    reduce = reduction_kernel(rows, MODELS[model].hidden, dtype)
     return [
         Job(kernel, dtype, ranks, rows, n, k)
         for kernels, shapes in ((GATHERS, columns), (("matmul_reduce_scatter", reduce), sums))
@@ -246,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan, path = plan_of(options, argv), None
         if plan.device != "cpu":
-            trial.before_cuda()
+            before_cuda()
         with _interpreting() if plan.device == "cpu" else nullcontext():
             for ranks in plan.ranks:
                 path = trial.run(plan.device, plan.world, ranks, run, plan)

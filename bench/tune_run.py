@@ -17,7 +17,8 @@ from fusedtp.ops.launch.config import Machine, machine_of
 from fusedtp.ops.rows import Rows, split
 
 from .calls import call, operands
-from .trial import Rank, Way
+from .sample import Way
+from .trial import Rank
 from .tune_space import Job, Values, candidates, refinements
 
 GAIN = 0.01  # below which the default is kept

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedtp.bench import crossover as command
-from fusedtp.bench.trial import MODELS
+from fusedtp.bench.shapes import MODELS
 from fusedtp.ops import crossover, measured
 from tests.ops.tables import tables_in
 
