@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ import fusedtp
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+CODE = ("fusedtp", "kernels", "bench", "tests")
 GPU_FIELDS = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
     "temperature.gpu",
@@ -47,8 +49,22 @@ def _cpu() -> str:
 
 
 def commit() -> str:
-    """Of the checkout; with a + where tracked files were changed since. Empty for an installed package."""
-    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+    """Which code this is: the commit of a checkout; where files were changed since, or there is no git, with a + and a
+    digest of the code. Empty for an installed package.
+    """
+    if not in_checkout():
+        return ""
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = not head or _git("status", "--porcelain", "-uno", "--", *CODE)
+    return f"{head}+{_digest()}" if changed else head
+
+
+def _digest() -> str:
+    found = hashlib.sha256()
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:8]
 
 
 def gpu_state() -> dict[str, str] | None:

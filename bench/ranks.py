@@ -25,6 +25,7 @@ from .options import Plan, Refused
 from .sample import Spread, Way
 from .world import run_ranks
 
+LATE = "host time is in this: the device waited for the host"
 SMOKE_ROTATE = 1 << 20
 TIMEOUT_SECONDS = (
     90.0  # of a virtual world: what eight threads take to compile a kernel, and less than a part of a run
@@ -46,6 +47,7 @@ class Rank:
     seconds: float = 0.0
     roofs: dict[str, float] = field(default_factory=dict)
     link_gbps: float | None = None
+    notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         comm = None if self.group is None else communicator(self.group)
@@ -79,8 +81,11 @@ class Rank:
         return drawn(self.device, self.rank, shape, dtype, seed, scale)
 
     def measure(self, ways: Mapping[str, Way]) -> dict[str, Spread]:
-        """Interleaved samples of each way."""
+        """Interleaved samples of each way; `notes` then says of which the host's time is in them."""
         times = sample.interleave(ways, self.seconds, self.meeting, self.clock)
+        if isinstance(self.clock, sample.DeviceClock):
+            late = self.worst(*(float(self.clock.late(way)) for way in ways.values()))
+            self.notes = {name: LATE for name, is_late in zip(ways, late, strict=True) if is_late}
         return {name: Spread.of(seconds) for name, seconds in times.items()}
 
     def host(self, way: Way, spread: Spread) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from .sample import Spread
 
 FORMAT = "fusedtp-bench-1"
+FAILED = "failed: "  # how the note of a row begins that should have a time
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from . import machine, output, ranks
 from .journal import Journal
 from .options import Options, Plan, Refused, plan_of
 from .ranks import Rank
-from .rows import FORMAT, Row
+from .rows import FAILED, FORMAT, Row
 
 SUITES = (
     "matmul", "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce", "pointwise",
@@ -57,7 +57,8 @@ def run_cases(rank: Rank, jobs: Sequence[Job], seconds: float, path: str, key: d
     for suite, case in jobs:
         rows = suite_module(suite).measure(rank, case)
         if journal is not None:
-            journal.add_case(suite, _name(rank.world_size, case), rows)
+            failed = any(row.note.startswith(FAILED) for row in rows)
+            journal.add_case(suite, _name(rank.world_size, case), rows, failed)
 
 
 def _name(world_size: int, case: Any) -> str:
@@ -87,7 +88,7 @@ def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Any, error
     why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
     print(f"fusedtp bench: {suite} {case.label} failed: {why}", file=sys.stderr)
     world = plan.world if count > 1 else "one"
-    row = Row(suite, case.shape, case.dtype, "all", world, count, note=f"failed: {why}")
+    row = Row(suite, case.shape, case.dtype, "all", world, count, note=FAILED + why)
     journal.add_case(suite, _name(count, case), [row], failed=True)
 
 
@@ -107,7 +108,7 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
         "format": FORMAT, "fusedtp": about["fusedtp"], "commit": about["commit"], "suites": list(suites),
         "plan": _plain(plan),
     }  # fmt: skip
-    resume = options.resume and not about["commit"].endswith("+")  # what a changed tree measured is not known
+    resume = options.resume and bool(about["commit"])  # else nobody knows what was measured
     if resume and _finished(path, key):
         print(f"{path}: already measured at this commit")
         return 1 if json.loads(path.read_text())["failures"] else 0

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 LEAST, MOST = 3, 60  # rounds
 ROTATIONS = 64  # copies of the operands at most
-GATE_SECONDS = (
-    2e-3  # what a rank needs to meet the others and to enqueue a call; threads do so one after another
-)
+# What a rank needs to meet the others and to enqueue a call; threads do so one after another. A call that takes longer
+# gets a longer gate, up to so many times.
+GATE_SECONDS, LONGER = 2e-3, 8
 Way = Callable[[], object]
 
 
@@ -116,25 +116,37 @@ class DeviceClock:
     """CUDA events on the current stream, behind a gate that all ranks' streams leave together.
 
     The gate is a spin on the device. Streams of a virtual world wait for the last one's; processes, which have no
-    common stream, open their own right after a barrier.
+    common stream, open their own right after a barrier. Where the gate opened before the host had enqueued the call,
+    host time is in the sample, and the next one of that call has a gate twice as long. A call that waits for the device
+    itself stays `late`, as one does for which the host takes longer still.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
         self.device = device
         self._cycles = int(cycles_per_second(device) * GATE_SECONDS * ranks)
+        self._longer: dict[int, int] = {}
+        self._late: dict[int, bool] = {}
+
+    def late(self, way: Way) -> bool:
+        """Whether the last sample of it has host time in it."""
+        return self._late.get(id(way), False)
 
     def __call__(self, meeting: Meeting, way: Way) -> float:
         stream = torch.cuda.current_stream(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.synchronize()
         meeting.barrier()
-        torch.cuda._sleep(self._cycles)
+        longer = self._longer.get(id(way), 1)
+        torch.cuda._sleep(longer * self._cycles)
         if isinstance(meeting, ByWorld):
             meeting.world.stream_barrier(None, 0.0)
         begin.record(stream)
         way()
+        late = self._late[id(way)] = begin.query()
         end.record(stream)
         end.synchronize()
+        if late:
+            self._longer[id(way)] = min(LONGER, 2 * longer)
         return float(begin.elapsed_time(end)) / 1e3
 
 

@@ -200,9 +200,9 @@ def _errors(
             allowed = 12 * (errors.unit(x.dtype) + model.intermediate * errors.unit(torch.float32))
             allowed *= max(1.0, float(want.abs().max()))
             del exact, block, whole
-        found: dict[str, dict[str, errors.Error]] = {}
-        for name, fn in functions.items():
-            y = fn(x)
-            off = 0.0 if want is None else float((y.to(want.dtype) - want).abs().max())
-            found[name] = {"error": errors.Error(*rank.worst(off, off / allowed))}
+    found: dict[str, dict[str, errors.Error]] = {}
+    for name, fn in functions.items():
+        y = fn(x).detach()  # with gradients, as it was compiled
+        off = 0.0 if want is None else float((y.to(want.dtype) - want).abs().max())
+        found[name] = {"error": errors.Error(*rank.worst(off, off / allowed))}
     return found

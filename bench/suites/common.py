@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fusedtp.comm.errors import PeerFailed, SignalTimeout
+
 from ..by_hand import widens
 from ..errors import Error
 from ..options import Plan
 from ..ranks import Rank
-from ..rows import Row
+from ..rows import FAILED, Row
 from ..sample import Spread, Way
 from ..shapes import MODELS, Model, layers
 
@@ -142,21 +144,24 @@ def offer(
 def drop_what_fails(
     rank: Rank, ways: dict[str, Way], functions: dict[str, Any], absent: dict[str, str]
 ) -> None:
-    """Call each baseline once; one that raises (another version, too little memory) is `absent` with its words.
+    """Call each once; one that raises (another version, too little memory) is `absent` with its words. Collective.
 
-    Collective: what fails on one rank is dropped by all.
+    What fails on one rank is dropped by all. Of ours it is said that it failed, and the case counts as one that did.
     """
-    for name in [name for name in ways if not name.startswith("fusedtp")]:
+    for name in list(ways):
         why = ""
         try:
             ways[name]()
             if rank.device.type == "cuda":
                 torch.cuda.current_stream(rank.device).synchronize()
+        except (SignalTimeout, PeerFailed):
+            raise  # ranks do not know of each other any more
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             why = f"{type(error).__name__}: {lines[0]}"
         if rank.worst(float(bool(why)))[0]:
-            absent[name] = why or "failed on another rank"
+            why = why or "failed on another rank"
+            absent[name] = FAILED + why if name.startswith("fusedtp") else why
             del ways[name], functions[name]
 
 
@@ -183,7 +188,7 @@ def rows_of(
             name,
             seconds=spread,
             host_seconds=rank.host(ways[name], spread),
-            **{**figures, **each.get(name, {})},
+            **{"note": rank.notes.get(name, ""), **figures, **each.get(name, {})},
         )
         for name, spread in rank.measure(ways).items()
     ]

@@ -41,10 +41,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     def by_hand(hand: Any) -> tuple[parallel.Function, parallel.Function]:
         return lambda x, w: hand.all_reduce(partial), lambda x, w: hand.all_reduce(matmul(x, w))
 
-    sampled = errors.sampled(case.tokens)
-    x, w = operands(0)
-    want = summed(rank, case, x, w, sampled)
-    del x, w
+    sampled, want = summed(rank, case, operands)
 
     def error(y: Tensor, is_ours: bool) -> errors.Error:
         roundings = 1 if is_ours else world_size
@@ -62,7 +59,6 @@ def measure(rank: Rank, case: Case) -> list[Row]:
                 by_hand=by_hand,
                 fused=lambda library, group: None,
                 error=error,
-                there=None,
                 # What a reduce-scatter and an all-gather move, the least of any all-reduce without a switch's help.
                 moved=2 * (world_size - 1) * case.tokens * case.n * case.itemsize,
             ),

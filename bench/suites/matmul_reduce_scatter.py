@@ -37,12 +37,14 @@ def operands_of(rank: Rank, case: Case) -> Any:
     return operands
 
 
-def summed(rank: Rank, case: Case, x: Tensor, w: Tensor, sampled: Tensor) -> errors.Reference:
-    """The product at `sampled` rows, summed over ranks. Collective."""
+def summed(rank: Rank, case: Case, operands: Any) -> tuple[Tensor, errors.Reference]:
+    """Some rows, and there the product of operands(0), summed over ranks. Collective."""
     assert rank.comm is not None
+    sampled = errors.sampled(case.tokens)
+    x, w = operands(0)
     part = errors.product(x, w, sampled)
     total, terms, parts = (rank.comm.all_reduce(t) for t in (part.y, part.terms, part.y.abs()))
-    return errors.Reference(total, terms, parts)
+    return sampled, errors.Reference(total, terms, parts)
 
 
 def measure(rank: Rank, case: Case) -> list[Row]:
@@ -62,16 +64,14 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     def fused(library: Any, group: Any) -> parallel.Function:
         return lambda x, w: library.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)
 
-    sampled = errors.sampled(case.tokens)
-    x, w = operands(0)
-    want = summed(rank, case, x, w, sampled)
-    del x, w
+    sampled, want = summed(rank, case, operands)
     begin = rank.rank * mine
     own = (sampled >= begin) & (sampled < begin + mine)
+    local = sampled[own] - begin
     own_want = errors.Reference(*(None if t is None else t[own.to(t.device)] for t in want))  # type: ignore[arg-type]
 
     def error(y: Tensor, is_ours: bool) -> errors.Error:
-        some = y[(sampled[own] - begin).to(y.device)]
+        some = y[local.to(y.device)]
         # Ours sums in fp32; a collective may round after each addition, in its own order.
         roundings = 1 if is_ours else world_size
         return errors.Error(*rank.worst(*errors.compare(some, own_want, case.k, world_size, roundings)))
@@ -79,14 +79,12 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     def there() -> tuple[arrived.Pair, parallel.LocalError]:
         x, w = operands(0)
         parts = rank.randn(world_size, mine, case.n, dtype=case.dtype, seed=98)
-        others = torch.cat([parts[: rank.rank], parts[rank.rank + 1 :]])[
-            :, (sampled[own] - begin).to(x.device)
-        ].double()
+        others = torch.cat([parts[: rank.rank], parts[rank.rank + 1 :]])[:, local.to(x.device)].double()
         part = errors.product(x, w, sampled[own])
         total = errors.Reference(part.y + others.sum(0), part.terms + others.abs().sum(0), part.y.abs())
 
         def local_error(y: Tensor) -> errors.Error:
-            return errors.compare(y[(sampled[own] - begin).to(y.device)], total, case.k, world_size)
+            return errors.compare(y[local.to(y.device)], total, case.k, world_size)
 
         return arrived.scatter(rank.rank, rows, parts, x, w), local_error
 

@@ -23,7 +23,7 @@ from ..errors import Error
 from ..ranks import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
-from .common import Case, median, row
+from .common import Case, drop_what_fails, median, row
 
 MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
 ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
@@ -42,9 +42,9 @@ class Parts:
     by_hand    (collectives of the group) -> (communication alone, both after each other)
     fused      (torch.ops.symm_mem, group) -> torch's own fusion, or None where torch has none
     error      (result of `operands(0)`, whether it is ours) -> Error
+    moved      bytes that all ranks together receive
     there      () -> the fused kernel with all data there and the plain one, and the error of what the first returns
                for `operands(0)`; or None where nobody has measured that
-    moved      bytes that all ranks together receive
     """
 
     operands: Callable[[int], tuple[Tensor, ...]]
@@ -54,8 +54,8 @@ class Parts:
     by_hand: Callable[[Any], tuple[Function, Function]]
     fused: Callable[[Any, Any], Function | None]
     error: Callable[[Tensor, bool], Error]
-    there: Callable[[], tuple[Pair, LocalError]] | None
     moved: float
+    there: Callable[[], tuple[Pair, LocalError]] | None = None
 
 
 def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
@@ -84,26 +84,27 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
             absent[name] = why
         else:
             functions[name] = _bound(parts.ours, engine)
-    operands = rank.copies(parts.operands)
-    errors = {
-        name: parts.error(fn(*operands[0]), name in engines)
-        for name, fn in functions.items()
-        if "alone" not in name
-    }
-    is_idle = rank.world == "virtual" and rank.rank > 0
-    if parts.there is not None and "triton" in rank.plan.engines and rank.link_gbps is None:
+    operands, is_wrong = rank.copies(parts.operands), {}
+    if parts.there is not None and "triton" in engines.values() and rank.link_gbps is None:
         why = _cannot(rank, suite, "triton")
         if why:
             absent[ARRIVED] = why
-        else:
+        elif rank.world == "virtual" and rank.rank > 0:
             functions |= {ARRIVED: _nothing, PLAIN: _nothing}
-            found = Error(0.0, 0.0)
-            if not is_idle:
-                pair, error = parts.there()
-                functions |= {ARRIVED: pair.fused, PLAIN: pair.plain}
-                found = error(pair.fused(*operands[0]))
-            errors[ARRIVED] = Error(*rank.worst(*found))
+        else:
+            pair, is_wrong[ARRIVED] = parts.there()
+            functions |= {ARRIVED: pair.fused, PLAIN: pair.plain}
     ways: dict[str, Way] = {name: Rotating(fn, operands) for name, fn in functions.items()}
+    drop_what_fails(rank, ways, functions, absent)
+    errors = {
+        name: parts.error(fn(*operands[0]), name in engines)
+        for name, fn in functions.items()
+        if "alone" not in name and name not in (ARRIVED, PLAIN)
+    }
+    if ARRIVED in functions:
+        y = functions[ARRIVED](*operands[0])
+        local = is_wrong[ARRIVED](y) if ARRIVED in is_wrong else Error(0.0, 0.0)
+        errors[ARRIVED] = Error(*rank.worst(*local))
     spreads = rank.measure(ways)
     t_comm, t_matmul = median(spreads, collective_alone, OURS_ALONE), spreads[MATMUL].median
     of_rank = 2.0 * case.tokens * case.k * case.n
@@ -117,7 +118,7 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
             ranks = 1 if rank.world == "virtual" and name in (ARRIVED, PLAIN) else case.tp
             figures |= dict(flops=ranks * of_rank, roof=rank.roofs[dtype], error=errors.get(name))
         if name == ARRIVED:
-            figures |= dict(t_plain=spreads[PLAIN].median)
+            figures |= dict(t_plain=spreads[PLAIN].median if PLAIN in spreads else None)
         elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN) and _is_held(rank, name):
             figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
         rows.append(row(rank, suite, shape, dtype, name, **figures, **_link(rank, name)))
@@ -142,12 +143,15 @@ def _cannot(rank: Rank, suite: str, engine: str) -> str:
 
 
 def _link(rank: Rank, name: str) -> dict[str, Any]:
-    """What the rank's copies were held to, and for whom that is not so."""
+    """What the rank's copies were held to, and what is to be said of that, or of the sample."""
+    note = rank.notes.get(name, "")
     if rank.link_gbps is None or name == MATMUL:
-        return {}
+        return {"note": note}
     if _is_held(rank, name):
-        return {"link_gbps": rank.link_gbps}
-    return {"note": "not held to the link: only copies by the copy engine are"}
+        return {"link_gbps": rank.link_gbps, "note": note}
+    return {
+        "note": "; ".join(filter(None, ("not held to the link: only copies by the copy engine are", note)))
+    }
 
 
 def _is_held(rank: Rank, name: str) -> bool:

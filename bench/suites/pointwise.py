@@ -252,7 +252,8 @@ def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Er
             want: Outputs = (*TORCH["rms_norm"](h, some[2]), h)
         else:
             want = TORCH[case.operation](*some)
-        got = [y.index_select(dim, tokens) for y in fn(*tensors)]
+    with torch.set_grad_enabled(case.backward):  # as it was compiled
+        got = [y.detach().index_select(dim, tokens) for y in fn(*tensors)]
     # On a CPU silu(gate) is rounded before it meets up.
     roundings = 2 if case.operation == "swiglu" and tokens.device.type == "cpu" else 1
     found = [

@@ -1,0 +1,164 @@
+"""What a run with nobody watching meets: engines and baselines that raise, a slow host, a tree without git."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fusedtp
+from fusedtp.bench import cli, machine, sample
+from fusedtp.bench.baselines import ByHand
+from fusedtp.bench.sample import LONGER, Alone, DeviceClock
+
+RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots", "--tp", "2", "--dtype", "float32"]
+
+
+def rows_of(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Engine -> the row of the last case; how many cases failed."""
+    found = json.loads(path.read_text())
+    return {row["engine"]: row for row in found["rows"]}, found["failures"]
+
+
+def test_an_engine_that_raises_has_a_row_that_says_so_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = fusedtp.matmul_all_reduce
+
+    def raises(*args: Any, engine: str) -> Any:
+        if engine == "chunked":
+            raise NotImplementedError("not today\nor ever")
+        return usual(*args, engine=engine)
+
+    monkeypatch.setattr(fusedtp, "matmul_all_reduce", raises)
+    path = tmp_path / "r.json"
+    assert cli.main(["matmul-all-reduce", *RUN, "--world", "virtual", "--out", str(path)]) == 1
+    rows, failures = rows_of(path)
+    assert rows["fusedtp chunked"]["note"] == "failed: NotImplementedError: not today" and failures == 2
+    assert rows["fusedtp collective"]["seconds"] and rows["fusedtp collective"]["error_share"] <= 1
+    assert rows["matmul alone"]["seconds"]
+
+
+def test_what_fails_on_one_rank_is_dropped_by_all() -> None:
+    from fusedtp.bench.options import Options, plan_of
+    from fusedtp.bench.ranks import Rank, run
+    from fusedtp.bench.suites.common import drop_what_fails
+
+    def body(rank: Rank) -> list[dict[str, str]]:
+        def way() -> None:
+            if rank.rank == 1:
+                raise MemoryError("full")
+
+        ways: dict[str, Any] = {"theirs": way, "fusedtp": lambda: None}
+        absent: dict[str, str] = {}
+        drop_what_fails(rank, ways, dict(ways), absent)
+        assert list(ways) == ["fusedtp"] and rank.comm is not None
+        return rank.comm.world.exchange(absent)
+
+    plan = plan_of(Options(smoke=True, device="cpu", world="virtual", tp="2"))
+    assert run(plan, 2, body) == [{"theirs": "failed on another rank"}, {"theirs": "MemoryError: full"}]
+
+
+def test_collectives_that_raise_are_a_baseline_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, with collectives that look as if they were there."""
+
+    class Raises(ByHand):
+        def __init__(self) -> None: ...
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    from fusedtp.bench import baselines
+
+    monkeypatch.setattr(baselines, "by_hand", lambda *_: (Raises(), ""))
+    path = tmp_path / "r.json"
+    assert cli.main(["matmul-all-reduce", *RUN, "--world", "virtual", "--out", str(path)]) == 0
+    rows, failures = rows_of(path)
+    assert rows["gloo + matmul"]["note"] == "RuntimeError: NCCL error: unhandled system error"
+    assert failures == 0 and rows["fusedtp chunked"]["hidden_share"] is not None
+
+
+class Device:
+    """A stream and a host with clocks of their own, in place of torch.cuda."""
+
+    def __init__(self) -> None:
+        self.host = self.stream = 0.0
+
+    def work(self, seconds: float) -> None:
+        """Enqueue."""
+        self.stream = max(self.stream, self.host) + seconds
+
+    def event(self, **_: Any) -> Any:
+        at = [0.0]
+        return mock.Mock(
+            record=lambda stream: at.__setitem__(0, max(self.stream, self.host)),
+            query=lambda: at[0] <= self.host,
+            synchronize=lambda: setattr(self, "host", max(self.host, self.stream)),
+            elapsed_time=lambda end: 1e3 * (end.at() - at[0]),
+            at=lambda: at[0],
+        )
+
+
+@pytest.mark.parametrize(
+    ("host", "late", "times"),
+    [
+        (1e-3, [False] * 4, [5.0] * 4),  # within the gate of 2 ms: the device's time alone
+        (7e-3, [True, True, False, False], [10.0, 8.0, 5.0, 5.0]),  # gates of 2, 4, 8 ms
+        (30e-3, [True] * 4, [33.0, 31.0, 27.0, 19.0]),  # more than any gate
+    ],
+)
+def test_a_gate_grows_until_the_host_is_done_behind_it(
+    host: float, late: list[bool], times: list[float]
+) -> None:
+    """A call for which the host works so long and then enqueues 5 ms."""
+    device = Device()
+
+    def way() -> None:
+        device.host += host
+        device.work(5e-3)
+
+    cuda = mock.Mock(
+        Event=device.event,
+        current_stream=lambda _: mock.Mock(synchronize=device.event().synchronize),
+        _sleep=lambda cycles: device.work(cycles / 1e9),
+    )
+    with (
+        mock.patch.object(sample, "cycles_per_second", lambda _: 1e9),
+        mock.patch.object(sample.torch, "cuda", cuda),
+    ):
+        clock = DeviceClock(torch.device("cuda"))
+        found = []
+        for _ in range(4):
+            seconds = clock(Alone(), way)
+            found.append((clock.late(way), pytest.approx(1e3 * seconds)))
+    assert found == list(zip(late, times)) and LONGER == 8
+    assert not clock.late(lambda: None)
+
+
+def test_code_without_git_or_with_changes_has_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run goes on only where the same code had begun it."""
+    answers = {"rev-parse": "abc1234", "status": ""}
+    monkeypatch.setattr(machine, "in_checkout", lambda: True)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "_git", lambda *args: answers[args[0]])
+    (tmp_path / "bench").mkdir()
+    file = tmp_path / "bench" / "a.py"
+    file.write_text("1")
+    assert machine.commit() == "abc1234"
+    answers["status"] = " M bench/a.py"
+    first = machine.commit()
+    file.write_text("2")
+    second = machine.commit()
+    assert first.startswith("abc1234+") and second.startswith("abc1234+") and first != second
+    answers["rev-parse"] = ""
+    assert machine.commit() == "+" + second.partition("+")[2]
+    monkeypatch.setattr(machine, "in_checkout", lambda: False)
+    assert machine.commit() == ""
