@@ -33,6 +33,7 @@ from .options import parse
 FUSED = "all-gather-matmul,matmul-reduce-scatter,matmul-all-reduce"
 NODE_LINK_GBPS = 450.0  # NVLink of an H100 or H200, one direction, line rate
 LEAST_SECONDS = 20.0  # under which a part is not begun
+USUAL_SECONDS = 45.0  # what a part gets at least while there is time: starting CUDA and compiling take half of that
 END_SECONDS = 5.0  # what stopping a part takes
 
 
@@ -93,7 +94,8 @@ def parts(options: Options) -> list[Part]:
 
 def seconds_for(part: Part, later: Sequence[Part], left: float) -> float:
     """The limit of a part when `left` seconds are left for it and the parts after it."""
-    return left * part.share / (part.share + sum(other.share for other in later))
+    fair = left * part.share / (part.share + sum(other.share for other in later))
+    return max(fair, min(USUAL_SECONDS, left))
 
 
 def is_done(path: Path, commit: str) -> bool:

@@ -161,7 +161,9 @@ def test_parts_share_the_time_that_is_left() -> None:
     every = gpu.parts(gpu.Options())
     left = total = 540.0
     for i, part in enumerate(every):
-        left -= gpu.seconds_for(part, every[i + 1 :], left)
+        seconds = gpu.seconds_for(part, every[i + 1 :], left)
+        assert seconds >= min(gpu.USUAL_SECONDS, left)
+        left -= seconds
     assert left == pytest.approx(0) and gpu.seconds_for(every[-1], [], total) == total
 
 
