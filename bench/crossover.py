@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusedtp.ops import crossover, measured
 
@@ -25,7 +22,8 @@ from . import machine, trial
 from .calls import call, operands
 from .cli import before_cuda
 from .crossover_report import draw, show
-from .options import Shared, device_of, known
+from .options import Shared, device_of, known, parse
+from .output import progress
 from .sample import Way
 
 DEFAULTS: dict[str, tuple[Any, ...]] = {  # shapes, tokens, tp, dtype, minutes
@@ -149,17 +147,14 @@ def run(rank: trial.Rank, plan: Plan) -> list[tuple[Case, Times]]:
     """Every case of this rank's world over tokens. Collective."""
     cases = [case for case in plan.cases if case.ranks == rank.world_size]
     found = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=rank.rank > 0) as progress:
-        task = progress.add_task("", total=len(cases) * len(plan.tokens))
+    with progress(len(cases) * len(plan.tokens), shown=rank.rank == 0) as begin:
         for case in cases:
             times: Times = {}
             for tokens in plan.tokens:
-                progress.update(task, description=f"{case.label}, T = {tokens}")
+                begin(f"{case.label}, T = {tokens}")
                 candidates = ways(rank, case, tokens, case.engines(plan.device))
                 rank.warm(candidates["collective"])
                 times[tokens] = rank.rounds(candidates, plan.seconds)
-                progress.advance(task)
             found.append((case, times))
     crossover.hold(None)
     return found
@@ -208,12 +203,7 @@ def kept(path: Path, machine: str, new: Sequence[dict[str, Any]]) -> list[dict[s
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 2 for bad input."""
-    options = tyro.cli(
-        CrossoverOptions,
-        prog="fusedtp bench crossover",
-        args=list(argv),
-        description=CrossoverOptions.__doc__,
-    )
+    options = parse(CrossoverOptions, argv, "fusedtp bench crossover")
     try:
         plan = plan_of(options)
         if plan.device == "cuda":

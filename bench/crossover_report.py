@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from .output import table
 
 COLORS = {"collective": "tab:gray", "chunked": "tab:blue", "triton": "tab:orange", "triton copy": "tab:red"}
 
 
 def show(entries: Sequence[dict[str, Any]], title: str) -> None:
     """Print what was found."""
-    table = Table("operation", "dtype", "ranks", "width", "from rows on", "ms of each engine", title=title)
+    lines = []
     for entry in entries:
         steps = ", ".join(f"{rows} {engine}" for rows, engine in entry["engines"])
-        times = "\n".join(
+        times = "; ".join(
             f"{rows}: " + ", ".join(f"{engine} {1e3 * s:.3g}" for engine, s in known.items())
             for rows, known in entry["seconds"]
         )
         where = f"{entry['world']} {entry['ranks']}"
-        table.add_row(entry["operation"], entry["dtype"], where, str(entry["width"]), steps, times)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        lines.append([entry["operation"], entry["dtype"], where, str(entry["width"]), steps, times])
+    header = ["operation", "dtype", "ranks", "width", "from rows on", "ms of each engine"]
+    table(title, header, lines, wide=header[4:])
 
 
 def draw(path: Path, entries: Sequence[dict[str, Any]], title: str) -> None:
     """A picture an entry: time over tokens as a share of collective's, and where the engine changes."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

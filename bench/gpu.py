@@ -33,7 +33,7 @@ from .options import parse
 FUSED = "all-gather-matmul,matmul-reduce-scatter,matmul-all-reduce"
 NODE_LINK_GBPS = 450.0  # NVLink of an H100 or H200, one direction, line rate
 LEAST_SECONDS = 20.0  # under which a part is not begun
-USUAL_SECONDS = 45.0  # what a part gets at least while there is time: starting CUDA and compiling take half of that
+USUAL_SECONDS = 45.0  # what a part gets while there is time: starting CUDA and compiling take half of it
 END_SECONDS = 5.0  # what stopping a part takes
 
 

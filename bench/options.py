@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -183,12 +184,12 @@ def parse(kind: type[T], argv: Sequence[str], prog: str) -> T:
         import tyro
     except ImportError:
         return _parse_plainly(kind, argv, prog)
-    return tyro.cli(kind, args=list(argv), prog=prog, description=kind.__doc__)
+    return tyro.cli(kind, args=list(argv), prog=prog, description=inspect.getdoc(kind))
 
 
 def _parse_plainly(kind: type[T], argv: Sequence[str], prog: str) -> T:
     """The same without tyro: --two-words VALUE, --flag and --no-flag."""
-    parser = argparse.ArgumentParser(prog=prog, description=kind.__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=inspect.getdoc(kind))
     types = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         flag, wanted = "--" + field.name.replace("_", "-"), types[field.name]

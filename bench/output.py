@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,13 @@ def show(about: Mapping[str, Any], roofs: Mapping[str, Mapping[str, float]], row
         ]
         print(f"roofs, {world}: {', '.join(rates)}")
     for title, group in groupby(rows, headline):
-        _table(title, [cells(row) for row in group])
+        lines = [cells(row) for row in group]
+        used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
+        table(title, [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines])
 
 
-def _table(title: str, lines: list[list[str]]) -> None:
-    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
-    header, lines = [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines]
+def table(title: str, header: list[str], lines: list[list[str]], wide: Sequence[str] = ("note",)) -> None:
+    """Print one. `wide` columns may be wrapped; those of words, the first and `wide` ones, are set to the left."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -82,13 +84,28 @@ def _table(title: str, lines: list[list[str]]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    table = Table(title=title, title_justify="left")
+    made = Table(title=title, title_justify="left")
     for name in header:
-        left = name in ("engine", "note")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note")
+        left = name == header[0] or name in wide
+        made.add_column(name, justify="left" if left else "right", no_wrap=name not in wide)
     for line in lines:
-        table.add_row(*line)
-    console.print(table)
+        made.add_row(*line)
+    console.print(made)
+
+
+@contextmanager
+def progress(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields what to call with the name of each of `total` steps as it begins. Without rich it says nothing."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda name: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task, begun = bar.add_task("", total=total), iter([0, *([1] * total)])
+        yield lambda name: bar.update(task, description=name, advance=next(begun))
 
 
 def plain_table(title: str, header: list[str], lines: list[list[str]]) -> str:

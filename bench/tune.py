@@ -16,18 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned, tuned_entries
 from fusedtp.ops.launch.config import Machine, machine_of
 
 from . import trial
 from .cli import before_cuda
-from .options import Shared, device_of, known
+from .options import Shared, device_of, known, parse
+from .output import progress, table
 from .shapes import MODELS
 from .tune_run import Winner, tune
 from .tune_space import PART_OF_CLASS, Job, Values, reduction_kernel
@@ -169,23 +165,15 @@ def run(rank: trial.Rank, plan: Plan) -> Path:
     jobs = classes([job for job in plan.jobs if job.ranks == rank.world_size], machine)
     missing = {key: of for key, of in jobs.items() if not (plan.resume and key in entries)}
     rank.worst([0.0])  # all have read the file before the first one writes it
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=rank.rank > 0) as progress:
-        task = progress.add_task(f"{rank.world_size} ranks", total=len(missing))
+    with progress(len(missing), shown=rank.rank == 0) as begin:
         for key, of in missing.items():
-            progress.update(task, description=of[0].label)
+            begin(f"{rank.world_size} ranks: {of[0].label}")
             some = of[:PART_OF_CLASS]
             winner = tune(rank, some, plan.candidates, held_beside(some[0], machine, winners))
             entries[key], winners[key] = entry_of(key, some, winner), winner.values
             if rank.rank == 0:
-                measured.write(
-                    path,
-                    "configurations",
-                    path.name.removesuffix(".json"),
-                    plan.measured,
-                    list(entries.values()),
-                )
-            progress.advance(task)
+                name = path.name.removesuffix(".json")
+                measured.write(path, "configurations", name, plan.measured, list(entries.values()))
     return path
 
 
@@ -201,13 +189,14 @@ def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[
 def show(path: Path) -> None:
     """Print a table that was written."""
     body = measured.parse(path.read_bytes(), "configurations", path.name.removesuffix(".json"))
-    table = Table("kernel, dtype, class", "configuration", "us", "default us", "gain", title=path.name)
+    lines = []
     for entry in body["entries"]:
         config = " ".join(f"{name} {value}" for name, value in entry["config"].items())
         mine, default = entry["seconds"], entry["default_seconds"]
         at = tuned.described(*tuned_entries.key_of(entry))
-        table.add_row(at, config, f"{1e6 * mine:.1f}", f"{1e6 * default:.1f}", f"{default / mine - 1:.1%}")
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        lines.append([at, config, f"{1e6 * mine:.1f}", f"{1e6 * default:.1f}", f"{default / mine - 1:.1%}"])
+    header = ["kernel, dtype, class", "configuration", "us", "default us", "gain"]
+    table(path.name, header, lines, wide=header[:2])
 
 
 @contextmanager
@@ -225,9 +214,7 @@ def _interpreting() -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 2 for bad input."""
-    options = tyro.cli(
-        TuneOptions, prog="fusedtp bench tune", args=list(argv), description=TuneOptions.__doc__
-    )
+    options = parse(TuneOptions, argv, "fusedtp bench tune")
     try:
         plan, path = plan_of(options, argv), None
         if plan.device != "cpu":

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from fusedtp.bench import cli, gpu, machine, output, plots, runner
+from fusedtp.bench.crossover import CrossoverOptions
 from fusedtp.bench.journal import Journal
 from fusedtp.bench.options import Options, _parse_plainly, parse, plan_of
 from fusedtp.bench.rows import Row
 from fusedtp.bench.sample import Rotating, Spread, cache_bytes, copies, steady, warm_up
+from fusedtp.bench.tune import TuneOptions
 
 ROW = Row("s", {"T": 8}, "float32", "e", "one", 1, seconds=Spread(2.0, 1.0, 3.0, 5), flops=8.0)
 
@@ -217,6 +219,13 @@ def test_options_without_tyro_are_those_with_it() -> None:
     ]
     assert _parse_plainly(Options, argv, "x") == parse(Options, argv, "x")
     assert _parse_plainly(Options, [], "x") == Options() == parse(Options, [], "x")
+    argv = ["--tp", "4", "--out", "there", "--world", "processes"]
+    for kind in (TuneOptions, CrossoverOptions):
+        assert (
+            _parse_plainly(kind, argv, "x")
+            == parse(kind, argv, "x")
+            == kind(tp="4", out=Path("there"), world="processes")
+        )
     with pytest.raises(SystemExit):
         _parse_plainly(Options, ["--world", "flat"], "x")
 
@@ -232,18 +241,21 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 from fusedtp.cli import main
-sys.exit(main(["bench", "matmul", "--smoke", "--device", "cpu", "--tp", "2", "--dtype", "float32", "--minutes", "0",
-               "--out", sys.argv[1]]))
+cpu = ["--device", "cpu", "--tp", "2", "--dtype", "float32", "--minutes", "0"]
+tiny = ["--shapes", "tiny", "--tokens", "8", "--world", "virtual", "--operations", "matmul_all_reduce"]
+sys.exit(main(["bench", "matmul", "--smoke", *cpu, "--out", sys.argv[1]])
+         or main(["bench", "crossover", *cpu, *tiny, "--out", sys.argv[2]]))
 """
 
 
 def test_a_bare_box_gets_json_and_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     done = subprocess.run(
-        [sys.executable, "-c", BARE, str(path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", BARE, str(path), str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "torch.matmul" in done.stdout and "matplotlib is not installed" in done.stdout
+    assert "from rows on" in done.stdout and len(list(tmp_path.glob("*.json"))) == 2
     assert json.loads(path.read_text())["rows"]
 
 
