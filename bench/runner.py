@@ -7,6 +7,7 @@ raises becomes a row that says so, and the world is started again for those afte
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from . import machine, output, ranks
 from .journal import Journal
@@ -72,6 +75,7 @@ def measure(plan: Plan, suites: Sequence[str], journal: Journal, key: dict[str, 
     for count, every in jobs.items():
         while left := [(s, c) for s, c in every if (s, _name(count, c)) not in journal.done()]:
             started = len(journal.lines())
+            _free()
             try:
                 ranks.run(plan, count, run_cases, left, seconds, str(journal.path), key)
             except (Refused, KeyboardInterrupt):
@@ -82,6 +86,12 @@ def measure(plan: Plan, suites: Sequence[str], journal: Journal, key: dict[str, 
                 waiting = [(s, c) for s, c in left if (s, _name(count, c)) not in done]
                 for suite, case in waiting if dead else waiting[:1]:
                     _fail(plan, journal, count, suite, case, error)
+
+
+def _free() -> None:
+    """What a world before, or its error, still holds of the device. No rank runs now, so none waits for this one."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing where CUDA was not started
 
 
 def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Any, error: Exception) -> None:
@@ -130,7 +140,10 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
     output.show(about, roofs, rows)
     written = [path]
     if options.plots:
-        written += output.draw(path, about, roofs, rows)
+        try:
+            written += output.draw(path, about, roofs, rows)
+        except Exception as error:  # what was measured is written
+            print(f"fusedtp bench: no pictures: {type(error).__name__}: {error}", file=sys.stderr)
     print(", ".join(map(str, written)))
     return 1 if result["failures"] else 0
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedtp
-from fusedtp.bench import cli, machine, sample
+from fusedtp.bench import cli, machine, output, sample
 from fusedtp.bench.baselines import ByHand
 from fusedtp.bench.sample import LONGER, Alone, DeviceClock
 
@@ -61,6 +61,20 @@ def test_what_fails_on_one_rank_is_dropped_by_all() -> None:
 
     plan = plan_of(Options(smoke=True, device="cpu", world="virtual", tp="2"))
     assert run(plan, 2, body) == [{"theirs": "failed on another rank"}, {"theirs": "MemoryError: full"}]
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(*_: Any) -> Any:
+        raise OSError("no font")
+
+    monkeypatch.setattr(output, "draw", raises)
+    path = tmp_path / "r.json"
+    run = [word for word in RUN if word != "--no-plots"]
+    assert cli.main(["linear-cross-entropy", *run, "--world", "virtual", "--out", str(path)]) == 0
+    assert "no pictures: OSError: no font" in capsys.readouterr().err
+    assert json.loads(path.read_text())["complete"]
 
 
 def test_collectives_that_raise_are_a_baseline_that_is_not_here(
