@@ -39,6 +39,7 @@ def cells(row: Row) -> list[str]:
         number(rate / 1e9 if rate is not None and not flops else None, ".4g"),
         number(row.roof_share, ".0%"),
         number(row.hidden_share, ".0%"),
+        number(row.over_slower, ".3f"),
         number(row.overhead, ".3f"),
         number(None if row.host_seconds is None else 1e6 * row.host_seconds, ".0f"),
         number(None if row.peak_bytes is None else row.peak_bytes / 1e6, ".4g"),

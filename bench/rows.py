@@ -71,6 +71,13 @@ class Row:
         return hidden_share(self.t_comm, self.t_matmul, self.seconds.median)
 
     @property
+    def over_slower(self) -> float | None:
+        """Time over that of the slower part alone: 1 where all that can be hidden is."""
+        if self.seconds is None or self.t_comm is None or self.t_matmul is None:
+            return None
+        return self.seconds.median / max(self.t_comm, self.t_matmul)
+
+    @property
     def overhead(self) -> float | None:
         """Time over that of the plain matmul: what flags and order cost."""
         return None if self.seconds is None or not self.t_plain else self.seconds.median / self.t_plain
@@ -95,6 +102,7 @@ class Row:
             "t_comm": self.t_comm,
             "t_matmul": self.t_matmul,
             "hidden_share": self.hidden_share,
+            "over_slower": self.over_slower,
             "t_plain": self.t_plain,
             "overhead": self.overhead,
             "host_seconds": self.host_seconds,

@@ -106,6 +106,7 @@ def test_the_share_hidden_follows_from_the_times_of_the_same_case(results: dict[
         assert (fused["t_comm"], fused["t_matmul"]) == (t_comm, t_matmul)
         want = (t_comm + t_matmul - fused["seconds"]["median"]) / min(t_comm, t_matmul)
         assert fused["hidden_share"] == pytest.approx(want)
+        assert fused["over_slower"] == pytest.approx(fused["seconds"]["median"] / max(t_comm, t_matmul))
         assert engines["matmul alone"]["hidden_share"] is None
 
 
