@@ -17,6 +17,7 @@ COLUMNS = (
     "GB/s",
     "roof",
     "hidden",
+    "/ slower",
     "/ plain",
     "host us",
     "peak MB",
