@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -62,7 +63,11 @@ def symm_mem(group: Any, device: torch.device) -> Found:
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
-        symmetric.enable_symm_mem_for_group(group.group_name)
+        enable = getattr(symmetric, "enable_symm_mem_for_group", None)
+        if enable is not None:  # newer ones need it no more, and warn of it
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                enable(group.group_name)
         return torch.ops.symm_mem, ""
     except (ImportError, AttributeError, RuntimeError) as error:
         return None, f"torch's symmetric memory: {error}"

@@ -159,7 +159,7 @@ OURS: dict[str, Callable[..., Outputs]] = {
 
 
 def liger(case: Case, device: torch.device) -> baselines.Found:
-    """The same of Liger-Kernel, which has no residual sum before its norm: that is torch's."""
+    """The same of Liger-Kernel. Where it is too old to have the residual sum before its norm, that is torch's."""
     if case.operation == "rope":
         function, why = baselines.liger("rope", "LigerRopeFunction", device)
 
@@ -173,6 +173,10 @@ def liger(case: Case, device: torch.device) -> baselines.Found:
     if case.operation == "swiglu":
         function, why = baselines.liger("swiglu", "LigerSiLUMulFunction", device)
         return (None if function is None else lambda gate, up: (function.apply(gate, up),)), why
+    if case.operation == "add_rms_norm":
+        both, why = baselines.liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", device)
+        if both is not None:
+            return lambda x, residual, weight: both.apply(x, residual, weight, EPS, 0.0, "llama", False), why
     function, why = baselines.liger("rms_norm", "LigerRMSNormFunction", device)
     if function is None:
         return None, why
