@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fusedtp
-from fusedtp.bench import cli, machine, output, sample
+from fusedtp.bench import baselines, cli, machine, output, sample
 from fusedtp.bench.baselines import ByHand
 from fusedtp.bench.sample import LONGER, Alone, DeviceClock
+from fusedtp.bench.suites import pointwise
 
 RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots", "--tp", "2", "--dtype", "float32"]
 
@@ -87,8 +89,6 @@ def test_collectives_that_raise_are_a_baseline_that_is_not_here(
 
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("NCCL error: unhandled system error")
-
-    from fusedtp.bench import baselines
 
     monkeypatch.setattr(baselines, "by_hand", lambda *_: (Raises(), ""))
     path = tmp_path / "r.json"
@@ -176,3 +176,30 @@ def test_code_without_git_or_with_changes_has_a_name_of_its_own(
     assert machine.commit() == "+" + second.partition("+")[2]
     monkeypatch.setattr(machine, "in_checkout", lambda: False)
     assert machine.commit() == ""
+
+
+@pytest.mark.parametrize("version", ["with the sum", "without"])
+def test_liger_is_asked_for_its_own_residual_sum_where_it_has_one(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-ins that take what its functions take."""
+    asked: list[str] = []
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> torch.Tensor:
+        asked.append("norm")
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> Any:
+        return norm(x + residual, weight, eps), asked.append("sum") or x + residual
+
+    def liger(module: str, name: str, device: torch.device) -> baselines.Found:
+        if module == "fused_add_rms_norm":
+            return (mock.Mock(apply=both), "") if version == "with the sum" else (None, "too old")
+        return mock.Mock(apply=norm), ""
+
+    monkeypatch.setattr(baselines, "liger", liger)
+    case = pointwise.Case("add_rms_norm", "tiny", 4, 1, "float32", False)
+    function, why = pointwise.liger(case, torch.device("cpu"))
+    tensors = tuple(torch.randn(shape) for shape in ((4, 64), (4, 64), (64,)))
+    assert why == "" and pointwise.error(case, function, tensors).share <= 1
+    assert asked == ["norm", "sum"][: 1 + (version == "with the sum")]
