@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.device_view import DeviceView
-from fusedtp.comm.workspace import FLAGS_PER_SOURCE
+from fusedtp.comm.regions import FLAGS_PER_SOURCE
 from fusedtp.ops.launch import Launch, Machine, plain, plan_matmul, plan_reduce_scatter
 from fusedtp.ops.launch.config import machine_of
 from fusedtp.ops.rows import Rows
