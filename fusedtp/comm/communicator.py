@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .constant import constant_to_compiler
 from .errors import PeerFailed, SignalTimeout
 from .process_world import ProcessWorld
 from .signature import MAX_SIZES, Signature
@@ -204,7 +205,7 @@ def _forget(name: str, made: int) -> None:
             del _registry[name]
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def place(group: Group) -> Place:
     """This rank's place in a group; a constant to torch.compile. The first call for a group is collective."""
     group = getattr(group, "real_obj", group)  # while tracing, torch wraps the group

@@ -7,6 +7,7 @@ would never return), so a rank may wait for its peers there too.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import threading
@@ -56,6 +57,7 @@ class VirtualWorld:
         self.arrivals = [0] * self.world_size
         if self._streams:
             torch.cuda.synchronize(self.device)
+        importlib.import_module("torch._dynamo")  # else a custom operation's first call does, in all threads
 
         def body(rank: int) -> None:
             stream = torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()

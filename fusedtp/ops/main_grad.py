@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fusedtp.comm.constant import constant_to_compiler
+
 from .first_order import first_order
 from .gradients import op
 
@@ -66,7 +68,7 @@ def main_grad_of(parameter: Tensor) -> Any:
 
 
 # Runs while tracing. An error that is traced would only break the graph, and what is compiled of the rest go wrong.
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def _refuse_to_compile() -> None:
     raise RuntimeError(
         "a parameter with main_grad is used in a compiled function: the graph would put its gradient into .grad and "

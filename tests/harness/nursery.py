@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch", "torch.distributed", "fusedtp", "hypothesis", "pytest")
+# torch._dynamo is what the first custom operation of a process imports
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "fusedtp", "hypothesis", "pytest")
 
 
 class Nursery:
