@@ -1,6 +1,7 @@
-"""Settings of every test: hypothesis profiles, and `gpu` tests only where there is a GPU."""
+"""Settings of every test: hypothesis profiles, `gpu` tests only where there is a GPU, and who runs what under `-n`."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,31 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu` on a machine without one."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Under `-n` each process has a core's worth of threads, as ranks have."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what is marked `gpu` on a machine without one; under `-n`, files with `slow` tests come first."""
+    if hasattr(config, "workerinput"):
+        # else one process would end minutes after the others
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `-n`, a file's tests run in one process, in order: they share worlds, compiled kernels and fixtures."""
+    if config.getvalue("dist") != "load":  # asked for another way
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)

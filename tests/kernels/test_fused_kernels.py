@@ -89,6 +89,7 @@ def test_copies_bring_what_programs_would(worlds, op):
     worlds.check(3, call | every, few | one, between, few | every, few, call | one)
 
 
+@pytest.mark.slow
 def test_a_hundred_mixed_calls_on_one_workspace(worlds):
     """Shapes, dtypes, transports and empty shards change from call to call, ranks come late by turns."""
     mixed = []

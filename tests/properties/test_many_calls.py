@@ -11,6 +11,7 @@ from tests.properties.laws import mixed
 from tests.properties.strategies import cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @settings(max_examples=2, phases=[Phase.generate])  # the first is the simplest; smaller lists say no more
 @given(st.data())

@@ -81,6 +81,7 @@ def fault_of(calls: list[Call], schedule: Schedule) -> Fault | None:
     return None
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(workspaces(), schedules)
 def test_any_calls_on_one_workspace_under_any_schedule(calls, schedule):
