@@ -130,8 +130,9 @@ def compiled_by_inductor(group) -> None:
             numbers(4, 5, seed=19),
         )
         leaves = [t.detach().clone().requires_grad_() for t in given]
-        # its cache on disk knows a graph by torch's version, not by what our operations take in this one
-        with torch._inductor.config.patch(force_disable_caches=True):
+        # its cache on disk knows a graph by torch's version, not by what our operations take in this one; and each rank
+        # would start processes that compile, for a graph that one compiles sooner
+        with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
             y = function(*leaves)
             y.backward(torch.ones_like(y))
         found.append([y.detach(), *(leaf.grad for leaf in leaves)])
@@ -139,6 +140,7 @@ def compiled_by_inductor(group) -> None:
         assert torch.equal(eager, compiled), f"tensor {i} differs"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
 )
