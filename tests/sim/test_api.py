@@ -159,7 +159,7 @@ def plain_pytest(folder: Path) -> str:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=400)
     return done.stdout + done.stderr
 
 
