@@ -15,6 +15,7 @@ from .mlp import MLP
 from .model import CausalLM, CausalLMOutput
 from .norm import RMSNorm
 from .rope import RopeScaling
+from .router import Router
 
 __all__ = [
     "MLP",
@@ -26,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "RMSNorm",
     "RopeScaling",
+    "Router",
     "TokenLayout",
     "TransformerBlock",
     "VocabParallelEmbedding",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .layout import TokenLayout
 
-EMBEDDING, AFTER_ATTENTION, AFTER_MLP = 0, 1, 2
+EMBEDDING, AFTER_ATTENTION, AFTER_MLP, ROUTER = 0, 1, 2, 3
 
 
 class HiddenDropout(nn.Module):
@@ -51,6 +51,11 @@ def dropout_state(seed: int, step: int, first_token: int = 0) -> Tensor:
 
 def dropout_mask(state: Tensor, rate: float, site: int, start: int, rows: int, features: int) -> Tensor:
     """bool [rows, features], true where dropped, for tokens start .. start + rows - 1 of the batch."""
+    return random_bits(state, site, start, rows, features) < int(rate * 2.0**32) - 2**31
+
+
+def random_bits(state: Tensor, site: int, start: int, rows: int, features: int) -> Tensor:
+    """int32 [rows, features], uniform over all int32, for tokens start .. start + rows - 1 of the batch."""
     device = state.device
     seed, step, first_token = state.unbind()
     key = _mix64(_mix64(_mix64(seed) ^ step) ^ site)
@@ -58,8 +63,7 @@ def dropout_mask(state: Tensor, rate: float, site: int, start: int, rows: int, f
     row = _mix64(key ^ _mix64(token))
     column = _mix64(torch.arange(features, dtype=torch.int64, device=device) + 1)
     low, high = row.to(torch.int32), (row >> 32).to(torch.int32)
-    bits = _mix32(_mix32(column.to(torch.int32)[None, :] ^ low[:, None]) + high[:, None])
-    return bits < int(rate * 2.0**32) - 2**31
+    return _mix32(_mix32(column.to(torch.int32)[None, :] ^ low[:, None]) + high[:, None])
 
 
 def _shift(x: Tensor, places: int, width: int) -> Tensor:

@@ -1,0 +1,224 @@
+"""Balance of the experts: counts, auxiliary losses, the bias that stands in for a loss, and sinkhorn.
+
+T tokens of all ranks, E experts, k choices a token, c_i of the k T choices fall on expert i; p_ti is token t's
+probability of expert i: its scores, divided by their sum.
+
+    switch_loss      E / (k T^2)  sum_i c_i sum_t p_ti               1 where all is even, up to E
+    gshard_loss      1 / (E T^2)  sum_i c_i sum_t p_ti               c_i of first choices only
+    sequence_loss    E / (k S^2)  sum_i c_i sum_t p_ti               of each sequence of S tokens; mean over sequences
+    log_z_squares    1 / T        sum_t (log sum_i exp logit_ti)^2
+    update_bias_     b_i += u sign(mean_j c_j - c_i)
+
+The losses take sums over all ranks, which one message brings: `over_ranks`. Counts have no gradient.
+
+Note [Gradients of a global loss]
+Every rank computes the loss of all ranks' tokens. p_ti of this rank's tokens stand in the sums once, and the sum's
+backward is the identity: so a rank's gradient is that by its own tokens, and what a replicated parameter gets is
+summed over ranks, as everywhere in this library. That is the gradient of the loss of one process with all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Group, communicator, place
+from fusedtp.ops.tokens import all_reduce_sum, gather_tokens
+
+from .layout import TokenLayout
+
+LOSSES = ("balance_loss", "sequence_loss", "z_loss")
+KINDS = ("switch", "gshard")  # of balance_loss
+LAYER = "router"  # for what its messages are counted
+
+
+def in_step(group: Group | None) -> AbstractContextManager[None]:
+    """Around what only this rank may find wrong: its peers then raise instead of waiting."""
+    if group is None or torch.compiler.is_compiling():
+        return nullcontext()
+    return communicator(group).in_step()
+
+
+def count(indices: Tensor, size: int) -> Tensor:
+    """How often each of 0 .. size - 1 occurs: int64 [size]. Negative ones count for nothing.
+
+    Integer sums do not depend on their order; the shape does not depend on the data, as torch.bincount's does.
+    """
+    flat = indices.reshape(-1).long()
+    bins = torch.where(flat < 0, size, flat)
+    return flat.new_zeros(size + 1).scatter_add(0, bins, torch.ones_like(bins))[:size]
+
+
+def max_violation(counts: Tensor) -> Tensor:
+    """(max_i c_i - mean c) / mean c over the last dim, fp32; 0 of no tokens.
+
+    Source: MaxVio of Wang et al. 2024, arXiv 2408.15664.
+    """
+    mean = counts.double().mean(-1)
+    return ((counts.amax(-1) - mean) / mean.clamp(min=1e-30)).float()
+
+
+def over_ranks(parts: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
+    """The sum of every part over the ranks of `group`, in one message; its backward is the identity.
+
+    In fp64: counts up to 2**53 are exact, and the split over ranks hardly shows in the other sums.
+    """
+    wide = {name: part.double() for name, part in parts.items()}
+    if group is None:
+        return wide
+    flat = torch.cat([part.reshape(-1) for part in wide.values()])
+    pieces = all_reduce_sum(flat, group, LAYER).split([part.numel() for part in wide.values()])
+    return {name: piece.view(part.shape) for (name, part), piece in zip(wide.items(), pieces, strict=True)}
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+def switch_loss(chosen: Tensor, probability: Tensor, tokens: Tensor, top_k: int) -> Tensor:
+    """chosen, probability [E]: sums over all ranks' tokens.
+
+    Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6 without alpha, there for k = 1: the fraction of
+    choices that fall on an expert times its mean probability, summed, times E.
+    """
+    return (chosen * probability).sum() * (chosen.numel() / top_k) / tokens.clamp(min=1).square()
+
+
+def gshard_loss(first: Tensor, probability: Tensor, tokens: Tensor) -> Tensor:
+    """first [E]: how many tokens of all ranks have each expert as their first choice.
+
+    Source: Lepikhin et al. 2020, "GShard", section 2.2 and algorithm 1: the auxiliary loss before its coefficient.
+    """
+    return (first * probability).sum() / first.numel() / tokens.clamp(min=1).square()
+
+
+def sequence_loss(
+    probability: Tensor, expert_ids: Tensor, layout: TokenLayout, group: Group | None = None
+) -> Tensor:
+    """This rank's part of the sum over sequences; a scalar, fp64.
+
+    probability   [T_r, E]   of this rank's tokens
+    expert_ids    [T_r, k]   the top k by unbiased scores, as equation 18 has it
+    group         the ranks over which the layout splits its tokens: a sequence's counts are summed over them
+    Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20 without alpha.
+    """
+    (rows, num_experts), length, top_k = probability.shape, max(layout.length, 1), expert_ids.shape[1]
+    of = torch.arange(layout.start, layout.start + rows, device=probability.device) // length
+    counts = count(of[:, None] * num_experts + expert_ids, layout.batch * num_experts)
+    if layout.is_split:
+        counts = over_ranks({"counts": counts}, group)["counts"]
+    share = (counts.double() * (num_experts / (top_k * length))).to(probability.dtype)
+    return (probability * share.view(layout.batch, num_experts)[of]).sum(dtype=torch.float64) / length
+
+
+def log_z_squares(logits: Tensor) -> Tensor:
+    """logits [T_r, E] -> the sum over tokens of (log sum exp)^2; a scalar, fp64.
+
+    Source: Zoph et al. 2022, "ST-MoE", equation 5.
+    """
+    return logits.logsumexp(-1).square().sum(dtype=torch.float64)
+
+
+class Chosen(NamedTuple):
+    """Of this rank's tokens: logits and probability [T_r, E], the experts chosen [T_r, k], and those that scores alone
+    would choose."""
+
+    logits: Tensor
+    probability: Tensor
+    expert_ids: Tensor
+    unbiased_ids: Tensor
+
+
+def losses(
+    of: Chosen,
+    wanted: Mapping[str, float],
+    kind: str,
+    layout: TokenLayout | None,
+    group: Group | None,
+    sequence_group: Group | None,
+) -> dict[str, Tensor]:
+    """Each of LOSSES that has a coefficient in `wanted`, without it, of all ranks' tokens: fp64 scalars.
+
+    Whatever they sum over `group` travels in one message.
+    """
+    rows, num_experts = of.logits.shape
+    parts = {"tokens": of.logits.new_full((), float(rows))}
+    if wanted["balance_loss"]:
+        parts["chosen"] = count(of.expert_ids if kind == "switch" else of.expert_ids[:, :1], num_experts)
+        parts["probability"] = of.probability.sum(0, dtype=torch.float64)
+    if wanted["sequence_loss"]:
+        assert layout is not None
+        among = group if sequence_group is None else sequence_group
+        parts["sequence_loss"] = sequence_loss(of.probability, of.unbiased_ids, layout, among)
+        counted_here = layout.rank == 0 or not layout.is_split
+        parts["sequences"] = of.logits.new_full((), float(layout.batch if counted_here else 0))
+    if wanted["z_loss"]:
+        parts["z_loss"] = log_z_squares(of.logits)
+    sums = over_ranks(parts, group)
+    found, tokens = {}, sums["tokens"]
+    if wanted["balance_loss"]:
+        if kind == "switch":
+            top_k = of.expert_ids.shape[1]
+            found["balance_loss"] = switch_loss(sums["chosen"], sums["probability"], tokens, top_k)
+        else:
+            found["balance_loss"] = gshard_loss(sums["chosen"], sums["probability"], tokens)
+    if wanted["sequence_loss"]:
+        found["sequence_loss"] = sums["sequence_loss"] / sums["sequences"].clamp(min=1)
+    if wanted["z_loss"]:
+        found["z_loss"] = sums["z_loss"] / tokens.clamp(min=1)
+    return found
+
+
+# -- without a loss --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def update_bias_(bias: Tensor, counts: Tensor, rate: float, group: Group | None = None) -> Tensor:
+    """Once a step, after the optimizer: more bias for experts with fewer tokens than the mean, less for the others.
+
+    bias     [..., E]   changed in place and returned; all layers' biases may be stacked, for one message
+    counts   [..., E]   tokens per expert of this rank, summed over the step's microbatches
+    rate     u, 0.001 in both papers
+    group    the ranks whose tokens count; None: counts are complete
+    Raises ValueError for shapes that differ or a negative rate.
+    Source: Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    if bias.shape != counts.shape or not rate >= 0:
+        raise ValueError(
+            f"wanted bias and counts of one shape and a rate of at least 0, got {tuple(bias.shape)}, "
+            f"{tuple(counts.shape)} and {rate}"
+        )
+    total = over_ranks({"counts": counts}, group)["counts"]
+    gap = total.sum(-1, keepdim=True) - total * total.shape[-1]  # E (mean - c), of integers
+    return bias.add_(gap.sign().to(bias.dtype), alpha=rate)
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor, iterations: int, group: Group | None = None) -> Tensor:
+    """The log of exp(logits) after so many scalings of rows and columns, which share the tokens out among the experts.
+
+    logits   [T_r, E]
+    return   [T_r, E]   exp of it sums to T / E in every column, exactly, and to nearly 1 in every row, the nearer the
+                        more iterations. The largest entry of a row is its token's expert.
+    Columns are summed over the ranks of `group`, by one all-gather of [E + 1] an iteration. Logs, so that no entry
+    overflows or vanishes; a fixed number of iterations, so that nobody waits for the host to see an error fall.
+    Source: Sinkhorn and Knopp 1967; for experts, Clark et al. 2022, "Unified Scaling Laws for Routed Language Models",
+    S-BASE.
+    """
+    plan, rows = logits, logits.new_full((1,), float(logits.shape[0]))
+    for _ in range(iterations):
+        plan = plan - plan.logsumexp(1, keepdim=True)
+        columns = _every_rank(torch.cat([plan.logsumexp(0), rows])[None], group)
+        even = (columns[:, -1].sum() / logits.shape[1]).log()
+        plan = plan - columns[:, :-1].logsumexp(0) + even
+    return plan
+
+
+def _every_rank(x: Tensor, group: Group | None) -> Tensor:
+    """x [1, n] -> [W, n]."""
+    if group is None:
+        return x
+    return gather_tokens(x, group, (1,) * place(group).world_size, LAYER)
