@@ -204,17 +204,19 @@ def sinkhorn(logits: Tensor, iterations: int, group: Group | None = None) -> Ten
     return   [T_r, E]   exp of it sums to T / E in every column, exactly, and to nearly 1 in every row, the nearer the
                         more iterations. The largest entry of a row is its token's expert.
     Columns are summed over the ranks of `group`, by one all-gather of [E + 1] an iteration. Logs, so that no entry
-    overflows or vanishes; a fixed number of iterations, so that nobody waits for the host to see an error fall.
+    overflows or vanishes; a token with a logit that is not finite counts for an undecided one, so that it changes no
+    other's expert, and keeps its logits; a fixed number of iterations, so that nobody waits for the host to see an error fall.
     Source: Sinkhorn and Knopp 1967; for experts, Clark et al. 2022, "Unified Scaling Laws for Routed Language Models",
     S-BASE.
     """
-    plan, rows = logits, logits.new_full((1,), float(logits.shape[0]))
+    usable = logits.isfinite().all(1, keepdim=True)
+    plan, rows = logits.where(usable, 0.0), logits.new_full((1,), float(logits.shape[0]))
     for _ in range(iterations):
         plan = plan - plan.logsumexp(1, keepdim=True)
         columns = _every_rank(torch.cat([plan.logsumexp(0), rows])[None], group)
         even = (columns[:, -1].sum() / logits.shape[1]).log()
         plan = plan - columns[:, :-1].logsumexp(0) + even
-    return plan
+    return plan.where(usable, logits)
 
 
 def _every_rank(x: Tensor, group: Group | None) -> Tensor:

@@ -127,8 +127,11 @@ class Router(nn.Module):
     def faults(self) -> list[str]:
         """Everything that is wrong with the arguments, in words."""
         positive = ("dim", "num_experts", "top_k", "num_groups", "top_groups")
-        small = [name for name in positive if getattr(self, name) < 1]
-        found = [f"{name} is {getattr(self, name)}, must be at least 1" for name in small]
+        found = [
+            f"{name} is {getattr(self, name)}, must be at least 1"
+            for name in positive
+            if getattr(self, name) < 1
+        ]
         for name, known in (("score", SCORES), ("group_score", GROUP_SCORES), ("balance", _balance.KINDS)):
             if getattr(self, name) not in known:
                 found.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(known)}")
@@ -143,11 +146,14 @@ class Router(nn.Module):
             found.append(f"top_k {self.top_k} of only {self.num_experts} experts")
         if self.top_groups > self.num_groups:
             found.append(f"top_groups {self.top_groups} of only {self.num_groups} groups")
-        if not small and self.num_experts % self.num_groups:
-            found.append(f"num_groups {self.num_groups} does not divide num_experts {self.num_experts}")
-        elif not small and self.top_groups * (self.num_experts // self.num_groups) < self.top_k:
-            each = self.num_experts // self.num_groups
-            found.append(f"top_groups {self.top_groups} of {each} experts hold fewer than top_k {self.top_k}")
+        if min(self.num_experts, self.num_groups) >= 1:
+            each, rest = divmod(self.num_experts, self.num_groups)
+            if rest:
+                found.append(f"num_groups {self.num_groups} does not divide num_experts {self.num_experts}")
+            elif self.top_groups * each < self.top_k:
+                found.append(
+                    f"{self.top_groups} top_groups of {each} experts are fewer than top_k {self.top_k}"
+                )
         if self.has_bias and self.score_after_topk:
             found.append("bias is added to scores: it cannot be had with score_after_topk")
         if self.sinkhorn and self.top_k != 1:
@@ -249,9 +255,12 @@ class Router(nn.Module):
         return best_in_groups(key, self.top_k, self.num_groups, self.top_groups, self.group_score)
 
     def _weights(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
-        if self.score == "softmax":
-            whole = self.normalize or self.score_after_topk
-            weights = logits.gather(1, ids).softmax(-1) if whole else scores.gather(1, ids)
+        if self.score_after_topk and self.score == "softmax":
+            weights = logits.gather(1, ids).softmax(-1)
+        elif self.normalize and self.score == "softmax":
+            weights = (
+                logits.log_softmax(-1).gather(1, ids).softmax(-1)
+            )  # a NaN spreads, also of one not chosen
         elif self.normalize:
             weights = F.logsigmoid(logits.gather(1, ids)).softmax(-1)
         else:

@@ -1,0 +1,413 @@
+"""The router against the papers' formulas, token by token, for any split of the tokens over ranks."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusedtp.comm import VirtualWorld
+from fusedtp.nn import Router, TokenLayout, init_
+from fusedtp.nn.dropout import dropout_state
+from tests.harness import world
+from tests.nn import routing_formulas as formulas
+from tests.nn.support import assert_close, randn
+
+LOSSES = {"balance_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
+
+
+@st.composite
+def options(draw) -> dict:
+    """Arguments of a Router, beside its losses."""
+    groups, each = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    top_groups = draw(st.integers(1, groups))
+    after = draw(st.booleans())
+    return {
+        "num_experts": groups * each,
+        "top_k": draw(st.integers(1, top_groups * each)),
+        "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "score_after_topk": after,
+        "normalize": draw(st.booleans()),
+        "scale": draw(st.sampled_from([1.0, 2.5])),
+        "num_groups": groups,
+        "top_groups": top_groups,
+        "group_score": draw(st.sampled_from(["top2", "max"])),
+        "bias": draw(st.booleans()) and not after,
+    }
+
+
+@st.composite
+def splits(draw, world_sizes: tuple[int, ...] = (1, 2, 3, 4)) -> tuple[int, int, tuple[int, ...]]:
+    """Batch, length, and the rows of every rank, of which some may have none."""
+    batch, length, size = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 5)),
+        draw(st.sampled_from(world_sizes)),
+    )
+    cuts = sorted(draw(st.integers(0, batch * length)) for _ in range(size - 1))
+    edges = [0, *cuts, batch * length]
+    return batch, length, tuple(b - a for a, b in pairwise(edges))
+
+
+def router_of(weight: Tensor, values: Tensor | None = None, **spec) -> Router:
+    """With this weight, and these values of its bias."""
+    router = Router(weight.shape[1], dtype=weight.dtype, **spec)
+    with torch.no_grad():
+        router.weight.copy_(weight)
+        if values is not None:
+            router.bias.copy_(values)
+    return router
+
+
+def routed(logits: Tensor, values: Tensor | None = None, **spec):
+    """Of a router whose weight is the identity, so that x are the logits, exactly."""
+    return router_of(torch.eye(logits.shape[1], dtype=logits.dtype), values, **spec)(logits)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(options(), st.integers(0, 6), st.integers(0, 1 << 30), st.booleans())
+def test_experts_and_weights_are_the_definition_with_ties(spec, tokens, seed, tied):
+    """Integer logits of few values tie nearly always; a bias of few values too."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = spec["num_experts"]
+    logits = torch.randint(-2, 3, (tokens, experts), generator=generator).double()
+    logits = logits if tied else logits + torch.rand(tokens, experts, generator=generator).double()
+    bias = torch.randint(-1, 2, (experts,), generator=generator) / 8.0 if spec["bias"] else None
+    got = routed(logits, bias, **spec)
+    ids = formulas.choose(logits, spec, bias)
+    assert got.expert_ids.dtype == torch.int32 and torch.equal(got.expert_ids.long(), ids)
+    assert_close("weights", got.weights, formulas.weights_of(logits, ids, spec))
+    assert got.tokens_per_expert.tolist() == torch.bincount(ids.flatten(), minlength=experts).tolist()
+    p = formulas.scores_of(logits, spec["score"])
+    mean = (p / p.sum(1, keepdim=True)).sum(0) / max(tokens, 1)
+    assert got.mean_probability.dtype == torch.float32
+    assert_close("mean probability", got.mean_probability, mean)
+    load = torch.bincount(ids.flatten(), minlength=experts).double()
+    violation = (load.max() - load.mean()) / load.mean() if tokens else torch.zeros(())
+    assert_close("MaxVio", got.max_violation, violation)
+
+
+@settings(max_examples=30)
+@given(options(), st.integers(0, 1 << 30))
+def test_relabelling_experts_permutes_the_choice(spec, seed):
+    """Whole groups move, and the experts inside them."""
+    random = Random(seed)
+    groups, each = spec["num_groups"], spec["num_experts"] // spec["num_groups"]
+    order = [
+        g * each + i for g in random.sample(range(groups), groups) for i in random.sample(range(each), each)
+    ]
+    logits, bias = randn(5, spec["num_experts"], seed=seed), randn(spec["num_experts"], seed=seed + 1)
+    there = (bias, bias[order]) if spec["bias"] else (None, None)
+    plain, moved = routed(logits, there[0], **spec), routed(logits[:, order], there[1], **spec)
+    assert torch.equal(torch.tensor(order)[moved.expert_ids.long()], plain.expert_ids.long())
+    assert_close("weights", moved.weights, plain.weights)
+    assert torch.equal(moved.tokens_per_expert, plain.tokens_per_expert[order])
+
+
+@pytest.mark.parametrize("odd", [float("nan"), -float("nan"), float("inf"), -float("inf"), 1e30])
+@given(options(), st.integers(0, 1 << 30))
+@settings(max_examples=15)
+def test_odd_logits_give_distinct_ids_in_range_and_nan_shows(odd, spec, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, spec["num_experts"], generator=generator)
+    logits[:3][torch.rand(3, spec["num_experts"], generator=generator) < 0.5] = odd
+    logits[0] = odd
+    router = Router(1, **spec)
+    router._logits = lambda x, layout: logits  # type: ignore[method-assign]
+    got = router(torch.zeros(6, 1))
+    for row in got.expert_ids.tolist():
+        assert len(set(row)) == spec["top_k"] and all(0 <= i < spec["num_experts"] for i in row)
+    assert got.weights[3:].isfinite().all()
+    if odd != odd:
+        assert got.weights[:3].isnan().any(1).tolist() == logits[:3].isnan().any(1).tolist()
+        assert not got.weights[0].isfinite().any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_nan_changes_no_other_token_s_expert_by_sinkhorn_and_shows(score):
+    logits = randn(6, 3, seed=4)
+    odd, zero = logits.clone(), logits.clone()
+    odd[2, 1], zero[2] = torch.nan, 0.0
+    router = Router(1, 3, 1, score=score, sinkhorn=9)
+    router._logits = lambda x, layout: x  # type: ignore[method-assign]
+    router._check = lambda *_: None  # type: ignore[method-assign]
+    got, want = router(odd), router(zero)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(got.expert_ids[others], want.expert_ids[others])
+    assert got.weights.isnan().flatten().tolist() == [False, False, True, False, False, False]
+
+
+def test_masked_groups_stay_closed_whatever_the_keys_are():
+    """A bias of -inf must not make an expert of a closed group as good as one of an open group."""
+    bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 1.0, -torch.inf])
+    got = routed(torch.zeros(2, 6), bias, num_experts=6, top_k=2, num_groups=3, top_groups=1, bias=True,
+                 group_score="max")  # fmt: skip
+    assert got.expert_ids.tolist() == [[4, 5]] * 2
+
+
+def test_weights_of_saturated_sigmoids_are_normalised_without_nan():
+    logits = torch.tensor([[-200.0, -201.0, -300.0], [200.0, 200.0, -200.0]], requires_grad=True)
+    got = routed(logits, num_experts=3, top_k=2, score="sigmoid", normalize=True)
+    want = torch.tensor([[1.0, torch.tensor(-1.0).exp()], [0.5, 0.5]])
+    assert_close("weights", got.weights, (want / want.sum(1, keepdim=True)).double())
+    got.weights[:, 0].sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[0].any()
+
+
+# -- losses and gradients --------------------------------------------------------------------------------------------
+
+
+def on_ranks(group, x, weight, bias, spec, split, dy) -> dict[str, Tensor]:
+    """What this rank gets of its rows, and the gradients of weights . dy + all losses."""
+    batch, length, sizes = split
+    layout = TokenLayout(batch, length, sizes, group.rank())
+    router = router_of(weight, bias, **spec)
+    mine = layout.take(x).clone().requires_grad_()
+    got = router(mine, layout, group)
+    ((got.weights * layout.take(dy)).sum() + sum(got.losses.values())).backward()
+    return {
+        "ids": got.expert_ids, "weights": got.weights.detach(), "dx": mine.grad, "dweight": router.weight.grad,
+        "tokens_per_expert": got.tokens_per_expert, **{k: v.detach() for k, v in got.losses.items()},
+    }  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(options(), splits(), st.integers(0, 1 << 30), st.sampled_from(["switch", "gshard"]))
+def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, balance):
+    batch, length, sizes = split
+    tokens, hidden, experts = batch * length, 5, spec["num_experts"]
+    x, weight = randn(tokens, hidden, seed=seed), randn(experts, hidden, seed=seed + 1)
+    bias, dy = randn(experts, seed=seed + 2).float() / 4, randn(tokens, spec["top_k"], seed=seed + 3)
+    bias = bias if spec["bias"] else None
+    arguments = {**spec, **LOSSES, "balance": balance}
+    outcomes = world(len(sizes)).run(on_ranks, x, weight, bias, arguments, split, dy)
+
+    x.requires_grad_(), weight.requires_grad_()
+    logits = x @ weight.T
+    ids = formulas.choose(logits.detach(), spec, None if bias is None else bias.double())
+    assert torch.equal(torch.cat([o["ids"] for o in outcomes]).long(), ids)
+    weights = formulas.weights_of(logits, ids, spec)
+    loss = (weights * dy).sum()
+    if tokens:
+        wanted = {
+            "balance_loss": formulas.balance_loss(logits, ids, spec["score"], balance),
+            "sequence_loss": formulas.sequence_loss(logits, spec["top_k"], spec["score"], batch, length),
+            "z_loss": formulas.z_loss(logits),
+        }
+        for name, value in wanted.items():
+            for o in outcomes:
+                assert_close(name, o[name], value * LOSSES[name])
+            loss = loss + value * LOSSES[name]
+    else:
+        assert all(o[name] == 0 for o in outcomes for name in LOSSES)
+    loss.backward()
+    assert_close("weights", torch.cat([o["weights"] for o in outcomes]), weights)
+    assert_close("dx", torch.cat([o["dx"] for o in outcomes]), x.grad)
+    assert_close("dweight", torch.stack([o["dweight"] for o in outcomes]).sum(0), weight.grad)
+    counts = torch.stack([o["tokens_per_expert"] for o in outcomes]).sum(0)
+    assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=experts))
+
+
+def two_by_two(group: object, x: Tensor, weight: Tensor, pairs: list, spec: dict) -> dict[str, Tensor]:
+    """Four ranks; each pair splits two of four sequences, and all of them make up the batch."""
+    pair, rank = divmod(group.rank(), 2)  # type: ignore[attr-defined]
+    layout = TokenLayout(2, 3, (4, 2), rank)
+    mine = layout.take(x[6 * pair : 6 * pair + 6]).clone().requires_grad_()
+    router = router_of(weight, **spec)
+    losses = router(mine, layout, group, sequence_group=pairs[pair].groups[rank]).losses
+    sum(losses.values()).backward()
+    return {"dx": mine.grad, "dweight": router.weight.grad, **{k: v.detach() for k, v in losses.items()}}
+
+
+def test_sequences_may_be_split_over_fewer_ranks_than_the_batch():
+    x, weight = randn(12, 5, seed=1), randn(6, 5, seed=2)
+    spec = {"num_experts": 6, "top_k": 2, "score": "sigmoid", **LOSSES}
+    pairs = [VirtualWorld(2), VirtualWorld(2)]
+    outcomes = VirtualWorld(4).run(lambda group: two_by_two(group, x, weight, pairs, spec))
+    x.requires_grad_(), weight.requires_grad_()
+    logits = x @ weight.T
+    ids = formulas.choose(logits.detach(), spec)
+    wanted = {
+        "balance_loss": formulas.balance_loss(logits, ids, "sigmoid", "switch") * 0.5,
+        "sequence_loss": formulas.sequence_loss(logits, 2, "sigmoid", 4, 3) * 0.25,
+        "z_loss": formulas.z_loss(logits) * 0.125,
+    }
+    sum(wanted.values()).backward()
+    for name, value in wanted.items():
+        for o in outcomes:
+            assert_close(name, o[name], value)
+    assert_close("dx", torch.cat([o["dx"] for o in outcomes]), x.grad)
+    assert_close("dweight", sum(o["dweight"] for o in outcomes), weight.grad)
+
+
+def test_gradcheck():
+    spec = {"num_experts": 6, "top_k": 2, "score": "sigmoid", "normalize": True, **LOSSES}
+    x, weight = randn(6, 4, seed=1).requires_grad_(), randn(6, 4, seed=2).requires_grad_()
+    router, layout = Router(4, **spec), TokenLayout(2, 3)
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        got = torch.func.functional_call(router, {"weight": weight}, (x, layout))
+        return got.weights, *got.losses.values()
+
+    assert torch.autograd.gradcheck(function, (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_arithmetic_is_fp32_at_least_and_gradients_are_rounded_once(dtype):
+    x, weight, dy = randn(8, 32, seed=1).to(dtype), randn(16, 32, seed=2).to(dtype), randn(8, 3, seed=3)
+    router = router_of(weight, num_experts=16, top_k=3, z_loss=1.0)
+    mine = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+        got = router(mine)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert got.weights.dtype == wide == got.losses["z_loss"].dtype
+    ((got.weights * dy.to(wide)).sum() + got.losses["z_loss"]).backward()
+    xs, ws = x.double().requires_grad_(), weight.double().requires_grad_()
+    logits = xs @ ws.T
+    weights = formulas.weights_of(logits, got.expert_ids.long(), {})
+    ((weights * dy.to(wide)).sum() + formulas.z_loss(logits)).backward()
+    assert torch.equal(got.expert_ids.long(), formulas.choose(logits.detach(), {"top_k": 3}))
+    assert_close("weights", got.weights, weights)
+    for name, a, b in (("dx", mine.grad, xs.grad), ("dweight", router.weight.grad, ws.grad)):
+        assert a.dtype == dtype
+        assert_close(name, a, b, roundings=0.51 if dtype.itemsize == 2 else 256)
+
+
+# -- options of training ---------------------------------------------------------------------------------------------
+
+
+def sinkhorn_rank(group, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    router = router_of(torch.eye(x.shape[1]).double(), num_experts=x.shape[1], top_k=1, sinkhorn=12)
+    return router(x.split(sizes)[group.rank()], group=group).expert_ids
+
+
+@settings(max_examples=10)
+@given(splits(), st.integers(1, 5), st.integers(0, 1 << 30))
+def test_sinkhorn_chooses_in_training_by_the_plan_of_all_ranks(split, experts, seed):
+    batch, length, sizes = split
+    x = randn(batch * length, experts, seed=seed) * 2
+    got = torch.cat(world(len(sizes)).run(sinkhorn_rank, x, sizes))
+    assert torch.equal(got[:, 0].long(), formulas.sinkhorn(x, 12).argmax(1))
+    router = router_of(torch.eye(experts).double(), num_experts=experts, top_k=1, sinkhorn=12).eval()
+    assert torch.equal(router(x).expert_ids[:, 0].long(), x.argmax(1))
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 9))
+def test_jitter_is_within_its_range_and_the_same_for_any_split(sizes, step):
+    total, state = sum(sizes), dropout_state(3, step, 5)
+    router = Router(4, 6, 2, jitter=0.25, layer=3)
+    x = torch.randn(total, 4)
+    whole = router(x, TokenLayout(1, total, dropout=state))
+    for rank, part in enumerate(x.split(sizes)):
+        mine = router(part, TokenLayout(1, total, tuple(sizes), rank, dropout=state))
+        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        assert torch.equal(mine.expert_ids, whole.expert_ids[rows])
+        assert_close("weights", mine.weights, whole.weights[rows])
+    noise = router_of(torch.eye(6), num_experts=6, top_k=1, jitter=0.25)
+    factors = noise._logits(torch.ones(200, 6), TokenLayout(1, 200, dropout=state))
+    assert 0.75 <= factors.min() < 0.77 and 1.23 < factors.max() <= 1.25
+    assert abs(factors.mean() - 1) < 5 * 0.25 / (3 * factors.numel()) ** 0.5
+    assert torch.equal(noise.eval()._logits(torch.ones(2, 6), None), torch.ones(2, 6))
+
+
+def test_evaluation_makes_no_losses():
+    router = Router(4, 6, 2, **LOSSES).eval()
+    assert router(torch.randn(3, 4)).losses == {}
+
+
+def test_the_bias_stays_fp32_moves_and_leaves_meta_as_zeros():
+    router = Router(4, 6, 2, bias=True, device="meta").to_empty(device="cpu")
+    assert torch.equal(router.bias, torch.zeros(6))
+    router.bias.fill_(0.001)
+    assert router.to(torch.bfloat16).weight.dtype == torch.bfloat16
+    assert router.bias.dtype == torch.float32 and torch.equal(router.bias, torch.full((6,), 0.001))
+    again = Router(4, 6, 2, bias=True)
+    again.load_state_dict(router.state_dict())
+    assert torch.equal(again.bias, router.bias)
+
+
+def test_init_gives_the_same_router():
+    a, b = (
+        init_(Router(4, 6, 2), seed=3),
+        init_(Router(4, 6, 2, device="meta").to_empty(device="cpu"), seed=3),
+    )
+    assert torch.equal(a.weight, b.weight) and a.weight.shape == (6, 4)
+
+
+def compiled_rank(group, x: Tensor, sizes: tuple[int, ...]) -> None:
+    router = Router(x.shape[1], 8, 2, score="sigmoid", num_groups=4, top_groups=2, bias=True, **LOSSES)
+    init_(router, 1)
+    layout = TokenLayout(1, len(x), sizes, group.rank())
+    results = []
+    for function in (router, torch.compile(router, fullgraph=True, backend="aot_eager")):
+        mine = layout.take(x).clone().requires_grad_()
+        router.weight.grad = None
+        got = function(mine, layout, group)
+        (got.weights.sum() + sum(got.losses.values())).backward()
+        results.append(
+            (
+                got.expert_ids.float(),
+                got.weights.detach(),
+                *got.losses.values(),
+                mine.grad,
+                router.weight.grad,
+            )
+        )
+    for eager, compiled in zip(*results, strict=True):
+        assert_close("compiled", compiled, eager)
+
+
+def test_compiled_it_is_the_same():
+    world(2).run(compiled_rank, randn(5, 4, seed=1).float(), (3, 2), timeout=120)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_all_faults_are_reported_together():
+    with pytest.raises(ValueError) as error:
+        Router(0, 6, 7, score="tanh", num_groups=4, top_groups=5, group_score="mean", jitter=-0.1, scale=0.0,
+               z_loss=-1.0, balance="even", sinkhorn=2, bias=True, score_after_topk=True)  # fmt: skip
+    for words in (
+        "dim is 0", "top_k 7 of only 6", "score is 'tanh'", "num_groups 4 does not divide", "top_groups 5 of only 4",
+        "group_score is 'mean'", "jitter is -0.1", "scale is 0.0", "z_loss is -1.0", "balance is 'even'",
+        "sinkhorn chooses one", "takes no bias", "cannot be had with score_after_topk",
+    ):  # fmt: skip
+        assert words in str(error.value), words
+    with pytest.raises(ValueError, match="2 top_groups of 2 experts are fewer than top_k 5"):
+        Router(4, 8, 5, num_groups=4, top_groups=2)
+
+
+def test_what_does_not_fit_raises():
+    layout = TokenLayout(2, 3)
+    for spec, x, where, words in (
+        ({}, torch.zeros(6, 3), layout, r"wanted x \[T, 4\]"),
+        ({}, torch.zeros(6, 4, dtype=torch.int64), layout, "of floats"),
+        ({}, torch.zeros(5, 4), layout, "x has 5 rows, the layout 6"),
+        ({"sequence_loss": 1.0}, torch.zeros(6, 4), None, "sequence_loss cannot do without a TokenLayout"),
+        ({"sequence_loss": 1.0}, torch.zeros(4, 4), TokenLayout(2, 3, (4, 2)), "needs those ranks"),
+        ({"jitter": 0.1}, torch.zeros(6, 4), layout, "set_dropout"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Router(4, 8, 2, **spec)(x, where)
+
+
+def wrong_on_one(group) -> str:
+    router = Router(4, 8, 2, z_loss=1.0)
+    try:
+        router(torch.zeros(3, 4 - (group.rank() == 1)), group=group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_with_a_wrong_input_is_named_and_nobody_waits():
+    first, second = world(2).run(wrong_on_one)
+    assert "PeerFailed: rank 1" in first and "ValueError: rank 1: wanted x [T, 4]" in second
