@@ -203,9 +203,10 @@ def sinkhorn(logits: Tensor, iterations: int, group: Group | None = None) -> Ten
     logits   [T_r, E]
     return   [T_r, E]   exp of it sums to T / E in every column, exactly, and to nearly 1 in every row, the nearer the
                         more iterations. The largest entry of a row is its token's expert.
-    Columns are summed over the ranks of `group`, by one all-gather of [E + 1] an iteration. Logs, so that no entry
-    overflows or vanishes; a token with a logit that is not finite counts for an undecided one, so that it changes no
-    other's expert, and keeps its logits; a fixed number of iterations, so that nobody waits for the host to see an error fall.
+    Columns are summed over the ranks of `group`, by one all-gather of [E + 1] an iteration. In logs, so that no entry
+    overflows or vanishes. The number of iterations is fixed, so that nobody waits for the host to see an error fall. A
+    token whose logits are not all finite counts as one without a preference, so that it changes no other's expert; it
+    gets its logits back.
     Source: Sinkhorn and Knopp 1967; for experts, Clark et al. 2022, "Unified Scaling Laws for Routed Language Models",
     S-BASE.
     """

@@ -52,14 +52,20 @@ Tokens = TypeVar("Tokens", int, Tensor)
 def capacity_of(factor: float, top_k: int, tokens: Tokens, num_experts: int) -> Tokens:
     """ceil(factor * k * T / E), exactly: of an int, or on the device of an int64 tensor.
 
-    The factor is the nearest fraction with a denominator up to 10**6, so that 1.1 of 10 tokens are 11, where floats
-    would say 12. One above E does what E does: no expert has more than all k T pairs. Raises ValueError for a factor
+    The factor is the nearest fraction with a denominator up to 10**6, so that 1.1 of 100 tokens are 110, where floats
+    would say 111. One above E does what E does: no expert has more than all k T pairs. Raises ValueError for a factor
     that is no positive number.
     """
+    numerator, denominator = _ratio(factor, num_experts)
+    return -(-(tokens * (numerator * top_k)) // (denominator * num_experts))
+
+
+@torch.compiler.assume_constant_result
+def _ratio(factor: float, most: int) -> tuple[int, int]:
     if not 0 < factor < math.inf:
         raise ValueError(f"the capacity factor is {factor}, must be positive")
-    exact = max(Fraction(1, 10**6), Fraction(min(float(factor), num_experts)).limit_denominator(10**6))
-    return -(-(tokens * (exact.numerator * top_k)) // (exact.denominator * num_experts))
+    exact = max(Fraction(1, 10**6), Fraction(min(float(factor), most)).limit_denominator(10**6))
+    return exact.numerator, exact.denominator
 
 
 def keep_capacity(
