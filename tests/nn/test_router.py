@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from fusedtp.comm import VirtualWorld
 from fusedtp.nn import Router, TokenLayout, init_
 from fusedtp.nn.dropout import dropout_state
+from fusedtp.parallel import Replicated
 from tests.harness import world
 from tests.nn import routing_formulas as formulas
 from tests.nn.support import assert_close, randn
@@ -91,6 +94,17 @@ def test_experts_and_weights_are_the_definition_with_ties(spec, tokens, seed, ti
     load = torch.bincount(ids.flatten(), minlength=experts).double()
     violation = (load.max() - load.mean()) / load.mean() if tokens else torch.zeros(())
     assert_close("MaxVio", got.max_violation, violation)
+
+
+@settings(max_examples=40)
+@given(st.integers(3, 4), st.integers(1, 3), st.sampled_from(["top2", "max"]), st.data())
+def test_ties_between_groups_go_to_the_lower_id_too(groups, each, group_score, data):
+    top_groups = data.draw(st.integers(2, groups - 1))
+    spec = {"num_experts": groups * each, "top_k": data.draw(st.integers(1, top_groups * each)),
+            "num_groups": groups, "top_groups": top_groups, "group_score": group_score}  # fmt: skip
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+    logits = torch.randint(0, 2, (8, groups * each), generator=generator).double()
+    assert torch.equal(routed(logits, **spec).expert_ids.long(), formulas.choose(logits, spec))
 
 
 @settings(max_examples=30)
@@ -244,6 +258,25 @@ def test_sequences_may_be_split_over_fewer_ranks_than_the_batch():
             assert_close(name, o[name], value)
     assert_close("dx", torch.cat([o["dx"] for o in outcomes]), x.grad)
     assert_close("dweight", sum(o["dweight"] for o in outcomes), weight.grad)
+
+
+def replicated(group, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    router = router_of(weight, num_experts=len(weight), top_k=2, **LOSSES)
+    parallelize_module(router, mesh, Replicated())
+    layout = TokenLayout(1, len(x), sizes, group.rank())
+    got = router(layout.take(x), layout, group)
+    (got.weights[:, 0].sum() + sum(got.losses.values())).backward()
+    return router.weight.grad.full_tensor()
+
+
+def test_a_replicated_router_has_the_whole_gradient_on_every_rank():
+    x, weight = randn(5, 4, seed=1), randn(6, 4, seed=2)
+    router = router_of(weight, num_experts=6, top_k=2, **LOSSES)
+    got = router(x, TokenLayout(1, 5))
+    (got.weights[:, 0].sum() + sum(got.losses.values())).backward()
+    for gradient in world(3).run(replicated, x, weight, (3, 0, 2)):
+        assert_close("dweight", gradient, router.weight.grad)
 
 
 def test_gradcheck():
