@@ -54,38 +54,40 @@ def weights_of(logits: Tensor, ids: Tensor, options: dict) -> Tensor:
     return chosen * options.get("scale", 1.0)
 
 
+def shares(logits: Tensor, score: str) -> Tensor:
+    """Scores of each token, made to sum to one."""
+    scores = scores_of(logits, score)
+    return scores / scores.sum(1, keepdim=True)
+
+
 def balance_loss(logits: Tensor, ids: Tensor, score: str, kind: str) -> Tensor:
     """switch: Fedus et al. 2021, E sum_i f_i P_i.  gshard: Lepikhin et al. 2020, mean_i of c_i / S times m_i."""
-    scores = scores_of(logits, score)
-    tokens, experts = logits.shape
+    (tokens, experts), means = logits.shape, shares(logits, score).mean(0)
     total = logits.sum() * 0
     for i in range(experts):
-        p = sum(scores[t, i] / scores[t].sum() for t in range(tokens)) / tokens
         if kind == "switch":
-            f = sum(int(e == i) for row in ids.tolist() for e in row) / (tokens * ids.shape[1])
-            total = total + experts * f * p
+            f = sum(e == i for row in ids.tolist() for e in row) / (tokens * ids.shape[1])
+            total = total + experts * f * means[i]
         else:
-            total = total + sum(int(row[0] == i) for row in ids.tolist()) / tokens * p / experts
+            total = total + sum(row[0] == i for row in ids.tolist()) / tokens * means[i] / experts
     return total
 
 
 def sequence_loss(logits: Tensor, top_k: int, score: str, batch: int, length: int) -> Tensor:
     """DeepSeek-V3, equations 17 to 20, of each sequence; their mean."""
-    scores = scores_of(logits, score)
     experts, total = logits.shape[1], logits.sum() * 0
-    for b in range(batch):
-        rows = range(b * length, (b + 1) * length)
-        tops = [top(scores[t].tolist(), top_k) for t in rows]
+    for rows in logits.split(length):
+        means = shares(rows, score).mean(0)
+        tops = [top(scores, top_k) for scores in scores_of(rows, score).tolist()]
         for i in range(experts):
-            f = experts / (top_k * length) * sum(int(i in chosen) for chosen in tops)
-            p = sum(scores[t, i] / scores[t].sum() for t in rows) / length
-            total = total + f * p
+            f = experts / (top_k * length) * sum(i in chosen for chosen in tops)
+            total = total + f * means[i]
     return total / batch
 
 
 def z_loss(logits: Tensor) -> Tensor:
     """Zoph et al. 2022, equation 5."""
-    return sum(row.exp().sum().log() ** 2 for row in logits) / logits.shape[0]
+    return logits.exp().sum(1).log().square().mean()
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:

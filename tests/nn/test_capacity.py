@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from random import Random
 
 import pytest
 import torch
@@ -19,17 +20,20 @@ FACTORS = ("0.01", "0.3", "0.5", "1", "1.1", "1.25", "2", "100")
 
 @st.composite
 def cases(draw) -> tuple[Tensor, Tensor, int, str, str, tuple[int, ...]]:
-    """Ids distinct in a row, some -1; weights of few values, so that they tie; rows of every rank."""
-    sizes = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=4)))
-    experts, tokens = draw(st.integers(1, 6)), sum(sizes)
-    k = draw(st.integers(1, experts))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    pull = torch.arange(experts) * draw(st.sampled_from([0.0, 0.0, 3.0]))  # to the last ones
+    """Ids distinct in a row, some -1; weights of few values, so that they tie; rows of every rank.
+
+    By a seed, so that all vary independently of each other.
+    """
+    seed = draw(st.integers(0, 1 << 30))
+    random, generator = Random(seed), torch.Generator().manual_seed(seed)
+    sizes = tuple(random.choice([0, 1, 2, 4, 6]) for _ in range(random.randint(1, 4)))
+    experts, tokens = random.randint(1, 6), sum(sizes)
+    k = random.randint(1, experts)
+    pull = torch.arange(experts) * random.choice([0.0, 0.0, 3.0])  # to the last ones
     ids = (torch.rand(tokens, experts, generator=generator) + pull).argsort(1, descending=True)[:, :k].int()
-    ids[torch.rand(tokens, k, generator=generator) < draw(st.sampled_from([0.0, 0.2]))] = -1
+    ids[torch.rand(tokens, k, generator=generator) < random.choice([0.0, 0.2])] = -1
     weights = torch.randint(1, 4, (tokens, k), generator=generator) / 4.0
-    by = draw(st.sampled_from(["position", "probability"]))
-    return ids, weights, experts, draw(st.sampled_from(FACTORS)), by, sizes
+    return ids, weights, experts, random.choice(FACTORS), random.choice(["position", "probability"]), sizes
 
 
 def kept(

@@ -24,35 +24,32 @@ LOSSES = {"balance_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
 
 @st.composite
 def options(draw) -> dict:
-    """Arguments of a Router, beside its losses."""
-    groups, each = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    top_groups = draw(st.integers(1, groups))
-    after = draw(st.booleans())
+    """Arguments of a Router, beside its losses. By a seed, so that they vary independently of each other."""
+    random = Random(draw(st.integers(0, 1 << 30)))
+    groups, each = random.randint(1, 4), random.randint(1, 4)
+    top_groups = random.randint(1, groups)
+    after = random.random() < 0.3
     return {
         "num_experts": groups * each,
-        "top_k": draw(st.integers(1, top_groups * each)),
-        "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "top_k": random.randint(1, top_groups * each),
+        "score": random.choice(["softmax", "sigmoid"]),
         "score_after_topk": after,
-        "normalize": draw(st.booleans()),
-        "scale": draw(st.sampled_from([1.0, 2.5])),
+        "normalize": random.random() < 0.5,
+        "scale": random.choice([1.0, 2.5]),
         "num_groups": groups,
         "top_groups": top_groups,
-        "group_score": draw(st.sampled_from(["top2", "max"])),
-        "bias": draw(st.booleans()) and not after,
+        "group_score": random.choice(["top2", "max"]),
+        "bias": random.random() < 0.7 and not after,
     }
 
 
 @st.composite
-def splits(draw, world_sizes: tuple[int, ...] = (1, 2, 3, 4)) -> tuple[int, int, tuple[int, ...]]:
+def splits(draw) -> tuple[int, int, tuple[int, ...]]:
     """Batch, length, and the rows of every rank, of which some may have none."""
-    batch, length, size = (
-        draw(st.integers(0, 3)),
-        draw(st.integers(0, 5)),
-        draw(st.sampled_from(world_sizes)),
-    )
-    cuts = sorted(draw(st.integers(0, batch * length)) for _ in range(size - 1))
-    edges = [0, *cuts, batch * length]
-    return batch, length, tuple(b - a for a, b in pairwise(edges))
+    random = Random(draw(st.integers(0, 1 << 30)))
+    batch, length = random.choice([0, 1, 2, 2, 3]), random.randint(0 if random.random() < 0.2 else 1, 5)
+    cuts = sorted(random.randint(0, batch * length) for _ in range(random.randint(0, 3)))
+    return batch, length, tuple(b - a for a, b in pairwise([0, *cuts, batch * length]))
 
 
 def router_of(weight: Tensor, values: Tensor | None = None, **spec) -> Router:
@@ -74,13 +71,13 @@ def routed(logits: Tensor, values: Tensor | None = None, **spec):
 
 
 @settings(max_examples=60)
-@given(options(), st.integers(0, 6), st.integers(0, 1 << 30), st.booleans())
-def test_experts_and_weights_are_the_definition_with_ties(spec, tokens, seed, tied):
+@given(options(), st.sampled_from([0, 5]), st.integers(0, 1 << 30))
+def test_experts_and_weights_are_the_definition_with_ties(spec, tokens, seed):
     """Integer logits of few values tie nearly always; a bias of few values too."""
     generator = torch.Generator().manual_seed(seed)
     experts = spec["num_experts"]
     logits = torch.randint(-2, 3, (tokens, experts), generator=generator).double()
-    logits = logits if tied else logits + torch.rand(tokens, experts, generator=generator).double()
+    logits[::2] += torch.rand(logits[::2].shape, generator=generator)
     bias = torch.randint(-1, 2, (experts,), generator=generator) / 8.0 if spec["bias"] else None
     got = routed(logits, bias, **spec)
     ids = formulas.choose(logits, spec, bias)
@@ -96,7 +93,7 @@ def test_experts_and_weights_are_the_definition_with_ties(spec, tokens, seed, ti
     assert_close("MaxVio", got.max_violation, violation)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(3, 4), st.integers(1, 3), st.sampled_from(["top2", "max"]), st.data())
 def test_ties_between_groups_go_to_the_lower_id_too(groups, each, group_score, data):
     top_groups = data.draw(st.integers(2, groups - 1))
@@ -107,7 +104,7 @@ def test_ties_between_groups_go_to_the_lower_id_too(groups, each, group_score, d
     assert torch.equal(routed(logits, **spec).expert_ids.long(), formulas.choose(logits, spec))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(options(), st.integers(0, 1 << 30))
 def test_relabelling_experts_permutes_the_choice(spec, seed):
     """Whole groups move, and the experts inside them."""
@@ -126,7 +123,7 @@ def test_relabelling_experts_permutes_the_choice(spec, seed):
 
 @pytest.mark.parametrize("odd", [float("nan"), -float("nan"), float("inf"), -float("inf"), 1e30])
 @given(options(), st.integers(0, 1 << 30))
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_odd_logits_give_distinct_ids_in_range_and_nan_shows(odd, spec, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, spec["num_experts"], generator=generator)
@@ -191,7 +188,7 @@ def on_ranks(group, x, weight, bias, spec, split, dy) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(options(), splits(), st.integers(0, 1 << 30), st.sampled_from(["switch", "gshard"]))
 def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, balance):
     batch, length, sizes = split
@@ -331,7 +328,7 @@ def test_sinkhorn_chooses_in_training_by_the_plan_of_all_ranks(split, experts, s
     assert torch.equal(router(x).expert_ids[:, 0].long(), x.argmax(1))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 9))
 def test_jitter_is_within_its_range_and_the_same_for_any_split(sizes, step):
     total, state = sum(sizes), dropout_state(3, step, 5)
