@@ -7,12 +7,13 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     Linear, several on one x  one gather, W matmuls     parallel.project(x, linears, layout) -> tuple
     Linear                    the whole layer           parallel.linear(x, linear, layout) -> Tensor
     VocabParallelEmbedding    the lookup                parallel.embed(input_ids, embedding, layout)
-    RMSNorm                   reading a parameter       parallel.read(parameter) -> plain tensor
+    RMSNorm, Router           reading a parameter       parallel.read(parameter) -> plain tensor
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
                               the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
 
 Besides, these know that ranks exist: TokenLayout (which rows are mine), CausalLM (token_split and token_group, set by
-parallelize), the loss and `generate` (which read sharded logits), and init_ (which draws a DTensor's own part).
+parallelize), the loss and `generate` (which read sharded logits), init_ (which draws a DTensor's own part), and Router
+and its neighbours balance.py and capacity.py (whose batch is that of all ranks of a group passed in).
 """
 
 from __future__ import annotations
