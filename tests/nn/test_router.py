@@ -309,6 +309,15 @@ def test_arithmetic_is_fp32_at_least_and_gradients_are_rounded_once(dtype):
         assert_close(name, a, b, roundings=0.51 if dtype.itemsize == 2 else 256)
 
 
+def test_16_bit_x_is_kept_for_the_backward_as_it_came():
+    """fp32 x is four bytes an element more, in every layer."""
+    saved = []
+    x = randn(9, 32).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        Router(32, 6, 2)(x)
+    assert {t.dtype for t in saved if t.shape == x.shape} == {torch.bfloat16}
+
+
 # -- options of training ---------------------------------------------------------------------------------------------
 
 
@@ -332,8 +341,7 @@ def test_sinkhorn_chooses_in_training_by_the_plan_of_all_ranks(split, experts, s
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 9))
 def test_jitter_is_within_its_range_and_the_same_for_any_split(sizes, step):
     total, state = sum(sizes), dropout_state(3, step, 5)
-    router = Router(4, 6, 2, jitter=0.25, layer=3)
-    x = torch.randn(total, 4)
+    router, x = router_of(randn(6, 4, seed=1), num_experts=6, top_k=2, jitter=0.25, layer=3), randn(total, 4)
     whole = router(x, TokenLayout(1, total, dropout=state))
     for rank, part in enumerate(x.split(sizes)):
         mine = router(part, TokenLayout(1, total, tuple(sizes), rank, dropout=state))
