@@ -24,7 +24,6 @@ def best_in_groups(key: Tensor, k: int, num_groups: int, top_groups: int, group_
                   ("top2"; of the only one, where groups have one expert). Of equal groups the first.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.2.2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
-    key = key.masked_fill(key.isnan(), torch.inf)
     tokens, num_experts = key.shape
     each = num_experts // num_groups
     grouped = key.view(tokens, num_groups, each)

@@ -20,7 +20,7 @@ FACTORS = ("0.01", "0.3", "0.5", "1", "1.1", "1.25", "2", "100")
 
 @st.composite
 def cases(draw) -> tuple[Tensor, Tensor, int, str, str, tuple[int, ...]]:
-    """Ids distinct in a row, some -1; weights of few values, so that they tie; rows of every rank.
+    """Ids distinct in a row, some -1; weights, often of few values, so that they tie; rows of every rank.
 
     By a seed, so that all vary independently of each other.
     """
@@ -33,6 +33,8 @@ def cases(draw) -> tuple[Tensor, Tensor, int, str, str, tuple[int, ...]]:
     ids = (torch.rand(tokens, experts, generator=generator) + pull).argsort(1, descending=True)[:, :k].int()
     ids[torch.rand(tokens, k, generator=generator) < random.choice([0.0, 0.2])] = -1
     weights = torch.randint(1, 4, (tokens, k), generator=generator) / 4.0
+    if random.random() < 0.5:  # or apart by less than 16 bits can tell
+        weights = 0.5 + torch.rand(tokens, k, generator=generator) / 4096
     return ids, weights, experts, random.choice(FACTORS), random.choice(["position", "probability"]), sizes
 
 
@@ -114,6 +116,16 @@ def test_fp64_and_bf16_weights_stay_so():
             ids, torch.tensor([[0.25], [0.75], [0.5], [0.5]], dtype=dtype), 2, 1.0, by="probability"
         )
         assert got.weights.dtype == dtype and got.weights.flatten().tolist() == [0.0, 0.75, 0.5, 0.5]
+
+
+def large_ids(group) -> list[int]:
+    """Each expert has one pair of each rank and keeps two, unless ids are taken for each other."""
+    ids, weights = torch.arange(255, 265).reshape(5, 2), torch.ones(5, 2).bfloat16()
+    return keep_capacity(ids, weights, 400, 40.0, by="probability", group=group).expert_ids.tolist()
+
+
+def test_ids_that_16_bits_cannot_hold_travel_with_16_bit_weights():
+    assert world(2).run(large_ids) == [torch.arange(255, 265).reshape(5, 2).tolist()] * 2
 
 
 def kept_by_compiled(group, ids: Tensor, weights: Tensor) -> None:
