@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedtp.comm import VirtualWorld
-from fusedtp.nn import Router, TokenLayout, init_
+from fusedtp.nn import Router, TokenLayout, balance, init_
+from fusedtp.nn.capacity import RULES, keep_capacity
 from fusedtp.nn.dropout import dropout_state
 from fusedtp.parallel import Replicated
 from tests.harness import world
@@ -190,13 +192,13 @@ def on_ranks(group, x, weight, bias, spec, split, dy) -> dict[str, Tensor]:
 
 @settings(max_examples=25)
 @given(options(), splits(), st.integers(0, 1 << 30), st.sampled_from(["switch", "gshard"]))
-def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, balance):
+def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, kind):
     batch, length, sizes = split
     tokens, hidden, experts = batch * length, 5, spec["num_experts"]
     x, weight = randn(tokens, hidden, seed=seed), randn(experts, hidden, seed=seed + 1)
     bias, dy = randn(experts, seed=seed + 2).float() / 4, randn(tokens, spec["top_k"], seed=seed + 3)
     bias = bias if spec["bias"] else None
-    arguments = {**spec, **LOSSES, "balance": balance}
+    arguments = {**spec, **LOSSES, "balance": kind}
     outcomes = world(len(sizes)).run(on_ranks, x, weight, bias, arguments, split, dy)
 
     x.requires_grad_(), weight.requires_grad_()
@@ -207,7 +209,7 @@ def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, balanc
     loss = (weights * dy).sum()
     if tokens:
         wanted = {
-            "balance_loss": formulas.balance_loss(logits, ids, spec["score"], balance),
+            "balance_loss": formulas.balance_loss(logits, ids, spec["score"], kind),
             "sequence_loss": formulas.sequence_loss(logits, spec["top_k"], spec["score"], batch, length),
             "z_loss": formulas.z_loss(logits),
         }
@@ -403,6 +405,48 @@ def compiled_rank(group, x: Tensor, sizes: tuple[int, ...]) -> None:
         )
     for eager, compiled in zip(*results, strict=True):
         assert_close("compiled", compiled, eager)
+
+
+class Waits(TorchDispatchMode):
+    """Notes every operation by which the host would wait for a GPU, or learn a shape from data."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique", "unique_dim", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put") and any(
+            t is not None and t.dtype == torch.bool for t in args[1]
+        )
+        if name in self.NAMES or by_mask:
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", [
+    {"score": "sigmoid", "normalize": True, "num_groups": 4, "top_groups": 2, "bias": True, "top_k": 2, **LOSSES},
+    {"sinkhorn": 3, "top_k": 1, "balance": "gshard", "jitter": 0.1, **LOSSES},
+])  # fmt: skip
+def test_the_host_waits_for_nothing(spec):
+    def rank_main(group) -> set[str]:
+        router, x = Router(4, 8, **spec), randn(3, 4, seed=group.rank()).float().requires_grad_()
+        layout = TokenLayout(1, 6, (3, 3), group.rank(), dropout=dropout_state(1, 2))
+        with Waits() as waits:
+            got = router(x, layout, group)
+            (got.weights.sum() + sum(got.losses.values())).backward()
+            if router.bias is not None:
+                balance.update_bias_(router.bias, got.tokens_per_expert, 0.001, group)
+            for by in RULES:
+                keep_capacity(got.expert_ids, got.weights, 8, 1.25, by=by, group=group)
+        return waits.seen
+
+    assert VirtualWorld(2).run(rank_main) == [set(), set()]
+    with Waits() as waits:
+        torch.ones(2)[torch.tensor([True, False])].sum().item()
+    assert waits.seen == {"index", "_local_scalar_dense"}  # it sees them
 
 
 def test_compiled_it_is_the_same():
