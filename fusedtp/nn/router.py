@@ -103,12 +103,8 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
-        self.score, self.score_after_topk, self.normalize, self.scale = (
-            score,
-            score_after_topk,
-            normalize,
-            scale,
-        )
+        self.score, self.score_after_topk = score, score_after_topk
+        self.normalize, self.scale = normalize, scale
         self.num_groups, self.top_groups, self.group_score = num_groups, top_groups, group_score
         self.has_bias, self.sinkhorn, self.jitter = bias, sinkhorn, jitter
         self.balance_loss, self.balance, self.sequence_loss = balance_loss, balance, sequence_loss
@@ -119,19 +115,15 @@ class Router(nn.Module):
         self.parallel: Any = None
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         self.bias: Tensor | None
-        self.register_buffer(
-            "bias", torch.zeros(num_experts, device=device, dtype=torch.float32) if bias else None
-        )
+        zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if bias else None
+        self.register_buffer("bias", zeros)
         self.reset_parameters()
 
     def faults(self) -> list[str]:
         """Everything that is wrong with the arguments, in words."""
         positive = ("dim", "num_experts", "top_k", "num_groups", "top_groups")
-        found = [
-            f"{name} is {getattr(self, name)}, must be at least 1"
-            for name in positive
-            if getattr(self, name) < 1
-        ]
+        small = [name for name in positive if getattr(self, name) < 1]
+        found = [f"{name} is {getattr(self, name)}, must be at least 1" for name in small]
         for name, known in (("score", SCORES), ("group_score", GROUP_SCORES), ("balance", _balance.KINDS)):
             if getattr(self, name) not in known:
                 found.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(known)}")
