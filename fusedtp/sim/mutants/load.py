@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 PACKAGE = "fusedtp.kernels"
 _numbers = itertools.count()
@@ -26,7 +25,8 @@ def in_place_of_kernels(texts: Mapping[str, str]) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="fusedtp-mutant-") as folder:
         for file, text in texts.items():
             (Path(folder) / file).write_text(text)
-        with patch.dict(sys.modules):  # forgets all that is imported meanwhile
+        before = {key: module for key, module in sys.modules.items() if _of(PACKAGE, key)}
+        try:
             spec = importlib.util.spec_from_file_location(
                 name, f"{folder}/__init__.py", submodule_search_locations=[folder]
             )
@@ -39,3 +39,11 @@ def in_place_of_kernels(texts: Mapping[str, str]) -> Iterator[None]:
                 if stem != "__init__":
                     sys.modules[f"{PACKAGE}.{stem}"] = importlib.import_module(f"{name}.{stem}")
             yield
+        finally:  # whatever else was imported meanwhile stays: triton cannot be imported twice
+            for key in [key for key in sys.modules if _of(PACKAGE, key) or _of(name, key)]:
+                del sys.modules[key]
+            sys.modules.update(before)
+
+
+def _of(package: str, module: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
