@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .matmul import linear_tile
-from .tiles import cdiv, copy_rows, grouped, inline, narrow, next_start, shard, tile_rows, wide, widen
+from .matmul import linear_tile, mixed_tile
+from .tiles import cdiv, copy_rows, grouped, halves, inline, narrow, next_start, shard, tile_rows, wide, widen
 
 
 @inline
@@ -109,15 +109,17 @@ def pick_weight(
     outputs,
     NUM_WEIGHTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """Which weight the tile column `col` belongs to, and its column there.
+    """Which weight (or with TMA its descriptor) the tile column `col` belongs to, and its column there.
 
     Addresses and strides are selected, so that the matmul stands once in the kernel. Selecting among equal
-    constants folds, so a unit stride that all weights share stays known to the compiler.
+    constants folds, so a unit stride that all weights share stays known to the compiler. A descriptor is picked by a
+    branch, which becomes a selection of its address among the parameters; a loop over K for each weight would spill.
     """
     w, y, width = weights[0], outputs[0], wide(widths[0])
     stride_wn, stride_wk = wide(strides_wn[0]), wide(strides_wk[0])
-    bias = weights[0] if biases[0] is None else biases[0]  # a stand-in that is never read
+    bias = outputs[0] if biases[0] is None else biases[0]  # a stand-in that is never read
     has_bias = tl.full((), 0, tl.int64)
     if biases[0] is not None:
         has_bias += 1
@@ -126,7 +128,11 @@ def pick_weight(
     for i in tl.static_range(1, NUM_WEIGHTS):
         before += cdiv(widths[i - 1], BLOCK_N)
         here = col >= before
-        w = tl.where(here, weights[i], w)
+        if TMA:
+            if here:
+                w = weights[i]
+        else:
+            w = tl.where(here, weights[i], w)
         y = tl.where(here, outputs[i], y)
         width = tl.where(here, wide(widths[i]), width)
         stride_wn = tl.where(here, wide(strides_wn[i]), stride_wn)
@@ -138,6 +144,14 @@ def pick_weight(
         else:
             has_bias = tl.where(here, 0, has_bias)
     return w, col_in, width, stride_wn, stride_wk, bias, has_bias, y
+
+
+@inline
+def finish_rows(y, acc, bias, has_bias, rows, row_mask, cols, width):
+    """y[rows, cols] = acc + bias, rounded once; y is contiguous [T, width]."""
+    acc += widen(tl.load(bias + cols, mask=cols < width * has_bias, other=0.0)).to(tl.float32)[None, :]
+    at = rows[:, None] * width + cols[None, :]
+    tl.store(y + at, narrow(acc, y.dtype.element_ty), mask=row_mask[:, None] & (cols < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["chunk_rows", "send_programs"])
@@ -167,6 +181,12 @@ def all_gather_matmul_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr,
+    descriptor0=None,  # with TMA those of the weights. Launchers of Triton 3.6 and 3.7 look for none in a tuple
+    descriptor1=None,
+    descriptor2=None,
+    descriptor3=None,
+    TMA: tl.constexpr = False,
+    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
 ):
     if signals.failed(peers):
         return
@@ -178,6 +198,10 @@ def all_gather_matmul_kernel(
         start = tl.program_id(0) - send_programs
         programs = tl.num_programs(0) - send_programs
         leader = start == 0
+        if TMA:
+            operands = (descriptor0, descriptor1, descriptor2, descriptor3)
+        else:
+            operands = weights
         if leader:
             arrive_for_copies(peers, send_programs)
         last_shard, total = shard(sizes, world - 1, world)
@@ -205,7 +229,6 @@ def all_gather_matmul_kernel(
                     wait_rows(peers, src, first, last, chunk_rows)
                 rows = first + tl.arange(0, BLOCK_M)
                 inside = rows < last
-                out_rows = tile_rows(rows, size, offset, total, batch, last)
                 if gathered is not None:
                     if col == 0:
                         copy_rows(
@@ -214,36 +237,56 @@ def all_gather_matmul_kernel(
                             stride_m,
                             stride_k,
                             gathered,
-                            out_rows,
+                            tile_rows(rows, size, offset, total, batch, last),
                             K,
                             inside,
                             K,
                             BLOCK_K,
                         )
                 w, col, width, stride_wn, stride_wk, bias, has_bias, y = pick_weight(
-                    col, weights, widths, strides_wn, strides_wk, biases, outputs, NUM_WEIGHTS, BLOCK_N
+                    col, operands, widths, strides_wn, strides_wk, biases, outputs, NUM_WEIGHTS, BLOCK_N, TMA
                 )
                 cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
                 col_mask = cols < width
-                acc = linear_tile(
-                    base,
-                    rows,
-                    inside,
-                    stride_m,
-                    stride_k,
-                    w,
-                    cols,
-                    col_mask,
-                    stride_wn,
-                    stride_wk,
-                    K,
-                    BLOCK_K,
-                    EVEN_K,
-                )
-                bias_mask = cols < width * has_bias
-                acc += widen(tl.load(bias + cols, mask=bias_mask, other=0.0)).to(tl.float32)[None, :]
-                out = y + out_rows[:, None] * width + cols[None, :]
-                tl.store(out, narrow(acc, y.dtype.element_ty), mask=inside[:, None] & col_mask[None, :])
+                if TMA:
+                    acc = mixed_tile(
+                        base,
+                        rows,
+                        inside,
+                        stride_m,
+                        stride_k,
+                        w,
+                        col * BLOCK_N,
+                        K,
+                        BLOCK_N,
+                        BLOCK_K,
+                        EVEN_K,
+                    )
+                else:
+                    acc = linear_tile(
+                        base,
+                        rows,
+                        inside,
+                        stride_m,
+                        stride_k,
+                        w,
+                        cols,
+                        col_mask,
+                        stride_wn,
+                        stride_wk,
+                        K,
+                        BLOCK_K,
+                        EVEN_K,
+                    )
+                # not ahead of the loop, where they would hold registers
+                out_rows = tile_rows(rows, size, offset, total, batch, last)
+                if HALVES:
+                    left, right = halves(acc)
+                    half = col * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+                    finish_rows(y, left, bias, has_bias, out_rows, inside, half, width)
+                    finish_rows(y, right, bias, has_bias, out_rows, inside, half + BLOCK_N // 2, width)
+                else:
+                    finish_rows(y, acc, bias, has_bias, out_rows, inside, cols, width)
             start = next_start(start, num_rows * num_cols, programs)
         if leader:
             signals.wait_all_arrivals(peers)

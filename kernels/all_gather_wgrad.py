@@ -17,14 +17,30 @@ import triton.language as tl
 
 from . import signals
 from .all_gather_matmul import arrive_for_copies, pick_weight, push_rows, shard_source, wait_rows
-from .matmul import dot_loop
+from .matmul import IEEE, dot_loop, multiply_add
 from .tiles import cdiv, grouped, inline, narrow, shard, wide
+
+
+@inline
+def gradient_loop(acc, dy, first, col, x, x_mask, stride_m, size, BLOCK_K: tl.constexpr):
+    """acc + sum over t < size of dy[first + t, col + i] x[t]: dy by its descriptor, x as dot_loop has it.
+
+    BLOCK_K divides size: rows behind the shard's would meet zeros, and NaN and infinities times zero are none.
+    """
+    ts = tl.arange(0, BLOCK_K)
+    x_tile = x + ts[:, None].to(tl.int64) * stride_m
+    for block in range(size // BLOCK_K):
+        rows = tl.load(x_tile, mask=x_mask, other=0.0)
+        acc = multiply_add(acc, dy.load([first + block * BLOCK_K, col]).T, rows, IEEE)
+        x_tile += wide(BLOCK_K) * stride_m
+    return acc
 
 
 @inline
 def shard_sum(
     acc,
-    dy,  # address tile [BLOCK_M, 1] of the tile's columns of dy, at row 0
+    dy,  # address tile [BLOCK_M, 1] of the tile's columns of dy, at row 0; or with TMA its descriptor
+    col,  # the first of these columns, for TMA
     dy_mask,
     stride_dt,
     x,  # address tile [1, BLOCK_N] of the tile's columns of the shard, at row 0
@@ -36,12 +52,16 @@ def shard_sum(
     batch,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """acc + the products of one shard's rows, a run of `size` rows for each batch entry."""
-    for b in range(batch):
-        dy_rows = dy + (wide(total) * b + offset) * stride_dt
-        x_rows = x + wide(size) * b * stride_m
-        acc = dot_loop(acc, dy_rows, dy_mask, stride_dt, x_rows, x_mask, stride_m, size, BLOCK_K, EVEN_K)
+    if TMA:
+        acc = gradient_loop(acc, dy, offset, col, x, x_mask, stride_m, size, BLOCK_K)
+    else:
+        for b in range(batch):
+            dy_rows = dy + (wide(total) * b + offset) * stride_dt
+            x_rows = x + wide(size) * b * stride_m
+            acc = dot_loop(acc, dy_rows, dy_mask, stride_dt, x_rows, x_mask, stride_m, size, BLOCK_K, EVEN_K)
     return acc
 
 
@@ -71,6 +91,11 @@ def all_gather_wgrad_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr,
+    descriptor0=None,  # with TMA those of the dys [T, N_i]; then EVEN_K holds, and batch is 1: else sm_90 spills
+    descriptor1=None,
+    descriptor2=None,
+    descriptor3=None,
+    TMA: tl.constexpr = False,
 ):
     if signals.failed(peers):
         return
@@ -82,6 +107,10 @@ def all_gather_wgrad_kernel(
         start = tl.program_id(0) - send_programs
         if start == 0:
             arrive_for_copies(peers, send_programs)
+        if TMA:
+            operands = (descriptor0, descriptor1, descriptor2, descriptor3)
+        else:
+            operands = grads
         last_shard, total = shard(sizes, world - 1, world)
         total += last_shard
         num_rows = tl.full((), 0, tl.int32)
@@ -91,13 +120,16 @@ def all_gather_wgrad_kernel(
         for tile in range(start, num_rows * num_cols, tl.num_programs(0) - send_programs):
             row, col = grouped(tile, num_rows, num_cols, GROUP)
             grad, row, width, stride_dn, stride_dt, _bias, _has_bias, out = pick_weight(
-                row, grads, widths, strides_dn, strides_dt, nothing, outputs, NUM_WEIGHTS, BLOCK_M
+                row, operands, widths, strides_dn, strides_dt, nothing, outputs, NUM_WEIGHTS, BLOCK_M, TMA
             )
             ns = row * BLOCK_M + tl.arange(0, BLOCK_M)
             ks = col * BLOCK_N + tl.arange(0, BLOCK_N)
             n_mask = (ns < width)[:, None]
             k_mask = (ks < K)[None, :]
-            dy = grad + (ns.to(tl.int64) * stride_dn)[:, None]
+            if TMA:
+                dy = grad
+            else:
+                dy = grad + (ns.to(tl.int64) * stride_dn)[:, None]
             acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
             for step in range(world):
                 src = (rank - step + world) % world
@@ -113,6 +145,7 @@ def all_gather_wgrad_kernel(
                 acc = shard_sum(
                     acc,
                     dy,
+                    row * BLOCK_M,
                     n_mask,
                     stride_dt,
                     rows,
@@ -124,6 +157,7 @@ def all_gather_wgrad_kernel(
                     batch,
                     BLOCK_K,
                     EVEN_K,
+                    TMA,
                 )
             at = out + ns.to(tl.int64)[:, None] * K + ks[None, :]
             tl.store(at, narrow(acc, out.dtype.element_ty), mask=n_mask & k_mask)

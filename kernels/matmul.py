@@ -1,14 +1,21 @@
 """The matmul inside every fused kernel, and the plain persistent one.
 
-All kernels here compute y = x @ w.T tile by tile, in fp32, by one of two loops over K:
+All kernels here compute y = x @ w.T tile by tile, in fp32, by one of three loops over K:
 
     dot_loop         pointer loads of any strides and alignment, tails in all three directions masked
     descriptor_loop  TMA (sm_90 and later) of row-major operands; what lies outside of them reads as zero
+    mixed_loop       x by pointers, w by TMA
 
-Neither loop holds a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. The fused
-kernels take the first one: of their operands one is often what peers write during the kernel, which TMA may read only
-behind a proxy fence. Weights, which no peer writes, could go by TMA there too; that is left until a GPU says what it
-gains.
+No loop holds a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. What peers write
+during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in signals.py). So:
+
+    matmul, split matmul               x and w by TMA
+    matmul reduce-scatter, all-reduce  x and w: only partial tiles travel, which no loop here reads. x by pointers where
+                                       the rows of a rank are several runs (batch > 1): a tile of them is no rectangle
+    all-gather matmul                  w; x, of which all but the own shard are pushed by peers, by pointers
+    all-gather wgrad                   dy, in a loop of its own; x by pointers
+
+An operand that TMA cannot take goes by pointers, see ops/launch/operands.py, and all do before sm_90 and on AMD.
 
 Note [Warp specialisation]: `tl.range(..., warp_specialize=True)` on the loop over K makes a warp of its own for the
 copies, and on sm_100 one for tcgen05. Compiled, bf16 tiles of 128 rows, by Triton 3.6.0, 3.7.1 and 3.9.0:
@@ -16,7 +23,7 @@ copies, and on sm_100 one for tcgen05. Compiled, bf16 tiles of 128 rows, by Trit
           3.6 fails ("NVWSInsertAref"), 3.7 leaves several regions; so it stands on the inner one.
   sm_90   with 8 warps all three ignore it; with 4 warps 3.6 obeys, 3.7 and 3.9 fail ("NVGPUWarpSpecialization":
           a descriptor's block and tensor differ). So it is off there.
-What it gains has not been measured on a GPU yet.
+The fused kernels do not ask for it: that has not been tried. What it gains, or TMA, was not measured on a GPU yet.
 """
 
 import triton
@@ -95,6 +102,32 @@ def descriptor_loop(
 
 
 @inline
+def mixed_loop(
+    acc,
+    a,  # address tile of rows, as dot_loop has it
+    a_mask,
+    a_step,
+    w,  # descriptor of [N, K] with blocks [BLOCK_N, BLOCK_K]
+    col,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr = IEEE,
+):
+    """acc [BLOCK_M, BLOCK_N] + sum over k < K of a[:, k] w[col + j, k]. EVEN_K: BLOCK_K divides K."""
+    ks = tl.arange(0, BLOCK_K)
+    a_tile = a + ks[None, :].to(tl.int64) * a_step
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            mask = a_mask
+        else:
+            mask = a_mask & (k + ks < K)[None, :]
+        acc = multiply_add(acc, tl.load(a_tile, mask=mask, other=0.0), w.load([col, k]).T, PRECISION)
+        a_tile += wide(BLOCK_K) * a_step
+    return acc
+
+
+@inline
 def linear_tile(
     x,
     rows,
@@ -118,6 +151,27 @@ def linear_tile(
     return dot_loop(
         acc, a, row_mask[:, None], stride_xk, b, col_mask[None, :], stride_wk, K, BLOCK_K, EVEN_K, PRECISION
     )
+
+
+@inline
+def mixed_tile(
+    x,
+    rows,
+    row_mask,
+    stride_xm,
+    stride_xk,
+    w,
+    col,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr = IEEE,
+):
+    """x[rows] @ w[col:col + BLOCK_N].T in fp32, w by its descriptor."""
+    acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
+    a = x + (rows.to(tl.int64) * stride_xm)[:, None]
+    return mixed_loop(acc, a, row_mask[:, None], stride_xk, w, col, K, BLOCK_K, EVEN_K, PRECISION)
 
 
 @inline

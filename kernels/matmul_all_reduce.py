@@ -39,10 +39,10 @@ def publish_to_all(peers, chunk):
 @triton.jit(do_not_specialize=["group", "send_programs"])
 def one_shot_kernel(
     peers,
-    x,
+    x,  # a pointer, or with X_TMA a TMA descriptor
     stride_xm,
     stride_xk,
-    w,
+    w,  # a pointer, or with TMA a TMA descriptor
     stride_wn,
     stride_wk,
     bias,  # [N] or None
@@ -58,6 +58,8 @@ def one_shot_kernel(
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,
 ):
     """A slot holds [W, M, N], the partials of all ranks; flag 1 + c is chunk c, `group` consecutive tiles."""
     if signals.failed(peers):
@@ -80,6 +82,7 @@ def one_shot_kernel(
                 rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
                 value, cols, col_mask = partial_tile(
                     x,
+                    row * BLOCK_M,
                     rows,
                     rows < M,
                     stride_xm,
@@ -93,6 +96,9 @@ def one_shot_kernel(
                     BLOCK_N,
                     BLOCK_K,
                     EVEN_K,
+                    TMA,
+                    X_TMA,
+                    element,
                 )
                 if stored >= 0:  # Note [Late publish]
                     publish_to_all(peers, 1 + stored)
@@ -122,10 +128,10 @@ def one_shot_kernel(
 def two_shot_kernel(
     peers,
     sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
-    x,
+    x,  # a pointer, or with X_TMA a TMA descriptor
     stride_xm,
     stride_xk,
-    w,
+    w,  # a pointer, or with TMA a TMA descriptor
     stride_wn,
     stride_wk,
     bias,  # [N] or None
@@ -143,6 +149,8 @@ def two_shot_kernel(
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,
 ):
     """A slot holds [W, R_r, N], partials of the own rows, and from result_at on [M, N], the sums of all owners."""
     if signals.failed(peers):
@@ -172,6 +180,9 @@ def two_shot_kernel(
             BLOCK_K,
             GROUP,
             EVEN_K,
+            TMA,
+            X_TMA,
+            element,
         )
     elif pid < send_programs + reduce_programs:
         size, offset = shard(sizes, rank, world)

@@ -38,13 +38,14 @@ import triton.language as tl
 
 from . import signals
 from .epilogue import add_bias
-from .matmul import linear_tile
+from .matmul import IEEE, descriptor_loop, linear_tile, mixed_tile
 from .tiles import cdiv, grouped, inline, narrow, next_start, shard, tile_rows, wide, widen
 
 
 @inline
 def partial_tile(
     x,
+    row,
     rows,
     row_mask,
     stride_xm,
@@ -58,14 +59,40 @@ def partial_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    ELEMENT: tl.constexpr,
 ):
-    """One tile of x @ w.T in the working dtype, its columns and which of them exist."""
+    """One tile of x @ w.T as ELEMENT, its columns and which of them exist. `row` is the first of rows, for TMA.
+
+    Rows of TMA's that row_mask leaves out are another owner's, or beyond x and zero; nobody stores their products.
+    """
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < N
-    acc = linear_tile(
-        x, rows, row_mask, stride_xm, stride_xk, w, cols, col_mask, stride_wn, stride_wk, K, BLOCK_K, EVEN_K
-    )
-    return narrow(acc, x.dtype.element_ty), cols, col_mask
+    if X_TMA:
+        acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
+        acc = descriptor_loop(acc, x, row, w, col * BLOCK_N, 0, K, BLOCK_K, False, IEEE)
+    elif TMA:
+        acc = mixed_tile(
+            x, rows, row_mask, stride_xm, stride_xk, w, col * BLOCK_N, K, BLOCK_N, BLOCK_K, EVEN_K
+        )
+    else:
+        acc = linear_tile(
+            x,
+            rows,
+            row_mask,
+            stride_xm,
+            stride_xk,
+            w,
+            cols,
+            col_mask,
+            stride_wn,
+            stride_wk,
+            K,
+            BLOCK_K,
+            EVEN_K,
+        )
+    return narrow(acc, ELEMENT), cols, col_mask
 
 
 @inline
@@ -88,6 +115,9 @@ def push_partials(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    ELEMENT: tl.constexpr,
 ):
     """Send stage: program_id < programs computes every owner's rows, own last, into the owner's slot."""
     world: tl.constexpr = peers.world_size
@@ -107,7 +137,7 @@ def push_partials(
         limit = size * batch
         num_rows = cdiv(limit, BLOCK_M)
         tiles = num_rows * num_cols
-        out = tl.multiple_of(signals.slot(peers, owner).to(tl.pointer_type(x.dtype.element_ty)), 16)
+        out = tl.multiple_of(signals.slot(peers, owner).to(tl.pointer_type(ELEMENT)), 16)
         out += wide(rank) * limit * N
         for chunk in range(pid, cdiv(tiles, group), programs):
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
@@ -117,6 +147,7 @@ def push_partials(
                 rows = tile_rows(local, size, offset, total, batch, limit)
                 value, cols, col_mask = partial_tile(
                     x,
+                    offset + row * BLOCK_M,
                     rows,
                     inside,
                     stride_xm,
@@ -130,6 +161,9 @@ def push_partials(
                     BLOCK_N,
                     BLOCK_K,
                     EVEN_K,
+                    TMA,
+                    X_TMA,
+                    ELEMENT,
                 )
                 if stored >= 0:  # Note [Late publish]
                     signals.publish(peers, stored % world, 1 + stored // world)
@@ -175,10 +209,10 @@ def matmul_reduce_scatter_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
     batch,
-    x,
+    x,  # a pointer, or with X_TMA a TMA descriptor; then batch is 1
     stride_xm,
     stride_xk,
-    w,
+    w,  # a pointer, or with TMA a TMA descriptor
     stride_wn,
     stride_wk,
     bias,  # [N] or None
@@ -193,6 +227,8 @@ def matmul_reduce_scatter_kernel(
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,
 ):
     if signals.failed(peers):
         return
@@ -216,6 +252,9 @@ def matmul_reduce_scatter_kernel(
             BLOCK_K,
             GROUP,
             EVEN_K,
+            TMA,
+            X_TMA,
+            y.dtype.element_ty,
         )
     else:
         rank = signals.rank_of(peers)

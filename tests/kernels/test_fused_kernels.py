@@ -22,6 +22,7 @@ def configs(draw) -> dict | None:
         "send_programs": number(3),
         "other_programs": number(3),
         "chunk": number(20),
+        "tma": draw(st.booleans()),
     }
 
 
@@ -40,6 +41,7 @@ def calls(draw, world: int) -> dict:
         keep=draw(st.booleans()),
         in_one=draw(st.booleans()),
         config=draw(configs()),
+        step=draw(st.sampled_from([1, 8])),
         seed=draw(st.integers(0, 1 << 20)),
         sig=draw(st.integers(-(2**31), 2**31 - 1)),
         copied=tuple(r for r in range(world) if draw(st.booleans())),
@@ -60,6 +62,35 @@ def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
     worlds.check(
         2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL)
     )
+
+
+TMA = dict(SMALL, tma=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_no_peer_writes_comes_by_tma(worlds, op):
+    """Tails of rows, columns and K; a rank without rows; weights and their gradients each by a descriptor."""
+    call = dict(op=op, dtype="bfloat16", k=40, step=8, config=TMA, descriptors=2, biased=(0,))
+    ragged = dict(call, sizes=(32, 0), widths=(20, 17), in_one=False)
+    worlds.check(2, ragged, dict(call, sizes=(16, 16), widths=(8, 33), in_one=True, dtype="float16"))
+
+
+@pytest.mark.parametrize("weights", [1, 4, 5])
+def test_a_kernel_takes_four_descriptors(worlds, weights):
+    sizes, widths = (16, 0), (9, 17, 8, 5, 3)[:weights]
+    for op in ("all_gather_matmul", "all_gather_wgrad"):
+        call = dict(op=op, dtype="bfloat16", k=16, sizes=sizes, widths=widths, config=TMA)
+        worlds.check(2, dict(call, descriptors=weights % 5))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_tma_cannot_take_comes_by_pointers(worlds, op):
+    none = dict(op=op, sizes=(9, 5), config=TMA, k=24, step=8, widths=(8,), dtype="bfloat16", descriptors=0)
+    full = dict(none, dtype="float32")  # no matrix unit multiplies it
+    odd = dict(none, k=23)  # or of wgrad: rows of a shard that BLOCK_K does not divide
+    runs = dict(none, batch=2, descriptors=0 if "wgrad" in op else 1)  # of rows: x by pointers
+    calls = [full, odd, dict(none, layout="transposed"), dict(none, layout="offset"), runs]
+    worlds.check(2, *(calls[:-1] if op == "matmul_all_reduce" else calls))
 
 
 @pytest.mark.parametrize("op", OPS)

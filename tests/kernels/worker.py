@@ -23,6 +23,7 @@ import triton.language as tl
 from fusedtp.comm.copies import Copies
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
+from fusedtp.ops.launch import operands
 
 SLOT = 1 << 19
 FLAGS = 4096
@@ -34,6 +35,14 @@ new_empty = torch.Tensor.new_empty
 def poisoned(like: torch.Tensor, *shape: int, **on: object) -> torch.Tensor:
     made = new_empty(like, *shape, **on)
     return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
+described, made = operands.described, []
+
+
+def counted(x: torch.Tensor, block: tuple[int, ...]) -> object:
+    made.append(x)
+    return described(x, block)
 
 
 class World:
@@ -174,8 +183,8 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
 
 def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
     s = same_everywhere(c)
-    xs = [s.numbers.draw(s.total, c.k + r, layout=c.layout) for r in range(world.size)]
-    ws = [s.numbers.draw(c.widths[0], c.k + r, layout=c.layout) for r in range(world.size)]
+    xs = [s.numbers.draw(s.total, c.k + c.step * r, layout=c.layout) for r in range(world.size)]
+    ws = [s.numbers.draw(c.widths[0], c.k + c.step * r, layout=c.layout) for r in range(world.size)]
     bias = s.numbers.draw(c.widths[0]) if c.biased else None
     y = launch.matmul_reduce_scatter(
         world.view, world.rank, world.size, xs[world.rank], ws[world.rank], bias, s.rows, c.sig, s.config
@@ -186,8 +195,8 @@ def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
 
 def matmul_all_reduce(world: World, c: SimpleNamespace) -> list[str]:
     s = same_everywhere(c)
-    xs = [s.numbers.draw(s.total, c.k + r, layout=c.layout) for r in range(world.size)]
-    ws = [s.numbers.draw(c.widths[0], c.k + r, layout=c.layout) for r in range(world.size)]
+    xs = [s.numbers.draw(s.total, c.k + c.step * r, layout=c.layout) for r in range(world.size)]
+    ws = [s.numbers.draw(c.widths[0], c.k + c.step * r, layout=c.layout) for r in range(world.size)]
     bias = s.numbers.draw(c.widths[0]) if c.biased else None
     y = launch.matmul_all_reduce(
         world.view,
@@ -254,8 +263,11 @@ def run(world: World, case: dict) -> list[str]:
     delay = torch.randint(0, 20, (world.size,), generator=torch.Generator().manual_seed(c.seed + 1))
     time.sleep(int(delay[world.rank]) * 1e-4)
     world.view.flags_per_source = c.flags
+    made.clear()
     wrong = OPS[c.op](world, c)
     world.poison()
+    if c.descriptors is not None and len(made) != c.descriptors:
+        wrong.append(f"{len(made)} operands by TMA, not {c.descriptors}")
     if int(world.view.status[0]) != 0:
         wrong.append(f"status {world.view.status.tolist()}")
     return [f"rank {world.rank}: {line}" for line in wrong]
@@ -308,6 +320,7 @@ def main() -> None:
     sockets, files = ([int(fd) for fd in argument.split(",")] for argument in sys.argv[1:])
     torch.set_num_threads(1)
     torch.Tensor.new_empty = poisoned
+    operands.described = counted
     for rank, mine in enumerate(sockets):
         if os.fork() == 0:
             for other in sockets:

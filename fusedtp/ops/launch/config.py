@@ -5,7 +5,7 @@ must agree on, the extent of a chunk, depends only on numbers that all ranks sha
 columns that are scattered, and the kind of GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -35,8 +35,9 @@ class Config:
 
     part           elements of a tile, for each warp, that a reducer sums at once
     max_registers  what a thread may use; 0 leaves that to the compiler
-    tma, specialized, splits   of the plain matmuls alone, see plain.py: operands by TMA where they allow it, with a
-                   warp of its own for the copies; how many programs share the K of a tile
+    tma            operands that no peer writes by TMA, where they allow it
+    specialized, splits, halves   of the plain matmuls alone, see plain.py: a warp of its own for TMA's copies; how many
+                   programs share the K of a tile; its columns end half by half
     """
 
     block_m: int
@@ -88,7 +89,8 @@ def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool
         return Config(_block(rows, 16, 64), _block(cols, 16, 64), 64)
     block_m = _block(rows, 16, 128)
     if machine.clock == "cuda":
-        return _cuda_tiles(machine, dtype, rows, cols, block_m, even)
+        config = _cuda_tiles(machine, dtype, rows, cols, block_m, even)
+        return replace(config, tma=machine.capability >= 90 and dtype != torch.float32)
     if dtype == torch.float32:  # full-precision products run on the plain units
         return Config(min(block_m, 64), 64, 32, num_stages=2)
     return Config(block_m, 128, 64, num_warps=8 if block_m == 128 else 4, num_stages=2)

@@ -12,6 +12,7 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from . import tuned
 from .config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
+from .operands import picked
 from .run import Launch, check, machine_for
 
 
@@ -80,6 +81,8 @@ def plan_matmul(
     gathered = x.new_empty(total, k) if keep_gathered else None
     args = dict(
         **gather_args(view, rank, world_size, x, rows, sig, config, machine),
+        **(by_tma := picked(config, weights, (config.block_n, config.block_k))),
+        HALVES=by_tma["TMA"] and config.block_n == 256,
         weights=tuple(weights),
         widths=tuple(w.shape[0] for w in weights),
         strides_wn=tuple(w.stride(0) for w in weights),
@@ -194,8 +197,10 @@ def plan_wgrad(
     widths = [dy.shape[1] for dy in dys]
     dys = [even_columns(dy) for dy in dys]
     outputs = [x.new_empty(dy.shape[1], k, dtype=dtype) for dy in dys]
+    even_k = all(size % config.block_k == 0 for size in rows.sizes)
     args = dict(
         **gather_args(view, rank, world_size, x, rows, sig, config, machine),
+        **picked(config, dys, (config.block_k, config.block_m), usable=even_k and rows.batch == 1),
         grads=tuple(dys),
         widths=tuple(dy.shape[1] for dy in dys),
         strides_dn=tuple(dy.stride(1) for dy in dys),
@@ -203,7 +208,7 @@ def plan_wgrad(
         nothing=(None,) * len(dys),
         outputs=tuple(outputs),
         NUM_WEIGHTS=len(dys),
-        EVEN_K=all(size % config.block_k == 0 for size in rows.sizes),
+        EVEN_K=even_k,
     )
     launch = Launch(all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config)
     return launch, [dw[:width] for dw, width in zip(outputs, widths, strict=True)]

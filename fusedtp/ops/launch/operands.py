@@ -1,4 +1,8 @@
-"""How a plain matmul's operands reach its kernel, and in what tiles: by pointer or TMA, at which precision."""
+"""How a matmul's operands reach its kernel, by pointer or TMA; of the plain ones also in what tiles and precision.
+
+A descriptor holds its operand's address, as a pointer does, and is an argument of the kernel like one: a captured CUDA
+graph keeps both.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
 MOST_SPLITS = 32
+MOST_DESCRIPTORS = 4  # that a kernel has parameters for
 LEAST_BLOCKS = 4  # of K in a part: a pipeline is full only after some
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -34,6 +39,49 @@ def describable(x: Tensor) -> bool:
         and 0 < rows <= INT32
         and 0 < cols <= INT32
     )
+
+
+def described(x: Tensor, block: Sequence[int]) -> Any:
+    """The TMA descriptor of a matrix that TMA takes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def unshared(config: Config, x: Tensor, weight: Tensor, batch: int = 1) -> dict[str, Any]:
+    """Arguments x, w, their strides, TMA and X_TMA of a kernel of whose operands [T, K] and [N, K] peers write neither.
+
+    x goes by TMA only where w does, and not where a rank's rows are `batch` runs that are no neighbours.
+    """
+    by_tma = takes_tma(config, weight)
+    x_by_tma = by_tma and batch == 1 and describable(x)
+    return dict(
+        x=described(x, (config.block_m, config.block_k)) if x_by_tma else x,
+        stride_xm=0 if x_by_tma else x.stride(0),
+        stride_xk=0 if x_by_tma else x.stride(1),
+        w=described(weight, (config.block_n, config.block_k)) if by_tma else weight,
+        stride_wn=0 if by_tma else weight.stride(0),
+        stride_wk=0 if by_tma else weight.stride(1),
+        TMA=by_tma,
+        X_TMA=x_by_tma,
+    )
+
+
+def picked(
+    config: Config, matrices: Sequence[Tensor], block: Sequence[int], usable: bool = True
+) -> dict[str, Any]:
+    """Arguments TMA and descriptor0, 1, ... of a gather's kernel, of the operands that peers do not write.
+
+    Strides stay those of pointers, which the kernel is given as well: it takes both from one list of operands.
+    """
+    if not (usable and 0 < len(matrices) <= MOST_DESCRIPTORS and takes_tma(config, *matrices)):
+        return dict(TMA=False)
+    return dict(TMA=True) | {f"descriptor{i}": described(matrix, block) for i, matrix in enumerate(matrices)}
+
+
+def takes_tma(config: Config, *matrices: Tensor) -> bool:
+    """Whether a fused kernel gets these by TMA. fp32, which it multiplies in full precision, does not go by it."""
+    return config.tma and all(x.dtype != torch.float32 and describable(x) for x in matrices)
 
 
 def within_reach(config: Config, precision: str, matrices: Sequence[Tensor]) -> Config:
@@ -63,10 +111,7 @@ def operands(config: Config, precision: str, matrices: dict[str, tuple[Tensor, s
     for name, (matrix, letter, rows) in matrices.items():
         strides, args[name] = matrix.stride(), matrix
         if config.tma:
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            block = [rows, config.block_k]
-            args[name] = TensorDescriptor(matrix, list(matrix.shape), list(strides), block)
+            args[name] = described(matrix, (rows, config.block_k))
             strides = (0, 0)
         args[f"stride_{name[0]}{letter}"], args[f"stride_{name[0]}k"] = strides
     return args | dict(
@@ -102,8 +147,7 @@ def local_config(
     precise = dtype == torch.float32 and precision == "ieee"
     config = tiles(machine, torch.float32 if precise else torch.bfloat16, m, weights * n, n % VECTOR == 0)
     if machine.clock != "host":
-        tma = machine.capability >= 90 and not precise
-        specialized = tma and machine.capability // 10 == 10 and config.block_m == 128
+        specialized = config.tma and machine.capability // 10 == 10 and config.block_m == 128
         narrow = keep or (dtype in FP8 and machine.capability == 90)
         narrow = narrow or (specialized and (weights > 1 or dtype.itemsize != 2))
         low = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
@@ -116,9 +160,8 @@ def local_config(
             block_n=min(config.block_n, 128 if narrow else 256) // weights,
             block_k=config.block_k if precise else config.block_k * 2 // dtype.itemsize,
             max_registers=limit,
-            tma=tma,
             specialized=specialized,
-            halves=tma and weights == 1 and config.block_n == 256 and not narrow,
+            halves=config.tma and weights == 1 and config.block_n == 256 and not narrow,
         )
     return replace(config, splits=splits(machine, config, m, n, k))
 

@@ -10,6 +10,7 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from . import tuned
 from .config import VECTOR, Config, Machine, reduce_programs, tiles
+from .operands import unshared
 from .run import Launch, check, machine_for
 
 
@@ -75,7 +76,7 @@ def plan_reduce_scatter(
         peers=peers_of(view, rank, world_size, sig, machine.clock),
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
-        **matmul_args(x, weight, bias, config),
+        **matmul_args(x, weight, bias, config, rows.batch),
         y=y,
         group=config.chunk,
         send_programs=config.send_programs,
@@ -83,16 +84,13 @@ def plan_reduce_scatter(
     return Launch(matmul_reduce_scatter_kernel, config.send_programs + config.other_programs, args, config), y
 
 
-def matmul_args(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) -> dict[str, Any]:
+def matmul_args(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, batch: int = 1
+) -> dict[str, Any]:
     """The arguments that all kernels here share."""
     n, k = weight.shape
     return dict(
-        x=x,
-        stride_xm=x.stride(0),
-        stride_xk=x.stride(1),
-        w=weight,
-        stride_wn=weight.stride(0),
-        stride_wk=weight.stride(1),
+        **unshared(config, x, weight, batch),
         bias=None if bias is None else bias.contiguous(),
         N=n,
         K=k,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 OWN = (
@@ -41,7 +41,9 @@ class Variant:
     widths   N of each weight; operations of one weight take the first
     grads    dtype of weight gradients where not the operands'
     targets  those it is compiled for; () all
-    precision, activation, tma   of matmuls on one device; not tma: by pointers, whatever the target
+    precision, activation   of matmuls on one device
+    tma      not: by pointers, whatever the target
+    batch    runs of rows that each rank of a fused operation has
     """
 
     name: str
@@ -57,6 +59,7 @@ class Variant:
     precision: str = "ieee"
     activation: str = "silu"
     tma: bool = True
+    batch: int = 1
 
 
 # Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
@@ -71,6 +74,15 @@ VARIANTS = {
     )
 }
 
+
+# Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
+FUSED_VARIANTS = VARIANTS | {
+    variant.name: variant
+    for variant in (
+        replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
+        replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
+    )
+}
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
 LOCAL_VARIANTS = VARIANTS | {
@@ -134,14 +146,14 @@ def variants_of(kernel: str) -> dict[str, Variant]:
         return ELEMENTWISE_VARIANTS
     if kernel == "gated_matmul_kernel":  # has no fp8
         return {name: variant for name, variant in LOCAL_VARIANTS.items() if "float8" not in variant.dtype}
-    return LOCAL_VARIANTS if kernel in LOCAL else VARIANTS
+    return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
 
 
 def own_cases(
     kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
 ) -> Iterator[CompileCase]:
     """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
-    every = VARIANTS | LOCAL_VARIANTS
+    every = FUSED_VARIANTS | LOCAL_VARIANTS
     for asked, known, what in ((kernels, OWN, "kernel"), (variants, every, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:

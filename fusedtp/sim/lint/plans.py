@@ -29,8 +29,11 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
 
     weights = [empty(width, k) for width in widths]
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
-    rows, sig, view = SimpleNamespace(sizes=(t // w,) * w, batch=1), 12345, _view(w)
+    batch = variant.batch
+    rows, sig, view = SimpleNamespace(sizes=(t // w // batch,) * w, batch=batch), 12345, _view(w)
     x, full = empty(t // w, k), empty(t, k)
+    if kernel not in LOCAL and not variant.tma:  # as on a GPU that has none
+        machine = replace(machine, capability=0)
     where, end = (view, 1, w), (sig, None, machine)
     if kernel in SIGNALS:
         return _signal(kernel, w, machine.clock)
