@@ -8,7 +8,7 @@ exact in fp32 and the result must equal the single-device formula bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,11 +33,12 @@ class Call:
 
     sizes    rows of every rank, per batch entry (for an all-reduce only their sum counts)
     widths   N of each weight (the scattered operations take the first)
-    k        columns of x; where they are this rank's own, rank r has k + r
+    k        columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r
     chunk    rows (gather) or tiles (reduction) that one flag covers
     programs (senders, others)
     tile     rows and columns of one
     copied   ranks whose rows travel by copies beside the kernel, of a gather
+    tma      what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
     """
 
     operation: str
@@ -52,6 +53,11 @@ class Call:
     programs: tuple[int, int] = (1, 2)
     tile: int = TILE
     copied: tuple[int, ...] = ()
+    tma: bool = False
+
+    def k_of(self, rank: int) -> int:
+        """Columns of x of a rank that has its own."""
+        return self.k + rank * (8 if self.tma else 1)
 
     @property
     def rows(self) -> Rows:
@@ -61,7 +67,13 @@ class Call:
     def config(self) -> Config:
         senders, others = self.programs
         return Config(
-            self.tile, self.tile, TILE, send_programs=senders, other_programs=others, chunk=self.chunk
+            self.tile,
+            self.tile,
+            TILE,
+            send_programs=senders,
+            other_programs=others,
+            chunk=self.chunk,
+            tma=self.tma,
         )
 
     def slot_bytes(self) -> int:
@@ -109,8 +121,8 @@ def operands(call: Call, seed: int) -> Operands:
         if call.keep:
             y["gathered"] = [x] * w
         return Operands(own, ws, bs, y)
-    xs = [draw(rows.total, call.k + r) for r in range(w)]
-    parts = [[draw(call.widths[0], call.k + r)] for r in range(w)]
+    xs = [draw(rows.total, call.k_of(r)) for r in range(w)]
+    parts = [[draw(call.widths[0], call.k_of(r))] for r in range(w)]
     bias = draw(call.widths[0]) if call.bias else None
     full = _exact(torch.cat(xs, 1), torch.cat([p[0] for p in parts], 1), bias)
     scattered = call.operation == "matmul_reduce_scatter"
@@ -210,15 +222,20 @@ def _ragged(world_size: int, rows: int) -> tuple[int, ...]:
 
 
 def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list[Case]:
-    """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row."""
+    """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
+
+    The even ones are of 16 bits, and what no peer writes goes by TMA.
+    """
     w = world_size
     shapes = [(16,) * w, _ragged(w, 9), split(w + 1, w)]
 
     def calls(operation: str, **options: Any) -> list[Call]:
         ks = (16, 20, 5)
-        return [
+        made = [
             Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)
         ]
+        half = torch.float16 if dtype == torch.float32 else dtype
+        return [replace(made[0], dtype=half, tma=True), *made[1:]]
 
     cases = {
         "all_gather_matmul": calls("all_gather_matmul", widths=(17, 5), keep=True),

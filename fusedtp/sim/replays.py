@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .case import Case, Copy, Run, Work
@@ -64,7 +65,10 @@ def _refreshed(args: dict[str, Any], inputs: Operands, rank: int) -> Iterator[Wo
     weights = args["weights"] if "weights" in args else (args["w"],)
     biases = args["biases"] if "biases" in args else (args["bias"],)
     new = (inputs.x[rank], *inputs.weights[rank], *inputs.biases[rank])
-    for old, fresh in zip((args["x"], *weights, *biases), new, strict=True):
+    held = (
+        getattr(each, "base", each) for each in (args["x"], *weights, *biases)
+    )  # of a TMA descriptor its tensor
+    for old, fresh in zip(held, new, strict=True):
         if old is not None and fresh is not None and old.numel():
             yield Copy(old, fresh.clone())
 
@@ -74,7 +78,7 @@ def graph_cases(world_size: int) -> list[Case]:
     w = world_size
     ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(w))
     gather = Call("all_gather_matmul", ragged, (5,), k=4, chunk=2, keep=True)
-    scatter = Call("matmul_reduce_scatter", (2,) * w, (5,), k=4, chunk=1)
+    scatter = Call("matmul_reduce_scatter", (2,) * w, (5,), k=8, dtype=torch.float16, chunk=1, tma=True)
     reduce = Call("one_shot_all_reduce", (1,) * w, (5,), k=4, chunk=1)
     eager = Call("two_shot_all_reduce", (2,) * w, (5,), k=4, chunk=1)
     one = replayed_case([gather], [None, eager, replace(gather, sizes=(1,) * w), None])

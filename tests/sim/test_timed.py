@@ -60,6 +60,14 @@ def test_an_all_reduce_sends_what_its_shots_need(w: int, t: int, n: int, k: int)
     assert got.sent == {pair: nbytes for pair, nbytes in want.items() if nbytes}
 
 
+@pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
+def test_tma_moves_what_pointers_move(operation: str) -> None:
+    problem = Problem(operation, 256, (128, 64), 320, 2)
+    config = replace(problem.chosen(SMALL), block_m=64, block_n=64)
+    one, two = (time(replace(problem, config=replace(config, tma=tma))) for tma in (False, True))
+    assert (one.flops, one.sent, one.memory) == (two.flops, two.sent, two.memory)
+
+
 @settings(max_examples=8)
 @given(st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, tokens, st.integers(300, 900))
 def test_skipping_iterations_changes_nothing(operation: str, w: int, t: int, k: int) -> None:

@@ -43,6 +43,12 @@ def none_between(operation: str) -> list[Call]:
     return [small, replace(small, sizes=(0,) * WORLD), large]
 
 
+def by_tma(operation: str) -> list[Call]:
+    """The first of the calls in 16 bits, by TMA, which takes a weight gradient only of shards that are whole blocks."""
+    call = replace(calls(operation)[0], k=24, dtype=torch.float16, tma=True)
+    return [replace(call, sizes=(32, 0, 16), tile=16) if operation == "all_gather_wgrad" else call]
+
+
 def beside_copies(operation: str) -> list[Call]:
     """The calls of a gather, the rows of some ranks carried by copies."""
     ranks = ((1,), (), tuple(range(WORLD)))

@@ -4,6 +4,7 @@
     calls     three calls on one workspace; uneven shards, one empty in the second call, tails in every direction
     none      a call without any row between two others
     idle      rank 0 has no columns of its own and so reads nothing of its peers
+    tma       one of the calls, its operands by TMA where no peer writes them
     wrap      the same with a call number that wraps from 2**31 - 1 to -2**31
     other     rank 1 is in another call, with less to send: every rank must notice and none may wait in vain; once in
               a call of which rank 1 would have no rows
@@ -37,6 +38,7 @@ from .local_cases import local
 from .trial_cases import (
     WORLD,
     beside_copies,
+    by_tma,
     calls,
     elementwise,
     idle,
@@ -117,6 +119,9 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
             yield Trial(
                 kernel, no_rows(operation, copied=(0, 1)), schedules(min(3, few), (1,)), succeeds=False
             )
+    for kernel, operation in known.items():
+        made = by_tma(operation)
+        yield Trial(kernel, fused_case(f"tma of {operation}", made, seed=3), schedules(2), calls=tuple(made))
     for kernel, operation in known.items():
         yield Trial(kernel, wrapping(operation), schedules(2), calls=tuple(calls(operation)))
     for kernel, operation in known.items():
