@@ -14,11 +14,13 @@ from fusedtp.ops.launch import tuned_entries
 from fusedtp.ops.launch.config import (
     ALL_REGISTERS,
     VECTOR,
+    Config,
     Machine,
     gather_chunk,
     gather_programs,
     tiles,
 )
+from fusedtp.ops.launch.operands import local_config, splits
 from fusedtp.ops.launch.scatter import one_shot, reduction
 
 Values = dict[str, int]
@@ -79,10 +81,12 @@ class Job:
         if "chunk" in tuned_entries.KERNELS[self.kernel].sets:
             owners = self.ranks if self.kernel == "matmul_reduce_scatter" else 1
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
+        elif self.kernel == "matmul":
+            config = local_config(machine, dtype, "ieee", at["rows"], at["cols"], at["k"])
         else:
             config = tiles(machine, dtype, at["rows"], at["cols"], bool(at["even"]))
         return {
-            name: value
+            name: int(value)
             for name, value in asdict(config).items()
             if name in tuned_entries.KERNELS[self.kernel].sets
         }
@@ -111,6 +115,10 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
             choices |= {"part": (128, 256, 512, 1024)}
         if not machine.shared_gpu:  # where ranks share a GPU its split is not a matter of taste
             choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
+    if machine.clock != "host":  # of which `_possible` leaves what machine and dtype have
+        toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1), splits=(1, 2, 4, 8, 16, 32))
+        sets = tuned_entries.KERNELS[job.kernel].sets
+        choices |= {name: known for name, known in toggles.items() if name in sets}
     found = [values | {name: n} for name, known in choices.items() for n in known if values.get(name) != n]
     return [each for each in found if _possible(job, machine, each)]
 
@@ -135,7 +143,17 @@ def _tiles(job: Job, machine: Machine, default: Values) -> Iterator[Values]:
         if not host and ((wide and (m * n > 64 * 64 or k > 32)) or sums < 4):
             continue
         every = ALL_REGISTERS if machine.clock == "cuda" and sums < MOST_SUMS else 0
-        yield default | dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, max_registers=every)
+        tile = dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, max_registers=every)
+        yield default | tile | (_plain(job, machine, default, tile) if job.kernel == "matmul" else {})
+
+
+def _plain(job: Job, machine: Machine, default: Values, tile: Values) -> Values:
+    """What a plain matmul's launcher lets follow from a tile."""
+    m, n = tile["block_m"], tile["block_n"]
+    specialized = default["specialized"] and m == 128
+    parts = splits(machine, Config(m, n, tile["block_k"]), job.rows, job.n, job.k)
+    found = dict(specialized=int(specialized), halves=int(default["tma"] and n == 256), splits=parts)
+    return found | (dict(max_registers=0) if specialized else {})
 
 
 def _possible(job: Job, machine: Machine, values: Values) -> bool:

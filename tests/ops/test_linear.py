@@ -109,6 +109,8 @@ def test_a_tuned_tile_keeps_tma_and_splits_k_by_its_own_size():
     assert {name: getattr(config, name) for name in found} == found
     assert config.tma and config.halves and config.splits == 32
     assert with_tile(default, {}, H100, 64, 1024, 8192) is default
+    config = with_tile(default, found | dict(tma=0, halves=1, splits=3), H100, 64, 1024, 8192)
+    assert (config.tma, config.halves, config.splits) == (False, True, 3) and config.tma is False
 
 
 @pytest.mark.parametrize("machine", [H100, B200])

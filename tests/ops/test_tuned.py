@@ -197,6 +197,8 @@ def test_the_default_of_a_class_is_what_tiles_gives(empty: Path):
     assert default.max_registers == ALL_REGISTERS
     assert tuned.tile(default, {}) is default
     assert tuned.tile(default, TILE) == Config(**TILE)  # nothing of another tile's
+    by_tma = replace(default, tma=True)
+    assert tuned.tile(by_tma, TILE).tma and not tuned.tile(by_tma, TILE | {"tma": 0}).tma
 
 
 BAD = {
@@ -219,6 +221,11 @@ BAD = {
         entry("matmul", TILE | {"num_warps": 16, "max_registers": 255}, **MATMUL),
         "max_registers 255: 512 threads",
     ),
+    "TMA on a GPU without": (entry("matmul", TILE | {"tma": 1}, "bfloat16", **MATMUL), "config.tma needs sm_90"),
+    "warps of their own for no TMA": (
+        entry("matmul", TILE | {"specialized": 1}, "bfloat16", **MATMUL), "config.specialized needs tma and sm_100",
+    ),
+    "more parts than are summed": (entry("matmul", TILE | {"splits": 33}, **MATMUL), "config.splits must be a whole"),
     "a chunk for a kernel without": (entry("matmul", TILE | {"chunk": 2}, **MATMUL), "config.chunk is no field"),
 }  # fmt: skip
 

@@ -60,6 +60,7 @@ class Config:
 # What a thread can name. ptxas by itself stops at fewer, and spills, so that one more program would fit a processor;
 # the grids here hold one or two for each. Not for the largest tile: it has them all anyway, and 3.7 spills if told so.
 ALL_REGISTERS = 255
+MOST_SPLITS = 32
 VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it, and no more
 
 HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from . import tuned
-from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
+from .config import ALL_REGISTERS, MOST_SPLITS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
-MOST_SPLITS = 32
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
 LEAST_BLOCKS = 4  # of K in a part: a pipeline is full only after some
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -167,12 +166,16 @@ def local_config(
 
 
 def with_tile(default: Config, found: Mapping[str, int], machine: Machine, m: int, n: int, k: int) -> Config:
-    """The tile of a tuned entry, or the default where there is none. By TMA if that is; K is split as the tile asks."""
+    """The tile of a tuned entry, or the default where there is none.
+
+    What the entry leaves open follows from its tile: by TMA if the default is, halves if it is wide, K as it asks.
+    """
     if not found:
         return default
     tile = tuned.tile(default, found)
-    wide = default.tma and tile.block_n == 256
-    return replace(tile, tma=default.tma, halves=wide, splits=splits(machine, tile, m, n, k))
+    if "halves" not in found:
+        tile = replace(tile, halves=tile.tma and tile.block_n == 256)
+    return tile if "splits" in found else replace(tile, splits=splits(machine, tile, m, n, k))
 
 
 def splits(machine: Machine, config: Config, m: int, n: int, k: int) -> int:

@@ -8,11 +8,11 @@ Note [What a class may hold]: ranks must agree on how a tensor that travels is c
 only, which may differ. So what must agree stands in entries whose class has no extent but those that all ranks share:
 
     kernel                  class                                  sets
-    matmul                  rows M, cols N, k K                    tile
-    all_gather_matmul       rows T, cols N of this rank, k K       tile: each rank cuts its own output as it likes
-    all_gather_wgrad        rows N of this rank, cols K, k T       tile
+    matmul                  rows M, cols N, k K                    tile, tma, specialized, halves, splits
+    all_gather_matmul       rows T, cols N of this rank, k K       tile: each rank cuts its own output as it likes; tma
+    all_gather_wgrad        rows N of this rank, cols K, k T       tile, tma
     all_gather              rows of the longest shard, k K         chunk, how many programs send; of both gathers
-    matmul_reduce_scatter   rows of the longest shard, cols N      tile, chunk, programs: the owner sums by the
+    matmul_reduce_scatter   rows of the longest shard, cols N      tile, tma, chunk, programs: the owner sums by the
     one_shot, two_shot      rows a rank sums, cols N               senders' tiles; K_r is not asked for
 
 A missing entry means the default of config.py. `report()` lists what was looked up and found; the first miss warns.
@@ -30,7 +30,7 @@ import torch
 from fusedtp.ops.measured import Table, read, say
 
 from .config import Config, Machine
-from .tuned_entries import EXACT, KERNELS, SPLIT, faults, key_of
+from .tuned_entries import EXACT, KERNELS, SPLIT, SWITCHES, faults, key_of
 
 MOST_ROWS = 1 << 15
 NOTHING: Mapping[str, int] = {}
@@ -62,9 +62,14 @@ def lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) ->
 
 
 def tile(default: Config, found: Mapping[str, int]) -> Config:
-    """The tile that an entry sets, or the default. What an entry does not name is as in `Config` itself."""
-    values: dict[str, Any] = {name: n for name, n in found.items() if name not in SPLIT}
-    return Config(**values) if found else default
+    """The tile that an entry sets, or the default.
+
+    What an entry does not name is as in `Config` itself, but TMA, which is the machine's matter: as in the default.
+    """
+    if not found:
+        return default
+    values: dict[str, Any] = {"tma": default.tma} | {n: v for n, v in found.items() if n not in SPLIT}
+    return Config(**values | {name: bool(values[name]) for name in SWITCHES if name in values})
 
 
 def chunk(found: Mapping[str, int], default: int, least: int) -> int:
@@ -207,12 +212,12 @@ Entries = dict[tuple[str, str, tuple[int, ...]], Mapping[str, int]]
 
 @cache
 def _table(machine: Machine) -> tuple[Table | None, Entries]:
-    return _read(machine.name, machine.clock, machine.shared_bytes)
+    return _read(machine.name, machine.clock, machine.shared_bytes, machine.capability)
 
 
 @cache
-def _read(name: str, clock: str, shared_bytes: int) -> tuple[Table | None, Entries]:
+def _read(name: str, clock: str, shared_bytes: int, capability: int) -> tuple[Table | None, Entries]:
     """Once for a GPU, however many ranks share it."""
-    file, machine = _file(name), Machine(clock, 0, shared_bytes, name=name)
+    file, machine = _file(name), Machine(clock, 0, shared_bytes, name=name, capability=capability)
     table = read(file, "configurations", file.removesuffix(".json"), lambda entry: faults(entry, machine))
     return table, {} if table is None else {key_of(entry): entry["config"] for entry in table.entries}

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from fusedtp.ops.measured import Faults, wrong_number
 
-from .config import Config, Machine
+from .config import MOST_SPLITS, Config, Machine
 
 NEEDED = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 TILE = (*NEEDED, "group", "part", "max_registers")
 SPLIT = ("chunk", "send_programs", "other_programs")
+SWITCHES = ("tma", "specialized", "halves")  # 0 or 1
+PLAIN = (*SWITCHES, "splits")
 LIMITS = {  # least, most, a power of two
     "block_m": (16, 256, True),
     "block_n": (16, 256, True),
@@ -22,6 +24,10 @@ LIMITS = {  # least, most, a power of two
     "group": (1, 64, False),
     "part": (32, 4096, True),
     "max_registers": (0, 255, False),
+    "tma": (0, 1, False),
+    "specialized": (0, 1, False),
+    "halves": (0, 1, False),
+    "splits": (1, MOST_SPLITS, False),
     "chunk": (1, 1 << 16, False),
     "send_programs": (1, 4096, False),
     "other_programs": (1, 4096, False),
@@ -37,10 +43,10 @@ class Kernel(NamedTuple):
     sets: tuple[str, ...]
 
 
-_SCATTER = Kernel(("rows", "cols", "even", "world", "programs"), (*TILE, *SPLIT))
-_GATHER = Kernel(("rows", "cols", "k", "even", "world", "programs"), TILE)
+_SCATTER = Kernel(("rows", "cols", "even", "world", "programs"), (*TILE, "tma", *SPLIT))
+_GATHER = Kernel(("rows", "cols", "k", "even", "world", "programs"), (*TILE, "tma"))
 KERNELS = {
-    "matmul": Kernel(("rows", "cols", "k", "even", "programs"), TILE),
+    "matmul": Kernel(("rows", "cols", "k", "even", "programs"), (*TILE, *PLAIN)),
     "all_gather_matmul": _GATHER,
     "all_gather_wgrad": _GATHER,
     "all_gather": Kernel(("rows", "k", "world", "programs"), ("chunk", "send_programs")),
@@ -107,6 +113,21 @@ def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine
         found.append(f"max_registers {registers} is an option of CUDA only")
     if machine.clock == "cuda" and 0 < registers < 32:
         found.append(f"max_registers {registers} is too few to run")
+    return [*found, *_switch_faults(values, dtype, machine)]
+
+
+def _switch_faults(values: Mapping[str, Any], dtype: str, machine: Machine) -> Faults:
+    """What is switched on that this machine, or this dtype, has not."""
+    found = []
+    if values.get("tma") and (machine.capability < 90 or dtype == "float32"):
+        found.append(f"tma needs sm_90 or later and 16 bits; this is sm_{machine.capability}, {dtype}")
+    if values.get("specialized"):
+        if not values.get("tma") or machine.capability // 10 != 10:
+            found.append(
+                "specialized needs tma and sm_100: see Note [Warp specialisation] in kernels/matmul.py"
+            )
+        if values.get("max_registers"):
+            found.append("max_registers is a limit of all warps alike, which those of specialized are not")
     return found
 
 
