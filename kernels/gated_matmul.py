@@ -2,13 +2,15 @@
 
     y = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias)
 
+Of fp8 operands either product is scaled first, by what its rows and its columns are worth.
+
 Beside two matmuls and an elementwise kernel it reads x once, and writes and reads neither of the two products.
 """
 
 import triton
 import triton.language as tl
 
-from .epilogue import add_bias
+from .epilogue import add_bias, scaled
 from .matmul import multiply_add, store_tile, tile_of
 from .swiglu import activated
 from .tiles import cdiv, inline, wide
@@ -98,6 +100,12 @@ def gated_matmul_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     ACT: tl.constexpr,
+    x_scale=None,  # fp32 of each row, or of all with stride 0
+    stride_xs=0,
+    gate_scale=None,
+    stride_gs=0,
+    up_scale=None,
+    stride_us=0,
     TMA: tl.constexpr = False,
     SPECIALIZED: tl.constexpr = False,
     PRECISION: tl.constexpr = "ieee",
@@ -133,7 +141,9 @@ def gated_matmul_kernel(
                 EVEN_K,
                 PRECISION,
             )
+        g = scaled(g, None, x_scale, stride_xs, rows, rows < M, gate_scale, stride_gs, cols, cols < N)
         g = add_bias(g, gate_bias, cols, cols < N)
+        u = scaled(u, None, x_scale, stride_xs, rows, rows < M, up_scale, stride_us, cols, cols < N)
         u = add_bias(u, up_bias, cols, cols < N)
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         if gate_out is not None:

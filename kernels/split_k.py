@@ -102,6 +102,8 @@ def join_parts_kernel(
     residual,
     stride_rm,
     stride_rn,
+    up_scale,  # of up_parts; x_scale is of the rows of both
+    stride_us,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     ACT: tl.constexpr,
@@ -117,6 +119,7 @@ def join_parts_kernel(
     acc = add_bias(acc, bias, cols, cols < N)
     if up_parts is not None:
         up = sum_of_parts(up_parts, splits, at, wide(M) * N, mask)
+        up = scaled(up, None, x_scale, stride_xs, rows, rows < M, up_scale, stride_us, cols, cols < N)
         up = add_bias(up, up_bias, cols, cols < N)
         if gate_out is not None:
             store_tile(gate_out, acc, rows, cols, N, mask)

@@ -109,33 +109,94 @@ def scaled_matmul(
     Where the device multiplies no fp8 of this kind, the operands are widened to bf16, which holds each of their values,
     and a warning says so. No gradients. Raises ValueError for arguments that do not fit.
     """
-    if x.dtype not in FP8 or weight.dtype != x.dtype:
-        raise ValueError(f"got x {x.dtype} and weight {weight.dtype}: both must be one of {FP8}")
+    _check_fp8(x, dict(weight=weight), dict(bias=bias), out_dtype)
+    shape = (x.shape[0], weight.shape[0])
+    _check_scales(x_scale=(x_scale, shape[0]), w_scale=(w_scale, shape[1]))
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"got a residual {tuple(residual.shape)} for a result {shape}")
+    if residual is not None and residual.dtype != out_dtype:
+        raise ValueError(f"got residual {residual.dtype} for out_dtype {out_dtype}")
+    _check_devices(x, weight, x_scale, w_scale, bias, residual)
+    x, weight = _multiplied(x, weight)
+    epilogue = launch.Epilogue(bias, residual, None, x_scale, w_scale)
+    return launch.scaled_matmul(x, weight, epilogue, out_dtype)
+
+
+def scaled_gated_matmul(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    x_scale: Tensor,
+    gate_scale: Tensor,
+    up_scale: Tensor,
+    *,
+    activation: str = "silu",
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """y = activation(g + gate_bias) * (u + up_bias) with g = x_scale * gate_scale * (x @ gate.T), u likewise, of fp8.
+
+    x          [M, K]   float8_e4m3fn (or float8_e4m3fnuz, which MI300 has), as gate and up
+    gate, up   [N, K]
+    x_scale    [M, 1], one of each row, or of one element; fp32, as the others
+    gate_scale, up_scale   [N, 1], or of one element
+    biases     [N] of out_dtype or None
+    return     [M, N] of out_dtype: bfloat16, float16 or float32, rounded once
+    As `scaled_matmul` where the device multiplies no fp8 of this kind. No gradients. Raises ValueError for arguments
+    that do not fit, RuntimeError where Triton cannot run.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"got activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
+    _check_fp8(x, dict(gate=gate), dict(gate_bias=gate_bias), out_dtype)
+    _check_fp8(x, dict(up=up), dict(up_bias=up_bias), out_dtype)
+    if gate.shape != up.shape:
+        raise ValueError(f"got gate {tuple(gate.shape)} and up {tuple(up.shape)}")
+    rows, n = x.shape[0], gate.shape[0]
+    _check_scales(x_scale=(x_scale, rows), gate_scale=(gate_scale, n), up_scale=(up_scale, n))
+    _check_devices(x, gate, up, x_scale, gate_scale, up_scale, gate_bias, up_bias)
+    x, gate, up = _multiplied(x, gate, up)
+    scales = (x_scale, gate_scale, up_scale)
+    return launch.scaled_gated_matmul(x, gate, up, scales, gate_bias, up_bias, activation, out_dtype)
+
+
+def _check_fp8(
+    x: Tensor, weight: dict[str, Tensor], bias: dict[str, Tensor | None], out_dtype: torch.dtype
+) -> None:
+    """x [M, K], a weight [N, K] and a bias by their names; raises ValueError for what does not fit."""
+    ((weight_name, w),), ((bias_name, b),) = weight.items(), bias.items()
+    if x.dtype not in FP8 or w.dtype != x.dtype:
+        raise ValueError(f"got x {x.dtype} and {weight_name} {w.dtype}: both must be one of {FP8}")
     if out_dtype not in launch.DTYPES:
         raise ValueError(f"got out_dtype {out_dtype}: there are {', '.join(map(str, launch.DTYPES))}")
     if x.dim() != 2:
         raise ValueError(f"got x {tuple(x.shape)}, wanted [M, K]")
-    _check_shapes(x, weight=weight, bias=bias)
-    shape = (x.shape[0], weight.shape[0])
-    for name, scale, count in (("x_scale", x_scale, shape[0]), ("w_scale", w_scale, shape[1])):
+    _check_shapes(x, **weight, **bias)
+    if b is not None and b.dtype != out_dtype:
+        raise ValueError(f"got {bias_name} {b.dtype} for out_dtype {out_dtype}")
+
+
+def _check_scales(**scales: tuple[Tensor, int]) -> None:
+    for name, (scale, count) in scales.items():
         if scale.dtype != torch.float32 or (scale.numel() != 1 and scale.shape != (count, 1)):
             raise ValueError(
                 f"got {name} {tuple(scale.shape)} {scale.dtype}, wanted one element or [{count}, 1] of float32"
             )
-    if residual is not None and residual.shape != shape:
-        raise ValueError(f"got a residual {tuple(residual.shape)} for a result {shape}")
-    for name, other in (("bias", bias), ("residual", residual)):
-        if other is not None and other.dtype != out_dtype:
-            raise ValueError(f"got {name} {other.dtype} for out_dtype {out_dtype}")
-    if any(t is not None and t.device != x.device for t in (weight, x_scale, w_scale, bias, residual)):
+
+
+def _check_devices(x: Tensor, *others: Tensor | None) -> None:
+    if any(t is not None and t.device != x.device for t in others):
         raise ValueError(f"got tensors on other devices than x's {x.device}")
     launch.require_triton(x.device)
-    if not multiplies(x.dtype, x.device):
-        said = f"{x.device} multiplies no {x.dtype}: widened to bfloat16, which is as exact and half as fast"
-        warnings.warn(said, stacklevel=2)
-        x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
-    epilogue = launch.Epilogue(bias, residual, None, x_scale, w_scale)
-    return launch.scaled_matmul(x, weight, epilogue, out_dtype)
+
+
+def _multiplied(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """fp8 operands as this device multiplies them."""
+    if multiplies(x.dtype, x.device):
+        return (x, *weights)
+    said = f"{x.device} multiplies no {x.dtype}: widened to bfloat16, which is as exact and half as fast"
+    warnings.warn(said, stacklevel=3)
+    return tuple(t.to(torch.bfloat16) for t in (x, *weights))
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:

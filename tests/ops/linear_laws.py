@@ -158,6 +158,29 @@ def fp8_law(draw: Draw, by_row: bool, out: torch.dtype, added: bool) -> None:
     assert torch.equal(parts.cpu(), (want - 3 * added).to(out))
 
 
+@patch.object(torch.Tensor, "new_empty", poisoned)
+def gated_fp8_law(draw: Draw, activation: str, scaled: tuple[bool, bool, bool], out: torch.dtype) -> None:
+    """fp8 operands, each with scales of its rows or one, powers of two: what the activation loses, and one rounding."""
+    shapes = (draw.m, draw.k), (draw.n, draw.k), (draw.n, draw.k)
+    x, gate, up = given = [t.to(torch.float8_e4m3fn) for t in draw.integers(*shapes)]
+    generator = torch.Generator().manual_seed(draw.seed)
+    scales = [
+        2.0 ** torch.randint(-2, 2, (len(t), 1) if by_row else (), generator=generator)
+        for t, by_row in zip(given, scaled, strict=True)
+    ]
+    bias = torch.arange(draw.n).remainder(5).to(out)
+    full = [exact(t) * exact(scale) for t, scale in zip(given, scales, strict=True)]
+    g, u = full[0] @ full[1].t() + exact(bias), full[0] @ full[2].t()
+    want = activated(g, activation) * u
+    lost = lost_by(activation, g) * u.abs()
+    lost = lost + torch.finfo(out).eps / 2 * (want.abs() + lost) + torch.finfo(out).smallest_normal
+    y = linear.scaled_gated_matmul(x, gate, up, *scales, activation=activation, gate_bias=bias, out_dtype=out)
+    assert y.dtype == out
+    assert_within("y", y, want, lost)
+    y = plain.scaled_gated_matmul(x, gate, up, tuple(scales), bias, None, activation, out, draw.config)
+    assert_within("y of this draw's tiles", y, want, lost)
+
+
 def every_fp8_law() -> None:
     """Each of the 256 bit patterns means what torch takes it for, by either path."""
     x = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
@@ -180,7 +203,10 @@ def widened_fp8_law() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         y = linear.scaled_matmul(x, x, one, 2 * one, out_dtype=torch.float32)
-    assert torch.equal(y, 2 * x.float() @ x.float().t())
+        z = linear.scaled_gated_matmul(x, x, x, one, 2 * one, one, out_dtype=torch.float32)
+    product = x.float() @ x.float().t()
+    assert torch.equal(y, 2 * product)
+    assert_within("z", z, F.silu(2 * exact(product)) * exact(product), 64 * E * product.square().double())
     return [str(each.message) for each in caught if each.category is UserWarning]
 
 

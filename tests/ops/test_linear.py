@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.launch.operands import local_config, with_tile
-from fusedtp.ops.linear import gated_linear, linear, quantize_rows, scaled_matmul
+from fusedtp.ops.linear import gated_linear, linear, quantize_rows, scaled_gated_matmul, scaled_matmul
 from fusedtp.ops.pointwise import ACTIVATIONS
 from tests.ops import linear_laws as laws
 from tests.ops.linear_laws import LAYOUTS, Draw
@@ -58,13 +58,28 @@ def test_fp8_with_scales_of_rows_and_of_tensors(draw, by_row, out, added):
     interpreted(laws.fp8_law, draw, by_row, out, added)
 
 
+@settings(max_examples=10)
+@given(
+    draws(("plain", "transposed")),
+    st.sampled_from(ACTIVATIONS),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    DTYPES,
+)
+@example(Draw(torch.float32, 33, 20, 48, "plain", True), "silu", (True, True, True), torch.float32)
+@example(Draw(torch.float32, 33, 20, 48, "plain", True, 3), "gelu", (True, True, True), torch.float32)
+@example(Draw(torch.float32, 18, 20, 40, "plain", True, 2), "gelu", (False, False, False), torch.float32)
+def test_gated_fp8_with_scales_of_rows_and_of_tensors(draw, activation, scaled, out):
+    interpreted(laws.gated_fp8_law, draw, activation, scaled, out)
+
+
 def test_every_fp8_is_decoded():
     interpreted(laws.every_fp8_law)
 
 
 def test_an_fp8_without_units_is_widened_and_says_so():
-    (said,) = interpreted(laws.widened_fp8_law)
-    assert "multiplies no torch.float8_e4m3fnuz: widened to bfloat16" in said
+    said = interpreted(laws.widened_fp8_law)
+    assert len(said) == 2
+    assert all("multiplies no torch.float8_e4m3fnuz: widened to bfloat16" in each for each in said)
 
 
 @settings(max_examples=8)
@@ -152,6 +167,11 @@ FAULTS = [
     (lambda: scaled_matmul(X8, W8, ONE, ONE, out_dtype=torch.float64), "out_dtype torch.float64"),
     (lambda: scaled_matmul(X8, W8, ONE, ONE, residual=torch.ones(4, 5).bfloat16()), "residual (4, 5)"),
     (lambda: scaled_matmul(X8[0], W8, ONE, ONE), "x (8,)"),
+    (lambda: scaled_gated_matmul(X8, W8, W, ONE, ONE, ONE), "up torch.float32"),
+    (lambda: scaled_gated_matmul(X8, W8, W8[:4], ONE, ONE, ONE), "up (4, 8)"),
+    (lambda: scaled_gated_matmul(X8, W8, W8, ONE, ONE, torch.ones(6)), "up_scale (6,)"),
+    (lambda: scaled_gated_matmul(X8, W8, W8, ONE, ONE, ONE, activation="tanh"), "'tanh'"),
+    (lambda: scaled_gated_matmul(X8, W8, W8, ONE, ONE, ONE, up_bias=torch.ones(6)), "up_bias torch.float32"),
     (lambda: quantize_rows(X, torch.float16), "torch.float16"),
 ]
 

@@ -7,7 +7,7 @@ end. Outputs are ordinary tensors; nothing of the workspace is handed out.
 from . import cross_entropy, pointwise
 from .config import Config, Machine
 from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad, plan_matmul, plan_wgrad
-from .plain import Epilogue, gated_matmul, matmul, scaled_matmul
+from .plain import Epilogue, gated_matmul, matmul, scaled_gated_matmul, scaled_matmul
 from .run import DTYPES, Launch, require_triton
 from .scatter import (
     matmul_all_reduce,
@@ -42,5 +42,6 @@ __all__ = [
     "pointwise",
     "reduce_scatter_bytes",
     "require_triton",
+    "scaled_gated_matmul",
     "scaled_matmul",
 ]

@@ -53,6 +53,7 @@ class Epilogue:
 
 
 NOTHING = Epilogue()
+Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, gate and up, as an Epilogue has them
 
 
 def matmul(
@@ -114,6 +115,27 @@ def gated_matmul(
     return _run(plan_gated(x, gate, up, gate_bias, up_bias, act, keep, config, precision, machine), x)
 
 
+def scaled_gated_matmul(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scales: Scales,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    act: str,
+    dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:
+    """y [M, N] of `dtype` from fp8 x [M, K], gate and up [N, K] (or 16-bit ones), which the caller has checked."""
+    machine = machine_of(x.device)
+    launches, (y, _, _) = plan_gated(
+        x, gate, up, gate_bias, up_bias, act, False, config, "ieee", machine, scales=scales, dtype=dtype
+    )
+    for launch in launches:
+        launch.start(x.device)
+    return y
+
+
 Plan = tuple[list[Launch], Tensor]
 Outputs = TypeVar("Outputs")
 
@@ -165,20 +187,25 @@ def plan_gated(
     config: Config | None,
     precision: str,
     machine: Machine,
+    *,
+    scales: Scales = (None, None, None),
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor | None, Tensor | None]]:
-    """The launches of a gated matmul, not yet run, and its outputs."""
+    """The launches of a gated matmul, not yet run, and its outputs of `dtype`, or x's."""
     from fusedtp.kernels.gated_matmul import gated_matmul_kernel
 
     (m, k), n = x.shape, gate.shape[0]
     config = config or local_config(machine, x.dtype, precision, m, n, k, 2, keep)
     config = within_reach(config, precision, [x, gate, up])
-    y = x.new_empty(m, n)
-    gate_out, up_out = (x.new_empty(m, n), x.new_empty(m, n)) if keep else (None, None)
+    y = x.new_empty(m, n, dtype=dtype)
+    gate_out, up_out = (torch.empty_like(y), torch.empty_like(y)) if keep else (None, None)
+    x_scale, gate_scale, up_scale = scales
     outs = (y, gate_out, up_out)
     if config.splits > 1 and y.numel():
         first, parts = plan_parts(x, gate, config, precision, machine)
         second, up_parts = plan_parts(x, up, config, precision, machine)
-        join = plan_join(parts, up_parts, Epilogue(gate_bias), up_bias, *outs, act, config)
+        epilogue = Epilogue(gate_bias, x_scale=x_scale, w_scale=gate_scale)
+        join = plan_join(parts, up_parts, epilogue, up_bias, *outs, act, config, up_scale)
         return [first, second, join], outs
     matrices = dict(
         x=(x, "m", config.block_m), gate=(gate, "n", config.block_n), up=(up, "n", config.block_n)
@@ -192,6 +219,12 @@ def plan_gated(
         M=m,
         N=n,
         ACT=act,
+        x_scale=_contiguous(x_scale),
+        stride_xs=_step(x_scale),
+        gate_scale=_contiguous(gate_scale),
+        stride_gs=_step(gate_scale),
+        up_scale=_contiguous(up_scale),
+        stride_us=_step(up_scale),
     )
     return [Launch(gated_matmul_kernel, _programs(machine, config, m, n), args, config)], outs
 
@@ -223,6 +256,7 @@ def plan_join(
     up_out: Tensor | None,
     act: str,
     config: Config,
+    up_scale: Tensor | None = None,
 ) -> Launch:
     """The launch that sums the parts in order and ends as the whole matmul would have."""
     from fusedtp.kernels.split_k import join_parts_kernel
@@ -240,6 +274,8 @@ def plan_join(
         up_out=up_out,
         M=m,
         N=n,
+        up_scale=_contiguous(up_scale),
+        stride_us=_step(up_scale),
         ROWS=rows,
         COLS=cols,
         ACT=act,

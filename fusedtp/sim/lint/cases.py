@@ -144,8 +144,6 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     """In which variants a kernel is compiled."""
     if kernel in ELEMENTWISE:
         return ELEMENTWISE_VARIANTS
-    if kernel == "gated_matmul_kernel":  # has no fp8
-        return {name: variant for name, variant in LOCAL_VARIANTS.items() if "float8" not in variant.dtype}
     return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
 
 

@@ -85,13 +85,15 @@ def _local(kernel: str, variant: Variant, machine: Any) -> Launch:
     x, weight, bias = empty(m, k), empty(n, k), empty(n, of=out) if variant.bias else None
     config = local_config(machine, dtype, precision, m, n, k, 1 + gated, gated and variant.keep)
     config = config if variant.tma else by_pointers(config)
-    if gated:
-        config = replace(config, splits=1)
-        return plain.plan_gated(
-            x, weight, weight, bias, None, variant.activation, variant.keep, config, precision, machine
-        )[0][0]
-    config = replace(config, splits=1 if kernel == "matmul_kernel" else max(2, config.splits))
     scales = (empty(m, 1, of=torch.float32), empty(n, 1, of=torch.float32)) if fp8 else (None, None)
+    if gated:
+        act, config = variant.activation, replace(config, splits=1)
+        more: Any = dict(scales=(*scales, scales[1]), dtype=out)
+        keep = variant.keep
+        return plain.plan_gated(x, weight, weight, bias, None, act, keep, config, precision, machine, **more)[
+            0
+        ][0]
+    config = replace(config, splits=1 if kernel == "matmul_kernel" else max(2, config.splits))
     residual = empty(m, n, of=out) if variant.bias else None
     epilogue = plain.Epilogue(bias, residual, None if fp8 else 0.5, *scales)
     launches = plain.plan_linear(x, weight, epilogue, out, config, precision, machine)[0]

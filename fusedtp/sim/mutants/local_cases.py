@@ -35,7 +35,7 @@ def local(kernel: str, tma: bool) -> Case:
         precision = (
             "tf32" if tma else "ieee"
         )  # which small integers do not tell apart; TMA is for matrix units
-        product, other = x @ w.t(), x @ up.t() + up_bias
+        product = x @ w.t()
         launches: list[Any] = []
         outs: list[Tensor] = []
         wanted: list[Tensor] = []
@@ -49,13 +49,17 @@ def local(kernel: str, tma: bool) -> Case:
             wanted += [0.5 * x_scale * w_scale.t() * product + bias + residual]
             sizes += [torch.zeros(M, N)]
         if kernel != "matmul_kernel":
+            scales = tuple(
+                torch.randint(-2, 1, (rows, 1), generator=generator).float().exp2() for rows in (M, N, N)
+            )
             for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
                 args = (x, w, up, bias, up_bias, activation, True, config, precision, HOST)
-                made, (y, g, u) = plain.plan_gated(*args)
+                made, (y, g, u) = plain.plan_gated(*args, scales=scales)
                 assert g is not None and u is not None
                 launches += made
                 outs += [y, g, u]
-                gate = product + bias
+                gate = scales[0] * scales[1].t() * product + bias
+                other = scales[0] * scales[2].t() * (x @ up.t()) + up_bias
                 wanted += [_activated(gate.double(), activation).float() * other, gate, other]
                 sizes += [(gate * other).abs(), torch.zeros(M, N), torch.zeros(M, N)]
         for out in [*outs, *(each.args["parts"] for each in launches if "parts" in each.args)]:
