@@ -83,6 +83,11 @@ def test_a_kernel_takes_four_descriptors(worlds, weights):
         worlds.check(2, dict(call, descriptors=weights % 5))
 
 
+def test_wide_tiles_end_half_by_half(worlds):
+    call = dict(op="all_gather_matmul", dtype="bfloat16", k=16, sizes=(18, 3), widths=(300, 20), biased=(0,))
+    worlds.check(2, dict(call, config=dict(TMA, block_n=256), descriptors=2, keep=True))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_what_tma_cannot_take_comes_by_pointers(worlds, op):
     none = dict(op=op, sizes=(9, 5), config=TMA, k=24, step=8, widths=(8,), dtype="bfloat16", descriptors=0)
