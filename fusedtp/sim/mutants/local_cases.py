@@ -49,9 +49,10 @@ def local(kernel: str, tma: bool) -> Case:
             wanted += [0.5 * x_scale * w_scale.t() * product + bias + residual]
             sizes += [torch.zeros(M, N)]
         if kernel != "matmul_kernel":
-            scales = tuple(
+            a, b, c = (
                 torch.randint(-2, 1, (rows, 1), generator=generator).float().exp2() for rows in (M, N, N)
             )
+            scales = (a, b, c)
             for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
                 args = (x, w, up, bias, up_bias, activation, True, config, precision, HOST)
                 made, (y, g, u) = plain.plan_gated(*args, scales=scales)
