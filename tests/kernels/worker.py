@@ -24,6 +24,7 @@ from fusedtp.comm.copies import Copies
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
 from fusedtp.ops.launch import operands
+from fusedtp.ops.rows import Rows
 
 SLOT = 1 << 19
 FLAGS = 4096
@@ -151,7 +152,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch
 
 def same_everywhere(c: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(
-        rows=SimpleNamespace(sizes=c.sizes, batch=c.batch),
+        rows=Rows(tuple(c.sizes), c.batch),
         total=c.batch * sum(c.sizes),
         numbers=Numbers(c.seed, getattr(torch, c.dtype)),
         config=None if c.config is None else launch.Config(**c.config),

@@ -15,6 +15,7 @@ from fusedtp.comm.device_view import meet_options, peers_of
 from fusedtp.ops.launch import Launch, cross_entropy, gather, plain, pointwise, scatter
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
+from fusedtp.ops.rows import Rows
 
 from .cases import ELEMENTWISE, LOCAL, SIGNALS, Variant
 
@@ -30,7 +31,7 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     weights = [empty(width, k) for width in widths]
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     batch = variant.batch
-    rows, sig, view = SimpleNamespace(sizes=(t // w // batch,) * w, batch=batch), 12345, _view(w)
+    rows, sig, view = Rows((t // w // batch,) * w, batch), 12345, _view(w)
     x, full = empty(t // w, k), empty(t, k)
     if kernel not in LOCAL and not variant.tma:  # as on a GPU that has none
         machine = replace(machine, capability=0)
