@@ -11,7 +11,14 @@ from fusedtp.comm import (
     reserve,
     set_timeout,
 )
-from fusedtp.ops import all_gather_matmul, all_gather_wgrad, matmul_all_reduce, matmul_reduce_scatter
+from fusedtp.ops import (
+    all_gather_matmul,
+    all_gather_wgrad,
+    grouped_gated,
+    grouped_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from fusedtp.parallel import (
     FusedColwise,
     FusedEmbedding,
@@ -39,6 +46,8 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "explain",
+    "grouped_gated",
+    "grouped_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",

@@ -43,13 +43,18 @@ def swiglu_kernel(gate, up, y, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
     tl.store(y + at, narrow(value * load_wide(up, at, mask), y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def swiglu_backward_kernel(dy, gate, up, dgate, dup, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
-    """dup = dy act(gate); dgate = dy up act'(gate)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < N
+@inline
+def store_gate_gradients(dy, gate, up, dgate, dup, at, mask, ACT: tl.constexpr):
+    """dup[at] = dy act(gate); dgate[at] = dy up act'(gate)."""
     value, slope = activated(load_wide(gate, at, mask), ACT)
     grad = load_wide(dy, at, mask)
     tl.store(dup + at, narrow(grad * value, dup.dtype.element_ty), mask=mask)
     back = grad * load_wide(up, at, mask) * slope
     tl.store(dgate + at, narrow(back, dgate.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_backward_kernel(dy, gate, up, dgate, dup, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
+    """dup = dy act(gate); dgate = dy up act'(gate), all [N], contiguous; a program takes BLOCK elements."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    store_gate_gradients(dy, gate, up, dgate, dup, at, at < N, ACT)

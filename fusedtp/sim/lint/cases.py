@@ -18,6 +18,10 @@ OWN = (
     "join_parts_kernel",
     "bump_epoch",
     "meet_kernel",
+    "grouped_matmul_kernel",
+    "grouped_gated_kernel",
+    "grouped_wgrad_kernel",
+    "grouped_gated_backward_kernel",
     "rms_norm_kernel",
     "rms_norm_backward_kernel",
     "swiglu_kernel",
@@ -30,6 +34,7 @@ OWN = (
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index("bump_epoch")]  # in more variants: those of one device
+GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
 
 
@@ -97,6 +102,16 @@ LOCAL_VARIANTS = VARIANTS | {
     )
 }
 
+# By pointers whatever the target, and no fp8; without a bias, the products of two weights, transposed as in dgrad.
+GROUPED_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        *(v for v in LOCAL_VARIANTS.values() if v.tma and not v.dtype.startswith("float8")),
+        Variant("bf16-pair", "bfloat16", 1, 8192, (4096,), 4096),
+        Variant("tf32-pair", "float32", 1, 8192, (4096,), 4096, precision="tf32"),
+    )
+}
+
 ELEMENTWISE_VARIANTS = {
     variant.name: variant
     for variant in (
@@ -144,6 +159,9 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     """In which variants a kernel is compiled."""
     if kernel in ELEMENTWISE:
         return ELEMENTWISE_VARIANTS
+    if kernel in GROUPED:
+        pairs = kernel == "grouped_matmul_kernel"
+        return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
     return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
 
 
@@ -151,7 +169,7 @@ def own_cases(
     kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
 ) -> Iterator[CompileCase]:
     """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
-    every = FUSED_VARIANTS | LOCAL_VARIANTS
+    every = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS
     for asked, known, what in ((kernels, OWN, "kernel"), (variants, every, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from fusedtp.comm.device_view import meet_options, peers_of
-from fusedtp.ops.launch import Launch, cross_entropy, gather, plain, pointwise, scatter
+from fusedtp.ops.launch import Launch, cross_entropy, gather, grouped, plain, pointwise, scatter
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
 from fusedtp.ops.rows import Rows
 
-from .cases import ELEMENTWISE, LOCAL, SIGNALS, Variant
+from .cases import ELEMENTWISE, GROUPED, LOCAL, SIGNALS, Variant
 
 
 def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -40,6 +40,9 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
         return _signal(kernel, w, machine.clock)
     if kernel in ELEMENTWISE:
         launch = _elementwise(kernel, variant, machine)
+        return launch.kernel, launch.args, launch.options
+    if kernel in GROUPED:
+        launch = _grouped(kernel, variant, machine)
         return launch.kernel, launch.args, launch.options
     if kernel in LOCAL:
         launch = _local(kernel, variant, machine)
@@ -103,6 +106,33 @@ def _local(kernel: str, variant: Variant, machine: Any) -> Launch:
         y = empty(m, n)
         return plain.plan_join(parts, parts, plain.Epilogue(bias), bias, y, y, y, variant.activation, config)
     return launches[-1 if kernel == "join_parts_kernel" else 0]
+
+
+def _grouped(kernel: str, variant: Variant, machine: Any) -> Launch:
+    """Eight experts; forward with a bias, or dgrad of two weights."""
+    experts, r, n, k, precision = 8, variant.rows, variant.widths[0], variant.k, variant.precision
+    dtype = getattr(torch, variant.dtype)
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    x, dy, offsets = empty(r, k), empty(r, n), empty(experts + 1, of=torch.int32)
+    weight, transposed = empty(experts, n, k), empty(experts, k, n).mT
+    if (
+        n % VECTOR
+    ):  # rows of an odd length are not copied asynchronously, so that a loop over them has no pipeline
+        transposed = weight
+    act, how = variant.activation, (None, precision, machine)
+    if kernel == "grouped_matmul_kernel":
+        if variant.bias:
+            return grouped.plan_matmul([x], [weight], offsets, empty(experts, n), *how)[0]
+        return grouped.plan_matmul([x, x], [transposed, transposed], offsets, None, *how)[0]
+    if kernel == "grouped_gated_kernel":
+        return grouped.plan_gated(x, weight, weight, offsets, act, variant.keep, *how)[0]
+    if kernel == "grouped_wgrad_kernel":
+        grads = getattr(torch, variant.grads) if variant.grads else dtype
+        return grouped.plan_wgrad(dy, x, offsets, grads, *how)[0]
+    return grouped.plan_gated_backward(dy, dy, dy, offsets, act, machine)[0]
 
 
 def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:

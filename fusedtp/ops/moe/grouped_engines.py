@@ -1,0 +1,235 @@
+"""The engines of the grouped matmuls, and the choice between them.
+
+    chunked   the vendor's matmul: torch's grouped_mm on a GPU, one matmul an expert on a CPU
+    triton    the kernels of kernels/grouped_matmul.py and grouped_wgrad.py
+
+Rows from offsets[E] on belong to no expert. No engine lets them show in what is defined: the same rows of an output
+are left as they were allocated (grouped_mm and elementwise operations on a GPU may store something there), and the
+gradients of weights and biases leave them out.
+
+On a GPU nothing here reads offsets on the host: a loop over experts would have to, and so there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedtp.comm.device_view import runs_kernels
+
+from .. import launch
+from ..engines import has_triton, interpreting
+from ..local import joined, sum_linear_into
+from ..matmul import is_16_bit, matmul_add, matmul_into
+from ..profile import record_function
+
+ENGINES = ("auto", "chunked", "triton")
+ALIGNED = 8  # bf16 elements in the 16 bytes of which grouped_mm wants strides to be multiples
+
+
+def choose(engine: str, x: Tensor) -> str:
+    """ "chunked" or "triton", by device and dtype alone. Raises ValueError where the engine asked for cannot run."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    if engine == "auto":
+        return "triton" if x.is_cuda and x.dtype in launch.DTYPES and runs_kernels(x.device) else "chunked"
+    if engine == "triton":
+        if not has_triton():
+            raise ValueError("engine 'triton' needs the triton package; use 'chunked'")
+        if x.dtype not in launch.DTYPES:
+            raise ValueError(f"engine 'triton' takes fp32, fp16 and bf16, not {x.dtype}; use 'chunked'")
+        if not x.is_cuda and not interpreting():
+            raise ValueError(
+                "engine 'triton' on CPU tensors runs in Triton's interpreter: set TRITON_INTERPRET=1 in the "
+                "environment before Python starts, or use 'chunked'"
+            )
+    return engine
+
+
+def matmul(
+    engine: str, xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    """xs[j] [R, K], weights[j] [E, N, K], bias [E, N] -> [R, N]: sum_j xs[j] @ weights[j][e].T + bias[e]."""
+    chosen = choose(engine, xs[0])
+    with record_function(f"fusedtp.grouped_matmul.{chosen}"):
+        if chosen == "triton":
+            return launch.grouped.grouped_matmul(xs, weights, offsets, bias, precision=_precision())
+        if xs[0].is_cuda:
+            return _vendor_matmul(xs, weights, offsets, bias)
+        y = xs[0].new_empty(xs[0].shape[0], weights[0].shape[1])
+        for e, rows in _experts(offsets):
+            x, w = joined([x[rows] for x in xs], [w[e] for w in weights])
+            if bias is None:
+                sum_linear_into(y[rows], x, w)
+            else:
+                matmul_into(y[rows], x, [each.t() for each in w], bias[e])
+        return y
+
+
+def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy [R, N], x [R, K] -> [E, N, K] of dtype: dy[rows of e].T @ x[rows of e], summed in fp32."""
+    chosen = choose(engine, x)
+    with record_function(f"fusedtp.grouped_wgrad.{chosen}"):
+        if chosen == "triton":
+            return launch.grouped.grouped_wgrad(dy, x, offsets, dtype, precision=_precision())
+        shape = offsets.shape[0] - 1, dy.shape[1], x.shape[1]
+        if x.is_cuda:
+            return _vendor_wgrad(dy, x, offsets).to(dtype)
+        dw = x.new_zeros(shape, dtype=dtype)
+        for e, rows in _experts(offsets):
+            if dtype == x.dtype:
+                matmul_into(dw[e], [dy[rows].t()], [x[rows]])
+            else:
+                matmul_add(dw[e], dy[rows].t(), x[rows])
+        return dw
+
+
+def bias_grad(engine: str, dy: Tensor, offsets: Tensor) -> Tensor:
+    """dy [R, N] -> [E, N]: the sum of each expert's rows, in fp32, rounded once."""
+    chosen = choose(engine, dy)
+    with record_function(f"fusedtp.grouped_bias_grad.{chosen}"):
+        if chosen == "triton":  # in full precision: no factor is rounded
+            ones = dy.new_ones(1, 1).expand(dy.shape[0], 1)
+            return launch.grouped.grouped_wgrad(dy, ones, offsets, dy.dtype)[:, :, 0]
+        if dy.is_cuda:
+            return _vendor_wgrad(dy, dy.new_ones(dy.shape[0], ALIGNED), offsets)[:, :, 0]
+        db = dy.new_zeros(offsets.shape[0] - 1, dy.shape[1])
+        for e, rows in _experts(offsets):
+            db[e] = dy[rows].sum(0, dtype=torch.float32 if is_16_bit(dy.dtype) else dy.dtype)
+        return db
+
+
+def gated(
+    engine: str, x: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, keep: bool
+) -> list[Tensor]:
+    """x [R, K], gate and up [E, N, K] -> act(g) * u with g = x @ gate[e].T, u = x @ up[e].T; g and u too if `keep`."""
+    chosen = choose(engine, x)
+    with record_function(f"fusedtp.grouped_gated.{chosen}"):
+        if chosen == "triton":
+            y, g, u = launch.grouped.grouped_gated(x, gate, up, offsets, act, keep, precision=_precision())
+            return [y] if g is None or u is None else [y, g, u]
+        if x.is_cuda:
+            g, u = (_vendor_matmul([x], [w], offsets, None) for w in (gate, up))
+            return [_gate(g, u, act), g, u] if keep else [_gate(g, u, act)]
+        outs = [x.new_empty(x.shape[0], gate.shape[1]) for _ in range(3 if keep else 1)]
+        for e, rows in _experts(offsets):
+            g, u = (
+                [out[rows] for out in outs[1:]]
+                if keep
+                else x.new_empty(2, rows.stop - rows.start, gate.shape[1])
+            )
+            matmul_into(g, [x[rows]], [gate[e].t()])
+            matmul_into(u, [x[rows]], [up[e].t()])
+            outs[0][rows] = _gate(g, u, act)
+        return outs
+
+
+def gated_backward(engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets: Tensor, act: str) -> list[Tensor]:
+    """dy, g, u [R, N] -> the gradients of g and u in act(g) * u."""
+    chosen = choose(engine, g)
+    with record_function(f"fusedtp.grouped_gated_backward.{chosen}"):
+        if chosen == "triton":
+            return [*launch.grouped.grouped_gated_backward(dy.contiguous(), g, u, offsets, act)]
+        if g.is_cuda:
+            return [*_gate_backward(dy, g, u, act)]
+        outs = [g.new_empty(g.shape), u.new_empty(u.shape)]
+        rows = slice(0, int(offsets[-1]))
+        for out, gradient in zip(outs, _gate_backward(dy[rows], g[rows], u[rows], act), strict=True):
+            out[rows] = gradient
+        return outs
+
+
+def _experts(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) of every expert that has any; of a CPU's offsets, which can be read without waiting."""
+    assert not offsets.is_cuda
+    for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if end > begin:
+            yield e, slice(begin, end)
+
+
+def _precision() -> str:
+    """Of fp32 operands: what `allow_tf32` asks for."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# -- grouped_mm ------------------------------------------------------------------------------------------------------
+
+
+def _vendor_matmul(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Rounds after each product and after the bias, which grouped_mm does not take."""
+    r, (_, n, k) = xs[0].shape[0], weights[0].shape
+    _check_vendor(xs[0], n, k)
+    if 0 in (r, n, k):
+        y = xs[0].new_zeros(r, n)
+    else:
+        y, *others = (
+            F.grouped_mm(_aligned(x), _aligned(w).transpose(1, 2), offs=offsets[1:])
+            for x, w in zip(xs, weights, strict=True)
+        )
+        for other in others:
+            y.add_(other)
+    if bias is not None:
+        row = torch.arange(r, dtype=offsets.dtype, device=y.device)
+        expert = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=len(bias) - 1)
+        y.add_(bias[expert])
+    return y
+
+
+def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """In x's dtype: grouped_mm makes no other."""
+    _check_vendor(x, dy.shape[1], x.shape[1])
+    if 0 in (*dy.shape, x.shape[1]):
+        return x.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1])
+    return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:])
+
+
+def _check_vendor(x: Tensor, n: int, k: int) -> None:
+    """Raises ValueError for what grouped_mm does not take."""
+    if x.dtype != torch.bfloat16 or n % ALIGNED or k % ALIGNED:
+        raise ValueError(
+            f"engine 'chunked' on a GPU is torch's grouped_mm, which takes bfloat16 and N and K that are multiples of "
+            f"{ALIGNED}, not {x.dtype} with N {n} and K {k}. A loop over experts would wait for the GPU to learn the "
+            f"offsets: use 'triton', or tensors on the CPU"
+        )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with an address and strides that are multiples of 16 bytes, and one dimension contiguous."""
+    inner = [s for s in x.stride()[-2:] if s != 1]
+    outer = [*x.stride()[:-2], *inner]
+    fits = len(inner) < 2 and all(s % ALIGNED == 0 and s > 0 for s in outer) and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous()
+
+
+# -- the gate in torch -----------------------------------------------------------------------------------------------
+
+
+def _gate(g: Tensor, u: Tensor, act: str) -> Tensor:
+    """act(g) * u in fp32 (fp64), rounded once."""
+    wide, other = (g.float(), u.float()) if is_16_bit(g.dtype) else (g, u)
+    if act == "silu":
+        return F.silu(wide).mul_(other).to(g.dtype)
+    return F.gelu(wide, approximate=_approximate(act)).mul_(other).to(g.dtype)
+
+
+def _gate_backward(dy: Tensor, g: Tensor, u: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """(dy u act'(g), dy act(g)) in fp32 (fp64), each rounded once."""
+    dtype = g.dtype
+    if is_16_bit(dtype):
+        dy, g, u = dy.float(), g.float(), u.float()
+    if act == "silu":
+        dg, value = torch.ops.aten.silu_backward(dy * u, g), F.silu(g)
+    else:
+        how = _approximate(act)
+        dg, value = torch.ops.aten.gelu_backward(dy * u, g, approximate=how), F.gelu(g, approximate=how)
+    return dg.to(dtype), value.mul_(dy).to(dtype)
+
+
+def _approximate(act: str) -> str:
+    return "tanh" if act == "gelu_pytorch_tanh" else "none"

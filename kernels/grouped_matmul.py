@@ -1,0 +1,256 @@
+"""Matmuls of ragged groups: the rows of each expert by that expert's own weights, in one launch.
+
+    rows     [R, K]     expert-major: those of expert e are offsets[e] .. offsets[e + 1]
+    offsets  [E + 1]    int32, on the device; rows from offsets[E] on belong to nobody and are neither read nor written
+    weights  [E, N, K]  any strides, so that dgrad is this matmul with weights [E, K, N]
+    y        [R, N]
+
+How many tiles there are is known on the device alone, and nobody asks it: a fixed number of programs walks the experts,
+and each counts tiles for itself. Tiles are dealt in turn across the borders of experts:
+
+    expert    0 (3 tiles)   1 (none)   2 (5 tiles)          program p takes every P-th tile, whoever it belongs to;
+    program   0  1  2           -      3  0  1  2  3        it walks on with `next_start`
+              ready(0)                 ready(2)
+
+`ready` is asked for an expert before a program's first tile of it, in the loop over experts, see Note [Waits stand in
+outer loops] in signals.py: where rows arrive during the launch, that is the place to wait for an expert's flags. The
+kernels here find all rows there.
+
+Walking costs a load and some integer arithmetic an expert, whether it has rows or not. A table of tiles, made by a
+kernel before this one, would save that, and cost a launch.
+"""
+
+import triton
+import triton.language as tl
+
+from .epilogue import add_bias
+from .gated_matmul import pair_loop
+from .matmul import dot_loop, store_tile, tile_of
+from .swiglu import activated
+from .tiles import cdiv, halves, inline, next_start, wide
+
+
+@inline
+def all_there(arrivals, expert):
+    """`ready` of rows that came before the launch."""
+
+
+@inline
+def first_row(offsets, R):
+    """Where the rows of expert 0 begin."""
+    return tl.maximum(0, tl.minimum(tl.load(offsets), R))
+
+
+@inline
+def last_row(offsets, expert, begin, R):
+    """Where the expert's rows end: in [begin, R] whatever the offsets are, so that no address is outside."""
+    return tl.maximum(begin, tl.minimum(tl.load(offsets + expert + 1), R))
+
+
+@inline
+def addresses(x, w, strides, expert, rows, cols):
+    """(address tile of x[rows], step along K, address tile of w[expert, cols], step along K)."""
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk = strides
+    a = x + (rows.to(tl.int64) * stride_xm)[:, None]
+    b = w + wide(expert) * stride_we + (cols.to(tl.int64) * stride_wn)[None, :]
+    return a, stride_xk, b, stride_wk
+
+
+@inline
+def sum_tile(
+    x,
+    w,
+    x2,
+    w2,
+    strides,
+    expert,
+    rows,
+    row_mask,
+    cols,
+    col_mask,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x[rows] @ w[expert, cols].T + x2[rows] @ w2[expert, cols].T; the second where there is one.
+
+    The two are one loop's rounds: written one after another they need more registers than a thread has.
+    """
+    acc = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
+    if x2 is None:
+        a, a_step, b, b_step = addresses(x, w, strides, expert, rows, cols)
+        acc = dot_loop(
+            acc, a, row_mask[:, None], a_step, b, col_mask[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION
+        )
+    else:
+        for part in range(2):
+            left, right = tl.where(part == 0, x, x2), tl.where(part == 0, w, w2)
+            a, a_step, b, b_step = addresses(left, right, strides, expert, rows, cols)
+            acc = dot_loop(
+                acc, a, row_mask[:, None], a_step, b, col_mask[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION
+            )
+    return acc
+
+
+@inline
+def finish_group(y, acc, bias, expert, rows, row_mask, cols, N):
+    """y[rows, cols] = acc + bias[expert, cols], rounded once."""
+    if bias is not None:
+        acc = add_bias(acc, bias + wide(expert) * N, cols, cols < N)
+    store_tile(y, acc, rows, cols, N, row_mask[:, None] & (cols < N)[None, :])
+
+
+@inline
+def gated_tile(
+    x,
+    gate,
+    up,
+    strides,
+    y,
+    gate_out,
+    up_out,
+    expert,
+    rows,
+    row_mask,
+    cols,
+    N,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y[rows, cols] = act(g) * u of both products, which are stored too where they are wanted."""
+    a, a_step, b, step = addresses(x, gate, strides, expert, rows, cols)
+    _a, _a_step, c, _step = addresses(x, up, strides, expert, rows, cols)
+    g = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
+    u = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
+    g, u = pair_loop(
+        g, u, a, row_mask[:, None], a_step, b, step, c, step, (cols < N)[None, :], K, BLOCK_K, EVEN_K, PRECISION
+    )  # fmt: skip
+    mask = row_mask[:, None] & (cols < N)[None, :]
+    if gate_out is not None:
+        store_tile(gate_out, g, rows, cols, N, mask)
+        store_tile(up_out, u, rows, cols, N, mask)
+    store_tile(y, activated(g, ACT)[0] * u, rows, cols, N, mask)
+
+
+@inline
+def group_tiles(
+    ready,
+    arrivals,  # what `ready` takes first
+    x,
+    w,
+    x2,  # of the strides of x and w; or None. Of a gated matmul x2 is x, w and w2 are gate and up
+    w2,
+    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
+    bias,
+    y,
+    gate_out,
+    up_out,
+    offsets,
+    E,
+    R,
+    N,
+    K,
+    start,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,  # of a gated matmul, "" of another
+    PRECISION: tl.constexpr,
+):
+    """Every `programs`-th tile of y from `start` on."""
+    num_cols = cdiv(N, BLOCK_N)
+    end = first_row(offsets, R)
+    for expert in range(E):
+        begin = end
+        end = last_row(offsets, expert, begin, R)
+        num_rows = cdiv(end - begin, BLOCK_M)
+        if start < num_rows * num_cols:
+            ready(arrivals, expert)
+        for tile in range(start, num_rows * num_cols, programs):
+            row, col = tile_of(tile, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
+            rows = begin + row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            inside = rows < end
+            if ACT != "":
+                gated_tile(
+                    x, w, w2, strides, y, gate_out, up_out, expert, rows, inside, cols, N, K, BLOCK_K, EVEN_K,
+                    ACT, PRECISION,
+                )  # fmt: skip
+            else:
+                acc = sum_tile(
+                    x, w, x2, w2, strides, expert, rows, inside, cols, cols < N, K, BLOCK_K, EVEN_K, PRECISION
+                )
+                if HALVES:
+                    left, right = halves(acc)
+                    first = col + tl.arange(0, BLOCK_N // 2)
+                    finish_group(y, left, bias, expert, rows, inside, first, N)
+                    finish_group(y, right, bias, expert, rows, inside, first + BLOCK_N // 2, N)
+                else:
+                    finish_group(y, acc, bias, expert, rows, inside, cols, N)
+        start = next_start(start, num_rows * num_cols, programs)
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x,
+    w,
+    x2,  # with w2 another product of the same strides, which is added; or None
+    w2,
+    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
+    bias,  # contiguous, or None
+    y,  # contiguous
+    offsets,
+    E,
+    R,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    PRECISION: tl.constexpr = "ieee",
+):
+    """y [R, N] = x [R, K] @ w[e] [N, K].T + x2 [R, K] @ w2[e] [N, K].T + bias[e] [N], e the expert of each row."""
+    group_tiles(
+        all_there, None, x, w, x2, w2, strides, bias, y, None, None, offsets, E, R, N, K, tl.program_id(0),
+        tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, HALVES, "", PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def grouped_gated_kernel(
+    x,
+    gate,
+    up,  # of gate's strides
+    strides,  # (stride_xm, stride_xk, stride_ge, stride_gn, stride_gk)
+    y,  # contiguous, as are the two products; those are None where nobody wants them
+    gate_out,
+    up_out,
+    offsets,
+    E,
+    R,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee",
+):
+    """y [R, N] = act(x [R, K] @ gate[e] [N, K].T) * (x @ up[e] [N, K].T), e the expert of each row."""
+    group_tiles(
+        all_there, None, x, gate, x, up, strides, None, y, gate_out, up_out, offsets, E, R, N, K,
+        tl.program_id(0), tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, False, ACT, PRECISION,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Gradients of ragged groups that are no such matmul themselves: those of the weights, and of a gate.
+
+    dw[e] [N, K]   = dy[rows of e].T @ x[rows of e], zeros for an expert without rows
+    dgate, dup     of act(gate) * up, for rows that belong to an expert
+
+dw has as many tiles as it has, whatever the offsets are: only how long the sum of a tile runs is known on the device
+alone. Tiles go in turn to a fixed number of programs, those of an expert one after another, so that an expert with
+most of the rows keeps all programs busy. Rows outside an expert are masked: what they hold, NaN too, never shows.
+"""
+
+import triton
+import triton.language as tl
+
+from .matmul import dot_loop, store_tile, tile_of
+from .swiglu import store_gate_gradients
+from .tiles import cdiv, halves, wide
+
+
+@triton.jit
+def grouped_wgrad_kernel(
+    dy,
+    stride_dm,
+    stride_dn,
+    x,
+    stride_xm,
+    stride_xk,
+    dw,  # contiguous [E, N, K]
+    offsets,  # int32 [E + 1]
+    E,
+    R,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    PRECISION: tl.constexpr = "ieee",
+):
+    """dw[e] [N, K] = dy [R, N][rows of e].T @ x [R, K][rows of e], persistent. Offsets are cut to [0, R]."""
+    num_rows = cdiv(N, BLOCK_M)
+    num_cols = cdiv(K, BLOCK_N)
+    count = num_rows * num_cols
+    for item in range(tl.program_id(0), E * count, tl.num_programs(0)):
+        expert = item // count
+        begin = tl.maximum(0, tl.load(offsets + expert))
+        size = tl.minimum(tl.load(offsets + expert + 1), R) - begin
+        row, col = tile_of(item % count, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
+        ns = row + tl.arange(0, BLOCK_M)
+        ks = col + tl.arange(0, BLOCK_N)
+        n_mask = (ns < N)[:, None]
+        k_mask = (ks < K)[None, :]
+        a = dy + wide(begin) * stride_dm + (ns.to(tl.int64) * stride_dn)[:, None]
+        b = x + wide(begin) * stride_xm + (ks.to(tl.int64) * stride_xk)[None, :]
+        acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+        acc = dot_loop(acc, a, n_mask, stride_dm, b, k_mask, stride_xm, size, BLOCK_K, False, PRECISION)
+        out = dw + wide(expert) * N * K
+        if HALVES:
+            left, right = halves(acc)
+            first = col + tl.arange(0, BLOCK_N // 2)
+            second = first + BLOCK_N // 2
+            store_tile(out, left, ns, first, K, n_mask & (first < K)[None, :])
+            store_tile(out, right, ns, second, K, n_mask & (second < K)[None, :])
+        else:
+            store_tile(out, acc, ns, ks, K, n_mask & k_mask)
+
+
+@triton.jit
+def grouped_gated_backward_kernel(
+    dy, gate, up, dgate, dup, offsets, E, R, N, BLOCK: tl.constexpr, ACT: tl.constexpr
+):
+    """dup = dy act(gate); dgate = dy up act'(gate), all contiguous [R, N]; rows from offsets[E] on are left alone."""
+    count = wide(tl.minimum(tl.load(offsets + E), R)) * N
+    for block in range(tl.program_id(0), cdiv(count, BLOCK), tl.num_programs(0)):
+        at = wide(block) * BLOCK + tl.arange(0, BLOCK)
+        store_gate_gradients(dy, gate, up, dgate, dup, at, at < count, ACT)
