@@ -12,6 +12,7 @@
     mixed     a fused call, a gather by copies between two meetings in either slot, a fused call
     nothing   the same with two ranks and no rows: only arrivals are exchanged; by either transport
     local     the matmuls that have no peers, by pointers and by descriptors
+    grouped   the matmuls of ragged groups, with tiles stored whole and by halves
     elementwise  RMSNorm, SwiGLU, rotary embedding and cross-entropy, one rank
     meetings  a copy to the own slot, a meeting, copies from the peers' slots, a meeting; and again
     strangers a meeting with a rank that is in another call
@@ -32,8 +33,9 @@ from fusedtp.ops.rows import split
 from ..case import Case
 from ..cases import Call, fused_case
 from ..explore import Schedule
-from ..lint.cases import ELEMENTWISE, LOCAL
+from ..lint.cases import ELEMENTWISE, GROUPED, LOCAL
 from ..strategies import DEFAULT
+from .grouped_cases import grouped_case
 from .local_cases import local
 from .trial_cases import (
     WORLD,
@@ -97,7 +99,7 @@ def schedules(count: int, residents: tuple[Any, ...] = (None, 1, 2, "varying")) 
 
 def tried(kernel: str) -> bool:
     """Whether there are trials of this kernel."""
-    return kernel in (*OPERATIONS, *ELEMENTWISE, *LOCAL, "meet_kernel", "bump_epoch")
+    return kernel in (*OPERATIONS, *ELEMENTWISE, *GROUPED, *LOCAL, "meet_kernel", "bump_epoch")
 
 
 def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
@@ -107,6 +109,9 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
     for kernel in [name for name in LOCAL if name in kernels]:
         for tma in (False, True):
             yield Trial(kernel, local(kernel, tma), schedules(1, (None,)))
+    for kernel in [name for name in GROUPED if name in kernels]:
+        for halves in (False, True):
+            yield Trial(kernel, grouped_case(kernel, halves), schedules(1, (None,)))
     for kernel in sorted(kernels.intersection(ELEMENTWISE)):
         yield Trial(kernel, elementwise(kernel), schedules(1, (None,)))
     few = max(1, count // 2)
