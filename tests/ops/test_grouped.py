@@ -65,6 +65,7 @@ def test_gated_matmul_and_all_gradients(draw):
 @example(Draw(BF16, (0, 60, 0), 33, 40, 3, "halves", "triton"), True)
 @example(Draw(FP32, MANY, 5, 3, 2, "plain", "triton"), True)
 @example(Draw(FP16, (0, 0), 20, 3, 9, "plain", "triton"), True)
+@example(Draw(FP16, (0,), 20, 3, 0, "plain", "triton"), True)
 def test_matmul_and_all_gradients_by_the_kernels(draw, biased):
     interpreted(laws.matmul_law, draw, biased)
 
@@ -120,6 +121,11 @@ def test_a_main_grad_takes_what_16_bits_would_round(engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_are_used_twice(engine):
     interpreted(laws.composed_law, Draw(FP32, (5, 0, 7), 9, 6, 3, "plain", engine))
+
+
+@triton
+def test_a_program_asks_for_the_rows_of_an_expert_before_its_first_tile():
+    interpreted(laws.ready_law, Draw(FP32, (20, 0, 5, 40), 24, 16, 2, "plain", "triton"))
 
 
 @triton
