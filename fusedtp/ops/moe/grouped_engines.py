@@ -76,15 +76,14 @@ def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtyp
     with record_function(f"fusedtp.grouped_wgrad.{chosen}"):
         if chosen == "triton":
             return launch.grouped.grouped_wgrad(dy, x, offsets, dtype, precision=_precision())
-        shape = offsets.shape[0] - 1, dy.shape[1], x.shape[1]
         if x.is_cuda:
             return _vendor_wgrad(dy, x, offsets).to(dtype)
-        dw = x.new_zeros(shape, dtype=dtype)
-        for e, rows in _experts(offsets):
-            if dtype == x.dtype:
+        dw = x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype)
+        for e, rows in _experts(offsets, empty=True):
+            if dtype == x.dtype and rows.stop > rows.start:
                 matmul_into(dw[e], [dy[rows].t()], [x[rows]])
             else:
-                matmul_add(dw[e], dy[rows].t(), x[rows])
+                matmul_add(dw[e].zero_(), dy[rows].t(), x[rows])
         return dw
 
 
@@ -117,14 +116,10 @@ def gated(
             return [_gate(g, u, act), g, u] if keep else [_gate(g, u, act)]
         outs = [x.new_empty(x.shape[0], gate.shape[1]) for _ in range(3 if keep else 1)]
         for e, rows in _experts(offsets):
-            g, u = (
-                [out[rows] for out in outs[1:]]
-                if keep
-                else x.new_empty(2, rows.stop - rows.start, gate.shape[1])
-            )
+            g, u = (out[rows] for out in outs[1:]) if keep else x.new_empty(2, *outs[0][rows].shape)
             matmul_into(g, [x[rows]], [gate[e].t()])
             matmul_into(u, [x[rows]], [up[e].t()])
-            outs[0][rows] = _gate(g, u, act)
+            _gate(g, u, act, outs[0][rows])
         return outs
 
 
@@ -143,11 +138,11 @@ def gated_backward(engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets: Tenso
         return outs
 
 
-def _experts(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of every expert that has any; of a CPU's offsets, which can be read without waiting."""
+def _experts(offsets: Tensor, *, empty: bool = False) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows), `empty` or only where there are any; of a CPU's offsets, which are read without waiting."""
     assert not offsets.is_cuda
     for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        if end > begin:
+        if end > begin or empty:
             yield e, slice(begin, end)
 
 
@@ -210,12 +205,11 @@ def _aligned(x: Tensor) -> Tensor:
 # -- the gate in torch -----------------------------------------------------------------------------------------------
 
 
-def _gate(g: Tensor, u: Tensor, act: str) -> Tensor:
+def _gate(g: Tensor, u: Tensor, act: str, out: Tensor | None = None) -> Tensor:
     """act(g) * u in fp32 (fp64), rounded once."""
-    wide, other = (g.float(), u.float()) if is_16_bit(g.dtype) else (g, u)
-    if act == "silu":
-        return F.silu(wide).mul_(other).to(g.dtype)
-    return F.gelu(wide, approximate=_approximate(act)).mul_(other).to(g.dtype)
+    wide = g.float() if is_16_bit(g.dtype) else g
+    value = F.silu(wide) if act == "silu" else F.gelu(wide, approximate=_approximate(act))
+    return torch.mul(value, u, out=torch.empty_like(g) if out is None else out)
 
 
 def _gate_backward(dy: Tensor, g: Tensor, u: Tensor, act: str) -> tuple[Tensor, Tensor]:
