@@ -60,7 +60,7 @@ def test_gated_matmul_and_all_gradients(draw):
 
 
 @triton
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(draws("triton", experts=6, dtypes=DTYPES), st.booleans())
 @example(Draw(BF16, (0, 60, 0), 33, 40, 3, "halves", "triton"), True)
 @example(Draw(FP32, MANY, 5, 3, 2, "plain", "triton"), True)
@@ -71,7 +71,7 @@ def test_matmul_and_all_gradients_by_the_kernels(draw, biased):
 
 
 @triton
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(draws("triton", experts=6, dtypes=DTYPES))
 @example(Draw(BF16, (9, 0, 20, 0, 1), 33, 40, 3, "transposed", "triton", "gelu"))
 def test_gated_matmul_and_all_gradients_by_the_kernels(draw):
@@ -79,7 +79,7 @@ def test_gated_matmul_and_all_gradients_by_the_kernels(draw):
 
 
 @triton
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(draws("triton", experts=5, dtypes=DTYPES), st.booleans(), st.integers(1, 3))
 @example(Draw(BF16, (33, 0, 17, 1, 0), 33, 37, 3, "plain", "triton"), True, 2)
 @example(Draw(FP32, (0, 20, 0, 31), 48, 32, 0, "strided", "triton"), False, 1)
@@ -146,9 +146,8 @@ def test_the_formulas_of_grouped_mm(layout, biased):
             raise
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_opcheck(engine):
-    interpreted(laws.opcheck_law, engine)
+def test_opcheck():
+    laws.opcheck_law("chunked")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
