@@ -242,7 +242,8 @@ def tiles_law(draw: Draw, config: Config) -> None:
     x, x2, dy = draw.rows(draw.k), draw.rows(draw.k, seed=5), draw.rows(draw.n, seed=3)
     w, w2 = draw.weights(draw.n, draw.k), draw.weights(draw.n, draw.k, seed=2)
     bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 4).to(draw.dtype).to(draw.device)
-    y = launch.grouped.grouped_matmul([x, x2], [w, w2], draw.offsets, bias, config)
+    strided = draw.offsets.repeat_interleave(2)[::2]
+    y = launch.grouped.grouped_matmul([x, x2], [w, w2], strided, bias, config)
     check("y", y[: draw.used], wanted_matmul(draw, x, w, bias) + wanted_matmul(draw, x2, w2))
     other = laid_out(w2.contiguous(), "transposed" if draw.layout == "plain" else "plain")
     for second in (w2, other):  # of w's strides, and of others

@@ -194,7 +194,7 @@ def plan_gated_backward(
 
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     args = dict(
-        dy=dy, gate=gate, up=up, dgate=dgate, dup=dup, offsets=offsets, E=offsets.shape[0] - 1,
+        dy=dy, gate=gate, up=up, dgate=dgate, dup=dup, offsets=offsets.contiguous(), E=offsets.shape[0] - 1,
         R=dy.shape[0], N=dy.shape[1], BLOCK=ELEMENTS, ACT=act,
     )  # fmt: skip
     most = 8 * machine.programs  # of few registers, so several share a processor
@@ -234,7 +234,7 @@ def _of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _sizes(config: Config, precision: str, offsets: Tensor, e: int, r: int, n: int, k: int) -> dict[str, Any]:
     return dict(
-        offsets=offsets, E=e, R=r, N=n, K=k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        offsets=offsets.contiguous(), E=e, R=r, N=n, K=k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, GROUP=config.group, PRECISION=precision,
     )  # fmt: skip
 

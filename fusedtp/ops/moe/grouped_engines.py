@@ -93,9 +93,9 @@ def bias_grad(engine: str, dy: Tensor, offsets: Tensor) -> Tensor:
     with record_function(f"fusedtp.grouped_bias_grad.{chosen}"):
         if chosen == "triton":  # in full precision: no factor is rounded
             ones = dy.new_ones(1, 1).expand(dy.shape[0], 1)
-            return launch.grouped.grouped_wgrad(dy, ones, offsets, dy.dtype)[:, :, 0]
+            return launch.grouped.grouped_wgrad(dy, ones, offsets, dy.dtype)[:, :, 0].contiguous()
         if dy.is_cuda:
-            return _vendor_wgrad(dy, dy.new_ones(dy.shape[0], ALIGNED), offsets)[:, :, 0]
+            return _vendor_wgrad(dy, dy.new_ones(dy.shape[0], ALIGNED), offsets)[:, :, 0].contiguous()
         db = dy.new_zeros(offsets.shape[0] - 1, dy.shape[1])
         for e, rows in _experts(offsets):
             db[e] = dy[rows].sum(0, dtype=torch.float32 if is_16_bit(dy.dtype) else dy.dtype)
@@ -164,7 +164,7 @@ def _vendor_matmul(
         y = xs[0].new_zeros(r, n)
     else:
         y, *others = (
-            F.grouped_mm(_aligned(x), _aligned(w).transpose(1, 2), offs=offsets[1:])
+            F.grouped_mm(_aligned(x), _aligned(w).transpose(1, 2), offs=offsets[1:].contiguous())
             for x, w in zip(xs, weights, strict=True)
         )
         for other in others:
@@ -181,7 +181,7 @@ def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     _check_vendor(x, dy.shape[1], x.shape[1])
     if 0 in (*dy.shape, x.shape[1]):
         return x.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1])
-    return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:])
+    return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:].contiguous())
 
 
 def _check_vendor(x: Tensor, n: int, k: int) -> None:
