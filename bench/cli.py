@@ -15,6 +15,7 @@ SUITES = {
     "pointwise": "RMSNorm, SwiGLU, rotary embedding against torch, torch.compile and Liger-Kernel",
     "linear-cross-entropy": "output head and loss against torch, torch.compile, Liger-Kernel, NCCL",
     "block": "a Transformer block, forward and backward",
+    "grouped-matmul": "rows by the weights of their experts, against torch's grouped_mm",
     "all": "all of the above in one run",
 }
 COMMANDS = {  # name -> module with main(argv) -> exit code, help

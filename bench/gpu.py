@@ -9,6 +9,7 @@
     block      Llama 3 8B's block on one rank and on eight
     fewer      the fused operations with two and four ranks
     short      virtual-8 with few tokens
+    experts    the matmuls of published mixtures of experts on a rank of eight
 
 Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
 journal before. Another call of the same code skips the parts that are there and goes on within the one that was
@@ -89,6 +90,7 @@ def parts(options: Options) -> list[Part]:
     if not on_cpu:
         add("fewer", 2.0, FUSED, "--shapes llama3-70b --tokens 8192", *virtual, "2,4")
         add("short", 1.0, FUSED, "--shapes llama3-70b --tokens 2048", *virtual, ranks)
+        add("experts", 1.0, "grouped-matmul", "--tokens 8192", "--tp", ranks)
     return found
 
 

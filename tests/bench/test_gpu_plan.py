@@ -29,7 +29,18 @@ class Clockwork:
 def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path) -> None:
     options = gpu.Options()
     every = gpu.parts(options)
-    names = ["tests", "matmul", "virtual-8", "link-8", "pointwise", "loss", "block", "fewer", "short"]
+    names = [
+        "tests",
+        "matmul",
+        "virtual-8",
+        "link-8",
+        "pointwise",
+        "loss",
+        "block",
+        "fewer",
+        "short",
+        "experts",
+    ]
     assert [part.name for part in every] == names
 
     def call(codes: dict[str, int], commit: str = "abc", **changes: object) -> tuple[int, list[str]]:
@@ -56,7 +67,10 @@ def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch)
         jobs = runner.jobs_of(plan, options.suites.split(","))
         assert plan.world == "virtual" and plan.device == "cuda" and all(jobs.values())
         ranks[part.name] = set(jobs)
-    one, eight = {"matmul": {1}, "pointwise": {1}}, {name: {8} for name in ("virtual-8", "link-8", "short")}
+    one, eight = (
+        {name: {1} for name in ("matmul", "pointwise", "experts")},
+        {name: {8} for name in ("virtual-8", "link-8", "short")},
+    )
     assert ranks == one | eight | {"fewer": {2, 4}, "loss": {1, 8}, "block": {1, 8}}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fusedtp.bench import cli, compare, runner
+from fusedtp.bench.experts import SKEWS, shared_out
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import FORMAT, Row
 from fusedtp.bench.shapes import MODELS, layers
@@ -84,10 +85,19 @@ def test_figures_follow_from_the_times_and_the_shape(results: dict[str, dict[str
                 assert row["roof_share"] == pytest.approx(flops / t / row["roof"])
             else:
                 assert row["engine"].startswith("communication alone")
+        if row["suite"] == "grouped-matmul":
+            assert row["tflops"] == pytest.approx(2 * shape["R"] * shape["K"] * shape["N"] / t / 1e12)
         if row["suite"] == "pointwise":
             assert row["gbps"] == pytest.approx(row["moved_bytes"] / t / 1e9) and row["tflops"] is None
     swiglu = [r for r in measured if r["shape"].get("op") == "swiglu" and r["shape"]["direction"] == "fwd"]
     assert swiglu and all(row["moved_bytes"] == 3 * 64 * 80 * 2 for row in swiglu)
+
+
+def test_rows_are_shared_out_among_experts_evenly_and_unevenly() -> None:
+    assert shared_out(10, 4, "balanced") == (2, 3, 3, 2)
+    assert shared_out(10, 4, "skewed") == (5, 2, 2, 1)
+    for skew in SKEWS:
+        assert sum(shared_out(8191, 256, skew)) == 8191 and shared_out(0, 3, skew) == (0, 0, 0)
 
 
 def test_the_share_hidden_follows_from_the_times_of_the_same_case(results: dict[str, dict[str, Any]]) -> None:
