@@ -9,6 +9,7 @@ import fusedtp
 from fusedtp.ops import gradients, launch
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import Machine
+from fusedtp.ops.moe import grouped_engines as engines
 from fusedtp.ops.pointwise import ACTIVATIONS
 from tests.ops import grouped_laws as laws
 from tests.ops.grouped_laws import LAYOUTS, Draw
@@ -146,6 +147,19 @@ def test_the_formulas_of_grouped_mm(layout, biased):
             raise
 
 
+def test_gradients_of_empty_experts_are_zeros_whatever_grouped_mm_leaves_there(monkeypatch):
+    draw = Draw(BF16, (0, 5, 0), 16, 24)
+    left = torch.full((3, 16, 24), torch.nan, dtype=BF16)
+
+    def grouped_mm(a, b, offs):
+        left[1] = a[:, :5] @ b[:5]
+        return left
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    dy, x = draw.rows(16, seed=3), draw.rows(24)
+    laws.check("dw", engines._vendor_wgrad(dy, x, draw.offsets), laws.wanted_wgrad(draw, dy, x))
+
+
 def test_opcheck():
     laws.opcheck_law("chunked")
 
@@ -265,8 +279,6 @@ def test_bad_input_says_what_was_given(call, said):
 
 
 def test_grouped_mm_says_what_it_does_not_take():
-    from fusedtp.ops.moe import grouped_engines as engines
-
     for x, w in ((X, W), (X.bfloat16(), W.bfloat16())):
         with pytest.raises(ValueError, match=r"grouped_mm.*multiples of 8.*use 'triton'"):
             engines._vendor_matmul([x], [w], OFFSETS, None)

@@ -181,7 +181,18 @@ def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     _check_vendor(x, dy.shape[1], x.shape[1])
     if 0 in (*dy.shape, x.shape[1]):
         return x.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1])
-    return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:].contiguous())
+    dw = F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:].contiguous())
+    if not _writes_empty(dw.device):
+        dw.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
+    return dw
+
+
+def _writes_empty(device: torch.device) -> bool:
+    """Whether grouped_mm writes the zeros of an expert without rows. Hopper's does; Blackwell's and AMD's have left
+    there what was in memory (pytorch issue 172439, pull request 174314), and of others nothing is known.
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and torch.version.hip is None
 
 
 def _check_vendor(x: Tensor, n: int, k: int) -> None:
