@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fusedtp
@@ -14,9 +14,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @st.composite
-def draws(draw, engine="triton", dtypes=DTYPES, aligned=False) -> Draw:
-    """Sums of 60 integers are exact in bf16, so rows are few; their tiles are of 16 to 64 rows."""
-    e = draw(st.integers(1, 64))
+def draws(draw, engine="triton", dtypes=DTYPES, widths=(16, 37, 48)) -> Draw:
+    """Sums of 60 integers are exact in bf16, so rows are few; their tiles are of 16 to 64 rows.
+
+    What the compiler knows of a call (16 divides it, it is one) makes another kernel of it: so there are few sizes.
+    """
+    e = draw(st.integers(2, 64))
     total = draw(st.integers(0, 60))
     if draw(st.booleans()):
         cuts = sorted(draw(st.lists(st.integers(0, total), min_size=e - 1, max_size=e - 1)))
@@ -24,48 +27,47 @@ def draws(draw, engine="triton", dtypes=DTYPES, aligned=False) -> Draw:
         first = draw(st.integers(0, e - 1))
         cuts = [0] * first + [total] * (e - 1 - first)
     sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
-    width = st.sampled_from([8, 16, 24, 40, 56]) if aligned else st.integers(1, 60)
+    width, spare = st.sampled_from(widths), -total % 16 + draw(st.sampled_from([0, 96]))
     return Draw(
-        draw(st.sampled_from(dtypes)), sizes, draw(width), draw(width), draw(st.sampled_from([0, 1, 100])),
-        draw(st.sampled_from(LAYOUTS)), engine, draw(st.sampled_from(ACTIVATIONS)), draw(st.integers(0, 99)), "cuda",
+        draw(st.sampled_from(dtypes)), sizes, draw(width), draw(width), spare, draw(st.sampled_from(LAYOUTS)), engine,
+        draw(st.sampled_from(ACTIVATIONS)), draw(st.integers(0, 99)), "cuda",
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(draws(), st.booleans())
+@example(Draw(torch.bfloat16, (60,), 37, 48, 4, "halves", "triton", device="cuda"), True)
+@example(Draw(torch.float16, (0, 0), 16, 16, 0, "plain", "triton", device="cuda"), True)
 def test_matmul_and_all_gradients(draw, biased):
     laws.matmul_law(draw, biased)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(draws())
 def test_gated_matmul_and_all_gradients(draw):
     laws.gated_law(draw)
 
 
 @settings(max_examples=25, deadline=None)
-@given(draws("chunked", (torch.bfloat16,), aligned=True))
+@given(draws("chunked", (torch.bfloat16,), widths=(8, 16, 24, 40, 56)))
 def test_grouped_mm_and_all_gradients(draw):
     laws.matmul_law(draw, False)
     laws.vendor_law(draw, True)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_activations(dtype, act):
-    laws.activation_law(Draw(dtype, (3000, 0, 40), 33, 1, 2, "plain", "triton", act, device="cuda"))
+def test_activations(act):
+    laws.activation_law(Draw(torch.float32, (3000, 0, 40), 33, 1, 2, "plain", "triton", act, device="cuda"))
 
 
-SHAPES = [
-    ((700, 0, 300, 5), 1000, 520),
-    ((4096,), 256, 512),
-    (tuple(range(64)), 384, 1024),
-    ((33,) * 5, 1001, 77),
-]
+BF16 = torch.bfloat16
+LARGE = [
+    (BF16, (700, 0, 300, 5), 1000, 520), (BF16, (4096,), 256, 512), (BF16, tuple(range(64)), 384, 1024),
+    (BF16, (33,) * 5, 1001, 77), (torch.float16, (4096, 0), 256, 512), (torch.float32, (700, 0, 300, 5), 1000, 520),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes, n, k", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, sizes, n, k", LARGE)
 def test_random_numbers_stay_within_their_roundings(dtype, sizes, n, k):
     laws.bounds_law(Draw(dtype, sizes, n, k, 100, "plain", "triton", device="cuda"))
 
