@@ -58,12 +58,12 @@ class Draw:
 
     def spared(self, x: Tensor) -> Tensor:
         """x with the spare rows after it, laid out and on the device, in the dtype."""
-        x = torch.cat((x, x.new_full((self.spare, x.shape[1]), NAN))).to(self.dtype)
-        return laid_out(x, self.layout).to(self.device)
+        x = torch.cat((x, x.new_full((self.spare, x.shape[1]), NAN)))
+        return laid_out(x.to(self.device, self.dtype), self.layout)
 
     def weights(self, *shape: int, most: int = 2, seed: int = 1) -> Tensor:
-        w = integers((len(self.sizes), *shape), most, self.seed + seed).to(self.dtype)
-        return laid_out(w, self.layout).to(self.device)
+        w = integers((len(self.sizes), *shape), most, self.seed + seed)
+        return laid_out(w.to(self.device, self.dtype), self.layout)
 
 
 def poisoned(like: Tensor, *shape: int, **on: object) -> Tensor:
@@ -78,21 +78,17 @@ def integers(shape: tuple[int, ...], most: int, seed: int) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers in memory that has NaN around them."""
+    """The same numbers in memory that has NaN around them, on x's device: a copy to another would close the gaps."""
     if layout == "plain":
         return x
     if layout == "transposed":
         return x.mT.contiguous().mT
     if layout == "misaligned":
-        return torch.full((1 + x.numel(),), NAN, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+        return x.new_full((1 + x.numel(),), NAN)[1:].view(x.shape).copy_(x)
+    *outer, rows, cols = x.shape
     if layout == "strided":
-        return torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), NAN, dtype=x.dtype)[
-            ..., : 2 * x.shape[-1] : 2
-        ].copy_(x)
-    both = torch.full(
-        (*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), NAN, dtype=x.dtype
-    )  # the first half of one
-    return both[..., : x.shape[-2], :].copy_(x)
+        return x.new_full((*outer, rows, 2 * cols + 1), NAN)[..., : 2 * cols : 2].copy_(x)
+    return x.new_full((*outer, 2 * rows, cols), NAN)[..., :rows, :].copy_(x)  # the first half of one
 
 
 def wanted_matmul(draw: Draw, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -148,7 +144,7 @@ def saturated(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     up = integers((len(draw.sizes), draw.n, draw.k), 1, draw.seed + 2)
     sign = integers((len(draw.sizes), draw.n), 1, draw.seed + 4).sign().add(0.5).sign()
     x[:, 0], gate[:, :, 0], up[:, :, 0] = 64, 3 * sign, 0
-    weights = [laid_out(w.to(draw.dtype), draw.layout).to(draw.device) for w in (gate, up)]
+    weights = [laid_out(w.to(draw.device, draw.dtype), draw.layout) for w in (gate, up)]
     return draw.spared(x), *weights
 
 
@@ -214,8 +210,8 @@ def bounds_law(draw: Draw) -> None:
 def numbers(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(draw.seed)
     x, dy = (torch.randn(draw.used, width, generator=generator) for width in (draw.k, draw.n))
-    w = torch.randn(len(draw.sizes), draw.n, draw.k, generator=generator).to(draw.dtype)
-    return draw.spared(x), laid_out(w, draw.layout).to(draw.device), draw.spared(dy)
+    w = torch.randn(len(draw.sizes), draw.n, draw.k, generator=generator)
+    return draw.spared(x), laid_out(w.to(draw.device, draw.dtype), draw.layout), draw.spared(dy)
 
 
 def repeat_law(draw: Draw) -> None:
