@@ -19,9 +19,11 @@ from fusedtp.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from fusedtp.ops.moe import moe_combine, moe_dispatch
 from fusedtp.parallel import (
     FusedColwise,
     FusedEmbedding,
+    FusedExperts,
     FusedRowwise,
     Replicated,
     clip_grad_norm_,
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FusedColwise",
     "FusedEmbedding",
+    "FusedExperts",
     "FusedRowwise",
     "PeerDied",
     "PeerFailed",
@@ -50,6 +53,8 @@ __all__ = [
     "grouped_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch",
     "nn",
     "parallelize",
     "reserve",

@@ -46,6 +46,7 @@ from .tiles import INTERPRETED, decoded, inline
 FINE = tl.constexpr(0)
 TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
+OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
@@ -156,7 +157,7 @@ def wait(peers, src, chunk):
             if polls == 0:
                 start = now
             if now - start > peers.timeout_ns:
-                _record(peers, TIMED_OUT, src, index, epoch, seen)
+                record(peers, TIMED_OUT, src, index, epoch, seen)
             if failed(peers):
                 gave_up += 1
         polls += 1
@@ -181,7 +182,7 @@ def wait_arrival(peers, src):
     if theirs != signature_of(peers):
         if not failed(peers):  # after a timeout the word is an older call's
             index = src * peers.flags_per_source
-            _record(peers, OTHER_SIGNATURE, src, index, signature_of(peers), theirs)
+            record(peers, OTHER_SIGNATURE, src, index, signature_of(peers), theirs)
 
 
 @inline
@@ -192,7 +193,7 @@ def wait_all_arrivals(peers):
 
 
 @inline
-def _record(peers, code, peer, index, wanted, seen):
+def record(peers, code, peer, index, wanted, seen):
     """Write the failure, unless another program was first."""
     zero = tl.full((), 0, tl.int64)
     first = tl.atomic_cas(peers.failure, zero, zero + code, sem="relaxed", scope="gpu") == FINE

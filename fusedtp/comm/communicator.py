@@ -147,6 +147,10 @@ class Communicator:
         """x [sizes[rank], ...] -> [sum(sizes), ...] in rank order. No autograd."""
         return copied(x) if self.world_size == 1 else self._timed(self.world.all_gather, x, sizes)
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows for each rank in turn, sent[p] of them -> rows of each rank in turn, received[p]. No autograd."""
+        return copied(x) if self.world_size == 1 else self._timed(self.world.all_to_all, x, sent, received)
+
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
         """x [sum(sizes), ...] -> [sizes[rank], ...] summed over ranks, plus bias. No autograd."""
         if self.world_size == 1:

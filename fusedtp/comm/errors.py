@@ -13,5 +13,9 @@ class PeerFailed(RuntimeError):
     """A peer raised before an operation or in the middle of it, and said so before it left."""
 
 
+class TooManyRows(RuntimeError):
+    """More rows were routed to a rank's experts than it has room for; a kernel found it, on all ranks alike."""
+
+
 class SignatureMismatch(ValueError):
     """Two ranks called different operations, or the same one with different shapes, dtypes or engines."""

@@ -113,6 +113,14 @@ class ProcessWorld:
         _gather_into(out, padded, group=self.group)
         return torch.cat([part[:n] for part, n in zip(out.chunk(self.world_size), sizes, strict=True)])
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[sum(sent), ...], rows for each rank in turn -> [sum(received), ...], rows of each rank in turn."""
+        out = x.new_empty(sum(received), *x.shape[1:])
+        if 0 in x.shape[1:]:
+            return out
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
+        return out
+
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
         """[sum(sizes), ...] -> [sizes[rank], ...], summed over ranks, plus bias.
 

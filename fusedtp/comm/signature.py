@@ -18,7 +18,7 @@ from .errors import PeerFailed, SignatureMismatch
 FAILED, REFUSED = 0, 1  # a rank that raised in the middle of a call, or before it began
 OPERATIONS = (
     "failed", "refused", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
-    "all_gather", "reduce_scatter", "all_reduce",
+    "all_gather", "reduce_scatter", "all_reduce", "moe_plan", "moe_move", "moe_pull",
 )  # fmt: skip
 ENGINES = ("collective", "chunked", "triton")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
@@ -33,6 +33,9 @@ FIELDS = (
     "needs_grad",
     "with_bias",
     "tables",
+    "top_k",
+    "num_experts",
+    "max_rows",
 )
 MAX_SIZES = 64
 NUM_WORDS = len(FIELDS) + MAX_SIZES
@@ -43,6 +46,7 @@ class Signature:
     """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
 
     tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
+    top_k, experts   of a mixture of experts; max_rows likewise, 0 where it is what any routing needs
     """
 
     operation: str
@@ -55,6 +59,9 @@ class Signature:
     needs_grad: int = 0
     with_bias: int = 0
     tables: int = 0
+    top_k: int = 0
+    experts: int = 0
+    max_rows: int = 0
 
     def words(self, call: int) -> np.ndarray:
         """[NUM_WORDS] int64."""
@@ -73,7 +80,7 @@ def _template(s: Signature) -> np.ndarray:
     dtype = DTYPES.index(s.dtype) if s.dtype in DTYPES else -1
     out[: len(FIELDS)] = (
         OPERATIONS.index(s.operation), 0, ENGINES.index(s.engine), dtype, s.features, s.batch,
-        s.weights, s.needs_grad, s.with_bias, s.tables,
+        s.weights, s.needs_grad, s.with_bias, s.tables, s.top_k, s.experts, s.max_rows,
     )  # fmt: skip
     sizes = s.sizes[:MAX_SIZES]
     out[len(FIELDS) : len(FIELDS) + len(sizes)] = sizes

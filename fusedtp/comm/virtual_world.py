@@ -197,6 +197,14 @@ class ThreadWorld:
         assert out.shape[0] == sum(sizes)
         return out
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        self._done_computing()
+        parts = self.exchange(x.split(list(sent)))
+        out = torch.cat([of_source[self.rank] for of_source in parts])
+        self._done()
+        assert out.shape[0] == sum(received)
+        return out
+
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
         begin = sum(sizes[: self.rank])
         parts = [t[begin : begin + sizes[self.rank]] for t in self._exchange_tensors(x)]

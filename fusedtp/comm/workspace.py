@@ -68,7 +68,7 @@ import torch
 
 from .call import Call
 from .device_view import DeviceView, runs_kernels
-from .errors import SignalTimeout, SignatureMismatch
+from .errors import SignalTimeout, SignatureMismatch, TooManyRows
 from .memory import Region, round_up
 from .regions import Regions
 from .signature import Signature
@@ -142,6 +142,12 @@ class Workspace(Regions):
 
     def _fail_from_status(self) -> None:
         code, peer, flag, wanted, seen = (int(v) for v in self.status[:5])
+        if code == 3:
+            self.failed = TooManyRows(
+                f"rank {self.comm.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
+                f"{wanted}; the group {self.comm.name!r} can not be used again"
+            )
+            return
         what = "had published another signature" if code == 2 else "had not signalled"
         kind = SignatureMismatch if code == 2 else SignalTimeout
         self.failed = kind(

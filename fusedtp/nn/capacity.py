@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm import Group, place
+from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.ops.tokens import gather_tokens
 
 from .balance import LAYER, count, in_step
@@ -60,7 +61,7 @@ def capacity_of(factor: float, top_k: int, tokens: Tokens, num_experts: int) -> 
     return -(-(tokens * (numerator * top_k)) // (denominator * num_experts))
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def _ratio(factor: float, most: int) -> tuple[int, int]:
     if not 0 < factor < math.inf:
         raise ValueError(f"the capacity factor is {factor}, must be positive")

@@ -59,7 +59,7 @@ def all_gather_matmul(
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
     """
     at = place(group)
-    with _in_step(at):
+    with in_step(at):
         weights = list(weights)
         biases = [None] * len(weights) if biases is None else list(biases)
         if not weights or len(biases) != len(weights):
@@ -109,7 +109,7 @@ def matmul_reduce_scatter(
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
     at = place(group)
-    with _in_step(at):
+    with in_step(at):
         if x.dim() != 2 + dim or dim not in (0, 1):
             raise ValueError(
                 f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
@@ -153,7 +153,7 @@ def matmul_all_reduce(
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
     at = place(group)
-    with _in_step(at):
+    with in_step(at):
         (sink,) = main_grads_of([weight])
         x, weight = _autocast(at.device_type, x), _autocast(at.device_type, weight)
         bias = None if bias is None else _autocast(at.device_type, bias)
@@ -187,7 +187,7 @@ def all_gather_wgrad(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     """
     at = place(group)
-    with _in_step(at):
+    with in_step(at):
         rows = rows_of_shard(x, at, sizes, dim)
         flat = [dy.detach().flatten(0, -2) for dy in dys]
         for dy in flat:
@@ -219,9 +219,9 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _in_step(at: Place) -> AbstractContextManager[None]:
+def in_step(at: Place) -> AbstractContextManager[None]:
     """A fault that this rank finds in its own arguments fails its peers too: they would wait for it in vain."""
-    return nullcontext() if torch.compiler.is_compiling() else communicator(at.name).in_step()
+    return nullcontext() if torch.compiler.is_compiling() or not at.name else communicator(at.name).in_step()
 
 
 def _autocast(kind: str, t: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def choose(
             warnings.warn(f"engine {engine!r} falls back to 'collective': {reason}", stacklevel=4)
         return Choice("collective", reason)
     if engine == "triton":
-        _check_triton(comm, dtype)
+        check_triton(comm, dtype)
     if engine != "auto":
         return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)
     found = _measured(comm, rows, dtype, operation, width)
@@ -120,7 +120,8 @@ def transport(choice: Choice, asked: str | None) -> str:
     return by
 
 
-def _check_triton(comm: Communicator, dtype: torch.dtype) -> None:
+def check_triton(comm: Communicator, dtype: torch.dtype) -> None:
+    """Raise ValueError where the engine `triton` was asked for and cannot be had."""
     if not has_triton():
         raise ValueError("engine 'triton' needs the triton package")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -1,0 +1,178 @@
+"""Dispatch and combine as users call them: shapes and values checked, then the custom ops of library.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Group, Place, place
+
+from ..api import in_step
+from . import library as _library
+from . import weigh
+from .exchange import engine_of
+from .plan import Blocks, Exchange, Plan, offsets_of
+
+assert _library
+
+ALONE = Place("", 0, 1, "")  # without a group
+
+
+@dataclass(frozen=True, eq=False)
+class MoEHandle:
+    """What a combine needs of its dispatch.
+
+    weights       [T_r, k]    as given, with their graph
+    row_weights   [max_rows]  of the rows that this rank's experts got
+    plan, at                  see plan.py
+    offsets       [E_r + 1]   int32
+    """
+
+    weights: Tensor
+    row_weights: Tensor = field(repr=False)
+    plan: Plan = field(repr=False)
+    at: Exchange
+    offsets: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 [E]: rows of every expert, of all ranks' tokens."""
+        return self.plan.table.sum(0, dtype=torch.int32)
+
+
+def moe_dispatch(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    group: Group | None,
+    *,
+    max_rows: int | None = None,
+    sizes: Sequence[int] | None = None,
+    engine: str = "auto",
+    layer: str = "",
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """Send each token to the experts that it chose. Rank r owns the experts r E / W, ..., (r + 1) E / W - 1.
+
+        x            [T_r, K]  this rank's tokens, which may be none
+        expert_ids   [T_r, k]  integers below num_experts, those of a token all different; -1 drops a choice
+        weights      [T_r, k]  what the combine multiplies the experts' outputs by
+        group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None where all experts are here
+        max_rows               room for rows of this rank's experts; default what any routing needs, T * min(k, E / W)
+        sizes                  tokens of every rank; default as many as here on all of them
+        return rows  [max_rows, K]  by expert, source rank and slot (token * k + choice)
+               offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
+               handle   for moe_combine
+
+    Gradients reach x here, the weights in moe_combine. Rows of an expert are in the order of all ranks' tokens, so
+    what an expert computes does not depend on how tokens or experts are split.
+    Raises ValueError for shapes, ids, or weights that do not fit (on CPU also for their values), and for more rows
+    than max_rows, on all ranks alike; SignatureMismatch naming the rank that differs in num_experts, k, dtype, width.
+    """
+    at = ALONE if group is None else place(group)
+    with in_step(at):
+        where = _exchange(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+        ids = expert_ids.detach()
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_values(ids, weights.detach(), num_experts, at)
+        plan = Plan(*torch.ops.fusedtp.moe_plan(ids, *where))
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_room(plan, where)
+        weights = weights.to(weigh.accumulator(x.dtype))
+        rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *plan, *where)
+        offsets = offsets_of(plan.table, where)
+        return rows, offsets, MoEHandle(weights, row_weights, plan, where, offsets)
+
+
+def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
+    """Bring the experts' outputs back and add up each token's.
+
+        y        [max_rows, N]  in the order of the dispatched rows; rows past offsets[-1] are never read
+        handle                  of the dispatch
+        return   [T_r, N]       sum over a token's choices of weight * y, in their order, in fp32, rounded once
+
+    Dropped choices add nothing. Gradients reach y and the weights.
+    Raises ValueError for a y of another number of rows.
+    """
+    at = handle.at
+    with in_step(ALONE if not at.group else place(at.group)):
+        if y.dim() != 2 or y.shape[0] != at.max_rows:
+            raise ValueError(
+                f"rank {at.rank}: y has shape {tuple(y.shape)}, wanted [{at.max_rows}, N] as it was dispatched"
+            )
+        out: Tensor = torch.ops.fusedtp.moe_combine(y, handle.weights, handle.row_weights, *handle.plan, *at)
+        return out
+
+
+def _exchange(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    at: Place,
+    max_rows: int | None,
+    sizes: Sequence[int] | None,
+    engine: str,
+    layer: str,
+) -> Exchange:
+    who = f"rank {at.rank}: "
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{who}x is {x.dtype} {tuple(x.shape)}; wanted floating-point tokens [T_r, K]")
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] < 1:
+        raise ValueError(
+            f"{who}expert_ids has shape {tuple(expert_ids.shape)}; wanted [{x.shape[0]}, k >= 1]"
+        )
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{who}expert_ids is {expert_ids.dtype}; wanted int32 or int64")
+    if weights.shape != expert_ids.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"{who}weights is {weights.dtype} {tuple(weights.shape)}; wanted one for each of expert_ids, "
+            f"{tuple(expert_ids.shape)}"
+        )
+    k = expert_ids.shape[1]
+    if num_experts < 1 or num_experts % at.world_size:
+        raise ValueError(f"{who}num_experts is {num_experts}, no multiple of the {at.world_size} ranks")
+    if k > num_experts:
+        raise ValueError(f"{who}{k} choices a token of {num_experts} experts")
+    counts = (x.shape[0],) * at.world_size if sizes is None else tuple(int(n) for n in sizes)
+    if len(counts) != at.world_size or min(counts) < 0 or counts[at.rank] != x.shape[0]:
+        raise ValueError(
+            f"{who}sizes is {list(counts)}; wanted {at.world_size} token counts, {x.shape[0]} of them here"
+        )
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"{who}max_rows is {max_rows}, must not be negative")
+    chosen = engine_of(at.name or None, engine, x.dtype)
+    where = Exchange(at.name, at.rank, counts, num_experts, k, 0, chosen, layer)
+    most = where.most_rows
+    return where._replace(max_rows=most if max_rows is None else min(max_rows, most))
+
+
+def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:
+    """On CPU, where looking costs no wait."""
+    who = f"rank {at.rank}: "
+    wrong = (ids < -1) | (ids >= num_experts)
+    if wrong.any():
+        t, j = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{who}expert_ids[{t}, {j}] is {int(ids[t, j])}; there are {num_experts} experts")
+    ordered = ids.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        t, j = twice.nonzero()[0].tolist()
+        raise ValueError(f"{who}token {t} chose expert {int(ordered[t, j])} twice: {ids[t].tolist()}")
+    bad = ~weights.isfinite() & (ids >= 0)
+    if bad.any():
+        t, j = bad.nonzero()[0].tolist()
+        raise ValueError(f"{who}weights[{t}, {j}] is {float(weights[t, j])}")
+
+
+def _check_room(plan: Plan, at: Exchange) -> None:
+    """All ranks know the plan, so all of them raise."""
+    for owner, rows in enumerate(Blocks(plan.table, at).rows):
+        if rows > at.max_rows:
+            raise ValueError(
+                f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
+                f"{at.max_rows}"
+            )

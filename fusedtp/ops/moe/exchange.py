@@ -1,0 +1,95 @@
+"""What the custom ops do, by the engine that was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Communicator, communicator
+from fusedtp.comm.constant import constant_to_compiler
+from fusedtp.comm.device_view import runs_kernels
+
+from .. import engines
+from . import alone, chunked, collective, fused, layout, plan, weigh
+from .plan import Blocks, Exchange, Plan
+
+FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@constant_to_compiler
+def engine_of(group: str | None, engine: str, dtype: torch.dtype) -> str:
+    """Which sibling runs; a constant to torch.compile. Raises ValueError for one that is not to be had here."""
+    if engine not in engines.ENGINES:
+        raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(engines.ENGINES)}")
+    comm = None if group is None else communicator(group)
+    if comm is None or comm.world_size == 1:
+        return "local"
+    on_cpu = comm.device.type == "cpu"
+    if not comm.has_workspace or engine == "collective":
+        return "collective"
+    if engine == "auto":
+        fits = runs_kernels(comm.device) and dtype in FUSED_DTYPES
+        return "chunked" if on_cpu else "triton" if fits else "collective"
+    if engine == "triton":
+        engines.check_triton(comm, dtype)
+    elif not on_cpu:
+        raise ValueError("engine 'chunked' of a mixture of experts reads peers' memory on the host: CPU only")
+    return engine
+
+
+def _comm(at: Exchange) -> Communicator | None:
+    return None if at.engine == "local" else communicator(at.group)
+
+
+def _sibling(at: Exchange) -> Any:
+    return {"local": alone, "chunked": chunked, "collective": collective, "triton": fused}[at.engine]
+
+
+def _count(at: Exchange, operation: str) -> None:
+    if at.group:
+        engines.count(communicator(at.group), operation, at.engine, at.layer)
+
+
+def make_plan(expert_ids: Tensor, at: Exchange) -> Plan:
+    """expert_ids [T_r, k] -> the plan."""
+    table, orders = plan.exchange(_comm(at), expert_ids, at)
+    words = layout.packed(table, at) if at.engine == "triton" else table.new_empty(0)
+    return Plan(table, orders, words)
+
+
+def scatter(x: Tensor, scalars: Tensor | None, at_plan: Plan, at: Exchange) -> tuple[Tensor, Tensor]:
+    """x [T_r, K], scalars [T_r, k] -> rows [max_rows, K] and theirs [max_rows], or [0]."""
+    _count(at, "moe_dispatch")
+    rows, of_rows = _sibling(at).move(_comm(at), x, scalars, at_plan, at)
+    return rows, of_rows
+
+
+def gather(y: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Tensor:
+    """y [max_rows, N], weights [T_r, k] or None for ones -> [T_r, N]."""
+    return _collect(y, _places(at_plan, at), weights, at_plan, at)
+
+
+def gather_slots(scalars: Tensor, at_plan: Plan, at: Exchange) -> Tensor:
+    """scalars [max_rows] of the rows -> [T_r, k] of the slots, zero of dropped ones."""
+    each = _places(at_plan, at).reshape(-1, 1)
+    return _collect(scalars[:, None], each, None, at_plan, at).view(at.tokens, at.top_k)
+
+
+def _places(at_plan: Plan, at: Exchange) -> Tensor:
+    """[T_r, k]: where each slot stands in this rank's order."""
+    return weigh.places_of(at_plan.orders[at.slots_of(at.rank)]).view(at.tokens, at.top_k)
+
+
+def _collect(y: Tensor, choices: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Tensor:
+    _count(at, "moe_combine")
+    if at.engine == "triton":
+        return fused.collect(communicator(at.group), y, choices, weights, at_plan, at)
+    return weigh.weighted_sum(_sibling(at).pull(_comm(at), y, at_plan, at), choices, weights)
+
+
+def known_rows(at_plan: Plan, at: Exchange) -> int:
+    """How many rows are worth computing with: this rank's where the host knows, else all that there is room for."""
+    on_host = at_plan.table.device.type == "cpu" or at.engine == "collective"
+    return Blocks(at_plan.table, at).rows[at.rank] if on_host else at.max_rows

@@ -1,0 +1,54 @@
+"""Rows to the experts' owners and back by kernels, which read the plan on the device; see kernels/moe_exchange.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Communicator
+
+from .layout import unpacked
+from .plan import Exchange, Plan
+
+
+def move(
+    comm: Communicator, x: Tensor, scalars: Tensor | None, plan: Plan, at: Exchange
+) -> tuple[Tensor, Tensor]:
+    """As `move` of chunked.py; the scalars travel in a call of their own."""
+    order = plan.orders[at.slots_of(comm.rank)]
+    rows = _dispatch(comm, x, order // at.top_k, plan, at)
+    if scalars is None:
+        return rows, x.new_empty(0)
+    return rows, _dispatch(comm, scalars.reshape(-1, 1), order, plan, at)[:, 0]
+
+
+def _dispatch(comm: Communicator, x: Tensor, index: Tensor, plan: Plan, at: Exchange) -> Tensor:
+    from .. import launch
+
+    signature = at.signature("moe_move", "triton", x.dtype, x.shape[1])
+    nbytes = launch.moe.dispatch_bytes(at.max_rows, x.shape[1], x.dtype)
+    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+        return launch.moe.dispatch(
+            view, comm.rank, x, index, unpacked(plan.words, at), at, signature.hash32()
+        )
+
+
+def collect(
+    comm: Communicator, y: Tensor, choices: Tensor, weights: Tensor | None, plan: Plan, at: Exchange
+) -> Tensor:
+    """y [max_rows, N] of every owner, choices [T, k'] (places in this rank's order) -> [T, N], their weighted sums."""
+    from .. import launch
+
+    signature = at.signature("moe_pull", "triton", y.dtype, y.shape[1], weights=choices.shape[1])
+    nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, y.shape[1], y.dtype)
+    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+        return launch.moe.combine(
+            view,
+            comm.rank,
+            y,
+            choices.to(torch.int32),
+            weights,
+            unpacked(plan.words, at),
+            at,
+            signature.hash32(),
+        )

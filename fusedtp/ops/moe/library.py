@@ -1,0 +1,238 @@
+"""The movements of a mixture of experts as torch custom ops, with fakes and autograd.
+
+    fusedtp::moe_plan      expert_ids [T_r, k] -> table [W, E], orders [T * k], words; see plan.py
+    fusedtp::moe_dispatch  x [T_r, K], weights [T_r, k] -> rows [max_rows, K], their weights [max_rows]
+    fusedtp::moe_combine   y [max_rows, N], weights [T_r, k] -> [T_r, N], a token's choices summed in their order
+
+Backward of dispatch: a combine of the rows' gradients, without weights. Backward of combine: a dispatch of the output's
+gradient, times the weights for dy; the weights' gradients are inner products made where the rows are, and pulled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
+
+from ..first_order import first_order
+from ..profile import record_function
+from . import exchange, weigh
+from .layout import layout_size
+from .plan import Exchange, Plan
+
+
+@torch.library.custom_op("fusedtp::moe_plan", mutates_args=())
+def moe_plan(
+    expert_ids: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    table, orders, words = exchange.make_plan(expert_ids, at)
+    return table, orders, words
+
+
+@moe_plan.register_fake
+def _(
+    expert_ids: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    words = layout_size(at) if engine == "triton" else 0
+    shapes = ((len(sizes), num_experts), (sum(sizes) * top_k,), (words,))
+    table, orders, packed = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return table, orders, packed
+
+
+@torch.library.custom_op("fusedtp::moe_dispatch", mutates_args=())
+def moe_dispatch(
+    x: Tensor,
+    weights: Tensor | None,
+    table: Tensor,
+    orders: Tensor,
+    words: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+) -> tuple[Tensor, Tensor]:
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    with record_function(f"fusedtp.moe_dispatch.{engine}"):
+        return exchange.scatter(x, weights, Plan(table, orders, words), at)
+
+
+@moe_dispatch.register_fake
+def _(
+    x: Tensor,
+    weights: Tensor | None,
+    table: Tensor,
+    orders: Tensor,
+    words: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+) -> tuple[Tensor, Tensor]:
+    of_rows = x.new_empty(0) if weights is None else weights.new_empty(max_rows)
+    return x.new_empty(max_rows, x.shape[1]), of_rows
+
+
+@torch.library.custom_op("fusedtp::moe_combine", mutates_args=())
+def moe_combine(
+    y: Tensor,
+    weights: Tensor | None,
+    row_weights: Tensor | None,
+    table: Tensor,
+    orders: Tensor,
+    words: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+) -> Tensor:
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    with record_function(f"fusedtp.moe_combine.{engine}"):
+        return exchange.gather(y, weights, Plan(table, orders, words), at)
+
+
+@moe_combine.register_fake
+def _(
+    y: Tensor,
+    weights: Tensor | None,
+    row_weights: Tensor | None,
+    table: Tensor,
+    orders: Tensor,
+    words: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+) -> Tensor:
+    return y.new_empty(sizes[rank], y.shape[1])
+
+
+@torch.library.custom_op("fusedtp::moe_combine_backward", mutates_args=())
+def moe_combine_backward(
+    dout: Tensor,
+    y: Tensor,
+    row_weights: Tensor | None,
+    table: Tensor,
+    orders: Tensor,
+    words: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    plan = Plan(table, orders, words)
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    with record_function(f"fusedtp.moe_combine_backward.{engine}"):
+        dy, _ = exchange.scatter(dout, None, plan, at)
+        count = exchange.known_rows(plan, at)
+        dw = dout.new_empty(0)
+        if needs_weights:
+            dw = exchange.gather_slots(weigh.dots(dy, y, count), plan, at)
+        if row_weights is not None:
+            weigh.weighted_rows(dy, row_weights, count)
+        return dy, dw
+
+
+@moe_combine_backward.register_fake
+def _(
+    dout: Tensor,
+    y: Tensor,
+    row_weights: Tensor | None,
+    table: Tensor,
+    orders: Tensor,
+    words: Tensor,
+    group: str,
+    rank: int,
+    sizes: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    engine: str,
+    layer: str,
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    dw = dout.new_empty(0)
+    if needs_weights:
+        dw = dout.new_empty(sizes[rank], top_k, dtype=weigh.accumulator(y.dtype))
+    return dout.new_empty(max_rows, dout.shape[1]), dw
+
+
+# -- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[2:5])
+    ctx.at = inputs[5:]
+    ctx.mark_non_differentiable(output[1])
+
+
+@first_order
+def _dispatch_backward(ctx: Any, drows: Tensor, _: Any) -> tuple[Any, ...]:
+    dx = torch.ops.fusedtp.moe_combine(drows, None, None, *ctx.saved_tensors, *ctx.at)
+    return dx, *([None] * 12)
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.at = inputs[6:]
+
+
+@first_order
+def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    y, weights, row_weights, *plan = ctx.saved_tensors
+    needs = weights is not None and ctx.needs_input_grad[1]
+    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout.contiguous(), y, row_weights, *plan, *ctx.at, needs)
+    return dy, dw.to(weights.dtype) if needs else None, *([None] * 12)
+
+
+moe_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
+moe_combine.register_autograd(_combine_backward, setup_context=_save_combine)
+
+if hasattr(
+    CustomOpDef, "register_effect"
+):  # calls of a group keep their order under a compiler, as in ../library.py
+    from torch.library import EffectType  # type: ignore[attr-defined]
+
+    for _op in (moe_plan, moe_dispatch, moe_combine, moe_combine_backward):
+        _op.register_effect(EffectType.ORDERED)

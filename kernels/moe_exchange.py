@@ -1,0 +1,228 @@
+"""Rows between the tokens' ranks and the experts' owners: dispatch and combine, one launch each.
+
+    dispatch   x [T_r, K]        -> rows [max_rows, K] of this rank's experts
+    combine    y [max_rows, N]   -> out [T_r, N], the weighted sum of each token's choices
+
+Both send segments: what one rank has for another lies in one piece in the receiver's slot, in an order that both know,
+and travels in chunks of whole rows with a flag each. An index says from where the sender takes each row, another where
+the receiver puts it; both were made on the device from the plan that all ranks share (fusedtp/ops/moe/plan.py).
+
+    dispatch   tokens by (expert, slot)   ->  by (source, expert, slot)   ->  rows by (expert, source, slot)
+    combine    rows of one source         ->  by (expert, slot)           ->  a token's choices, one by one
+
+Programs 0 .. S-1 send and wait for nobody, the others receive: one resident program a rank is enough. A combine's own
+rows go through its own slot too, so that a token's choices are all in one place.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signals
+from .tiles import cdiv, copy_rows, inline, narrow, next_start, wide, widen
+
+
+@inline
+def segment(begins, p):
+    """(first row, number of rows) of segment p; begins int32 [W + 1]."""
+    first = tl.load(begins + p)
+    return first, tl.load(begins + p + 1) - first
+
+
+@inline
+def overflows(peers, totals, max_rows):
+    """Whether an owner would get more rows than it has room for. All ranks see the same, and one program records it."""
+    found = tl.full((), 0, tl.int32)
+    for owner in range(peers.world_size):
+        total = tl.load(totals + owner)
+        if total > max_rows:
+            found += 1
+            if tl.program_id(0) == 0:
+                signals.record(peers, signals.OVERFLOW, owner, 0, max_rows, total)
+    return found > 0
+
+
+@inline
+def push_segments(
+    peers,
+    x,
+    stride_xm,
+    stride_xk,
+    index,  # row of x for each row of the segments
+    begins,  # [W + 1]: segment of each receiver
+    places,  # [W]: where in each receiver's slot
+    K,
+    chunk_rows,
+    programs,
+    last_step,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Send stage: program_id < programs copies chunks to rank + 1, ..., rank + last_step. Flag 1 + c is chunk c."""
+    pid = tl.program_id(0)
+    if pid == 0:
+        signals.arrive(peers)
+    for step in range(1, last_step + 1):
+        dst = (signals.rank_of(peers) + step) % peers.world_size
+        begin, count = segment(begins, dst)
+        out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
+        out = tl.multiple_of(out, 16) + wide(tl.load(places + dst)) * K
+        for chunk in range(pid, cdiv(count, chunk_rows), programs):
+            last = tl.minimum((chunk + 1) * chunk_rows, count)
+            for first in range(chunk * chunk_rows, last, BLOCK_M):
+                at = first + tl.arange(0, BLOCK_M)
+                inside = at < last
+                rows = tl.load(index + begin + at, mask=inside, other=0).to(tl.int64)
+                copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
+            signals.publish(peers, dst, 1 + chunk)
+
+
+@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])
+def moe_dispatch_kernel(
+    peers,
+    x,
+    stride_xm,
+    stride_xk,
+    index,  # int32, row of x for each row that this rank sends, by (expert, slot)
+    begins,  # int32 [W + 1], which of those go to each owner
+    places,  # int32 [W], where this rank's rows begin in each owner's slot
+    sources,  # int32 [W + 1], which rows of this rank's slot are of each source
+    arrivals,  # int32 [max_rows], where each row of the slot belongs
+    totals,  # int32 [W], rows of each owner
+    max_rows,
+    rows,  # contiguous
+    K,
+    chunk_rows,
+    send_programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    if signals.failed(peers):
+        return
+    if overflows(peers, totals, max_rows):
+        return
+    world: tl.constexpr = peers.world_size
+    if tl.program_id(0) < send_programs:
+        push_segments(
+            peers,
+            x,
+            stride_xm,
+            stride_xk,
+            index,
+            begins,
+            places,
+            K,
+            chunk_rows,
+            send_programs,
+            world - 1,
+            BLOCK_M,
+            BLOCK_K,
+        )
+    else:
+        rank = signals.rank_of(peers)
+        start = tl.program_id(0) - send_programs
+        programs = tl.num_programs(0) - send_programs
+        leader = start == 0
+        pushed = signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty))
+        pushed = tl.multiple_of(pushed, 16)
+        for step in range(world):
+            src = (rank - step + world) % world
+            begin, count = segment(sources, src)
+            chunks = cdiv(count, chunk_rows)
+            if src != rank:
+                if start < chunks:
+                    signals.wait_arrival(peers, src)
+            for chunk in range(start, chunks, programs):
+                if src != rank:
+                    signals.wait(peers, src, 1 + chunk)
+                last = tl.minimum((chunk + 1) * chunk_rows, count)
+                for first in range(chunk * chunk_rows, last, BLOCK_M):
+                    at = first + tl.arange(0, BLOCK_M)
+                    inside = at < last
+                    to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
+                    if src == rank:
+                        own = tl.load(begins + rank)
+                        taken = tl.load(index + own + at, mask=inside, other=0).to(tl.int64)
+                        copy_rows(x, taken, stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
+                    else:
+                        copy_rows(
+                            pushed, (begin + at).to(tl.int64), wide(K), 1, rows, to, K, inside, K, BLOCK_K
+                        )
+            start = next_start(start, chunks, programs)
+        if leader:
+            signals.wait_all_arrivals(peers)
+
+
+@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])
+def moe_combine_kernel(
+    peers,
+    y,
+    stride_ym,
+    stride_yn,
+    arrivals,  # int32, row of y for each row that this rank sends, by (source, expert, slot)
+    sources,  # int32 [W + 1], which of those go to each source
+    places,  # int32 [W], where this rank's rows begin in each source's slot
+    begins,  # int32 [W + 1], which rows of this rank's slot are of each owner
+    totals,  # int32 [W], rows of each owner
+    max_rows,
+    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
+    weights,  # fp32 [T, TOP_K], or None for ones
+    out,  # contiguous [T, N]
+    T,
+    N,
+    chunk_rows,
+    send_programs,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    if signals.failed(peers):
+        return
+    if overflows(peers, totals, max_rows):
+        return
+    world: tl.constexpr = peers.world_size
+    if tl.program_id(0) < send_programs:
+        push_segments(
+            peers,
+            y,
+            stride_ym,
+            stride_yn,
+            arrivals,
+            sources,
+            places,
+            N,
+            chunk_rows,
+            send_programs,
+            world,
+            BLOCK_M,
+            BLOCK_N,
+        )
+    else:
+        rank = signals.rank_of(peers)
+        signals.wait_all_arrivals(peers)
+        for step in range(world):
+            owner = (rank - step + world) % world
+            _begin, count = segment(begins, owner)
+            signals.wait_chunks(peers, owner, 1, 1 + cdiv(count, chunk_rows))
+        arrived = tl.load(begins + world)
+        pushed = signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty))
+        pushed = tl.multiple_of(pushed, 16)
+        for first in range(
+            (tl.program_id(0) - send_programs) * BLOCK_M, T, (tl.num_programs(0) - send_programs) * BLOCK_M
+        ):
+            tokens = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+            for n in range(0, N, BLOCK_N):
+                cols = n + tl.arange(0, BLOCK_N)
+                acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+                for j in range(TOP_K):
+                    choice = tl.load(choices + tokens * TOP_K + j, mask=tokens < T, other=arrived)
+                    kept = choice < arrived
+                    at = choice.to(tl.int64)[:, None] * N + cols[None, :]
+                    part = tl.load(pushed + at, mask=kept[:, None] & (cols < N)[None, :], other=0.0)
+                    part = widen(part).to(tl.float32)
+                    if weights is not None:
+                        part *= tl.load(weights + tokens * TOP_K + j, mask=kept, other=0.0)[:, None]
+                    acc += part
+                mask = (tokens < T)[:, None] & (cols < N)[None, :]
+                tl.store(
+                    out + tokens[:, None] * N + cols[None, :], narrow(acc, y.dtype.element_ty), mask=mask
+                )

@@ -1,0 +1,147 @@
+"""What a rank does with a drawn dispatch and combine, and what must hold; these functions run in workers of a world.
+
+The oracle is a loop over tokens and choices on one process. Entries are small integers and weights powers of two, so
+that no sum rounds and results are equal bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import fusedtp
+from fusedtp.comm import communicator
+from tests.properties.laws import assert_same, poison
+
+SKEWS = ("uniform", "skewed", "one")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One exchange: tokens of every rank, experts, choices a token, width, dtype, how uneven, how many are dropped."""
+
+    engine: str
+    sizes: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    width: int
+    dtype: torch.dtype
+    skew: str
+    dropped: float
+    seed: int
+    room: int | None = None  # None: what any routing needs; else so much more than this one needs
+
+    @property
+    def most(self) -> int:
+        """The largest entry: a sum has top_k products with a weight of at most 2 and an expert of at most 2."""
+        return 3
+
+
+@dataclass
+class Data:
+    """Of all ranks, the same on every rank. Expert e multiplies by factors[e]."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    factors: Tensor
+    gradients: Tensor
+
+
+def build(case: Case) -> Data:
+    g = torch.Generator().manual_seed(case.seed)
+    tokens, k, n = sum(case.sizes), case.top_k, case.num_experts
+    whole = lambda *shape: torch.randint(-case.most, case.most + 1, shape, generator=g).to(case.dtype)  # noqa: E731
+    scores = torch.rand(tokens, n, generator=g)
+    if case.skew != "uniform":
+        scores[:, : max(1, n // 4)] += 0.5 if case.skew == "skewed" else 1.0
+    ids = scores.argsort(1, descending=True)[:, :k]
+    ids = torch.where(torch.rand(tokens, k, generator=g) < case.dropped, -1, ids)
+    weights = 2.0 ** torch.randint(-1, 2, (tokens, k), generator=g)
+    factors = torch.randint(1, 3, (n,), generator=g).to(case.dtype)
+    return Data(whole(tokens, case.width), ids, weights, factors, whole(tokens, case.width))
+
+
+def mine(case: Case, rank: int) -> slice:
+    begin = sum(case.sizes[:rank])
+    return slice(begin, begin + case.sizes[rank])
+
+
+def rows_wanted(case: Case, data: Data, rank: int) -> tuple[Tensor, Tensor]:
+    """The rows of this rank's experts and where each begins, by the definition."""
+    each = case.num_experts // len(case.sizes)
+    rows, offsets = [], [0]
+    for e in range(rank * each, (rank + 1) * each):
+        rows += [data.x[t] for t in range(sum(case.sizes)) if e in data.ids[t].tolist()]
+        offsets.append(len(rows))
+    return torch.stack(rows) if rows else data.x[:0], torch.tensor(offsets, dtype=torch.int32)
+
+
+def wanted(case: Case, data: Data) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, dx, dweights) of all tokens, by the definition."""
+    x, dy = data.x.double(), data.gradients.double()
+    kept = data.ids >= 0
+    factors = torch.where(kept, data.factors.double()[data.ids.clamp(min=0)], 0.0)
+    times = (factors * data.weights).sum(1, keepdim=True)
+    return x * times, dy * times, factors * (x * dy).sum(1, keepdim=True)
+
+
+def room_of(case: Case, data: Data) -> int | None:
+    if case.room is None:
+        return None
+    each = case.num_experts // len(case.sizes)
+    owners = torch.where(data.ids >= 0, data.ids // each, len(case.sizes)).flatten()
+    return int(torch.bincount(owners, minlength=len(case.sizes) + 1)[:-1].max()) + case.room
+
+
+def conserves_rows(group, case: Case) -> None:
+    """Rows arrive where and in the order they should; combined they are the sum over choices; gradients likewise."""
+    rank, data = group.rank(), build(case)
+    here = mine(case, rank)
+    x = data.x[here].clone().requires_grad_()
+    weights = data.weights[here].clone().requires_grad_()
+    communicator(group).engine_calls.clear()
+    poison(group)
+    rows, offsets, handle = fusedtp.moe_dispatch(
+        x, data.ids[here], weights, case.num_experts, group, sizes=case.sizes, engine=case.engine,
+        max_rows=room_of(case, data),
+    )  # fmt: skip
+    who = f"{case.engine} rank {rank}: "
+    want_rows, want_offsets = rows_wanted(case, data, rank)
+    assert_same(who + "offsets", offsets, want_offsets)
+    count = int(offsets[-1])
+    assert_same(who + "rows", rows[:count].detach(), want_rows)
+    each = case.num_experts // len(case.sizes)
+    factors = data.factors[rank * each : (rank + 1) * each].repeat_interleave(offsets.diff())
+    y = _Experts.apply(rows, factors)
+    poison(group)
+    out = fusedtp.moe_combine(y, handle)
+    poison(group)
+    out.backward(data.gradients[here])
+    for name, got, want in zip(
+        ("out", "dx", "dweights"), (out.detach(), x.grad, weights.grad), wanted(case, data), strict=True
+    ):
+        dtype = torch.float32 if name == "dweights" else case.dtype
+        assert_same(who + name, got, want[here].to(dtype))
+    ran = {engine for _operation, engine in communicator(group).engine_calls}
+    assert ran == {"local" if len(case.sizes) == 1 else case.engine} or case.engine == "auto", ran
+
+
+class _Experts(torch.autograd.Function):
+    """Each row times its factor; NaN in rows that are nobody's, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return _Experts._times(rows, factors)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _Experts._times(dy, *ctx.saved_tensors), None
+
+    @staticmethod
+    def _times(rows: Tensor, factors: Tensor) -> Tensor:
+        out = torch.full_like(rows, float("nan"))
+        n = factors.shape[0]
+        out[:n] = rows[:n] * factors[:, None]
+        return out

@@ -1,0 +1,48 @@
+"""Dispatch, then combine: no row or gradient is lost or doubled, for any world, routing and engine."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedtp.comm import VirtualWorld
+from tests.harness import world
+from tests.ops.moe.laws import SKEWS, Case, conserves_rows
+
+
+@st.composite
+def cases(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto")) -> Case:
+    size = draw(st.integers(1, 4))
+    experts = size * draw(st.integers(1, 64 // size))
+    a_count = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 20))
+    return Case(
+        engine=draw(st.sampled_from(engines)),
+        sizes=tuple(draw(a_count) for _ in range(size)),
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(8, experts))),
+        width=draw(st.one_of(st.integers(0, 3), st.integers(1, 7))),
+        dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])),
+        skew=draw(st.sampled_from(SKEWS)),
+        dropped=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        seed=draw(st.integers(0, 2**32)),
+        room=draw(st.sampled_from([None, None, 0, 3])),
+    )
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_rows_are_conserved(case):
+    world(len(case.sizes)).run(conserves_rows, case)
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_rows_are_conserved_between_threads(case):
+    VirtualWorld(len(case.sizes)).run(lambda group: conserves_rows(group, case))
+
+
+@settings(max_examples=15)
+@given(cases(engines=("triton",)).filter(lambda case: case.dtype != torch.float64))
+def test_rows_are_conserved_by_kernels(case):
+    pytest.importorskip("triton")
+    world(len(case.sizes)).run(conserves_rows, case)
