@@ -19,8 +19,10 @@ from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.rows import Rows, split
 
+from . import exchange_cases
 from .case import Case, Launch, Run, Work, compare
 from .copies import beside_copies
+from .exchange_cases import Routed, routed
 from .faults import Mismatch
 from .worlds import SimulatedWorld, launches
 
@@ -78,6 +80,8 @@ class Call:
 
     def slot_bytes(self) -> int:
         """What the call needs in a slot."""
+        if self.operation in exchange_cases.OPERATIONS:
+            return exchange_cases.slot_bytes(self)
         rows, n, w = self.rows, self.widths[0], len(self.sizes)
         if self.operation in ("all_gather_matmul", "all_gather_wgrad"):
             return launch.all_gather_bytes(rows, self.k, self.dtype)
@@ -98,8 +102,13 @@ class Operands:
     wanted: dict[str, list[Tensor]]
 
 
-def operands(call: Call, seed: int) -> Operands:
+Given = Operands | Routed
+
+
+def operands(call: Call, seed: int) -> Given:
     """Drawn from `seed`, with the single-device formula's results."""
+    if call.operation in exchange_cases.OPERATIONS:
+        return routed(call, seed)
     generator = torch.Generator().manual_seed(seed)
     w, rows = len(call.sizes), call.rows
 
@@ -136,9 +145,14 @@ def _exact(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def plan(
-    call: Call, given: Operands, world: SimulatedWorld, rank: int, signature: int
+    call: Call, given: Given, world: SimulatedWorld, rank: int, signature: int
 ) -> tuple[Any, dict[str, Tensor]]:
     """This rank's launch of the call and its outputs by name, filled with NaN."""
+    if isinstance(given, Routed):
+        planned, outs = exchange_cases.plan_exchange(call, given, world.view(rank), rank, signature)
+        for out in outs.values():
+            out.fill_(torch.nan)
+        return planned, outs
     x = given.x[rank].clone()
     weights = [w.clone() for w in given.weights[rank]]
     biases = [None if b is None else b.clone() for b in given.biases[rank]]
@@ -166,7 +180,7 @@ def plan(
 
 
 def issue(
-    work: list[list[Work]], call: Call, given: Operands, world: SimulatedWorld, signature: int
+    work: list[list[Work]], call: Call, given: Given, world: SimulatedWorld, signature: int
 ) -> list[dict[str, Tensor]]:
     """Append the call to every rank's work; return its outputs by rank and name."""
     made = []
@@ -190,7 +204,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
         flags = 1 + max(2 * _chunks(call) for call in calls)
         world = SimulatedWorld(w, max(call.slot_bytes() for call in calls), flags)
         work: list[list[Work]] = [[] for _ in range(w)]
-        outs: list[tuple[Operands, list[dict[str, Tensor]]]] = []
+        outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
             outs.append((inputs, issue(work, call, inputs, world, 101 + i)))
         return Run(work, world.memory, checker(outs), world.recorded)
@@ -203,7 +217,9 @@ def _chunks(call: Call) -> int:
     return 2 + max(-(-rows // call.chunk), -(-rows // TILE) * columns)
 
 
-def checker(outs: Sequence[tuple[Operands, list[dict[str, Tensor]]]]) -> Callable[[], list[Mismatch]]:
+def checker(
+    outs: Sequence[tuple[Given, list[dict[str, Tensor]]]],
+) -> Callable[[], list[Mismatch]]:
     """What compares every call's outputs with what must come out."""
 
     def check() -> list[Mismatch]:
@@ -243,6 +259,8 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         "one_shot_all_reduce": calls("one_shot_all_reduce", chunk=1),
         "two_shot_all_reduce": calls("two_shot_all_reduce", chunk=1),
         "all_gather_wgrad": calls("all_gather_wgrad"),
+        "moe_dispatch": calls("moe_dispatch"),
+        "moe_combine": calls("moe_combine"),
     }
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
     return [fused_case(name, each, seed=7) for name, each in cases.items()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .case import Case, Copy, Mismatch, Run, Work, compare
-from .cases import Call, Operands, checker, issue, operands
+from .cases import Call, Given, checker, issue, operands
 from .worlds import SimulatedWorld, meeting
 
 COLUMNS = 4
@@ -47,7 +47,7 @@ def meeting_case(world_size: int, *, seed: int = 0) -> Case:
         world = SimulatedWorld(w, slot, 16)
         work: list[list[Work]] = [[] for _ in range(w)]
         gathered: list[tuple[list[Tensor], Tensor]] = []
-        outs: list[tuple[Operands, list[dict[str, Tensor]]]] = []
+        outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for number, (call, inputs) in enumerate(zip(calls, given, strict=True)):
             if isinstance(call, Call) and inputs is not None:
                 outs.append((inputs, issue(work, call, inputs, world, 101 + number)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .case import Case, Copy, Run, Work
-from .cases import Call, Operands, checker, issue, operands, plan
+from .cases import Call, Given, Operands, checker, issue, operands, plan
 from .worlds import SimulatedWorld, launches
 
 FLAGS = 64  # of a source
@@ -35,7 +35,7 @@ def replayed_case(
     def make() -> Run:
         world = SimulatedWorld(w, max(call.slot_bytes() for call in every), FLAGS)
         work: list[list[Work]] = [[] for _ in range(w)]
-        results: list[tuple[Operands, list[dict[str, Tensor]]]] = []
+        results: list[tuple[Given, list[dict[str, Tensor]]]] = []
         given = [operands(call, seed) for call in captured]
         graph = [
             [plan(call, inputs, world, rank, 101 + i) for rank in range(w)]
@@ -60,8 +60,9 @@ def replayed_case(
     return Case("replays", make, tuple(dict.fromkeys(call.operation for call in every)))
 
 
-def _refreshed(args: dict[str, Any], inputs: Operands, rank: int) -> Iterator[Work]:
+def _refreshed(args: dict[str, Any], inputs: Given, rank: int) -> Iterator[Work]:
     """Copies of new inputs to where the captured launch finds its own."""
+    assert isinstance(inputs, Operands), "replays are of the fused matmuls"
     weights = args["weights"] if "weights" in args else (args["w"],)
     biases = args["biases"] if "biases" in args else (args["bias"],)
     new = (inputs.x[rank], *inputs.weights[rank], *inputs.biases[rank])

@@ -139,6 +139,10 @@ CASES: dict[str, tuple[list[Evidence], list[Evidence]]] = {
         [deadlock(waits(2, 2, source=0), here=2), wrong("nan", others=True), SAME_RESULTS, STUCK],
         [NO_DATA, wrong("nan"), wrong("nan", here=0, others=True), EARLY],
     ),
+    "wait alone for another": (
+        [EARLY, never(1), deadlock(waits(2, 2, source=0), here=2)],
+        [NO_DATA, SAME_RESULTS, RAN_AHEAD, EARLY_BELOW],
+    ),
     "arrival of another": ([deadlock(waits(1, 0, source=0)), RAN_AHEAD], [NO_ARRIVAL, EARLY]),
     "flag of another": ([deadlock(waits(1, 0, owner=1)), EARLY], [NO_ARRIVAL, ONE_AHEAD]),
     "flag at another": ([NO_ARRIVAL, EARLY_BELOW, FALSE], [OVERSHOT, RAN_AHEAD]),

@@ -16,6 +16,8 @@ OWN = (
     "gated_matmul_kernel",
     "split_matmul_kernel",
     "join_parts_kernel",
+    "moe_dispatch_kernel",
+    "moe_combine_kernel",
     "bump_epoch",
     "meet_kernel",
     "grouped_matmul_kernel",
@@ -33,7 +35,8 @@ OWN = (
     "rms_norm_wide_backward_kernel",
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
-LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index("bump_epoch")]  # in more variants: those of one device
+EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")  # without a product
+LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index(EXCHANGES[0])]  # in more variants: those of one device
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
 
@@ -162,6 +165,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     if kernel in GROUPED:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
+    if kernel in EXCHANGES:
+        return VARIANTS
     return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from fusedtp.comm.device_view import meet_options, peers_of
-from fusedtp.ops.launch import Launch, cross_entropy, gather, grouped, plain, pointwise, scatter
+from fusedtp.ops.launch import Launch, cross_entropy, gather, grouped, moe, plain, pointwise, scatter
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
+from fusedtp.ops.moe.layout import layout_size, unpacked
+from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
 
-from .cases import ELEMENTWISE, GROUPED, LOCAL, SIGNALS, Variant
+from .cases import ELEMENTWISE, EXCHANGES, GROUPED, LOCAL, SIGNALS, Variant
 
 
 def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -47,7 +49,9 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     if kernel in LOCAL:
         launch = _local(kernel, variant, machine)
         return launch.kernel, launch.args, launch.options
-    if kernel == "all_gather_matmul_kernel":
+    if kernel in EXCHANGES:
+        launch = _exchange(kernel, variant, machine)
+    elif kernel == "all_gather_matmul_kernel":
         launch = gather.plan_matmul(*where, x, weights, biases, rows, sig, variant.keep, None, machine)[0]
     elif kernel == "all_gather_wgrad_kernel":
         grads = getattr(torch, variant.grads) if variant.grads else None
@@ -61,6 +65,24 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     else:
         raise ValueError(f"no plan for {kernel!r}")
     return launch.kernel, launch.args, launch.options
+
+
+def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
+    """Rows of K elements between 8 experts a rank, of which a token chooses 4."""
+    w, t, dtype = variant.world_size, variant.rows // variant.world_size, getattr(torch, variant.dtype)
+    at = Exchange("", 1, (t,) * w, 8 * w, 4, 0, "triton")
+    at = at._replace(max_rows=at.most_rows)
+    words = unpacked(torch.empty(layout_size(at), dtype=torch.int32), at)
+    end = (words, at, 12345, None, machine)
+    width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
+    if kernel == "moe_dispatch_kernel":
+        index = torch.empty(t * at.top_k, dtype=torch.int32)
+        return moe.plan_dispatch(_view(w), 1, torch.empty(t, width, dtype=dtype), index, *end)[0]
+    choices = torch.empty(t, at.top_k, dtype=torch.int32)
+    weights = torch.empty(t, at.top_k) if variant.bias else None
+    return moe.plan_combine(
+        _view(w), 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end
+    )[0]
 
 
 def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, Any], dict[str, int]]:

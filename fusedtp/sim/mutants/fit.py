@@ -69,6 +69,7 @@ EXPECTED: dict[str, tuple[s.Sign, ...]] = {
     "wait for another": (
         s.vain_for_itself, s.unwritten_of_peers, s.miscomputed, s.collision_of_outputs, s.stuck_unnoticed,
     ),
+    "wait alone for another": (s.early_here, s.vain_for_itself),
     "arrival of another": (s.vain_for_itself, s.overrun, s.unmet, s.unnoticed),
     "flag of another": (s.vain_elsewhere, s.early_here, s.early_signature, s.overrun, s.false_alarm),
     "flag at another": (s.vain_for_arrival, s.vain_for_data_after, s.early_after, *_stale),

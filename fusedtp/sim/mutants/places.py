@@ -38,10 +38,26 @@ def _chosen(sources: Sources, file: File, node: ast.BinOp) -> str:
     function = file.function_of(node)
     arrival = function is not None and "arriv" in function.name
     if names & sources.waits:
-        return "arrival of another" if arrival else "wait for another"
+        if arrival:
+            return "arrival of another"
+        return "wait alone for another" if _only_waits(sources, file, node) else "wait for another"
     if names & sources.notifies:
         return "arrival to another" if arrival else "signal to another"
     return "data to another"
+
+
+def _only_waits(sources: Sources, file: File, node: ast.AST) -> bool:
+    """Whether the loop that chooses does nothing but wait: what is read afterwards does not follow the choice."""
+    at = node
+    while not isinstance(at, (ast.For, ast.FunctionDef)):
+        at = file.parents[at]
+    effects = [each for each in at.body if not isinstance(each, ast.Assign)]
+    return isinstance(at, ast.For) and all(
+        isinstance(each, ast.Expr)
+        and isinstance(each.value, ast.Call)
+        and called(each.value) in sources.waits
+        for each in effects
+    )
 
 
 def _given_to(file: File, node: ast.AST) -> Iterator[ast.Call]:

@@ -32,6 +32,7 @@ from fusedtp.ops.rows import split
 
 from ..case import Case
 from ..cases import Call, fused_case
+from ..exchange_cases import OPERATIONS as EXCHANGED
 from ..explore import Schedule
 from ..lint.cases import ELEMENTWISE, GROUPED, LOCAL
 from ..strategies import DEFAULT
@@ -60,6 +61,8 @@ OPERATIONS = {
     "one_shot_kernel": "one_shot_all_reduce",
     "two_shot_kernel": "two_shot_all_reduce",
     "all_gather_wgrad_kernel": "all_gather_wgrad",
+    "moe_dispatch_kernel": "moe_dispatch",
+    "moe_combine_kernel": "moe_combine",
 }
 VISITING = ("all_gather_wgrad_kernel",)  # looks for every peer before any of its data, rank - 1 first
 
@@ -84,6 +87,8 @@ class Trial:
     def own_rows(self, number: int, rank: int) -> range:
         """Rows of the results of a call that this rank need not receive: its shard, or what it sums for all."""
         call = self.calls[number]
+        if call.operation in EXCHANGED:  # no stretch of them
+            return range(0)
         sizes = call.sizes if call.operation.startswith("all_gather") else split(sum(call.sizes), WORLD)
         begin = sum(sizes[:rank])
         return range(begin, begin + sizes[rank])

@@ -1,0 +1,116 @@
+"""Dispatch and combine of a mixture of experts as calls of the fused cases: routing drawn, results by the definition.
+
+A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has. Every rank
+owns EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops import launch
+from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.moe.layout import packed, unpacked
+from fusedtp.ops.moe.plan import Exchange, sort_slots
+from fusedtp.ops.moe.weigh import places_of
+
+if TYPE_CHECKING:
+    from .cases import Call
+
+OPERATIONS = ("moe_dispatch", "moe_combine")
+EXPERTS, TOP_K = 2, 2
+
+
+def exchange_of(call: Call, rank: int = 0) -> Exchange:
+    """What all ranks of the call share."""
+    at = Exchange("", rank, call.sizes, EXPERTS * len(call.sizes), TOP_K, 0, "triton")
+    return at._replace(max_rows=at.most_rows)
+
+
+def row_width(call: Call) -> int:
+    """Elements of a row that travels."""
+    return call.k if call.operation == "moe_dispatch" else call.widths[0]
+
+
+def slot_bytes(call: Call) -> int:
+    """What the call needs in a slot."""
+    at = exchange_of(call)
+    if call.operation == "moe_dispatch":
+        return launch.moe.dispatch_bytes(at.max_rows, row_width(call), call.dtype)
+    return launch.moe.combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
+
+
+@dataclass
+class Routed:
+    """A call's inputs by rank, and the outputs that must come out."""
+
+    x: list[Tensor]
+    orders: list[Tensor]
+    words: list[Tensor]
+    weights: list[Tensor]
+    wanted: dict[str, list[Tensor]]
+
+
+def routed(call: Call, seed: int) -> Routed:
+    """Drawn from `seed`. Integers and powers of two: nothing rounds."""
+    generator = torch.Generator().manual_seed(seed)
+    world, experts = len(call.sizes), EXPERTS * len(call.sizes)
+    tokens, width = sum(call.sizes), row_width(call)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP_K]
+    ids = torch.where(torch.rand(tokens, TOP_K, generator=generator) < 1 / 6, -1, ids)
+    weights = 2.0 ** torch.randint(-1, 2, (tokens, TOP_K), generator=generator)
+    x = torch.randint(-4, 5, (tokens, width), generator=generator).to(call.dtype)
+    sorted_ = [sort_slots(part, experts) for part in ids.split(list(call.sizes))]
+    table = torch.stack([counts for counts, _order in sorted_])
+    at = [exchange_of(call, rank) for rank in range(world)]
+    words = [packed(table, each) for each in at]
+    of = [_rows(x, ids, each) for each in at]
+    given = list(x.split(list(call.sizes)))
+    wanted = {"rows": of}
+    if call.operation == "moe_combine":  # every expert multiplies by its number, so that each choice counts
+        factors = torch.where(ids >= 0, ids + 1.0, 0.0) * weights
+        given = [_times(rows, ids, each) for rows, each in zip(of, at, strict=True)]
+        wanted = {"y": list((x * factors.sum(1, keepdim=True)).to(call.dtype).split(list(call.sizes)))}
+    orders = [order for _counts, order in sorted_]
+    return Routed(given, orders, words, list(weights.split(list(call.sizes))), wanted)
+
+
+def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int]]:
+    """(expert, token) of every row of this rank's experts, in their order."""
+    first = at.rank * at.experts_here
+    chosen = ids.tolist()
+    return [(e, t) for e in range(first, first + at.experts_here) for t, own in enumerate(chosen) if e in own]
+
+
+def _rows(x: Tensor, ids: Tensor, at: Exchange) -> Tensor:
+    """[max_rows, K], NaN past the last row."""
+    rows = x.new_full((at.max_rows, x.shape[1]), torch.nan)
+    for row, (_expert, token) in enumerate(_mine(ids, at)):
+        rows[row] = x[token]
+    return rows
+
+
+def _times(rows: Tensor, ids: Tensor, at: Exchange) -> Tensor:
+    rows = rows.clone()
+    for row, (expert, _token) in enumerate(_mine(ids, at)):
+        rows[row] *= expert + 1
+    return rows
+
+
+def plan_exchange(
+    call: Call, given: Routed, view: Any, rank: int, signature: int
+) -> tuple[Any, dict[str, Tensor]]:
+    """This rank's launch of the call, and its output by name."""
+    at = exchange_of(call, rank)
+    layout, order = unpacked(given.words[rank], at), given.orders[rank]
+    x, end = given.x[rank].clone(), (layout, at, signature, call.config)
+    if call.operation == "moe_dispatch":
+        planned, rows = launch.moe.plan_dispatch(view, rank, x, order // TOP_K, *end, HOST)
+        return planned, {"rows": rows}
+    choices = places_of(order).view(-1, TOP_K).to(torch.int32)
+    planned, y = launch.moe.plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)
+    return planned, {"y": y}
