@@ -5,6 +5,7 @@ from .block import TransformerBlock
 from .config import ModelConfig
 from .dropout import HiddenDropout
 from .embedding import VocabParallelEmbedding
+from .experts import Experts
 from .generate import generate
 from .init import init_
 from .layout import TokenLayout, document_ids_from_lengths
@@ -13,6 +14,8 @@ from .linear_loss import linear_cross_entropy
 from .loss import vocab_parallel_cross_entropy
 from .mlp import MLP
 from .model import CausalLM, CausalLMOutput
+from .moe import MoE
+from .moe_config import MoEConfig
 from .norm import RMSNorm
 from .rope import RopeScaling
 from .router import Router
@@ -22,8 +25,11 @@ __all__ = [
     "Attention",
     "CausalLM",
     "CausalLMOutput",
+    "Experts",
     "HiddenDropout",
     "Linear",
+    "MoE",
+    "MoEConfig",
     "ModelConfig",
     "RMSNorm",
     "RopeScaling",

@@ -10,6 +10,7 @@ from .config import ModelConfig
 from .dropout import AFTER_ATTENTION, AFTER_MLP, HiddenDropout
 from .layout import TokenLayout
 from .mlp import MLP
+from .moe import MoE
 from .norm import RMSNorm, add_norm
 
 
@@ -18,8 +19,32 @@ def prefixed(prefix: str, plan: dict[str, str]) -> dict[str, str]:
     return {f"{prefix}.{name}": style for name, style in plan.items()}
 
 
+def feed_forward(
+    config: ModelConfig, layer: int, *, device: torch.device | str | None, dtype: torch.dtype
+) -> MLP | MoE:
+    """What stands in that layer: the MLP, or experts."""
+    moe = config.moe
+    if moe is None or layer < moe.first_dense:
+        return MLP(config, device=device, dtype=dtype)
+    return MoE(
+        config.hidden_size,
+        moe.hidden,
+        moe.num_experts,
+        moe.top_k,
+        shared=moe.shared,
+        act=config.hidden_act,
+        capacity=moe.capacity,
+        drop=moe.drop,
+        max_rows=moe.max_rows,
+        layer=layer,
+        device=device,
+        dtype=dtype,
+        **moe.router,
+    )
+
+
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + attention(norm(x)), then x + mlp(norm(x)), where the mlp may be a mixture of experts.
 
     x        [T_r, H]   this rank's tokens
     layout   None: one sequence of all tokens
@@ -42,7 +67,8 @@ class TransformerBlock(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
         self.self_attn = Attention(config, device=device, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
-        self.mlp = MLP(config, device=device, dtype=dtype)
+        self.mlp = feed_forward(config, layer, device=device, dtype=dtype)
+        self.tp_plan = {**prefixed("self_attn", Attention.tp_plan), **prefixed("mlp", self.mlp.tp_plan)}
         self.after_attention = HiddenDropout(rate, layer, AFTER_ATTENTION)
         self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
 

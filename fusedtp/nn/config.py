@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from .moe_config import MoEConfig
 from .rope import RopeScaling
 
 DTYPES = {
@@ -53,6 +54,7 @@ class ModelConfig:
     residual_dropout: float = 0.0
     embedding_dropout: float = 0.0
     initializer_range: float = 0.02
+    moe: MoEConfig | None = None  # experts in the place of the MLP
     max_logits_bytes: int = 1 << 28  # a loss whose logits need more is made by pieces, see linear_loss.py
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     param_dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
@@ -109,6 +111,8 @@ class ModelConfig:
             found.append(f"hidden_act is {self.hidden_act!r}, must be silu, gelu or gelu_pytorch_tanh")
         if self.rope_scaling is not None:
             found += [f"rope_scaling: {fault}" for fault in self.rope_scaling.faults()]
+        if self.moe is not None:
+            found += [f"moe: {fault}" for fault in self.moe.faults()]
         return found
 
     @property

@@ -13,6 +13,20 @@ import torch
 from torch import Tensor
 
 
+class Collected:
+    """What layers leave for the model as a whole, in their order.
+
+    No list: torch's FSDP2 makes new lists of those that hold tensors, for each module that it shards.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def append(self, value: Any) -> None:
+        """Leave one more."""
+        self.found.append(value)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
     """The order and the split of a batch's tokens; travels beside x from layer to layer.
@@ -21,6 +35,8 @@ class TokenLayout:
     sizes                     every rank's rows, in rank order; () where tokens are not split
     rotary, mask              what layers would each compute from the above, computed once by the model
     dropout                   int64 [3] of (seed, step, first token of this batch), or None
+    routings                  takes what each router decided; or None
+    balance_group             the ranks over whose tokens routers balance; None: those that share the experts
     """
 
     batch: int
@@ -32,6 +48,8 @@ class TokenLayout:
     rotary: tuple[Tensor, Tensor] | None = None
     mask: Any = None
     dropout: Tensor | None = None
+    routings: Collected | None = None
+    balance_group: Any = None
 
     def __post_init__(self) -> None:
         if self.batch < 0 or self.length < 0:

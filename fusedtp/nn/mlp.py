@@ -16,7 +16,7 @@ from .layout import TokenLayout
 from .linear import Linear, project
 
 
-class MLP(nn.Module):
+class GatedMLP(nn.Module):
     """y = down(act(gate(x)) * up(x)).
 
     x        [T_r, H]
@@ -28,22 +28,43 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        dim: int,
+        hidden: int,
+        act: str = "silu",
+        bias: bool = False,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_act = config.hidden_act
-        dtype, bias = dtype or config.parameter_dtype, config.mlp_bias
-        hidden, width = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(hidden, width, bias, device=device, dtype=dtype)
-        self.up_proj = Linear(hidden, width, bias, device=device, dtype=dtype)
-        self.down_proj = Linear(width, hidden, bias, device=device, dtype=dtype)
+        self.hidden_act = act
+        self.gate_proj = Linear(dim, hidden, bias, device=device, dtype=dtype)
+        self.up_proj = Linear(dim, hidden, bias, device=device, dtype=dtype)
+        self.down_proj = Linear(hidden, dim, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         gate, up = project(x, (self.gate_proj, self.up_proj), layout)
         return self.down_proj(gated(gate, up, self.hidden_act), layout)
+
+
+class MLP(GatedMLP):
+    """The gated feed-forward layer of a model's configuration."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            config.mlp_bias,
+            device=device,
+            dtype=dtype or config.parameter_dtype,
+        )
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:

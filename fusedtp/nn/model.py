@@ -18,18 +18,23 @@ from .block import TransformerBlock, prefixed
 from .config import ModelConfig
 from .dropout import EMBEDDING, HiddenDropout, dropout_state
 from .embedding import VocabParallelEmbedding
-from .layout import TokenLayout
+from .layout import Collected, TokenLayout
 from .linear import Linear
 from .linear_loss import linear_cross_entropy
 from .loss import vocab_parallel_cross_entropy
 from .norm import RMSNorm
+from .router import Routing
 
 
 class CausalLMOutput(NamedTuple):
-    """loss: scalar, the mean over labels. logits: [B, S, V_r], or [T_r, V] of an unplanned head."""
+    """loss: scalar, the mean over labels. logits: [B, S, V_r], or [T_r, V] of an unplanned head.
+
+    routings: what each router decided for this rank's tokens, in the order of layers.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    routings: tuple[Routing, ...] = ()
 
 
 class CausalLM(nn.Module):
@@ -44,7 +49,9 @@ class CausalLM(nn.Module):
     return_logits    also with labels; without labels logits are always returned
 
     Set by parallelize: token_split (rank, world_size) splits tokens between layers, token_group is that
-    group. Set activation_checkpointing to recompute each layer in backward.
+    group. Set activation_checkpointing to recompute each layer in backward. Where gradients are averaged over data
+    parallel ranks, set balance_group (all ranks) and data_parallel (how many are averaged): routers then balance the
+    whole batch, and their losses count once.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
@@ -60,18 +67,23 @@ class CausalLM(nn.Module):
         self.lm_head = Linear(hidden, config.vocab_size, device=device, dtype=dtype)
         self.token_split: tuple[int, int] = (0, 1)
         self.token_group: Any = None
+        self.balance_group: Any = None
+        self.data_parallel = 1
         self.activation_checkpointing = False
         self._dropout: Tensor | None = None
         self.tie_weights()
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """Module name -> style, in transformers' vocabulary; `*` is any layer."""
-        return {
-            "embed_tokens": "embedding_rowwise",
-            **prefixed("layers.*", TransformerBlock.tp_plan),
-            "lm_head": "colwise",
-        }
+        """Module name -> style, in transformers' vocabulary; `*` is any layer, where all have the same plan."""
+        plans = [layer.tp_plan for layer in self.layers if isinstance(layer, TransformerBlock)]
+        alike = all(plan == plans[0] for plan in plans)
+        layers = (
+            {f"layers.{i}": plan for i, plan in enumerate(plans)} if not alike else {"layers.*": plans[0]}
+        )
+        named = [prefixed(name, plan) for name, plan in layers.items()] if plans else []
+        between = {key: style for plan in named for key, style in plan.items()}
+        return {"embed_tokens": "embedding_rowwise", **between, "lm_head": "colwise"}
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the configuration says so."""
@@ -100,7 +112,10 @@ class CausalLM(nn.Module):
             sizes = tuple(split(batch * length, world_size))
         device = input_ids.device
         dropout = None if self._dropout is None else self._dropout.to(device)
-        plain = TokenLayout(batch, length, sizes, rank, positions, document_ids, dropout=dropout)
+        plain = TokenLayout(
+            batch, length, sizes, rank, positions, document_ids, dropout=dropout,
+            routings=None if self.config.moe is None else Collected(), balance_group=self.balance_group,
+        )  # fmt: skip
         return prepared(plain, self.config, device, self.config.compute_dtype)
 
     def forward(
@@ -118,19 +133,24 @@ class CausalLM(nn.Module):
             wrong = f"{tuple(input_ids.shape)}, {None if labels is None else tuple(labels.shape)}"
             raise ValueError(f"wanted input_ids and labels of one shape [B, S], got {wrong}")
         layout = self.layout(input_ids, positions, document_ids)
+        loss: Tensor | None = None
         hidden = self.hidden_states(input_ids, layout)
         if labels is not None and not return_logits and self._takes_pieces(layout):
             flat = labels.reshape(-1)
-            return CausalLMOutput(self.loss_by_pieces(hidden, flat, layout, num_labels, ignore_index), None)
+            whole = self.loss_by_pieces(hidden, flat, layout, num_labels, ignore_index)
+            loss = self._with_routers(whole, layout, flat, num_labels, ignore_index)
+            return CausalLMOutput(loss, None, _routings(layout))
         logits = self.compute_logits(hidden, layout)
-        loss = None
         if labels is not None:
-            loss = self.compute_loss(logits, labels.reshape(-1), layout, num_labels, ignore_index)
+            flat = labels.reshape(-1)
+            whole = self.compute_loss(logits, flat, layout, num_labels, ignore_index)
+            loss = self._with_routers(whole, layout, flat, num_labels, ignore_index)
+        routings = _routings(layout)
         if labels is not None and not return_logits:
-            return CausalLMOutput(loss, None)
+            return CausalLMOutput(loss, None, routings)
         if logits.shape[0] == layout.tokens:
             logits = logits.view(*input_ids.shape, logits.shape[-1])
-        return CausalLMOutput(loss, logits)
+        return CausalLMOutput(loss, logits, routings)
 
     def hidden_states(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
         """[B, S] -> [T_r, H], after the last norm."""
@@ -179,6 +199,26 @@ class CausalLM(nn.Module):
 
         return all_reduce_sum(loss, self.token_group)
 
+    def _with_routers(
+        self,
+        loss: Tensor,
+        layout: TokenLayout,
+        labels: Tensor,
+        num_labels: int | Tensor | None,
+        ignore_index: int,
+    ) -> Tensor:
+        """Plus the routers' losses; of a microbatch its share, by labels, so that a step has one mean of them."""
+        routings = _routings(layout)
+        found = [value for routing in routings for value in routing.losses.values()]
+        if not found:
+            return loss
+        total = torch.stack([value.to(loss.dtype) for value in found]).sum()
+        # A rank's gradient is its tokens' part of a loss that is of all ranks: a mean of them would be too small.
+        total = total.detach() + (total - total.detach()) * self.data_parallel
+        if num_labels is not None:
+            total = total * ((labels != ignore_index).sum() / num_labels)
+        return loss + total
+
     def _takes_pieces(self, layout: TokenLayout) -> bool:
         """Whether this rank's logits would be too large and the head can do without them; the same on all ranks.
 
@@ -220,3 +260,7 @@ class CausalLM(nn.Module):
     def num_parameters(self) -> int:
         """Of the whole model; a shared parameter counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def _routings(layout: TokenLayout) -> tuple[Routing, ...]:
+    return () if layout.routings is None else tuple(layout.routings.found)

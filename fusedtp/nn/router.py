@@ -42,6 +42,8 @@ class Routing(NamedTuple):
     tokens_per_expert   int64 [E]        of this rank
     mean_probability    fp32 [E]         of this rank; zeros of no tokens
     max_violation       fp32 scalar      MaxVio of this rank's tokens; of all: max_violation(summed counts)
+    dropped             int64 [E]        choices of this rank that a capacity refused, which are -1 in expert_ids; None
+                        where there is no capacity. tokens_per_expert counts them too
     """
 
     expert_ids: Tensor
@@ -50,6 +52,7 @@ class Routing(NamedTuple):
     tokens_per_expert: Tensor
     mean_probability: Tensor
     max_violation: Tensor
+    dropped: Tensor | None = None
 
 
 class Router(nn.Module):

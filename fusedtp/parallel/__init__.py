@@ -3,12 +3,13 @@
 from .clip import clip_grad_norm_
 from .explain import Explanation, explain
 from .parallelize import parallelize
-from .styles import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
+from .styles import FusedColwise, FusedEmbedding, FusedExperts, FusedRowwise, Replicated
 
 __all__ = [
     "Explanation",
     "FusedColwise",
     "FusedEmbedding",
+    "FusedExperts",
     "FusedRowwise",
     "Replicated",
     "clip_grad_norm_",

@@ -12,7 +12,7 @@ from fusedtp.ops import engines
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.rows import Rows, split
 
-from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
+from .layers import ColumnParallel, ExpertParallel, Member, Replica, RowParallel, VocabParallel
 
 OPERATIONS = {
     (ColumnParallel, True): "all_gather_matmul",
@@ -21,6 +21,7 @@ OPERATIONS = {
     (RowParallel, False): "matmul_all_reduce",
     (VocabParallel, True): "lookup, reduce_scatter",
     (VocabParallel, False): "lookup, all_reduce",
+    (ExpertParallel, True): "moe_dispatch, moe_combine",
 }
 
 

@@ -18,13 +18,22 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.ops.rows import split
 
-from .styles import FusedColwise, FusedEmbedding, FusedRowwise, Replicated, Style, already_parallel
+from .styles import (
+    FusedColwise,
+    FusedEmbedding,
+    FusedExperts,
+    FusedRowwise,
+    Replicated,
+    Style,
+    already_parallel,
+)
 
 STYLES = {
     "colwise": lambda **options: FusedColwise(**options),
     "colwise_gather_output": lambda **options: FusedColwise(gather_output=True, **options),
     "rowwise": lambda **options: FusedRowwise(**options),
     "embedding_rowwise": lambda **options: FusedEmbedding(**options),
+    "experts": lambda **options: FusedExperts(**options),
     "replicated_with_grad_allreduce": lambda **_: Replicated(),
 }
 

@@ -3,6 +3,7 @@
     FusedColwise     a linear layer's output features split; the tokens' all-gather runs inside the matmul
     FusedRowwise     its input features split; the reduce-scatter runs inside the matmul
     FusedEmbedding   the vocabulary split
+    FusedExperts     the experts of a mixture split
     Replicated       everything else: norms, parameters of a module's own
 
     parallelize_module(block, mesh["tp"], {"up": FusedColwise(), "down": FusedRowwise(), "norm": Replicated()})
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
+from .layers import ColumnParallel, ExpertParallel, Replica, RowParallel, VocabParallel
 from .placement import Mesh, Placement, place_parameters
 
 
@@ -153,6 +154,27 @@ class FusedEmbedding(FusedStyle):
 
     def install(self, module: Any, comm: Communicator) -> None:
         install(module, VocabParallel(**self.member(comm)), embedding)
+
+
+class FusedExperts(FusedStyle):
+    """The experts of a `fusedtp.nn.Experts` split over ranks: x [T_r, H] -> [T_r, H]. Options: FusedStyle."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if not hasattr(module, "num_experts") or not hasattr(module, "down_proj"):
+            return [f"{type(module).__name__} is no fusedtp.nn.Experts"]
+        if not self.sequence_parallel:
+            return ["experts are split where tokens are: not without sequence_parallel"]
+        if self.dim != 0:
+            return ["experts take tokens as [T_r, H]: dim must be 0"]
+        if module.num_experts % world_size:
+            return [f"{module.num_experts} experts do not divide among {world_size} ranks"]
+        return []
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        return {"gate_proj": Shard(0), "up_proj": Shard(0), "down_proj": Shard(0)}
+
+    def install(self, module: Any, comm: Communicator) -> None:
+        module.parallel = ExpertParallel(**self.member(comm))
 
 
 class Replicated(Style):

@@ -1,0 +1,102 @@
+"""A mixture of experts in the place of an MLP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedtp.comm import Group, place
+
+from .capacity import RULES, keep_capacity
+from .experts import Experts
+from .hooks import parallel_of
+from .layout import TokenLayout
+from .mlp import GatedMLP
+from .router import Router, Routing
+
+
+class MoE(nn.Module):
+    """y = sum over each token's top_k experts of weight * expert(x), plus the shared expert's output.
+
+        x        [T_r, H]
+        layout   needed by some of the router's options; its `routings` takes what the router decided
+        return   [T_r, H]
+
+    dim, hidden            H, and the width of each expert
+    num_experts, top_k     how many there are, how many a token goes to
+    shared                 width of an MLP that all tokens go through too; 0: none (DeepSeekMoE, Dai et al. 2024)
+    gated, act             of the experts, see Experts
+    capacity, drop         how much more than its even share an expert takes, and which choices it refuses beyond
+                           ("position" or "probability", see capacity.py); None: it takes all. A token whose choices
+                           are all refused keeps only what goes around this layer
+    max_rows               room for rows of this rank's experts, see fusedtp.moe_dispatch
+    options                of the Router: score, normalize, balance_loss, ...
+
+    The router's losses are not in y: whoever makes the loss adds those of `layout.routings`, as CausalLM does.
+    Source: Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformers".
+    """
+
+    tp_plan = {"experts": "experts"}
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared: int = 0,
+        gated: bool = True,
+        act: str = "silu",
+        capacity: float | None = None,
+        drop: str = "position",
+        max_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if drop not in RULES:
+            raise ValueError(f"drop is {drop!r}, must be one of {', '.join(RULES)}")
+        if capacity is not None and not 0 < capacity < math.inf:
+            raise ValueError(f"capacity is {capacity}, must be positive")
+        self.capacity, self.drop = capacity, drop
+        on: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.router = Router(dim, num_experts, top_k, **options, **on)
+        self.experts = Experts(dim, hidden, num_experts, act=act, gated=gated, max_rows=max_rows, **on)
+        self.shared = GatedMLP(dim, shared, act, **on) if shared else None
+        if self.shared is not None:
+            shared_plan = {f"shared.{name}": style for name, style in self.shared.tp_plan.items()}
+            self.tp_plan = {**self.tp_plan, **shared_plan}
+
+    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        parallel = parallel_of(self.experts)
+        sharing = None if parallel is None else parallel.group
+        balanced = None if layout is None else layout.balance_group
+        routing = self.router(x, layout, balanced or sharing, sequence_group=sharing)
+        if self.capacity is not None:
+            routing = self._bounded(routing, layout, balanced or sharing)
+        if layout is not None and layout.routings is not None:
+            layout.routings.append(routing)
+        y = self.experts(x, routing.expert_ids, routing.weights, layout)
+        return y if self.shared is None else y + self.shared(x, layout)
+
+    def _bounded(self, routing: Routing, layout: TokenLayout | None, group: Group | None) -> Routing:
+        """What the experts' capacity leaves of the choices."""
+        assert self.capacity is not None
+        sizes = None
+        if group is not None and layout is not None and layout.sizes:
+            sizes = layout.sizes * (place(group).world_size // len(layout.sizes))
+        kept = keep_capacity(
+            routing.expert_ids,
+            routing.weights,
+            self.experts.num_experts,
+            self.capacity,
+            by=self.drop,
+            group=group,
+            sizes=sizes,
+        )
+        return routing._replace(expert_ids=kept.expert_ids, weights=kept.weights, dropped=kept.dropped)

@@ -1,0 +1,142 @@
+"""A model with experts split over ranks computes what it computes on one: loss, router losses, every gradient."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.nn import MoEConfig
+from fusedtp.nn.experts import Experts
+from fusedtp.train.shard import shard
+from tests.harness import pool, world
+from tests.parallel.support import (
+    assert_close,
+    assert_same_gradients,
+    batch,
+    dp_tp_mesh,
+    losses,
+    make,
+    make_pair,
+    tp_mesh,
+)
+from tests.properties.laws import assert_same
+
+SMALL = MoEConfig(num_experts=12, top_k=3, hidden=10, balance_loss=0.3)
+CASES = {
+    "softmax, normalised": SMALL,
+    "sigmoid in groups, shared expert": replace(
+        SMALL, score="sigmoid", num_groups=4, top_groups=2, shared=7, scale=2.5, sequence_loss=0.2
+    ),
+    "first layer dense, z-loss": replace(SMALL, first_dense=1, z_loss=0.1, balance="gshard"),
+    "sinkhorn": replace(SMALL, top_k=1, sinkhorn=3, normalize=False),
+    "capacity by position": replace(SMALL, capacity=0.8),
+    "capacity by probability": replace(SMALL, capacity=1.0, drop="probability"),
+    "one expert a rank": replace(SMALL, num_experts=4, top_k=1),
+}
+
+
+def compare(group, batch_size: int, length: int, moe: MoEConfig, options: dict) -> None:
+    if moe.num_experts % group.size():
+        moe = replace(moe, num_experts=2 * group.size())
+    plain, parallel = make_pair(group, options=options, moe=moe)
+    ids, labels = batch(batch_size, length)
+    want, got = losses((plain, parallel), ids, labels)
+    assert_close("loss", got, want)
+    assert_same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
+    world(world_size).run(compare, 2, 6, CASES[case], {})
+
+
+@pytest.mark.parametrize("batch_size, length", [(1, 7), (1, 2), (1, 1), (0, 5)])
+def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(batch_size: int, length: int):
+    world(3).run(compare, batch_size, length, SMALL, {})
+
+
+def sharded(rank: int, moe: MoEConfig) -> None:
+    """Two data parallel by two tensor parallel ranks, half of the batch each: FSDP2 means over them."""
+    mesh = dp_tp_mesh()
+    plain = make(moe=moe)
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"])
+    shard(parallel, mesh["dp"], 2)
+    parallel.balance_group, parallel.data_parallel = communicator(dist.group.WORLD).name, 2
+    ids, labels = batch(2, 6)
+    labels.fill_(3)  # as many labels in each half
+    half = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    want = plain(ids, labels).loss
+    got = parallel(ids[half], labels[half]).loss
+    want.backward()
+    got.backward()
+    total = got.detach().clone()
+    dist.all_reduce(total, group=mesh["dp"].get_group())
+    assert_close("loss", total / 2, want)
+    assert_same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("case", ["sigmoid in groups, shared expert", "capacity by position"], ids=str)
+def test_data_parallel_ranks_balance_and_bound_the_whole_batch(case: str):
+    with pool.World(4) as ranks:
+        ranks.run(sharded, replace(CASES[case], z_loss=0.1))
+
+
+@pytest.mark.parametrize("engine", ["collective", "chunked"])
+def test_every_engine(engine: str):
+    world(2).run(compare, 2, 5, SMALL, {"engine": engine})
+
+
+def same_bits(group, seed: int, act: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Experts on exact inputs: out, and the gradients of x, weights and this rank's experts."""
+    size, rank = group.size(), group.rank()
+    tokens, dim, num_experts, k = 13, 5, 12, 3
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape, most=1: torch.randint(-most, most + 1, shape, generator=generator).to(dtype)  # noqa: E731
+    experts = Experts(dim, 4, num_experts, act=act, gated=False, dtype=dtype)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(draw(*parameter.shape))
+    x, dy = draw(tokens, dim), draw(tokens, dim)
+    ids = torch.rand(tokens, num_experts, generator=generator).argsort(1)[:, :k]
+    weights = 2.0 ** torch.randint(-1, 2, (tokens, k), generator=generator)
+    sizes = [tokens - 2 * (size - 1), *[2] * (size - 1)]
+    here = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    fusedtp.parallelize(experts, tp_mesh(group), plan={"": fusedtp.FusedExperts(sizes=sizes)})
+    x, weights = x[here].requires_grad_(), weights[here].requires_grad_()
+    y = experts(x, ids[here], weights)
+    y.backward(dy[here])
+    own = [p.grad.to_local() for p in experts.parameters()]
+    return [y.detach(), x.grad, weights.grad, *own]
+
+
+@pytest.mark.parametrize("act", ["none", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_split_of_experts_gives_the_same_bits(act: str, dtype: torch.dtype):
+    """Integers and powers of two: no sum rounds, in bf16 neither (at most 5 * 4 * 3 terms of halves, below 2**8)."""
+    by_ranks = [world(size).run(same_bits, 3, act, dtype) for size in (1, 2, 3, 4)]
+    want = [torch.cat(parts) for parts in zip(*by_ranks[0], strict=True)]
+    for size, ranks in zip((2, 3, 4), by_ranks[1:], strict=True):
+        for name, whole, parts in zip(
+            ("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True
+        ):
+            assert_same(f"{name} of {size} ranks", torch.cat(parts), whole)
+
+
+def refuse(group) -> list[str]:
+    found = []
+    for moe, options in ((replace(SMALL, num_experts=7), {}), (SMALL, {"sequence_parallel": False})):
+        with pytest.raises(ValueError) as raised:
+            make_pair(group, options=options, moe=moe)
+        found.append(str(raised.value))
+    return found
+
+
+def test_what_cannot_be_split_is_refused_before_anything_changes():
+    for first, second in world(2).run(refuse):
+        assert "layers.*.mlp.experts: 7 experts do not divide among 2 ranks" in first
+        assert "experts are split where tokens are: not without sequence_parallel" in second
