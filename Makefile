@@ -18,7 +18,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train check mutants test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe check mutants test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ venv: $(INSTALLED) ## make .venv and install what the constraints pin
 
 train: venv ## train a small Transformer, tensor parallel, and check it against one process
 	$(BIN)/fusedtp train --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+
+train-moe: venv ## train a small mixture of experts on two ranks, and check it against one process
+	$(BIN)/fusedtp train --name moe --experts 16 --top-k 2 --expert-width 176 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)

@@ -7,7 +7,7 @@ Each rank makes only its own part, and each parameter is drawn from (seed, name)
 
 from __future__ import annotations
 
-from fusedtp.nn import CausalLM, ModelConfig, init_
+from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
 from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import parallelize
 from fusedtp.parallel.plan import placements_of
@@ -31,9 +31,27 @@ def model_config(config: TrainConfig) -> ModelConfig:
         qk_norm=model.qk_norm,
         tie_word_embeddings=model.tie_embeddings,
         residual_dropout=model.dropout,
+        moe=moe_config(config),
         embedding_dropout=model.dropout,
         dtype=DTYPES[config.run.dtype],  # type: ignore[arg-type]
         param_dtype="float32",
+    )
+
+
+def moe_config(config: TrainConfig) -> MoEConfig | None:
+    """The experts of these options; None where there are none."""
+    model = config.model
+    if not model.experts:
+        return None
+    return MoEConfig(
+        num_experts=model.experts,
+        top_k=model.top_k,
+        hidden=model.expert_width,
+        shared=model.shared_width,
+        first_dense=model.dense_layers,
+        capacity=model.capacity,
+        bias=model.balance_bias > 0,
+        balance_loss=model.balance,
     )
 
 
@@ -61,5 +79,6 @@ def build(config: TrainConfig, world: World) -> CausalLM:
         )
     if world.dp_mesh is not None:
         shard(model, world.dp_mesh, world.tp)
+        model.balance_group, model.data_parallel = world.all_ranks, world.dp
     init_(model.to_empty(device=world.device), config.run.seed)
     return model

@@ -39,6 +39,22 @@ class ModelOptions:
     """Normalise queries and keys per head."""
     dropout: float = 0.0
     """Probability of dropping a feature of the embedding and of each residual branch."""
+    experts: int = 0
+    """Experts in the place of each layer's MLP, split over the tensor-parallel ranks; 0: none."""
+    top_k: int = 2
+    """Experts that a token goes to."""
+    expert_width: int = 352
+    """Features inside each expert."""
+    shared_width: int = 0
+    """Features inside an expert that all tokens go to; 0: none."""
+    dense_layers: int = 0
+    """First layers that keep their MLP."""
+    balance: float = 0.01
+    """Coefficient of the loss that evens out the experts' load."""
+    balance_bias: float = 0.0
+    """Or without a loss: what an expert's bias changes by in a step in which it had more or less than its share."""
+    capacity: float | None = None
+    """Rows an expert takes, as a multiple of an even share; further ones are dropped. Default: all."""
 
     @property
     def head_dim(self) -> int:
@@ -59,6 +75,25 @@ class ModelOptions:
             found.append(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
         if not 0 <= self.dropout < 1:
             found.append(f"--dropout {self.dropout} is not in [0, 1)")
+        return found + self._expert_faults()
+
+    def _expert_faults(self) -> list[str]:
+        found = [
+            f"--{name.replace('_', '-')} {getattr(self, name)} is negative"
+            for name in ("experts", "shared_width", "dense_layers", "balance", "balance_bias")
+            if not getattr(self, name) >= 0
+        ]
+        if found or not self.experts:
+            return found
+        found = _not_positive(self, "top_k", "expert_width")
+        if self.capacity is not None and not self.capacity > 0:
+            found.append(f"--capacity {self.capacity} is not positive")
+        if self.top_k > self.experts:
+            found.append(f"--top-k {self.top_k} of only {self.experts} --experts")
+        if self.dense_layers >= self.layers:
+            found.append(
+                f"--dense-layers {self.dense_layers} of {self.layers} --layers leaves none for experts"
+            )
         return found
 
 
@@ -222,6 +257,10 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             "divide the kv heads or be a multiple of them; "
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
+    if model.experts > 0 and tp > 0 and model.experts % tp:
+        found.append(f"--experts {model.experts} do not divide among --tp {tp} ranks")
+    if model.experts > 0 and tp > 1 and not config.parallel.sequence_parallel:
+        found.append("--experts are split where tokens are: they need --sequence-parallel")
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
             f"--batch {data.batch} does not divide over {dp} data-parallel ranks "

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fusedtp.train.config import TrainConfig
+from fusedtp.train.experts import heat_map
 from fusedtp.train.world import World
 
 
@@ -35,7 +36,7 @@ class Metrics:
         self.validations: list[dict[str, Any]] = []
         self._mark = (time.perf_counter(), world.wait_seconds())
 
-    def step(self, step: int, **numbers: float | None) -> None:
+    def step(self, step: int, **numbers: Any) -> None:
         """Record a step that began when the previous record was made."""
         (begin, before), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
         end, waited = self._mark
@@ -105,13 +106,18 @@ class Events:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder))
+        self.loads: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
-            if name != "step" and value is not None:
+            if name == "expert_load":
+                self.loads.append(record)
+            elif name != "step" and value is not None:
                 self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
+        if self.loads:
+            self.writer.add_figure("expert_load", heat_map(self.loads), self.loads[-1]["step"])
         self.writer.close()
 
 
@@ -143,6 +149,10 @@ class Screen:
         numbers = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
         if record["wait_share"] is not None:
             numbers += f"  waiting {record['wait_share']:.0%}"
+        if "max_violation" in record:
+            numbers += f"  busiest expert {1 + record['max_violation']:.2f} x its share"
+        if record.get("dropped_share"):
+            numbers += f"  dropped {record['dropped_share']:.1%}"
         self.progress.update(self.task, completed=step, numbers=numbers)
         if not self.console.is_terminal and (step % max(1, self.steps // 10) == 0 or step == 1):
             self.console.print(f"step {step}/{self.steps}  {numbers}", highlight=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fusedtp.train import report
+from fusedtp.train import experts, report
 from fusedtp.train.build import build
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches
@@ -60,6 +60,8 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
         summary = report.summarize(config, world, metrics, engines, parameters, verification)
         report.write_json(folder / "summary.json", summary)
         report.plot(folder / "loss.png", metrics)
+        if config.model.experts:
+            experts.plot(folder / "experts.png", metrics.steps)
         report.show(console, summary, verification)
         report.show_sample(console, prompt, written)
         console.print(f"written to {folder}", highlight=False)

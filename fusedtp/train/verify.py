@@ -36,6 +36,7 @@ from fusedtp.train.build import build
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import cores
+from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.loop import backward
 from fusedtp.train.optim import adamw, set_learning_rate
 from fusedtp.train.world import World
@@ -147,16 +148,18 @@ def reference_steps(
     )
     model = build(config, World(device=device))
     optimizer = adamw(model, options)
+    load = ExpertLoad(model, World(device=device), config.model.balance_bias)
     generator = torch.Generator(device).manual_seed(config.run.seed)
     records = []
     for step in range(steps):
         if shaken:
             shake_(model, 2 * ROUNDOFF[config.run.dtype], generator)
         set_learning_rate(optimizer, options, step)
-        loss = backward(model, batches, step)
+        loss = backward(model, batches, step, load)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()
+        load.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
     return records
 

@@ -54,6 +54,12 @@ class World:
         """Mesh of the data-parallel ranks; None where there is only one."""
         return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
 
+    @property
+    def all_ranks(self) -> str | None:
+        """The name of the group of all ranks, as operations take it; None in a job of one process."""
+        every = None if self.mesh is None else dist.group.WORLD
+        return None if every is None else communicator(every).name
+
     def mean(self, value: Tensor) -> float:
         """Mean of a number over the data-parallel ranks."""
         value = value.detach().float().reshape(1)

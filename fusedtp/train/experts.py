@@ -1,0 +1,92 @@
+"""How evenly the experts of a model are used: counted in every step, over all ranks, and drawn at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedtp.nn import CausalLM, MoE
+from fusedtp.nn.balance import max_violation, update_bias_
+from fusedtp.nn.router import Routing
+from fusedtp.train.world import World
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class ExpertLoad:
+    """Choices that fell on each expert of each layer in a step; and the biases that follow them.
+
+    rate   what a router's bias changes by in a step, where it has one
+    """
+
+    def __init__(self, model: CausalLM, world: World, rate: float) -> None:
+        routers = [module.router for module in model.modules() if isinstance(module, MoE)]
+        self.biases = [router.bias for router in routers if router.bias is not None]
+        self.world, self.rate = world, rate
+        experts = routers[0].num_experts if routers else 0
+        self.counts = torch.zeros(2, len(routers), experts, dtype=torch.int64, device=world.device)
+
+    def add(self, routings: Sequence[Routing]) -> None:
+        """What the routers decided in a microbatch, in the order of layers."""
+        for layer, routing in enumerate(routings):
+            self.counts[0, layer] += routing.tokens_per_expert
+            if routing.dropped is not None:
+                self.counts[1, layer] += routing.dropped
+
+    def step(self) -> dict[str, Any]:
+        """After the optimizer: move the biases, and start anew. Collective. Empty of a model without experts.
+
+        expert_load      choices by layer and expert
+        max_violation    of the layer where the busiest expert has most beyond its even share, as a part of that
+        dropped_share    of all choices
+        """
+        if not self.counts.numel():
+            return {}
+        if self.world.mesh is not None:
+            dist.all_reduce(self.counts)
+        load, dropped = self.counts
+        if self.biases:
+            for bias, moved in zip(
+                self.biases, update_bias_(torch.stack(self.biases), load, self.rate), strict=True
+            ):
+                bias.copy_(moved)
+        found = {
+            "expert_load": load.tolist(),
+            "max_violation": float(max_violation(load).max()),
+            "dropped_share": float(dropped.sum() / load.sum().clamp(min=1)),
+        }
+        self.counts.zero_()
+        return found
+
+
+def heat_map(steps: Sequence[dict[str, Any]]) -> Figure:
+    """Every layer's load over the steps: an expert's share of the choices, 1 where all are alike."""
+    from matplotlib.figure import Figure
+
+    load = torch.tensor(
+        [record["expert_load"] for record in steps], dtype=torch.float64
+    )  # [steps, layers, E]
+    share: Tensor = load / load.mean(-1, keepdim=True).clamp(min=1e-30)
+    layers = share.shape[1]
+    figure = Figure(figsize=(8, 1 + 1.5 * layers), layout="constrained")
+    every = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
+    for layer, axes in enumerate(every):
+        image = axes.imshow(
+            share[:, layer].t().numpy(), aspect="auto", interpolation="nearest", cmap="coolwarm", vmin=0, vmax=2,
+            extent=(0.5, len(steps) + 0.5, share.shape[2] - 0.5, -0.5),
+        )  # fmt: skip
+        axes.set_ylabel(f"layer {layer}\nexpert")
+    every[-1].set_xlabel("step")
+    figure.colorbar(image, ax=list(every), label="load / even share", extend="max")
+    return figure
+
+
+def plot(path: Path, steps: Sequence[dict[str, Any]]) -> None:
+    """The heat map as a PNG."""
+    heat_map(steps).savefig(path, dpi=120)
