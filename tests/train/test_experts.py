@@ -1,0 +1,107 @@
+"""Training a mixture of experts: it equals one process, and says how its experts are used."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
+from fusedtp.train.config import faults, layout, parse
+from fusedtp.train.experts import ExpertLoad, heat_map
+from fusedtp.train.world import World
+from tests.train.test_run import TINY, command, summary_of
+
+EXPERTS = "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["--tp 2", "--dp 2 --tp 2 --accumulate 2"])
+def test_ranks_with_experts_train_like_one_process(tmp_path, ranks):
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    where = ["--data", str(book), "--runs", str(tmp_path)]
+    done = command("-m", "fusedtp", "train", *TINY, *ranks.split(), *EXPERTS.split(), "--verify", *where)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path / "main")
+    assert summary["verified"] is True and summary["verified_steps"] == 6
+    assert summary["engines"]["mlp.experts"]["chunked"] > 0
+    lines = (tmp_path / "main" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    assert all(np.sum(record["expert_load"]) == 8 * 32 * 2 for record in steps), (
+        "tokens of a step, two choices each"
+    )
+    assert all(0 <= record["dropped_share"] < 1 for record in steps)
+    assert any(record["dropped_share"] > 0 for record in steps)
+    assert "busiest expert" in done.stdout and "dropped" in done.stdout
+    assert (tmp_path / "main" / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def tiny_model(**moe) -> CausalLM:
+    return CausalLM(
+        ModelConfig(
+            vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
+            moe=MoEConfig(num_experts=4, top_k=2, hidden=6, first_dense=1, **moe),
+        )
+    )  # fmt: skip
+
+
+def test_load_is_counted_over_microbatches_and_moves_the_biases():
+    model = tiny_model(bias=True)
+    load = ExpertLoad(model, World(), rate=0.5)
+    ids = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(0))
+    outs = [model(ids, ids) for _ in range(2)]
+    for out in outs:
+        load.add(out.routings)
+    found = load.step()
+    counts = np.array(found["expert_load"])
+    assert counts.shape == (2, 4) and (counts.sum(1) == 2 * 12 * 2).all()
+    assert found["max_violation"] == pytest.approx((counts.max(1) / 12 - 1).max())
+    assert found["dropped_share"] == 0
+    for layer, row in zip(model.layers[1:], counts, strict=True):
+        assert layer.mlp.router.bias.tolist() == (0.5 * np.sign(12 - row)).tolist()
+    assert np.array(load.step()["expert_load"]).sum() == 0, "a step begins with nothing"
+
+
+def test_a_model_without_experts_has_no_load():
+    model = CausalLM(ModelConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    load = ExpertLoad(model, World(), rate=0.0)
+    load.add(model(torch.zeros(1, 3, dtype=torch.long)).routings)
+    assert load.step() == {}
+
+
+def test_the_heat_map_shows_each_experts_share():
+    steps = [{"expert_load": [[4, 4, 0, 0], [2, 2, 2, 2]]}, {"expert_load": [[8, 0, 0, 0], [1, 3, 2, 2]]}]
+    first, second, _colours = heat_map(steps).axes
+    assert np.array(first.images[0].get_array()).tolist() == [[2, 4], [2, 0], [0, 0], [0, 0]]
+    assert np.array(second.images[0].get_array()).tolist() == [[1, 0.5], [1, 1.5], [1, 1], [1, 1]]
+
+
+def test_faults_of_experts_are_reported_together():
+    config = parse(
+        [
+            "--experts",
+            "6",
+            "--top-k",
+            "7",
+            "--capacity",
+            "0",
+            "--dense-layers",
+            "4",
+            "--expert-width",
+            "0",
+            "--tp",
+            "4",
+        ]
+    )
+    found = faults(config, *layout(config, 4, 4))
+    for words in (
+        "--expert-width 0",
+        "--capacity 0.0",
+        "--top-k 7 of only 6",
+        "--dense-layers 4 of 4",
+        "--experts 6 do not",
+    ):
+        assert any(words in fault for fault in found), (words, found)
+    config = parse(["--experts", "6", "--tp", "2", "--no-sequence-parallel"])
+    assert any("need --sequence-parallel" in fault for fault in faults(config, *layout(config, 2, 2)))
