@@ -193,6 +193,9 @@ def plan_wgrad(
     if config is None:
         at = dict(rows=out_rows, cols=k, k=rows.batch * sum(rows.sizes), even=k % VECTOR == 0)
         config = _config("all_gather_wgrad", machine, x.dtype, rows, view.flags_per_source, k, **at)
+        if rows.batch > 1 and config.block_n == 256 and config.block_k > 32:
+            # Rows in runs have no common stride: beside so wide a tile, 64 addresses do not fit a thread's registers.
+            config = replace(config, block_k=32, num_stages=4)
     config = without_senders(config, machine) if copied else config
     widths = [dy.shape[1] for dy in dys]
     dys = [even_columns(dy) for dy in dys]
