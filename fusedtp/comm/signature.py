@@ -46,7 +46,7 @@ class Signature:
     """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
 
     tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
-    top_k, experts   of a mixture of experts; max_rows likewise, 0 where it is what any routing needs
+    top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0
     """
 
     operation: str
@@ -105,6 +105,8 @@ def _show(index: int, words: np.ndarray) -> str:
         return OPERATIONS[value] if 0 <= value < len(OPERATIONS) else str(value)
     if index == 2:
         return ENGINES[value] if 0 <= value < len(ENGINES) else str(value)
+    if FIELDS[index] == "max_rows":
+        return str(value - 1) if value else "None"
     if index == 3:
         return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "another dtype"
     return str(value)

@@ -87,6 +87,9 @@ def test_figures_follow_from_the_times_and_the_shape(results: dict[str, dict[str
                 assert row["engine"].startswith("communication alone")
         if row["suite"] == "grouped-matmul":
             assert row["tflops"] == pytest.approx(2 * shape["R"] * shape["K"] * shape["N"] / t / 1e12)
+        if row["suite"] == "moe":
+            flops = 3 * 3 * 2 * shape["T"] * shape["k"] * shape["H"] * shape["F"]
+            assert row["tflops"] == pytest.approx(flops / t / 1e12)
         if row["suite"] == "pointwise":
             assert row["gbps"] == pytest.approx(row["moved_bytes"] / t / 1e9) and row["tflops"] is None
     swiglu = [r for r in measured if r["shape"].get("op") == "swiglu" and r["shape"]["direction"] == "fwd"]

@@ -61,7 +61,8 @@ def moe_dispatch(
         expert_ids   [T_r, k]  integers below num_experts, those of a token all different; -1 drops a choice
         weights      [T_r, k]  what the combine multiplies the experts' outputs by
         group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None where all experts are here
-        max_rows               room for rows of this rank's experts; default what any routing needs, T * min(k, E / W)
+        max_rows               room for rows of this rank's experts, the same on all ranks; default what any routing
+                               needs, T * min(k, E / W), or on CPU in eager code what did come
         sizes                  tokens of every rank; default as many as here on all of them
         return rows  [max_rows, K]  by expert, source rank and slot (token * k + choice)
                offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
@@ -80,7 +81,7 @@ def moe_dispatch(
             _check_values(ids, weights.detach(), num_experts, at)
         plan = Plan(*torch.ops.fusedtp.moe_plan(ids, *where))
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_room(plan, where)
+            where = _known_room(plan, where)
         weights = weights.to(weigh.accumulator(x.dtype))
         rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *plan, *where)
         offsets = offsets_of(plan.table, where)
@@ -145,7 +146,8 @@ def _exchange(
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"{who}max_rows is {max_rows}, must not be negative")
     chosen = engine_of(at.name or None, engine, x.dtype)
-    where = Exchange(at.name, at.rank, counts, num_experts, k, 0, chosen, layer)
+    bound = -1 if max_rows is None else max_rows
+    where = Exchange(at.name, at.rank, counts, num_experts, k, 0, chosen, layer, bound)
     most = where.most_rows
     return where._replace(max_rows=most if max_rows is None else min(max_rows, most))
 
@@ -168,11 +170,13 @@ def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> 
         raise ValueError(f"{who}weights[{t}, {j}] is {float(weights[t, j])}")
 
 
-def _check_room(plan: Plan, at: Exchange) -> None:
-    """All ranks know the plan, so all of them raise."""
-    for owner, rows in enumerate(Blocks(plan.table, at).rows):
+def _known_room(plan: Plan, at: Exchange) -> Exchange:
+    """Where the host knows the plan: ValueError on all ranks where one has too many rows, room for no more else."""
+    found = Blocks(plan.table, at).rows
+    for owner, rows in enumerate(found):
         if rows > at.max_rows:
             raise ValueError(
                 f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
                 f"{at.max_rows}"
             )
+    return at if at.bound >= 0 or at.engine == "triton" else at._replace(max_rows=found[at.rank])

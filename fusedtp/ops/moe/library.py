@@ -35,8 +35,9 @@ def moe_plan(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
     table, orders, words = exchange.make_plan(expert_ids, at)
     return table, orders, words
 
@@ -52,8 +53,9 @@ def _(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
     words = layout_size(at) if engine == "triton" else 0
     shapes = ((len(sizes), num_experts), (sum(sizes) * top_k,), (words,))
     table, orders, packed = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
@@ -75,8 +77,9 @@ def moe_dispatch(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
 ) -> tuple[Tensor, Tensor]:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
     with record_function(f"fusedtp.moe_dispatch.{engine}"):
         return exchange.scatter(x, weights, Plan(table, orders, words), at)
 
@@ -96,6 +99,7 @@ def _(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
 ) -> tuple[Tensor, Tensor]:
     of_rows = x.new_empty(0) if weights is None else weights.new_empty(max_rows)
     return x.new_empty(max_rows, x.shape[1]), of_rows
@@ -117,8 +121,9 @@ def moe_combine(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
 ) -> Tensor:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
     with record_function(f"fusedtp.moe_combine.{engine}"):
         return exchange.gather(y, weights, Plan(table, orders, words), at)
 
@@ -139,6 +144,7 @@ def _(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
 ) -> Tensor:
     return y.new_empty(sizes[rank], y.shape[1])
 
@@ -159,10 +165,11 @@ def moe_combine_backward(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     plan = Plan(table, orders, words)
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer)
+    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
     with record_function(f"fusedtp.moe_combine_backward.{engine}"):
         dy, _ = exchange.scatter(dout, None, plan, at)
         count = exchange.known_rows(plan, at)
@@ -190,6 +197,7 @@ def _(
     max_rows: int,
     engine: str,
     layer: str,
+    bound: int,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     dw = dout.new_empty(0)
@@ -210,7 +218,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 @first_order
 def _dispatch_backward(ctx: Any, drows: Tensor, _: Any) -> tuple[Any, ...]:
     dx = torch.ops.fusedtp.moe_combine(drows, None, None, *ctx.saved_tensors, *ctx.at)
-    return dx, *([None] * 12)
+    return dx, *([None] * 13)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -223,7 +231,7 @@ def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     y, weights, row_weights, *plan = ctx.saved_tensors
     needs = weights is not None and ctx.needs_input_grad[1]
     dy, dw = torch.ops.fusedtp.moe_combine_backward(dout.contiguous(), y, row_weights, *plan, *ctx.at, needs)
-    return dy, dw.to(weights.dtype) if needs else None, *([None] * 12)
+    return dy, dw.to(weights.dtype) if needs else None, *([None] * 13)
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)

@@ -24,7 +24,8 @@ class Exchange(NamedTuple):
     """What all ranks share of a dispatch, and who this rank is.
 
     sizes      tokens of every rank
-    max_rows   rows that an owner has room for
+    max_rows   rows that this rank has room for
+    bound      the same bound on all ranks that was asked for; -1: none was
     """
 
     group: str
@@ -35,6 +36,7 @@ class Exchange(NamedTuple):
     max_rows: int
     engine: str
     layer: str = ""
+    bound: int = -1
 
     @property
     def world_size(self) -> int:
@@ -66,7 +68,7 @@ class Exchange(NamedTuple):
         """Of a call of this exchange."""
         return Signature(
             operation, engine, dtype, features, self.sizes, top_k=self.top_k, experts=self.num_experts,
-            max_rows=self.max_rows if self.max_rows < self.most_rows else 0, **more,
+            max_rows=1 + self.bound, **more,
         )  # fmt: skip
 
 
