@@ -56,7 +56,10 @@ def full_cycle(mutant: Mutant, sources: Sources) -> bool:
     for world in range(2, 9):
         for rank in range(world):
             names = {"rank": rank, "world": world}
-            steps = eval(bounds, {"range": range}, names)
+            try:
+                steps = eval(bounds, {"range": range}, names)
+            except NameError:  # as many as somebody else says
+                return False
             peers = [[eval(code, {}, {**names, step: i}) for i in steps] for code in (before, after)]
             if sorted(peers[0]) != sorted(peers[1]):
                 return False

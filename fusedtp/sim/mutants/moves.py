@@ -119,9 +119,12 @@ def empty_shard(sources: Sources) -> Iterator[Mutant]:
         function, name = file.function_of(node), called(call)
         assert function is not None
         parameters = [each.arg for each in function.args.args]
-        if about(call) != "arrival" or not {"sizes", "M"} & set(parameters):
+        segments = _segments(file, function)
+        if about(call) != "arrival" or not (segments or {"sizes", "M"} & set(parameters)):
             continue
-        if "sizes" not in parameters:
+        if segments:
+            text = _with_a_segment(file, node, call, name in sources.notifies, segments)
+        elif "sizes" not in parameters:
             text = f"if M > 0: {file.of(node)}"
         elif name in sources.notifies:
             own = "shard(sizes, signals.rank_of(peers), peers.world_size)[0]"
@@ -137,6 +140,31 @@ def empty_shard(sources: Sources) -> Iterator[Mutant]:
             )
         kind = "signal" if name in sources.notifies else "wait"
         yield make(f"empty shard: no {kind}", file, node, text, f"no {kind} of an empty shard")
+
+
+def _segments(file: File, function: ast.FunctionDef) -> str:
+    """The table of where each peer's rows begin that the function looks up itself; "" where shards have sizes."""
+    looked_up = [
+        file.of(each.args[0])
+        for each in ast.walk(function)
+        if isinstance(each, ast.Call) and called(each) == "segment"
+    ]
+    return looked_up[0] if looked_up else ""
+
+
+def _with_a_segment(file: File, node: ast.stmt, call: ast.Call, notifies: bool, table: str) -> str:
+    """The statement where this rank has rows for anybody, or the peer has some for this rank."""
+    if notifies:
+        return f"if tl.load({table} + peers.world_size) > 0: {file.of(node)}"
+    has_rows = "tl.load({0} + {1} + 1) > tl.load({0} + {1})"
+    if len(call.args) > 1:
+        return f"if {has_rows.format(table, file.of(call.args[1]))}: {file.of(node)}"
+    pad = "\n" + " " * (node.col_offset + 4)
+    return (
+        f"for each in range(1, peers.world_size):{pad}"
+        f"peer = (signals.rank_of(peers) + each) % peers.world_size{pad}"
+        f"if {has_rows.format(table, 'peer')}:{pad}    signals.wait_arrival(peers, peer)"
+    )
 
 
 def wait_in_loop(sources: Sources) -> Iterator[Mutant]:
