@@ -96,6 +96,15 @@ def test_equivalence_is_proved_for_the_mutant_at_hand(sources: Sources) -> None:
 
 def test_equivalence_falls_with_what_it_rests_on(sources: Sources) -> None:
     """Were a shard's tiles counted otherwise, a program might look for the arrival of an empty one; and so on."""
+    words = "empty shard: no wait", "in moe_dispatch_kernel: signals.wait_arrival"
+    assert equivalence(named(sources, *words), sources) == "not reached for an empty shard"
+    other = edited(
+        sources,
+        "moe_exchange.py",
+        "if start < chunks:\n                    signals",
+        "if src >= 0:\n                    signals",
+    )
+    assert equivalence(named(other, *words), other) is None
     words = "empty shard: no wait", "in all_gather_matmul_kernel: signals.wait_arrival"
     assert equivalence(named(sources, *words), sources) == "not reached for an empty shard"
     guard = "if start < num_rows * num_cols:\n                    signals"

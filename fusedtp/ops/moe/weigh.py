@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,13 @@ def places_of(order: Tensor) -> Tensor:
     return places.scatter_(0, order.long(), torch.arange(order.shape[0], device=order.device))
 
 
+def stretches(rows: int, width: int, wide: torch.dtype, device: torch.device) -> Iterator[slice]:
+    """rows of `width` in stretches: on CPU of what a core's cache holds in that dtype, else all at once."""
+    each = max(1, _BLOCK_BYTES // max(1, width * wide.itemsize)) if device.type == "cpu" else max(rows, 1)
+    for begin in range(0, rows, each):
+        yield slice(begin, min(begin + each, rows))
+
+
 def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """parts [T * k, N], places [T, k] of each slot in it, weights [T, k] or None for ones -> [T, N] of parts' dtype."""
     wide = accumulator(parts.dtype)
@@ -26,28 +35,27 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
     out = parts.new_empty(tokens, width)
     if weights is not None:
         weights = weights.to(wide)
-    each = max(1, _BLOCK_BYTES // max(1, width * wide.itemsize)) if parts.device.type == "cpu" else tokens
-    for begin in range(0, tokens, max(each, 1)):
-        block = slice(begin, begin + each)
+    for some in stretches(tokens, width, wide, parts.device):
         total = None
         for j in range(k):
-            part = parts.index_select(0, places[block, j])
-            weight = None if weights is None else weights[block, j : j + 1]
+            part = parts.index_select(0, places[some, j]).to(wide)
+            weight = None if weights is None else weights[some, j : j + 1]
             if total is None:
-                total = part.to(wide) if weight is None else part.to(wide).mul_(weight)
+                total = part if weight is None else part.mul_(weight)
             elif weight is None:
                 total.add_(part)
             else:
-                total.addcmul_(part.to(wide), weight)
+                total.addcmul_(part, weight)
         assert total is not None
-        out[block] = total
+        out[some] = total
     return out
 
 
 def weighted_rows(rows: Tensor, weights: Tensor, count: int) -> Tensor:
     """rows [R, N] times weights [R], of which the first `count` count, in place; the others stay as they are."""
-    some = rows[:count]
-    some.copy_(some.to(accumulator(rows.dtype)) * weights[:count, None])
+    wide = accumulator(rows.dtype)
+    for some in stretches(count, rows.shape[1], wide, rows.device):
+        rows[some] = rows[some].to(wide) * weights[some, None]
     return rows
 
 
@@ -55,5 +63,6 @@ def dots(a: Tensor, b: Tensor, count: int) -> Tensor:
     """a [R, N], b [R, N] -> [R] of the rows' inner products, in fp32 (fp64); past `count` undefined."""
     wide = accumulator(a.dtype)
     out = torch.empty(a.shape[0], dtype=wide, device=a.device)
-    out[:count] = (a[:count].to(wide) * b[:count].to(wide)).sum(1)
+    for some in stretches(count, a.shape[1], wide, a.device):
+        out[some] = (a[some].to(wide) * b[some].to(wide)).sum(1)
     return out

@@ -193,8 +193,9 @@ def _arithmetic(text: str) -> str:
 def not_reached(mutant: Mutant, sources: Sources) -> bool:
     """The arrival of a rank whose shard is empty, where a program looks for it only if the shard has tiles.
 
-    Proved: the wait stands under `x < a * b`, where a is `cdiv(size * ..., ...)` of the shard's size, so nothing is
-    less than 0 tiles, a program's number being at least 0 by what `next_start` returns.
+    Proved: the wait stands under `x < a * b`, where a is `cdiv(size * ..., ...)` of the shard's size, or under `x < a`,
+    where a is `cdiv(count, ...)` of its segment's rows; so nothing is less than 0 tiles, a program's number being at
+    least 0 by what `next_start` returns.
     """
     file = sources.files[mutant.file]
     statement = _node(mutant, file, ast.Expr)
@@ -207,9 +208,10 @@ def not_reached(mutant: Mutant, sources: Sources) -> bool:
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Lt):
             continue
         bound = test.comparators[0]
-        if not isinstance(bound, ast.BinOp) or not isinstance(bound.op, ast.Mult):
+        tiles = isinstance(bound, ast.BinOp) and isinstance(bound.op, ast.Mult)
+        if not tiles and not isinstance(bound, ast.Name):
             continue
-        rows = file.of(bound.left)
+        rows = file.of(bound.left if isinstance(bound, ast.BinOp) else bound)
         given = [
             each.value
             for each in ast.walk(function)
@@ -218,9 +220,23 @@ def not_reached(mutant: Mutant, sources: Sources) -> bool:
         counts = [
             file.of(each.args[0]) for each in given if isinstance(each, ast.Call) and called(each) == "cdiv"
         ]
-        if len(counts) == len(given) == 1 and counts[0].split(" * ")[0] == "size" and _bijective(sources):
+        of = "size" if tiles else _segment_rows(file, function)
+        if len(counts) == len(given) == 1 and counts[0].split(" * ")[0] == of and _bijective(sources):
             return True
     return False
+
+
+def _segment_rows(file: File, function: ast.FunctionDef) -> str:
+    """The name of the number of rows of the one segment that the function looks up; "" where there are more."""
+    names = [
+        file.of(each.targets[0].elts[1])
+        for each in ast.walk(function)
+        if isinstance(each, ast.Assign)
+        and isinstance(each.value, ast.Call)
+        and called(each.value) == "segment"
+        and isinstance(each.targets[0], ast.Tuple)
+    ]
+    return names[0] if len(names) == 1 else ""
 
 
 def no_peer(mutant: Mutant, sources: Sources) -> bool:
