@@ -3,7 +3,7 @@
 from .call import Call
 from .communicator import Communicator, Group, Place, check, communicator, place, reserve, set_timeout
 from .device_view import DeviceView
-from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
+from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .signature import Signature
 from .virtual_world import VirtualGroup, VirtualWorld
 
@@ -18,6 +18,7 @@ __all__ = [
     "SignalTimeout",
     "Signature",
     "SignatureMismatch",
+    "TooManyRows",
     "VirtualGroup",
     "VirtualWorld",
     "check",

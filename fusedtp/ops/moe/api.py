@@ -71,7 +71,7 @@ def moe_dispatch(
     Gradients reach x here, the weights in moe_combine. Rows of an expert are in the order of all ranks' tokens, so
     what an expert computes does not depend on how tokens or experts are split.
     Raises ValueError for shapes, ids, or weights that do not fit (on CPU also for their values), and for more rows
-    than max_rows, on all ranks alike; SignatureMismatch naming the rank that differs in num_experts, k, dtype, width.
+    than max_rows, on all ranks alike (what a kernel finds, fusedtp.check raises as TooManyRows); SignatureMismatch naming the rank that differs in num_experts, k, dtype, width.
     """
     at = ALONE if group is None else place(group)
     with in_step(at):
@@ -79,11 +79,11 @@ def moe_dispatch(
         ids = expert_ids.detach()
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_values(ids, weights.detach(), num_experts, at)
-        plan = Plan(*torch.ops.fusedtp.moe_plan(ids, *where))
+        plan = Plan(*torch.ops.fusedtp.moe_plan(ids, *where.flat))
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             where = _known_room(plan, where)
         weights = weights.to(weigh.accumulator(x.dtype))
-        rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *plan, *where)
+        rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *plan, *where.flat)
         offsets = offsets_of(plan.table, where)
         return rows, offsets, MoEHandle(weights, row_weights, plan, where, offsets)
 
@@ -104,7 +104,9 @@ def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
             raise ValueError(
                 f"rank {at.rank}: y has shape {tuple(y.shape)}, wanted [{at.max_rows}, N] as it was dispatched"
             )
-        out: Tensor = torch.ops.fusedtp.moe_combine(y, handle.weights, handle.row_weights, *handle.plan, *at)
+        out: Tensor = torch.ops.fusedtp.moe_combine(
+            y, handle.weights, handle.row_weights, *handle.plan, *at.flat
+        )
         return out
 
 

@@ -28,16 +28,11 @@ from .plan import Exchange, Plan
 def moe_plan(
     expert_ids: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+    at = Exchange.of(group, engine, layer, numbers)
     table, orders, words = exchange.make_plan(expert_ids, at)
     return table, orders, words
 
@@ -46,18 +41,13 @@ def moe_plan(
 def _(
     expert_ids: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+    at = Exchange.of(group, engine, layer, numbers)
     words = layout_size(at) if engine == "triton" else 0
-    shapes = ((len(sizes), num_experts), (sum(sizes) * top_k,), (words,))
+    shapes = ((at.world_size, at.num_experts), (sum(at.sizes) * at.top_k,), (words,))
     table, orders, packed = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
     return table, orders, packed
 
@@ -70,16 +60,11 @@ def moe_dispatch(
     orders: Tensor,
     words: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+    at = Exchange.of(group, engine, layer, numbers)
     with record_function(f"fusedtp.moe_dispatch.{engine}"):
         return exchange.scatter(x, weights, Plan(table, orders, words), at)
 
@@ -92,17 +77,13 @@ def _(
     orders: Tensor,
     words: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    of_rows = x.new_empty(0) if weights is None else weights.new_empty(max_rows)
-    return x.new_empty(max_rows, x.shape[1]), of_rows
+    at = Exchange.of(group, engine, layer, numbers)
+    of_rows = x.new_empty(0) if weights is None else weights.new_empty(at.max_rows)
+    return x.new_empty(at.max_rows, x.shape[1]), of_rows
 
 
 @torch.library.custom_op("fusedtp::moe_combine", mutates_args=())
@@ -114,16 +95,11 @@ def moe_combine(
     orders: Tensor,
     words: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
 ) -> Tensor:
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+    at = Exchange.of(group, engine, layer, numbers)
     with record_function(f"fusedtp.moe_combine.{engine}"):
         return exchange.gather(y, weights, Plan(table, orders, words), at)
 
@@ -137,16 +113,12 @@ def _(
     orders: Tensor,
     words: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
 ) -> Tensor:
-    return y.new_empty(sizes[rank], y.shape[1])
+    at = Exchange.of(group, engine, layer, numbers)
+    return y.new_empty(at.tokens, y.shape[1])
 
 
 @torch.library.custom_op("fusedtp::moe_combine_backward", mutates_args=())
@@ -158,18 +130,13 @@ def moe_combine_backward(
     orders: Tensor,
     words: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     plan = Plan(table, orders, words)
-    at = Exchange(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+    at = Exchange.of(group, engine, layer, numbers)
     with record_function(f"fusedtp.moe_combine_backward.{engine}"):
         dy, _ = exchange.scatter(dout, None, plan, at)
         count = exchange.known_rows(plan, at)
@@ -190,20 +157,16 @@ def _(
     orders: Tensor,
     words: Tensor,
     group: str,
-    rank: int,
-    sizes: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
     engine: str,
     layer: str,
-    bound: int,
+    numbers: Sequence[int],
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor]:
+    at = Exchange.of(group, engine, layer, numbers)
     dw = dout.new_empty(0)
     if needs_weights:
-        dw = dout.new_empty(sizes[rank], top_k, dtype=weigh.accumulator(y.dtype))
-    return dout.new_empty(max_rows, dout.shape[1]), dw
+        dw = dout.new_empty(at.tokens, at.top_k, dtype=weigh.accumulator(y.dtype))
+    return dout.new_empty(at.max_rows, dout.shape[1]), dw
 
 
 # -- autograd --------------------------------------------------------------------------------------------------------
@@ -218,7 +181,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 @first_order
 def _dispatch_backward(ctx: Any, drows: Tensor, _: Any) -> tuple[Any, ...]:
     dx = torch.ops.fusedtp.moe_combine(drows, None, None, *ctx.saved_tensors, *ctx.at)
-    return dx, *([None] * 13)
+    return dx, *([None] * 8)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -231,7 +194,7 @@ def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     y, weights, row_weights, *plan = ctx.saved_tensors
     needs = weights is not None and ctx.needs_input_grad[1]
     dy, dw = torch.ops.fusedtp.moe_combine_backward(dout.contiguous(), y, row_weights, *plan, *ctx.at, needs)
-    return dy, dw.to(weights.dtype) if needs else None, *([None] * 13)
+    return dy, dw.to(weights.dtype) if needs else None, *([None] * 8)
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)

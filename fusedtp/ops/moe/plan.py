@@ -12,6 +12,7 @@ in the order of the global tokens, however tokens and experts are split, so its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,18 @@ class Exchange(NamedTuple):
     engine: str
     layer: str = ""
     bound: int = -1
+
+    @classmethod
+    def of(cls, group: str, engine: str, layer: str, numbers: Sequence[int]) -> Exchange:
+        """What `flat` took apart."""
+        rank, num_experts, top_k, max_rows, bound, *sizes = numbers
+        return cls(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+
+    @property
+    def flat(self) -> tuple[str, str, str, list[int]]:
+        """As custom ops take it: group, engine, layer, and all numbers."""
+        numbers = [self.rank, self.num_experts, self.top_k, self.max_rows, self.bound, *self.sizes]
+        return self.group, self.engine, self.layer, numbers
 
     @property
     def world_size(self) -> int:

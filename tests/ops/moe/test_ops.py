@@ -29,14 +29,14 @@ def routed(group) -> tuple[Tensor, Exchange, list[Tensor]]:
 def check_op(group, name: str, engine: str) -> None:
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
     ids, at, plan = routed(group)
-    at = at._replace(engine=engine, sizes=list(at.sizes))
+    at = at._replace(engine=engine)
     x, weights = torch.ones(len(ids), 4, requires_grad=True), torch.ones(ids.shape, requires_grad=True)
     y, of_rows = torch.ones(at.max_rows, 4, requires_grad=True), torch.ones(at.max_rows)
     given = {
-        "moe_plan": (ids, *at),
-        "moe_dispatch": (x, weights.detach(), *plan, *at),
-        "moe_combine": (y, weights, of_rows, *plan, *at),
-        "moe_combine_backward": (x.detach(), y.detach(), of_rows, *plan, *at, True),
+        "moe_plan": (ids, *at.flat),
+        "moe_dispatch": (x, weights.detach(), *plan, *at.flat),
+        "moe_combine": (y, weights, of_rows, *plan, *at.flat),
+        "moe_combine_backward": (x.detach(), y.detach(), of_rows, *plan, *at.flat, True),
     }[name]
     torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, given)
 
