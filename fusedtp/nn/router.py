@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.comm import Group, place
-from fusedtp.ops.first_order import first_order
 from fusedtp.ops.library import as_given
 
 from . import balance as _balance
@@ -28,6 +27,7 @@ from . import dropout
 from .choice import GROUP_SCORES, best, best_in_groups
 from .hooks import read
 from .layout import TokenLayout
+from .wide_logits import WideLogits
 
 SCORES = ("softmax", "sigmoid")
 
@@ -235,7 +235,7 @@ class Router(nn.Module):
         with as_given(x):
             if x.dtype == wide or torch.compiler.is_compiling():
                 return x.to(wide) @ weight.to(wide).t()
-            logits: Tensor = _Logits.apply(x, weight, wide)
+            logits: Tensor = WideLogits.apply(x, weight, wide)
             return logits
 
     def _choose(self, logits: Tensor, scores: Tensor, group: Group | None) -> Tensor:
@@ -284,20 +284,3 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim} -> {self.top_k} of {self.num_experts}, score={self.score}"
-
-
-class _Logits(torch.autograd.Function):
-    """x @ w.T in a wider dtype; x is saved as it came, not widened."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x.to(wide) @ weight.to(wide).t()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dweight = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None

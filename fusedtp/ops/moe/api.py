@@ -71,7 +71,8 @@ def moe_dispatch(
     Gradients reach x here, the weights in moe_combine. Rows of an expert are in the order of all ranks' tokens, so
     what an expert computes does not depend on how tokens or experts are split.
     Raises ValueError for shapes, ids, or weights that do not fit (on CPU also for their values), and for more rows
-    than max_rows, on all ranks alike (what a kernel finds, fusedtp.check raises as TooManyRows); SignatureMismatch naming the rank that differs in num_experts, k, dtype, width.
+    than max_rows, on all ranks alike (what a kernel finds, fusedtp.check raises as TooManyRows); SignatureMismatch
+    naming the rank that differs in num_experts, k, max_rows, dtype or width.
     """
     at = ALONE if group is None else place(group)
     with in_step(at):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .mutant import Mutant
-from .source import File, Sources, called
+from .source import File, Sources, called, segments
 
 Check = Callable[[Mutant, Sources], bool]
 PROGRAMS = (*range(1, 17), 78, 108, 132)  # of a stage; counts of items go to twice that
@@ -220,22 +220,16 @@ def not_reached(mutant: Mutant, sources: Sources) -> bool:
         counts = [
             file.of(each.args[0]) for each in given if isinstance(each, ast.Call) and called(each) == "cdiv"
         ]
-        of = "size" if tiles else _segment_rows(file, function)
+        of = "size" if tiles else _rows_of_its_segment(file, function)
         if len(counts) == len(given) == 1 and counts[0].split(" * ")[0] == of and _bijective(sources):
             return True
     return False
 
 
-def _segment_rows(file: File, function: ast.FunctionDef) -> str:
-    """The name of the number of rows of the one segment that the function looks up; "" where there are more."""
-    names = [
-        file.of(each.targets[0].elts[1])
-        for each in ast.walk(function)
-        if isinstance(each, ast.Assign)
-        and isinstance(each.value, ast.Call)
-        and called(each.value) == "segment"
-        and isinstance(each.targets[0], ast.Tuple)
-    ]
+def _rows_of_its_segment(file: File, function: ast.FunctionDef) -> str:
+    """What the function calls the rows of the one segment that it looks up; "" where there is not one alone."""
+    kept = [file.parents[each] for each in segments(function)]
+    names = [file.of(each.targets[0]).split(", ")[-1] for each in kept if isinstance(each, ast.Assign)]
     return names[0] if len(names) == 1 else ""
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .mutant import Mutant
 from .operators import LINT, about, awaited, make, nodes, signature_gate, statement_calls
-from .source import Edit, File, Sources, called
+from .source import Edit, File, Sources, called, segments
 
 
 class Place(NamedTuple):
@@ -119,11 +119,12 @@ def empty_shard(sources: Sources) -> Iterator[Mutant]:
         function, name = file.function_of(node), called(call)
         assert function is not None
         parameters = [each.arg for each in function.args.args]
-        segments = _segments(file, function)
-        if about(call) != "arrival" or not (segments or {"sizes", "M"} & set(parameters)):
+        looked_up = segments(function)
+        if about(call) != "arrival" or not (looked_up or {"sizes", "M"} & set(parameters)):
             continue
-        if segments:
-            text = _with_a_segment(file, node, call, name in sources.notifies, segments)
+        if looked_up:
+            table = file.of(looked_up[0].args[0])
+            text = _with_a_segment(file, node, call, name in sources.notifies, table)
         elif "sizes" not in parameters:
             text = f"if M > 0: {file.of(node)}"
         elif name in sources.notifies:
@@ -140,16 +141,6 @@ def empty_shard(sources: Sources) -> Iterator[Mutant]:
             )
         kind = "signal" if name in sources.notifies else "wait"
         yield make(f"empty shard: no {kind}", file, node, text, f"no {kind} of an empty shard")
-
-
-def _segments(file: File, function: ast.FunctionDef) -> str:
-    """The table of where each peer's rows begin that the function looks up itself; "" where shards have sizes."""
-    looked_up = [
-        file.of(each.args[0])
-        for each in ast.walk(function)
-        if isinstance(each, ast.Call) and called(each) == "segment"
-    ]
-    return looked_up[0] if looked_up else ""
 
 
 def _with_a_segment(file: File, node: ast.stmt, call: ast.Call, notifies: bool, table: str) -> str:

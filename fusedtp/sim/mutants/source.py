@@ -192,3 +192,9 @@ class Sources:
             if isinstance(node, ast.Call) and keyword(node, "sem") == sem
         }
         return {name for name in self.calls if name not in self.kernels and self.reaches(name, own)}
+
+
+def segments(function: ast.FunctionDef) -> list[ast.Call]:
+    """Where a function looks up the rows that a peer has for this rank, or this one for a peer."""
+    calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+    return [each for each in calls if called(each) == "segment"]
