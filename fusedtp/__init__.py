@@ -22,6 +22,7 @@ from fusedtp.ops import (
 )
 from fusedtp.ops.moe import moe_combine, moe_dispatch
 from fusedtp.parallel import (
+    ExpertSplit,
     FusedColwise,
     FusedEmbedding,
     FusedExperts,
@@ -35,6 +36,7 @@ from fusedtp.parallel import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExpertSplit",
     "FusedColwise",
     "FusedEmbedding",
     "FusedExperts",

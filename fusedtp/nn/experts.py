@@ -82,26 +82,30 @@ class Experts(nn.Module):
             y: Tensor = self.parallel.experts(x, expert_ids, weights, self, layout)
             return y
         own = [None if w is None else w.to(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)]
-        return self.compute(x, expert_ids, weights, own)
+        return self.compute(x, expert_ids, weights, self.num_experts, own)
 
     def compute(
         self,
         x: Tensor,
         expert_ids: Tensor,
         weights: Tensor,
+        num_experts: int,
         own: Sequence[Tensor | None],
         group: Group | None = None,
         sizes: Sequence[int] | None = None,
         engine: str = "auto",
         layer: str = "",
     ) -> Tensor:
-        """With `own` weights (gate or None, up, down) of this rank's experts, the others' on the ranks of `group`."""
+        """With `own` weights (gate or None, up, down) of this rank's experts, the others' on the ranks of `group`.
+
+        num_experts   of all ranks, as expert_ids count them
+        """
         from fusedtp.ops.moe import grouped_gated, grouped_matmul, moe_combine, moe_dispatch
 
         gate, up, down = own
         assert up is not None and down is not None
         rows, offsets, handle = moe_dispatch(
-            x, expert_ids, weights, self.num_experts, group,
+            x, expert_ids, weights, num_experts, group,
             max_rows=self.max_rows, sizes=sizes, engine=engine, layer=layer,
         )  # fmt: skip
         if gate is not None:

@@ -8,7 +8,7 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     Linear                    the whole layer           parallel.linear(x, linear, layout) -> Tensor
     VocabParallelEmbedding    the lookup                parallel.embed(input_ids, embedding, layout)
     Experts                   the whole layer           parallel.experts(x, expert_ids, weights, experts, layout)
-    MoE.experts               whose tokens are balanced parallel.group
+    MoE.experts               whose tokens are balanced parallel.token_group
     RMSNorm, Router           reading a parameter       parallel.read(parameter) -> plain tensor
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
                               the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)

@@ -74,7 +74,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         parallel = parallel_of(self.experts)
-        sharing = None if parallel is None else parallel.group
+        sharing = None if parallel is None else parallel.token_group
         balanced = None if layout is None else layout.balance_group
         routing = self.router(x, layout, balanced or sharing, sequence_group=sharing)
         if self.capacity is not None:

@@ -39,19 +39,19 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SharedMainGrad:
-    """The main_grad [N, K] of a weight that all ranks hold, of which this one multiplies the rows from `begin` on."""
+    """The main_grad [N, ...] of a weight that all ranks hold, of which this one multiplies the rows from `begin` on."""
 
     total: Tensor
     group: str
     begin: int = 0
 
     def add_(self, dw: Tensor) -> None:
-        """Collective: dw [n, K] of every rank, summed over ranks."""
+        """Collective: dw [n, ...] of every rank, summed over ranks."""
         full = dw
         if dw.shape != self.total.shape:
             full = dw.new_zeros(self.total.shape)
             full[self.begin : self.begin + dw.shape[0]] = dw
-        self.total.add_(op("all_reduce_rows")(full, self.group, ""))
+        self.total.add_(op("all_reduce_rows")(full.flatten(1), self.group, "").view_as(full))
 
 
 def main_grad_of(parameter: Tensor) -> Any:

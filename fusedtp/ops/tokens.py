@@ -29,6 +29,13 @@ def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = ""
     return full.reshape(full.shape[0], *x.shape[1:])
 
 
+def take_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
+    """x [T, ...], the same on every rank -> this rank's rows [T_r, ...]. The backward gathers the ranks' gradients."""
+    at = place(group)
+    own = _Take.apply(_as_rows(x), at.name, at.rank, tuple(sizes), layer)
+    return own.reshape(own.shape[0], *x.shape[1:])
+
+
 def reduce_scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
     """x [T, ...], partial -> [T_r, ...], summed over ranks. The backward gathers."""
     at = place(group)
@@ -63,6 +70,18 @@ class _Gather(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         begin = Rows(ctx.sizes).offset(ctx.rank)
         return dy[begin : begin + ctx.sizes[ctx.rank]].clone(), None, None, None, None
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, rank: int, sizes: tuple[int, ...], layer: str) -> Tensor:
+        ctx.given = group, rank, sizes, 1, layer
+        begin = Rows(sizes).offset(rank)
+        return x[begin : begin + sizes[rank]].clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return torch.ops.fusedtp.all_gather_rows(dy.contiguous(), *ctx.given), None, None, None, None
 
 
 class _Copy(Function):

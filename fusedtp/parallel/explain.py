@@ -12,7 +12,8 @@ from fusedtp.ops import engines
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.rows import Rows, split
 
-from .layers import ColumnParallel, ExpertParallel, Member, Replica, RowParallel, VocabParallel
+from .expert_parallel import ExpertParallel
+from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
 
 OPERATIONS = {
     (ColumnParallel, True): "all_gather_matmul",

@@ -3,7 +3,7 @@
     ColumnParallel   x [T_r, K] -> gather, matmul -> [T, N_i]       one gather for all linears of `project`
     RowParallel      x [T, K_r] -> matmul, reduce-scatter -> [T_r, N]
     VocabParallel    ids [T] -> lookup of this rank's ids, reduce-scatter -> [T_r, H]
-    ExpertParallel   x [T_r, K] -> dispatch, matmuls of this rank's experts, combine -> [T_r, K]
+    ExpertParallel   x [T_r, K] -> dispatch, matmuls of this rank's experts, combine -> [T_r, K]   expert_parallel.py
     Replica          parameters every rank holds whole
 
 Without sequence parallelism activations between layers are whole on every rank: columns take x through
@@ -230,24 +230,6 @@ class VocabParallel(Member):
         padding = padding - begin if padding is not None and begin <= padding < begin + rows else None
         y = F.embedding(ids.where(mine, 0), weight, padding)
         return y.masked_fill(~mine[..., None], 0)
-
-
-@dataclass(frozen=True)
-class ExpertParallel(Member):
-    """Experts split over ranks, each with its own tokens: rows travel to their experts and back."""
-
-    def experts(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, layout: Any = None
-    ) -> Tensor:
-        """x [T_r, H], expert_ids and weights [T_r, k] -> [T_r, H]."""
-        own = [
-            None if w is None else with_main_grad(w, x.dtype)
-            for w in (module.gate_proj, module.up_proj, module.down_proj)
-        ]
-        y: Tensor = module.compute(
-            x, expert_ids, weights, own, self.group, self.token_sizes(layout), self.engine, self.layer
-        )
-        return y
 
 
 def kind_of(name: str) -> str:

@@ -16,7 +16,8 @@ complete, nobody downstream communicates, and no hook is hidden anywhere.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,34 @@ Mesh: TypeAlias = DeviceMesh | VirtualGroup
 Placement: TypeAlias = Shard | Replicate
 
 
+class Way(NamedTuple):
+    """How a parameter lies on ranks that stand in one or more dimensions.
+
+    placements   one a dimension
+    shape        how many ranks each dimension has; the last one counts fastest
+    """
+
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+
+    def sizes(self, dim: int, size: int) -> list[int]:
+        """What ranks hold of a tensor dimension of that size."""
+        found = [size]
+        for placement, ranks in zip(self.placements, self.shape, strict=True):
+            if placement == Shard(dim):
+                found = [part for whole in found for part in split(whole, ranks)]
+        return found
+
+    def part(self, full: Tensor, coordinate: Sequence[int]) -> Tensor:
+        """What the rank there holds of a full tensor: a copy of its slice, or the tensor itself."""
+        own = full
+        for placement, ranks, at in zip(self.placements, self.shape, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                sizes = split(own.shape[placement.dim], ranks)
+                own = own.narrow(placement.dim, sum(sizes[:at]), sizes[at])
+        return full.contiguous() if own is full else own.clone(memory_format=torch.contiguous_format)
+
+
 def local(parameter: Tensor) -> Tensor:
     """This rank's part as a plain tensor; its gradient is complete for that part."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -41,8 +70,8 @@ def read(parameter: Tensor, group: Any) -> Tensor:
     return copy_to_group(local(parameter), group)
 
 
-def place(parameter: nn.Parameter, mesh: Mesh, placement: Placement) -> nn.Parameter:
-    """The parameter on the mesh. A tied one, met a second time, gives the same object again.
+def place(parameter: nn.Parameter, mesh: Mesh, way: Way) -> nn.Parameter:
+    """The parameter on the mesh, of the way's shape. A tied one, met a second time, gives the same object again.
 
     Raises ValueError for a parameter that is a DTensor already, or tied ones that would lie in two ways.
     """
@@ -52,36 +81,26 @@ def place(parameter: nn.Parameter, mesh: Mesh, placement: Placement) -> nn.Param
         )
     known = getattr(parameter, "_fusedtp_placed", None)
     if known is not None and known[0] == mesh:
-        if known[1] != placement:
-            raise ValueError(f"tied parameters cannot lie as {known[1]!r} and as {placement!r}")
+        if known[1] != way:
+            raise ValueError(f"tied parameters cannot lie as {known[1]!r} and as {way!r}")
         return known[2]
-    shard = part(_on_device(parameter.detach(), mesh), placement, *_position(mesh))
+    shard = way.part(_on_device(parameter.detach(), mesh), _coordinate(mesh, way))
     if isinstance(mesh, DeviceMesh):
         stride = torch.empty(parameter.shape, device="meta").stride()
         shard = DTensor.from_local(
-            shard, mesh, [placement], run_check=False, shape=parameter.shape, stride=stride
+            shard, mesh, way.placements, run_check=False, shape=parameter.shape, stride=stride
         )
     placed = nn.Parameter(shard, parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
-    parameter._fusedtp_placed = (mesh, placement, placed)  # type: ignore[attr-defined]
+    parameter._fusedtp_placed = (mesh, way, placed)  # type: ignore[attr-defined]
     return placed
 
 
-def part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
-    """This rank's part of a full tensor: a copy of its slice, or the tensor itself."""
-    if isinstance(placement, Replicate):
-        return full.contiguous()
-    sizes = split(full.shape[placement.dim], world_size)
-    return full.narrow(placement.dim, sum(sizes[:rank]), sizes[rank]).clone(
-        memory_format=torch.contiguous_format
-    )
-
-
-def place_parameters(module: nn.Module, mesh: Mesh, placements: dict[str, Placement]) -> None:
-    """Place the module's own parameters; those not named are replicated. Buffers move to the mesh's device."""
+def place_parameters(module: nn.Module, mesh: Mesh, ways: Mapping[str, Way]) -> None:
+    """Place the module's own parameters. Buffers move to the mesh's device."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            module._parameters[name] = place(parameter, mesh, placements.get(name, Replicate()))
+            module._parameters[name] = place(parameter, mesh, ways[name])
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = _on_device(buffer, mesh)
@@ -101,10 +120,13 @@ def _slice_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *
             )
 
 
-def _position(mesh: Mesh) -> tuple[int, int]:
-    return (
-        (mesh.get_local_rank(), mesh.size()) if isinstance(mesh, DeviceMesh) else (mesh.rank(), mesh.size())
-    )
+def _coordinate(mesh: Mesh, way: Way) -> Sequence[int]:
+    """Where this rank stands."""
+    if not isinstance(mesh, DeviceMesh):
+        return [int(i) for i in torch.unravel_index(torch.tensor(mesh.rank()), way.shape)]
+    found = mesh.get_coordinate()
+    assert found is not None and mesh.shape == way.shape
+    return found
 
 
 def _on_device(tensor: Tensor, mesh: Mesh) -> Tensor:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
-from fusedtp.ops.rows import split
 
+from .expert_split import ExpertSplit
+from .placement import Way
 from .styles import (
     FusedColwise,
     FusedEmbedding,
@@ -33,7 +33,6 @@ STYLES = {
     "colwise_gather_output": lambda **options: FusedColwise(gather_output=True, **options),
     "rowwise": lambda **options: FusedRowwise(**options),
     "embedding_rowwise": lambda **options: FusedEmbedding(**options),
-    "experts": lambda **options: FusedExperts(**options),
     "replicated_with_grad_allreduce": lambda **_: Replicated(),
 }
 
@@ -58,20 +57,27 @@ def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
 
 
 def make_steps(
-    model: nn.Module, plan: Mapping[str, Any], world_size: int, fully_sharded: bool, **options: Any
+    model: nn.Module,
+    plan: Mapping[str, Any],
+    world_size: int,
+    fully_sharded: bool,
+    experts: ExpertSplit | None = None,
+    **options: Any,
 ) -> list[Step]:
     """The style of every module that has parameters or stands in the plan.
 
     fully_sharded   the mesh has further dimensions, so that FSDP2 will shard what is left.
+    experts         how those that the plan calls "experts" are shared
     Raises ValueError that lists all faults of the plan, the model and the world size together.
     """
     named = dict(model.named_modules())
-    styles, faults = _planned(named, plan, options)
+    styles, faults = _planned(named, plan, {"experts": FusedExperts(split=experts, **options)}, options)
     heads = _head_faults(named, styles, world_size)
     faults += heads.values()
     for name, style in styles.items():
         if _parent(name) not in heads:
-            faults += [f"{_pattern(name)}: {fault}" for fault in style.faults(named[name], world_size)]
+            found = style.faults(named[name], style.ranks(world_size))
+            faults += [f"{_pattern(name)}: {fault}" for fault in found]
     between = {_parent(name) for name, style in styles.items() if isinstance(style, FusedRowwise)}
     for name, module in named.items():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
@@ -87,26 +93,30 @@ def make_steps(
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
 
 
-def placements_of(model: nn.Module, world_size: int) -> dict[str, Placement]:
+def ways_of(
+    model: nn.Module, world_size: int, experts: ExpertSplit | None = None, expert_ranks: int | None = None
+) -> dict[str, Way]:
     """How parallelize would place every parameter over so many ranks, by its plan; a shared one under its first name.
 
+    expert_ranks   how many share the experts, where no mesh is there yet to say so
     Raises ValueError as make_steps.
     """
-    steps = make_steps(
-        model, plan_of(model), world_size, fully_sharded=False, engine="auto", sequence_parallel=True
-    )
+    options = dict(engine="auto", sequence_parallel=True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Placement] = {}
-    for step in steps:
-        placements = step.style.placements(step.module, world_size)
-        for key, parameter in step.module.named_parameters(recurse=False):
-            found.setdefault(names[id(parameter)], placements.get(key, Replicate()))
+    found: dict[str, Way] = {}
+    for step in make_steps(model, plan_of(model), world_size, False, experts, **options):
+        ranks = step.style.ranks(world_size)
+        if isinstance(step.style, FusedExperts):
+            ranks = expert_ranks or ranks
+        for key, way in step.style.ways(step.module, ranks).items():
+            found.setdefault(names[id(getattr(step.module, key))], way)
     return found
 
 
 def _planned(
-    named: Mapping[str, Any], plan: Mapping[str, Any], options: dict[str, Any]
+    named: Mapping[str, Any], plan: Mapping[str, Any], shared: Mapping[str, Style], options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
+    """Module name -> style, and what is wrong; `shared` are styles of which one serves all modules."""
     styles: dict[str, Any] = {}
     faults: list[str] = []
     if not plan:
@@ -114,8 +124,9 @@ def _planned(
             "it has no tp_plan, nor has any of its submodules; give one, as plan={'...up_proj': 'colwise'}"
         )
     for pattern, style in plan.items():
-        if not isinstance(style, ParallelStyle) and style not in STYLES:
-            faults.append(f"{pattern}: unknown style {style!r}; known are {', '.join(STYLES)}")
+        if not isinstance(style, ParallelStyle) and style not in (*STYLES, *shared):
+            known = ", ".join([*STYLES, *shared])
+            faults.append(f"{pattern}: unknown style {style!r}; known are {known}")
             continue
         matching = [name for name in named if _matches(pattern, name)]
         if not matching:
@@ -123,6 +134,7 @@ def _planned(
         for name in matching:
             if name in styles:
                 faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
+            style = shared.get(style, style) if isinstance(style, str) else style
             styles[name] = style if isinstance(style, ParallelStyle) else _styled(named, name, style, options)
     foreign = [name for name, style in styles.items() if not isinstance(style, Style)]
     faults += [f"{name}: {type(styles.pop(name)).__name__} is no style of fusedtp" for name in foreign]
@@ -160,20 +172,15 @@ def _sharing_faults(
 ) -> list[str]:
     """Tied parameters that would lie in two ways; shards without rows, which FSDP2 cannot reduce."""
     faults: list[str] = []
-    seen: dict[int, tuple[str, Any]] = {}
+    seen: dict[int, tuple[str, Way]] = {}
     for name, style in styles.items():
-        placements = style.placements(named[name], world_size)
-        for key, parameter in named[name].named_parameters(recurse=False):
-            full_name, placement = f"{name}.{key}", placements.get(key, Replicate())
-            first, other = seen.setdefault(id(parameter), (full_name, placement))
-            if other != placement:
-                faults.append(
-                    f"{first} and {full_name} are one parameter, but planned as {other!r} and {placement!r}"
-                )
-            sizes = (
-                split(parameter.shape[placement.dim], world_size) if isinstance(placement, Shard) else (1,)
-            )
-            if fully_sharded and 0 in sizes:
+        for key, way in style.ways(named[name], style.ranks(world_size)).items():
+            full_name, parameter = f"{name}.{key}", getattr(named[name], key)
+            first, other = seen.setdefault(id(parameter), (full_name, way))
+            if other != way:
+                one, two = ("x".join(map(repr, each.placements)) for each in (other, way))
+                faults.append(f"{first} and {full_name} are one parameter, but planned as {one} and {two}")
+            if fully_sharded and any(0 in way.sizes(dim, n) for dim, n in enumerate(parameter.shape)):
                 faults.append(
                     f"{full_name} of shape {tuple(parameter.shape)} leaves a rank with an empty shard, which FSDP2 "
                     f"cannot reduce; use fewer ranks for tensor parallelism"

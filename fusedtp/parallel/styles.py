@@ -20,14 +20,17 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .layers import ColumnParallel, ExpertParallel, Replica, RowParallel, VocabParallel
-from .placement import Mesh, Placement, place_parameters
+from .expert_parallel import ExpertParallel
+from .expert_split import ExpertSplit, Shares
+from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
+from .placement import Mesh, Placement, Way, place_parameters
 
 
 class Style(ParallelStyle):
@@ -37,21 +40,37 @@ class Style(ParallelStyle):
         """Why this style cannot be applied to this module; empty where it can."""
         return []
 
+    def ranks(self, world_size: int) -> int:
+        """Over how many ranks the parameters are placed, of a model that is split over world_size ranks."""
+        return world_size
+
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
         """How the module's own parameters lie; those not named are replicated."""
         return {}
 
-    def install(self, module: Any, comm: Communicator) -> None:
-        """Set `module.parallel` and, for a module of others, its forward."""
+    def ways(self, module: Any, ranks: int) -> dict[str, Way]:
+        """The same of every parameter, by name."""
+        named = self.placements(module, ranks)
+        own = module.named_parameters(recurse=False)
+        return {name: Way((named.get(name, Replicate()),), (ranks,)) for name, _ in own}
+
+    def mesh(self, module: Any, device_mesh: Mesh) -> Mesh:
+        """What they are placed on."""
+        return device_mesh
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        """Set `module.parallel` and, for a module of others, its forward. `mesh` is what its parameters are on."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         comm = communicator(device_mesh)
-        found = already_parallel(module) + self.faults(module, comm.world_size)
+        ranks = self.ranks(comm.world_size)
+        found = already_parallel(module) + self.faults(module, ranks)
         if found:
             raise ValueError(f"{type(self).__name__} of {module}: " + "; ".join(found))
-        place_parameters(module, device_mesh, self.placements(module, comm.world_size))
-        self.install(module, comm)
+        mesh = self.mesh(module, device_mesh)
+        place_parameters(module, mesh, self.ways(module, ranks))
+        self.install(module, comm, mesh)
         return module
 
 
@@ -116,7 +135,7 @@ class FusedColwise(FusedStyle):
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
         return {} if self._replicates(module, world_size) else {"weight": Shard(0), "bias": Shard(0)}
 
-    def install(self, module: Any, comm: Communicator) -> None:
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         features = None
         if self.head_dim is not None and self._replicates(module, comm.world_size):
             ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
@@ -134,7 +153,7 @@ class FusedRowwise(FusedStyle):
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
         return {"weight": Shard(1)}
 
-    def install(self, module: Any, comm: Communicator) -> None:
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, RowParallel(**self.member(comm)), linear)
 
 
@@ -152,29 +171,60 @@ class FusedEmbedding(FusedStyle):
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
         return {"weight": Shard(0)}
 
-    def install(self, module: Any, comm: Communicator) -> None:
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, VocabParallel(**self.member(comm)), embedding)
 
 
 class FusedExperts(FusedStyle):
-    """The experts of a `fusedtp.nn.Experts` split over ranks: x [T_r, H] -> [T_r, H]. Options: FusedStyle."""
+    """The experts of a `fusedtp.nn.Experts` shared by ranks: x [T_r, H] -> [T_r, H].
+
+    split   which ranks share them, and how
+    Further options as in FusedStyle.
+    """
+
+    def __init__(self, *, split: ExpertSplit | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.split = split or ExpertSplit()
+        self._meshes: dict[Shares, Mesh] = {}
+
+    def ranks(self, world_size: int) -> int:
+        return self.split.ranks(world_size)
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if not hasattr(module, "num_experts") or not hasattr(module, "down_proj"):
             return [f"{type(module).__name__} is no fusedtp.nn.Experts"]
-        if not self.sequence_parallel:
-            return ["experts are split where tokens are: not without sequence_parallel"]
         if self.dim != 0:
             return ["experts take tokens as [T_r, H]: dim must be 0"]
-        if module.num_experts % world_size:
-            return [f"{module.num_experts} experts do not divide among {world_size} ranks"]
-        return []
+        return self.split.faults(module, world_size)
 
-    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
-        return {"gate_proj": Shard(0), "up_proj": Shard(0), "down_proj": Shard(0)}
+    def ways(self, module: Any, ranks: int) -> dict[str, Way]:
+        shares = self.split.shares(module.num_experts, ranks)
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        return {name: shares.way(2 if name == "down_proj" else 1) for name in own}
 
-    def install(self, module: Any, comm: Communicator) -> None:
-        module.parallel = ExpertParallel(**self.member(comm))
+    def mesh(self, module: Any, device_mesh: Mesh) -> Mesh:
+        mesh = self.split.mesh or device_mesh
+        shares = self.split.shares(module.num_experts, mesh.size())
+        if not isinstance(mesh, DeviceMesh):
+            if shares.replicas > 1:
+                raise ValueError(f"{shares.replicas} copies of experts need a DeviceMesh")
+            return mesh
+        if len(shares.named) == 1:
+            return mesh
+        if shares not in self._meshes:  # a process group for each dimension: once for all layers
+            self._meshes[shares] = mesh._unflatten(0, tuple(shares.named.values()), tuple(shares.named))
+        return self._meshes[shares]
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        everyone = comm if self.split.mesh is None else communicator(self.split.mesh)
+        shares = self.split.shares(module.num_experts, everyone.world_size)
+        copies = ""
+        if shares.replicas > 1:
+            assert isinstance(mesh, DeviceMesh)
+            copies = communicator(mesh["replicas"] if mesh.ndim > 1 else mesh).name
+        module.parallel = ExpertParallel(
+            **self.member(everyone), shares=shares, copies=copies, tokens=comm.place
+        )
 
 
 class Replicated(Style):
@@ -188,7 +238,7 @@ class Replicated(Style):
         super().__init__()
         self.partial = partial
 
-    def install(self, module: Any, comm: Communicator) -> None:
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, Replica(comm.name, self.partial), with_plain_parameters)
 
 

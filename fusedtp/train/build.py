@@ -7,11 +7,11 @@ Each rank makes only its own part, and each parameter is drawn from (seed, name)
 
 from __future__ import annotations
 
+from fusedtp.comm import communicator
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
-from fusedtp.nn.heads import heads_split
-from fusedtp.parallel import parallelize
-from fusedtp.parallel.plan import placements_of
-from fusedtp.train.config import VOCAB_SIZE, TrainConfig
+from fusedtp.parallel import ExpertSplit, parallelize
+from fusedtp.parallel.plan import ways_of
+from fusedtp.train.config import VOCAB_SIZE, TrainConfig, faults
 from fusedtp.train.shard import empty_shards, shard
 from fusedtp.train.world import World
 
@@ -60,11 +60,13 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
     A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
     """
-    model = config.model
-    if dp < 2 or model.faults() or not heads_split(tp, model.heads, model.kv_heads):
+    if dp < 2 or faults(config, dp, tp):
         return []
     on_meta = CausalLM(model_config(config), device="meta")
-    return empty_shards(on_meta, placements_of(on_meta, tp) if tp > 1 else {}, dp, tp)
+    ep = config.parallel.ep or tp
+    split = ExpertSplit(tensor_parallel=config.parallel.expert_tp)
+    ways = ways_of(on_meta, tp, split, ep) if max(tp, ep) > 1 else {}
+    return empty_shards(on_meta, ways, dp * tp)
 
 
 def build(config: TrainConfig, world: World) -> CausalLM:
@@ -76,9 +78,12 @@ def build(config: TrainConfig, world: World) -> CausalLM:
             world.tp_mesh,
             engine=config.parallel.engine,
             sequence_parallel=config.parallel.sequence_parallel,
+            experts=ExpertSplit(world.ep_mesh, config.parallel.expert_tp),
         )
     if world.dp_mesh is not None:
-        shard(model, world.dp_mesh, world.tp)
-        model.balance_group, model.data_parallel = world.all_ranks, world.dp
+        shard(model, world.dp_mesh, world.outer_mesh)
+        everyone = world.token_ranks(config.parallel.sequence_parallel)
+        assert everyone is not None
+        model.balance_group, model.data_parallel = communicator(everyone).name, world.dp
     init_(model.to_empty(device=world.device), config.run.seed)
     return model

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
+from fusedtp.parallel import ExpertSplit
 
 VOCAB_SIZE = 256  # byte tokens: a token is a byte of the text
 
@@ -161,6 +162,10 @@ class ParallelOptions:
     """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
     dp: int | None = None
     """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
+    ep: int | None = None
+    """Ranks that share the experts: the tensor-parallel ones of so many / tp data-parallel ranks; default: tp."""
+    expert_tp: int = 1
+    """Of those, ranks that share each expert."""
     sequence_parallel: bool = True
     """Shard the tokens between the sharded matmuls too."""
     engine: Literal["auto", "collective", "chunked", "triton"] = "auto"
@@ -169,7 +174,12 @@ class ParallelOptions:
     def faults(self) -> list[str]:
         return [
             f"--{name} {value} is not positive"
-            for name, value in (("tp", self.tp), ("dp", self.dp))
+            for name, value in (
+                ("tp", self.tp),
+                ("dp", self.dp),
+                ("ep", self.ep),
+                ("expert-tp", self.expert_tp),
+            )
             if value is not None and value < 1
         ]
 
@@ -257,16 +267,33 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             "divide the kv heads or be a multiple of them; "
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
-    if model.experts > 0 and tp > 0 and model.experts % tp:
-        found.append(f"--experts {model.experts} do not divide among --tp {tp} ranks")
-    if model.experts > 0 and tp > 1 and not config.parallel.sequence_parallel:
-        found.append("--experts are split where tokens are: they need --sequence-parallel")
+    if model.experts > 0 and min(dp, tp) > 0:
+        found += _sharing_faults(config, dp, tp)
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
             f"--batch {data.batch} does not divide over {dp} data-parallel ranks "
             f"x {data.accumulate} microbatches"
         )
     return found
+
+
+def _sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
+    """Whether the ranks can share the experts as asked."""
+    model, parallel = config.model, config.parallel
+    ep = parallel.ep or tp
+    if ep < 1 or parallel.expert_tp < 1:
+        return []  # ParallelOptions says so
+    if ep % tp or (dp * tp) % ep:
+        return [f"--ep {ep} is no multiple of --tp {tp} that divides the {dp * tp} ranks"]
+    if model.expert_width < parallel.expert_tp:
+        return [
+            f"--expert-width {model.expert_width} does not divide among --expert-tp {parallel.expert_tp} ranks"
+        ]
+    try:
+        ExpertSplit(tensor_parallel=parallel.expert_tp).shares(model.experts, ep)
+    except ValueError as error:
+        return [f"--experts {model.experts} with --ep {ep} --expert-tp {parallel.expert_tp}: {error}"]
+    return []
 
 
 def _not_positive(options: object, *names: str) -> list[str]:

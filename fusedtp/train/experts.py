@@ -28,7 +28,7 @@ class ExpertLoad:
     def __init__(self, model: CausalLM, world: World, rate: float) -> None:
         routers = [module.router for module in model.modules() if isinstance(module, MoE)]
         self.biases = [router.bias for router in routers if router.bias is not None]
-        self.world, self.rate = world, rate
+        self.group, self.rate = world.token_ranks(model.token_split[1] > 1), rate
         experts = routers[0].num_experts if routers else 0
         self.counts = torch.zeros(2, len(routers), experts, dtype=torch.int64, device=world.device)
 
@@ -48,8 +48,8 @@ class ExpertLoad:
         """
         if not self.counts.numel():
             return {}
-        if self.world.mesh is not None:
-            dist.all_reduce(self.counts)
+        if self.group is not None:
+            dist.all_reduce(self.counts, group=self.group)
         load, dropped = self.counts
         if self.biases:
             for bias, moved in zip(

@@ -120,7 +120,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
     """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
-        with world_of(dp, tp, device_type(config.run.device)) as world:
+        with world_of(dp, tp, device_type(config.run.device), config.parallel.ep) as world:
             if place.rank == 0:
                 replace_outputs(config.run.folder)
             if place.local_rank == 0:

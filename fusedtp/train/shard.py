@@ -1,50 +1,84 @@
-"""Data parallelism: FSDP2 over the "dp" axis, after tensor parallelism has sharded over "tp".
+"""Data parallelism: FSDP2 over the "dp" axis, after tensor parallelism has sharded over "tp" and experts over theirs.
 
-FSDP2 shards dim 0 of every rank's part. A rank whose shard would be empty hangs in its collectives, so such
-a model is refused by name before it is sharded.
+FSDP2 shards dim 0 of every rank's part; of experts dim 1, the features of each, where a rank has fewer of them than
+there are ranks to shard over. A rank whose shard would be empty hangs in its collectives, so such a model is refused by
+name before it is sharded.
+
+Experts that lie across data-parallel ranks have met the tokens of all of those by the time their gradient is there. So
+they are sharded over the other ranks only ("outer"), while their gradient is divided by as many as all others' is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusedtp.nn import TransformerBlock
+from fusedtp.nn.experts import Experts
 from fusedtp.ops.rows import split
+from fusedtp.parallel.placement import Way
 
 
-def empty_shards(model: nn.Module, placements: Mapping[str, Placement], dp: int, tp: int) -> list[str]:
-    """What is wrong with sharding over dp ranks a model whose parameters lie over tp ranks as said (default: whole).
+def empty_shards(model: nn.Module, ways: Mapping[str, Way], ranks: int) -> list[str]:
+    """What is wrong with sharding over so many ranks a model whose parameters lie as said (default: whole).
 
     One message that names all parameters which would leave a rank without rows, with their shapes; none if none would.
     """
     found = []
+    tp = min((math.prod(way.shape) for way in ways.values()), default=1)
+    experts = {
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for own, _ in module.named_parameters(recurse=False)
+    }
     for name, parameter in model.named_parameters():
-        rows = parameter.shape[0] if parameter.ndim else 0
-        parts = split(rows, tp) if placements.get(name) == Shard(0) else (rows,)
-        if any(0 in split(part, dp) for part in parts):
+        way = ways.get(name, Way((Replicate(),), (1,)))
+        others = ranks // math.prod(way.shape)
+        dims = (0, 1) if name in experts else (0,)
+        if shard_dim(way, tuple(parameter.shape), others, dims) is None:
             found.append(f"{name} {list(parameter.shape)}")
     if not found:
         return []
     return [
-        f"with {dp} data-parallel x {tp} tensor-parallel ranks a rank would hold no row of "
+        f"with {ranks // tp} data-parallel x {tp} tensor-parallel ranks a rank would hold no row of "
         + ", ".join(found)
         + ": use fewer ranks or a larger model"
     ]
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, tp: int = 1) -> FSDPModule:
+def shard_dim(way: Way, shape: tuple[int, ...], ranks: int, dims: tuple[int, ...] = (0,)) -> int | None:
+    """Which of the tensor dimensions FSDP2 can shard over so many ranks, None if none: 0 unevenly, others evenly."""
+    if ranks == 1:
+        return 0
+    for dim in dims:
+        parts = way.sizes(dim, shape[dim]) if len(shape) > dim else [1]
+        if (dim == 0 and all(0 not in split(part, ranks) for part in parts)) or (
+            dim > 0 and all(part and part % ranks == 0 for part in parts)
+        ):
+            return dim
+    return None
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, outer: DeviceMesh | None = None) -> FSDPModule:
     """Shard a model's parameters, gradients and optimizer state over a 1-D mesh, block by block, in place.
 
+    outer   the 1-D mesh of the ranks that hold the same experts, where experts lie across ranks of `mesh`
     Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
     """
-    placements = {name: p.placements[0] for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    if found := empty_shards(model, placements, mesh.size(), tp):
+    outer = outer or mesh
+    ways = {name: _way(p) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    ranks = outer.size() * max((math.prod(way.shape) for way in ways.values()), default=1)
+    if found := empty_shards(model, ways, ranks):
         raise ValueError(found[0])
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        shard_experts(experts, mesh, outer)
     for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -54,3 +88,21 @@ def shard(model: nn.Module, mesh: DeviceMesh, tp: int = 1) -> FSDPModule:
             # gloo cannot average; a sum of scaled gradients is right on every backend.
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def shard_experts(experts: Experts, mesh: DeviceMesh, outer: DeviceMesh) -> None:
+    """Shard them over `outer`; their gradient is a mean over `mesh`."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        way = _way(parameter) if isinstance(parameter, DTensor) else Way((Replicate(),), (1,))
+        dim = shard_dim(way, tuple(parameter.shape), outer.size(), (0, 1))
+        assert dim is not None
+        return Shard(dim)
+
+    fully_shard(experts, mesh=outer, shard_placement_fn=placement)
+    if experts.parallel is not None:  # FSDP2 divides by the ranks of `outer`
+        experts.parallel = replace(experts.parallel, averaged=mesh.size() // outer.size())
+
+
+def _way(parameter: DTensor) -> Way:
+    return Way(tuple(parameter.placements), tuple(parameter.device_mesh.shape))  # type: ignore[arg-type]

@@ -1,5 +1,10 @@
 """This process among the ranks of a job: its device, the ("dp", "tp") mesh, and what ranks tell each other.
 
+Where the ranks of several data-parallel ones share experts, the mesh has three dimensions: experts lie on "inner" and
+"tp" (together "ep"), copies of them are data parallel over "outer", everything else over both ("dp").
+
+    rank = (outer * inner_ranks + inner) * tp_ranks + tp
+
 A job of one process has no mesh and starts no process group. Between hosts and for long waits there is a
 group of its own on gloo, so that neither occupies a GPU nor runs into the collectives' timeout.
 """
@@ -7,9 +12,9 @@ group of its own on gloo, so that neither occupies a GPU nor runs into the colle
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -27,13 +32,18 @@ LONG_WAIT = timedelta(hours=6)  # while one rank trains alone for --verify, or w
 
 @dataclass(frozen=True)
 class World:
-    """Where this rank stands. `mesh` is None in a job of one process."""
+    """Where this rank stands. `mesh` is None in a job of one process.
+
+    ep   ranks that share experts: tp, or a multiple of it
+    """
 
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     rank: int = 0
     device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
+    flat: Mapping[str, DeviceMesh] = field(default_factory=dict)
     host_group: dist.ProcessGroup | None = None
 
     @property
@@ -46,19 +56,33 @@ class World:
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        """Mesh of the tensor-parallel ranks; None where there is only one."""
-        return self.mesh["tp"] if self.mesh is not None and self.tp > 1 else None
+        """Mesh of the tensor-parallel ranks; None where nothing is shared among them, nor experts among more."""
+        return self.mesh["tp"] if self.mesh is not None and max(self.tp, self.ep) > 1 else None
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        """Mesh of the ranks that share experts, where those are more than the tensor-parallel ones."""
+        return self.flat["ep"] if self.ep > self.tp else None
+
+    @property
+    def outer_mesh(self) -> DeviceMesh | None:
+        """Mesh of the ranks that hold the same experts; None where there is one data-parallel rank."""
+        if self.mesh is None or self.dp == 1:
+            return None
+        return self.mesh["outer"] if self.ep > self.tp else self.mesh["dp"]
 
     @property
     def dp_mesh(self) -> DeviceMesh | None:
         """Mesh of the data-parallel ranks; None where there is only one."""
-        return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
+        if self.mesh is None or self.dp == 1:
+            return None
+        return self.flat["dp"] if self.ep > self.tp else self.mesh["dp"]
 
-    @property
-    def all_ranks(self) -> str | None:
-        """The name of the group of all ranks, as operations take it; None in a job of one process."""
-        every = None if self.mesh is None else dist.group.WORLD
-        return None if every is None else communicator(every).name
+    def token_ranks(self, sequence_parallel: bool) -> dist.ProcessGroup | None:
+        """The ranks that hold different tokens; None where this one holds all."""
+        if self.mesh is None or sequence_parallel:
+            return None if self.mesh is None else dist.group.WORLD
+        return None if self.dp_mesh is None else self.dp_mesh.get_group()
 
     def mean(self, value: Tensor) -> float:
         """Mean of a number over the data-parallel ranks."""
@@ -114,9 +138,18 @@ def torchrun_place() -> Place | None:
     return Place(rank, int(local_rank), ranks, int(local_ranks))
 
 
+def meshes(device: str, dp: int, tp: int, ep: int) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
+    """The mesh of all ranks, and "dp" and "ep" where those are no dimension of it."""
+    if ep == tp:
+        return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), {}
+    inner = ep // tp
+    mesh = init_device_mesh(device, (dp // inner, inner, tp), mesh_dim_names=("outer", "inner", "tp"))
+    return mesh, {"dp": mesh["outer", "inner"]._flatten("dp"), "ep": mesh["inner", "tp"]._flatten("ep")}
+
+
 @contextmanager
-def world_of(dp: int, tp: int, device: str) -> Iterator[World]:
-    """Join the ranks that torchrun started; leave them when all is done.
+def world_of(dp: int, tp: int, device: str, ep: int | None = None) -> Iterator[World]:
+    """Join the ranks that torchrun started; leave them when all is done. `ep` of them share experts; default: tp.
 
     After an error the groups are left as they are: the process ends, and torchrun ends its peers.
     """
@@ -130,7 +163,8 @@ def world_of(dp: int, tp: int, device: str) -> Iterator[World]:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
     )
-    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    ep = ep or tp
+    mesh, flat = meshes(device, dp, tp, ep)
     host_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)
-    yield World(dp, tp, place.rank, here, mesh, host_group)
+    yield World(dp, tp, ep, place.rank, here, mesh, flat, host_group)
     dist.destroy_process_group()

@@ -65,7 +65,7 @@ def sharded(rank: int, moe: MoEConfig) -> None:
     mesh = dp_tp_mesh()
     plain = make(moe=moe)
     parallel = fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"])
-    shard(parallel, mesh["dp"], 2)
+    shard(parallel, mesh["dp"])
     parallel.balance_group, parallel.data_parallel = communicator(dist.group.WORLD).name, 2
     ids, labels = batch(2, 6)
     labels.fill_(3)  # as many labels in each half
@@ -125,18 +125,3 @@ def test_any_split_of_experts_gives_the_same_bits(act: str, dtype: torch.dtype):
             ("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True
         ):
             assert_same(f"{name} of {size} ranks", torch.cat(parts), whole)
-
-
-def refuse(group) -> list[str]:
-    found = []
-    for moe, options in ((replace(SMALL, num_experts=7), {}), (SMALL, {"sequence_parallel": False})):
-        with pytest.raises(ValueError) as raised:
-            make_pair(group, options=options, moe=moe)
-        found.append(str(raised.value))
-    return found
-
-
-def test_what_cannot_be_split_is_refused_before_anything_changes():
-    for first, second in world(2).run(refuse):
-        assert "layers.*.mlp.experts: 7 experts do not divide among 2 ranks" in first
-        assert "experts are split where tokens are: not without sequence_parallel" in second
