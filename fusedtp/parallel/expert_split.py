@@ -79,15 +79,17 @@ class ExpertSplit:
     tensor_parallel   ranks that share each expert, a part of its features each
     replicas          how many ranks (or sets of tensor_parallel ranks) hold the same experts; None: one, or as many
                       as there are for each expert where experts are fewer
+    num_ranks         how many ranks the mesh will have, where it is not there yet and only a plan is made
     """
 
     mesh: DeviceMesh | None = None
     tensor_parallel: int = 1
     replicas: int | None = None
+    num_ranks: int | None = None
 
     def ranks(self, world_size: int) -> int:
         """How many share the experts, of a model whose tensor-parallel ranks are so many."""
-        return world_size if self.mesh is None else self.mesh.size()
+        return self.num_ranks or world_size if self.mesh is None else self.mesh.size()
 
     def check(self, mesh: DeviceMesh | VirtualGroup) -> None:
         """Raises ValueError where the mesh of experts is not made of whole groups of the model's mesh."""

@@ -93,22 +93,16 @@ def make_steps(
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
 
 
-def ways_of(
-    model: nn.Module, world_size: int, experts: ExpertSplit | None = None, expert_ranks: int | None = None
-) -> dict[str, Way]:
+def ways_of(model: nn.Module, world_size: int, experts: ExpertSplit | None = None) -> dict[str, Way]:
     """How parallelize would place every parameter over so many ranks, by its plan; a shared one under its first name.
 
-    expert_ranks   how many share the experts, where no mesh is there yet to say so
     Raises ValueError as make_steps.
     """
     options = dict(engine="auto", sequence_parallel=True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Way] = {}
     for step in make_steps(model, plan_of(model), world_size, False, experts, **options):
-        ranks = step.style.ranks(world_size)
-        if isinstance(step.style, FusedExperts):
-            ranks = expert_ranks or ranks
-        for key, way in step.style.ways(step.module, ranks).items():
+        for key, way in step.style.ways(step.module, step.style.ranks(world_size)).items():
             found.setdefault(names[id(getattr(step.module, key))], way)
     return found
 

@@ -64,8 +64,8 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         return []
     on_meta = CausalLM(model_config(config), device="meta")
     ep = config.parallel.ep or tp
-    split = ExpertSplit(tensor_parallel=config.parallel.expert_tp)
-    ways = ways_of(on_meta, tp, split, ep) if max(tp, ep) > 1 else {}
+    split = ExpertSplit(tensor_parallel=config.parallel.expert_tp, num_ranks=ep)
+    ways = ways_of(on_meta, tp, split) if max(tp, ep) > 1 else {}
     return empty_shards(on_meta, ways, dp * tp)
 
 

@@ -285,7 +285,7 @@ def _sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         return []  # ParallelOptions says so
     if ep % tp or (dp * tp) % ep:
         return [f"--ep {ep} is no multiple of --tp {tp} that divides the {dp * tp} ranks"]
-    if model.expert_width < parallel.expert_tp:
+    if model.expert_width < parallel.expert_tp > 1:
         return [
             f"--expert-width {model.expert_width} does not divide among --expert-tp {parallel.expert_tp} ranks"
         ]

@@ -98,21 +98,29 @@ class World:
 
     def check(self) -> None:
         """Raise what a failed wait for a peer left behind, before it reaches the parameters."""
-        if self.tp_mesh is not None:
-            fusedtp.check(self.tp_mesh)
+        for mesh in self.shared_meshes:
+            fusedtp.check(mesh)
+
+    @property
+    def shared_meshes(self) -> list[DeviceMesh]:
+        """The meshes that layers are split over."""
+        return [mesh for mesh in (self.tp_mesh, self.ep_mesh) if mesh is not None]
 
     def engine_calls(self) -> dict[str, dict[str, int]]:
         """Kind of layer -> {engine that ran: calls} of this rank so far."""
-        return engines.layer_calls(communicator(self.tp_mesh)) if self.tp_mesh is not None else {}
+        found: dict[str, dict[str, int]] = {}
+        for mesh in self.shared_meshes:  # a layer is split over one of them
+            found.update(engines.layer_calls(communicator(mesh)))
+        return found
 
     def wait_seconds(self) -> float | None:
-        """Time this rank has spent waiting for its tensor-parallel peers; None where it is not measured.
+        """Time this rank has spent waiting for the peers of its layers; None where it is not measured.
 
         On a GPU kernels wait, and nothing on the host knows for how long.
         """
-        if self.tp_mesh is None:
-            return 0.0
-        return communicator(self.tp_mesh).wait_seconds if self.device.type == "cpu" else None
+        if self.shared_meshes and self.device.type != "cpu":
+            return None
+        return sum(communicator(mesh).wait_seconds for mesh in self.shared_meshes)
 
 
 def device_type(asked: str) -> str:

@@ -16,7 +16,15 @@ EXPERTS = "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["--tp 2", "--dp 2 --tp 2 --accumulate 2"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        "--tp 2",
+        "--dp 2 --tp 2 --accumulate 2",
+        "--dp 2 --tp 2 --ep 4 --no-sequence-parallel",
+        "--dp 4 --tp 1 --ep 2 --expert-tp 2",
+    ],
+)
 def test_ranks_with_experts_train_like_one_process(tmp_path, ranks):
     book = tmp_path / "book.txt"
     book.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
@@ -100,8 +108,35 @@ def test_faults_of_experts_are_reported_together():
         "--capacity 0.0",
         "--top-k 7 of only 6",
         "--dense-layers 4 of 4",
-        "--experts 6 do not",
+        "--experts 6 with --ep 4",
     ):
         assert any(words in fault for fault in found), (words, found)
-    config = parse(["--experts", "6", "--tp", "2", "--no-sequence-parallel"])
-    assert any("need --sequence-parallel" in fault for fault in faults(config, *layout(config, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tp 2 --dp 2 --ep 3", "--ep 3 is no multiple of --tp 2 that divides the 4 ranks"),
+        ("--tp 2 --dp 3 --ep 4 --batch 6", "--ep 4 is no multiple of --tp 2 that divides the 6 ranks"),
+        (
+            "--tp 2 --dp 2 --ep 4",
+            "--experts 6 with --ep 4 --expert-tp 1: 6 experts do not divide among 4 ranks",
+        ),
+        ("--tp 2 --expert-tp 3", "2 ranks are no multiple of tensor_parallel = 3"),
+        (
+            "--tp 2 --expert-tp 2 --expert-width 1",
+            "--expert-width 1 does not divide among --expert-tp 2 ranks",
+        ),
+        ("--ep 0", "--ep 0 is not positive"),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts(options: str, words: str):
+    config = parse(["--experts", "6", *options.split()])
+    found = faults(config, *layout(config, 2, 2))
+    assert len(found) == 1 and words in found[0], found
+
+
+@pytest.mark.parametrize("options", ["--tp 2 --dp 2 --ep 4 --expert-tp 2", "--tp 1 --dp 4 --ep 2", "--tp 2"])
+def test_ranks_that_can(options: str):
+    config = parse(["--experts", "6", *options.split()])
+    assert faults(config, *layout(config, 4, 4)) == []
