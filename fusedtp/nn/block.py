@@ -32,6 +32,7 @@ def feed_forward(
         moe.num_experts,
         moe.top_k,
         shared=moe.shared,
+        split_shared=moe.split_shared,
         act=config.hidden_act,
         capacity=moe.capacity,
         drop=moe.drop,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusedtp.comm import Group, place
 
+from .beside import beside
 from .capacity import RULES, keep_capacity
 from .experts import Experts
 from .hooks import parallel_of
@@ -28,6 +29,8 @@ class MoE(nn.Module):
     dim, hidden            H, and the width of each expert
     num_experts, top_k     how many there are, how many a token goes to
     shared                 width of an MLP that all tokens go through too; 0: none (DeepSeekMoE, Dai et al. 2024)
+    split_shared           whether ranks split it as any MLP; else each holds it whole, for its own tokens, and on a GPU
+                           it runs while rows travel
     gated, act             of the experts, see Experts
     capacity, drop         how much more than its even share an expert takes, and which choices it refuses beyond
                            ("position" or "probability", see capacity.py); None: it takes all. A token whose choices
@@ -49,6 +52,7 @@ class MoE(nn.Module):
         top_k: int,
         *,
         shared: int = 0,
+        split_shared: bool = False,
         gated: bool = True,
         act: str = "silu",
         capacity: float | None = None,
@@ -68,7 +72,8 @@ class MoE(nn.Module):
         self.router = Router(dim, num_experts, top_k, **options, **on)
         self.experts = Experts(dim, hidden, num_experts, act=act, gated=gated, max_rows=max_rows, **on)
         self.shared = GatedMLP(dim, shared, act, **on) if shared else None
-        if self.shared is not None:
+        self.split_shared = split_shared
+        if self.shared is not None and split_shared:
             shared_plan = {f"shared.{name}": style for name, style in self.shared.tp_plan.items()}
             self.tp_plan = {**self.tp_plan, **shared_plan}
 
@@ -81,8 +86,17 @@ class MoE(nn.Module):
             routing = self._bounded(routing, layout, balanced or sharing)
         if layout is not None and layout.routings is not None:
             layout.routings.append(routing)
-        y = self.experts(x, routing.expert_ids, routing.weights, layout)
-        return y if self.shared is None else y + self.shared(x, layout)
+
+        def routed(x: Tensor) -> Tensor:
+            y: Tensor = self.experts(x, routing.expert_ids, routing.weights, layout)
+            return y
+
+        shared = self.shared
+        if shared is None:
+            return routed(x)
+        if self.split_shared:
+            return routed(x) + shared(x, layout)
+        return beside(routed, lambda x: shared(x, layout), x)
 
     def _bounded(self, routing: Routing, layout: TokenLayout | None, group: Group | None) -> Routing:
         """What the experts' capacity leaves of the choices."""

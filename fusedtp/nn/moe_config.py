@@ -12,6 +12,7 @@ class MoEConfig:
 
     hidden         width of each expert
     shared         width of the shared expert, 0 for none
+    split_shared   whether ranks split it; see MoE
     first_dense    layers that keep their MLP: the first so many
     """
 
@@ -19,6 +20,7 @@ class MoEConfig:
     top_k: int = 2
     hidden: int = 352
     shared: int = 0
+    split_shared: bool = False
     first_dense: int = 0
     capacity: float | None = None
     drop: Literal["position", "probability"] = "position"
@@ -60,5 +62,7 @@ class MoEConfig:
     @property
     def router(self) -> dict[str, Any]:
         """The Router's options."""
-        own = ("num_experts", "top_k", "hidden", "shared", "first_dense", "capacity", "drop", "max_rows")
+        own = (
+            "num_experts", "top_k", "hidden", "shared", "split_shared", "first_dense", "capacity", "drop", "max_rows",
+        )  # fmt: skip
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}

@@ -31,6 +31,7 @@ CASES = {
     "sigmoid in groups, shared expert": replace(
         SMALL, score="sigmoid", num_groups=4, top_groups=2, shared=7, scale=2.5, sequence_loss=0.2
     ),
+    "shared expert, split": replace(SMALL, shared=9, split_shared=True),
     "first layer dense, z-loss": replace(SMALL, first_dense=1, z_loss=0.1, balance="gshard"),
     "sinkhorn": replace(SMALL, top_k=1, sinkhorn=3, normalize=False),
     "capacity by position": replace(SMALL, capacity=0.8),
