@@ -16,6 +16,7 @@ SUITES = {
     "linear-cross-entropy": "output head and loss against torch, torch.compile, Liger-Kernel, NCCL",
     "block": "a Transformer block, forward and backward",
     "grouped-matmul": "rows by the weights of their experts, against torch's grouped_mm",
+    "moe-exchange": "dispatch and combine of a mixture of experts alone, against a copy",
     "moe": "a layer of experts split over ranks, against all_to_all with torch",
     "all": "all of the above in one run",
 }

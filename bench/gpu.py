@@ -10,7 +10,7 @@
     fewer      the fused operations with two and four ranks
     short      virtual-8 with few tokens
     experts    the matmuls of published mixtures of experts on a rank of eight
-    moe        a layer of experts split over eight virtual ranks
+    moe        a layer of experts split over eight virtual ranks; its dispatch and combine alone, DeepSeek-V3's
 
 Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
 journal before. Another call of the same code skips the parts that are there and goes on within the one that was
@@ -92,7 +92,7 @@ def parts(options: Options) -> list[Part]:
         add("fewer", 2.0, FUSED, "--shapes llama3-70b --tokens 8192", *virtual, "2,4")
         add("short", 1.0, FUSED, "--shapes llama3-70b --tokens 2048", *virtual, ranks)
         add("experts", 1.0, "grouped-matmul", "--tokens 8192", "--tp", ranks)
-        add("moe", 1.0, "moe", "--tokens 8192", *virtual, ranks)
+        add("moe", 1.0, "moe,moe-exchange", "--tokens 8192", *virtual, ranks)
     return found
 
 

@@ -29,7 +29,7 @@ from .rows import FAILED, FORMAT, Row
 
 SUITES = (
     "matmul", "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce", "pointwise",
-    "linear-cross-entropy", "block", "grouped-matmul", "moe",
+    "linear-cross-entropy", "block", "grouped-matmul", "moe", "moe-exchange",
 )  # fmt: skip
 Job = tuple[str, Any]  # suite, case
 

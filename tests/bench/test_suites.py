@@ -90,6 +90,9 @@ def test_figures_follow_from_the_times_and_the_shape(results: dict[str, dict[str
         if row["suite"] == "moe":
             flops = 3 * 3 * 2 * shape["T"] * shape["k"] * shape["H"] * shape["F"]
             assert row["tflops"] == pytest.approx(flops / t / 1e12)
+        if row["suite"] == "moe-exchange":
+            payload = shape["T"] * shape["k"] * shape["H"] * (4 if row["dtype"] == "float32" else 2)
+            assert row["gbps"] == pytest.approx(2 * payload / t / 1e9) and row["tflops"] is None
         if row["suite"] == "pointwise":
             assert row["gbps"] == pytest.approx(row["moved_bytes"] / t / 1e9) and row["tflops"] is None
     swiglu = [r for r in measured if r["shape"].get("op") == "swiglu" and r["shape"]["direction"] == "fwd"]
