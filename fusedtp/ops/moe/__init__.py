@@ -2,5 +2,8 @@
 
 from .api import MoEHandle, moe_combine, moe_dispatch
 from .grouped import grouped_gated, grouped_matmul
+from .rounds import Room, moe_rounds
 
-__all__ = ["MoEHandle", "grouped_gated", "grouped_matmul", "moe_combine", "moe_dispatch"]
+__all__ = [
+    "MoEHandle", "Room", "grouped_gated", "grouped_matmul", "moe_combine", "moe_dispatch", "moe_rounds",
+]  # fmt: skip

@@ -76,17 +76,51 @@ def moe_dispatch(
     """
     at = ALONE if group is None else place(group)
     with in_step(at):
-        where = _exchange(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
-        ids = expert_ids.detach()
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_values(ids, weights.detach(), num_experts, at)
-        plan = Plan(*torch.ops.fusedtp.moe_plan(ids, *where.flat))
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        plan, where = planned(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+        if host_knows(plan, where):
             where = _known_room(plan, where)
-        weights = weights.to(weigh.accumulator(x.dtype))
-        rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *plan, *where.flat)
-        offsets = offsets_of(plan.table, where)
-        return rows, offsets, MoEHandle(weights, row_weights, plan, where, offsets)
+        return send(x, weights, plan, where)
+
+
+def planned(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    at: Place,
+    max_rows: int | None,
+    sizes: Sequence[int] | None,
+    engine: str,
+    layer: str,
+) -> tuple[Plan, Exchange]:
+    """What was given, checked, and the plan that all ranks make of it. Whether there is room is not looked at."""
+    where = _exchange(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+    ids = expert_ids.detach()
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(ids, weights.detach(), num_experts, at)
+    return Plan(*torch.ops.fusedtp.moe_plan(ids, *where.flat)), where
+
+
+def send(x: Tensor, weights: Tensor, plan: Plan, at: Exchange) -> tuple[Tensor, Tensor, MoEHandle]:
+    """The rows of a plan on their way, as moe_dispatch returns them."""
+    weights = weights.to(weigh.accumulator(x.dtype))
+    rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *plan, *at.flat)
+    offsets = offsets_of(plan.table, at)
+    return rows, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
+
+
+def host_knows(plan: Plan, at: Exchange) -> bool:
+    """Whether the host reads the plan anyhow, in eager code: on CPU, and for the process group's all_to_all."""
+    on_host = plan.table.device.type == "cpu" or at.engine == "collective"
+    return on_host and not torch.compiler.is_compiling()
+
+
+def check_outputs(y: Tensor, at: Exchange) -> None:
+    """Raises ValueError for outputs of experts of another number of rows than they were given."""
+    if y.dim() != 2 or y.shape[0] != at.max_rows:
+        raise ValueError(
+            f"rank {at.rank}: y has shape {tuple(y.shape)}, wanted [{at.max_rows}, N] as it was dispatched"
+        )
 
 
 def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
@@ -101,10 +135,7 @@ def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
     """
     at = handle.at
     with in_step(ALONE if not at.group else place(at.group)):
-        if y.dim() != 2 or y.shape[0] != at.max_rows:
-            raise ValueError(
-                f"rank {at.rank}: y has shape {tuple(y.shape)}, wanted [{at.max_rows}, N] as it was dispatched"
-            )
+        check_outputs(y, at)
         out: Tensor = torch.ops.fusedtp.moe_combine(
             y, handle.weights, handle.row_weights, *handle.plan, *at.flat
         )

@@ -185,7 +185,8 @@ def _dispatch_backward(ctx: Any, drows: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
+    y, weights, *others = inputs[:6]
+    ctx.save_for_backward(None if weights is None else y, weights, *others)  # dy alone needs no y
     ctx.at = inputs[6:]
 
 
@@ -193,7 +194,9 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     y, weights, row_weights, *plan = ctx.saved_tensors
     needs = weights is not None and ctx.needs_input_grad[1]
-    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout.contiguous(), y, row_weights, *plan, *ctx.at, needs)
+    dout = dout.contiguous()
+    y = dout if y is None else y
+    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout, y, row_weights, *plan, *ctx.at, needs)
     return dy, dw.to(weights.dtype) if needs else None, *([None] * 8)
 
 

@@ -1,0 +1,176 @@
+"""An exchange in rounds, where an owner has room for fewer rows than come: M at a time.
+
+    rows of an owner    | 0 .. M-1 | M .. 2M-1 | 2M .. |      by (expert, source, slot), as always
+                          round 0    round 1     round 2
+    a round             dispatch of its slots -> compute(rows, offsets) -> their rows back, one for each slot
+    after the last      the weighted sum of each token's slots, once
+
+The plan is made once; what a round moves follows from it on the device: row r of an owner is in round r // M. A round's
+plan is a plan like any other, of tokens with one choice: the slots. Its table holds the part of each block that lies
+in the round's window, and in its orders the slots of the round come first, the others after them, as dropped ones do.
+
+Every slot has its row in one round and zeros in the others, so the rounds' parts add up exactly, and the sum over a
+token's choices is made afterwards, in their order, in fp32, rounded once: the bits of an exchange without a bound. So
+are those of dx, for which the slots' gradients are kept apart until the last. (A zero may lose its sign.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fusedtp.comm import Group, place
+
+from ..api import in_step
+from . import weigh
+from .api import ALONE, check_outputs, host_knows, moe_combine, planned, send
+from .layout import packed
+from .plan import Blocks, Exchange, Plan, offsets_of
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class Room(NamedTuple):
+    """How much of its room an exchange in rounds used, on the device.
+
+    bound    rows that an owner has room for
+    used     int32 [W]   rows that every owner got, in all rounds
+    rounds   int32 []    rounds in which rows moved
+    """
+
+    bound: int
+    used: Tensor
+    rounds: Tensor
+
+
+def moe_rounds(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    group: Group | None,
+    compute: Compute,
+    *,
+    max_rows: int,
+    sizes: Sequence[int] | None = None,
+    engine: str = "auto",
+    layer: str = "",
+) -> tuple[Tensor, Room]:
+    """Dispatch, experts and combine with room for max_rows rows, in as many rounds as that takes.
+
+        x, expert_ids, weights, num_experts, group, sizes, engine    as in moe_dispatch
+        compute      (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each row by itself
+        max_rows     at least 1, the same on all ranks
+        return       y [T_r, N], and Room
+
+    The result, dx and the weights' gradients are those of moe_dispatch and moe_combine without a bound; gradients of
+    what compute uses are the sums of the rounds'. There are as many rounds as the fullest owner needs where the host
+    knows the plan (on CPU, and by all_to_all), the same number on all ranks. Elsewhere nothing waits for the device:
+    there are as many as any routing may need, ceil(T min(k, E / W) / max_rows), and those without rows end at once.
+
+    Rounds after the first keep none of their rows for backward: their dispatch and compute are repeated there, so that
+    at most two rounds' rows are held at a time, the first one's and the repeated one's. (Not under torch.compile.)
+    Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
+    """
+    at = ALONE if group is None else place(group)
+    with in_step(at):
+        if max_rows < 1:
+            raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
+        plan, where = planned(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+    room = _room(plan, where)
+    found = Blocks(plan.table, where).rows if host_knows(plan, where) else None
+    most = where.most_rows if found is None else max(found)
+    if most <= max_rows:
+        rows, offsets, handle = send(x, weights, plan, _fitted(where, found, 0))
+        return moe_combine(compute(rows, offsets), handle), room
+    weights = weights.to(weigh.accumulator(x.dtype))
+    alone, own = _slots_alone(where, x.device)
+    slots, _ = torch.ops.fusedtp.moe_dispatch(x, None, *own, *alone.flat)
+    parts = _all_rounds(slots, plan, where, found, -(-most // max_rows), compute)
+    of_slots = weights.detach().reshape(-1)
+    return torch.ops.fusedtp.moe_combine(parts, weights, of_slots, *own, *alone.flat), room
+
+
+def _room(plan: Plan, at: Exchange) -> Room:
+    used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
+    return Room(at.bound, used, (used.max() + at.bound - 1) // at.bound)
+
+
+def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:
+    """The exchange of round i: with room for what comes where the host knows it, except for kernels."""
+    if found is None or at.engine == "triton":
+        return at
+    return at._replace(max_rows=min(max(found[at.rank] - i * at.bound, 0), at.bound))
+
+
+def _slots_alone(at: Exchange, device: torch.device) -> tuple[Exchange, Plan]:
+    """An exchange of this rank with itself: the rows are its slots, in their order."""
+    count = at.tokens * at.top_k
+    alone = Exchange("", 0, (at.tokens,), 1, at.top_k, count, "local")
+    table = torch.full((1, 1), count, dtype=torch.int32, device=device)
+    order = torch.arange(count, dtype=torch.int32, device=device)
+    return alone, Plan(table, order, order.new_empty(0))
+
+
+def _all_rounds(
+    slots: Tensor, plan: Plan, where: Exchange, found: Sequence[int] | None, rounds: int, compute: Compute
+) -> Tensor:
+    """slots [T_r k, K] -> [T_r k, N]: what the experts make of each slot, zeros of dropped ones."""
+    at = where._replace(sizes=tuple(n * where.top_k for n in where.sizes), top_k=1)
+    windows = Windows(plan, at)
+    parts: Tensor | None = None
+    for i in range(rounds):
+        here = _fitted(at, found, i)
+        of_round = windows.plan(i, here)
+
+        def forth(slots: Tensor, of_round: Plan = of_round, here: Exchange = here) -> Tensor:
+            rows, _ = torch.ops.fusedtp.moe_dispatch(slots, None, *of_round, *here.flat)
+            return compute(rows, offsets_of(of_round.table, here))
+
+        keep = i == 0 or torch.compiler.is_compiling()
+        y = forth(slots) if keep else checkpoint(forth, slots, use_reentrant=False)
+        check_outputs(y, here)
+        part = torch.ops.fusedtp.moe_combine(y, None, None, *of_round, *here.flat)
+        parts = part if parts is None else parts + part
+    assert parts is not None
+    return parts
+
+
+class Windows:
+    """The plans of the rounds, from the plan of all rows. Nothing here waits for the device.
+
+    begins   int64 [W, E]    the owner's row where each block begins
+    source   int64 [T k]     of each entry of the orders
+    round    int64 [T k]     in which that slot's row moves; -1 of dropped ones
+    """
+
+    def __init__(self, plan: Plan, at: Exchange) -> None:
+        w, each = at.world_size, at.experts_here
+        self.orders, self.counts = plan.orders, plan.table.long()
+        by_owner = self.counts.view(w, w, each).permute(1, 2, 0).reshape(w, each * w)
+        begins = by_owner.cumsum(1) - by_owner
+        self.begins = begins.view(w, each, w).permute(2, 0, 1).reshape(w, w * each)
+        sizes = torch.cat([self.counts.new_full((1,), n * at.top_k) for n in at.sizes])
+        # blocks in the order of the orders; each source's last one holds its dropped slots
+        blocks = torch.cat([self.counts, (sizes - self.counts.sum(1))[:, None]], 1).reshape(-1)
+        rows = torch.cat([self.begins, self.begins.new_zeros(w, 1)], 1).reshape(-1)
+        ends = blocks.cumsum(0)
+        places = torch.arange(self.orders.shape[0], device=ends.device)
+        block = torch.searchsorted(ends, places, right=True)
+        row = (rows - ends + blocks)[block] + places
+        self.source = block // (w * each + 1)
+        self.round = torch.where(block % (w * each + 1) == w * each, -1, row // at.bound)
+
+    def plan(self, i: int, at: Exchange) -> Plan:
+        """Of round i."""
+        low, high = i * at.bound, (i + 1) * at.bound
+        table = (self.begins + self.counts).clamp(low, high) - self.begins.clamp(low, high)
+        first = torch.sort(2 * self.source + (self.round != i), stable=True).indices
+        table, words = table.to(torch.int32), self.orders.new_empty(0)
+        if at.engine == "triton":
+            words = packed(table, at)
+        return Plan(table, self.orders[first], words)

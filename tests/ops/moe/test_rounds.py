@@ -1,0 +1,191 @@
+"""An exchange in rounds is the exchange without a bound, bit for bit, and its experts never see more rows than M."""
+
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fusedtp
+from fusedtp.comm import VirtualWorld
+from tests.harness import PerRank, WorldError, world
+from tests.ops.moe.laws import Case, build, mine
+from tests.ops.moe.test_exchange import cases
+from tests.properties.laws import assert_same, poison
+
+
+@dataclass(frozen=True)
+class Room:
+    """One exchange with room for `rows` rows; `rough`: inputs whose sums do round, else small integers."""
+
+    case: Case
+    rows: int
+    rough: bool
+
+
+@st.composite
+def rooms(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto")) -> Room:
+    case = draw(cases(engines))
+    each = case.num_experts // len(case.sizes)
+    most = max(1, sum(case.sizes) * min(case.top_k, each))
+    rows = draw(st.one_of(st.integers(1, most + 1), st.integers(max(1, most // 5), most + 1)))
+    return Room(case, rows, draw(st.booleans()))
+
+
+class Seen:
+    """Experts that multiply each row by a factor of theirs, and what they were given."""
+
+    def __init__(self, factors: Tensor) -> None:
+        self.factors = factors.clone().requires_grad_()
+        self.rows: list[int] = []
+        self.tensors: list[weakref.ref[Tensor]] = []
+
+    def held(self) -> int:
+        """How many of the tensors of rows that it was given somebody still holds."""
+        return sum(tensor() is not None for tensor in self.tensors)
+
+    def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        self.rows.append(len(rows))
+        self.tensors.append(weakref.ref(rows))
+        count = int(offsets[-1])
+        y = rows[:count] * self.factors.repeat_interleave(offsets.diff().long())[:, None]
+        return torch.cat([y, y.new_full((len(rows) - count, rows.shape[1]), float("nan"))])
+
+
+def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fusedtp.ops.moe.Room | None]:
+    """([y, dx, dweights, dfactors] of this rank, its experts, their room)."""
+    case, rank = room.case, group.rank()
+    data, here = build(case), mine(case, rank)
+    each = case.num_experts // len(case.sizes)
+    x, weights, factors, dy = data.x, data.weights, data.factors, data.gradients
+    if room.rough:
+        g = torch.Generator().manual_seed(case.seed)
+        x, dy, factors, weights = (
+            torch.randn(t.shape, generator=g).to(t.dtype) for t in (x, dy, factors, weights)
+        )
+    x, weights = x[here].clone().requires_grad_(), weights[here].clone().requires_grad_()
+    seen = Seen(factors[rank * each : (rank + 1) * each])
+    how = dict(sizes=case.sizes, engine=case.engine)
+    poison(group)
+    used = None
+    if bounded:
+        y, used = fusedtp.moe_rounds(
+            x, data.ids[here], weights, case.num_experts, group, seen, max_rows=room.rows, **how
+        )
+    else:
+        rows, offsets, handle = fusedtp.moe_dispatch(
+            x, data.ids[here], weights, case.num_experts, group, **how
+        )
+        y = fusedtp.moe_combine(seen(rows, offsets), handle)
+        del rows
+    assert seen.held() <= 1, f"{seen.held()} rounds' rows are kept for backward"
+    poison(group)
+    y.backward(dy[here])
+    return [y.detach(), x.grad, weights.grad, seen.factors.grad], seen, used
+
+
+def equals_the_unbounded(group, room: Room) -> None:
+    case, rank = room.case, group.rank()
+    got, seen, used = through(group, room, True)
+    want, _, _ = through(group, room, False)
+    who = f"{case.engine} rank {rank}: "
+    for name, mine_, theirs in zip(("y", "dx", "dweights"), got, want, strict=False):
+        assert_same(who + name, mine_, theirs)
+    if not room.rough and case.dtype in (torch.float32, torch.float64):  # whose sums are exact in any order
+        assert_same(who + "dfactors", got[3], want[3])
+    assert max(seen.rows) <= room.rows, f"{who}{seen.rows} rows at a time with room for {room.rows}"
+    ids, owners = build(case).ids, len(case.sizes)
+    counts = torch.bincount(ids[ids >= 0] * owners // case.num_experts, minlength=owners)
+    assert_same(who + "used", used.used, counts.int())
+    rounds = -(-int(counts.max()) // room.rows)
+    assert (used.bound, int(used.rounds)) == (room.rows, rounds)
+    assert len(seen.rows) == max(1, 2 * rounds - 1), (
+        f"{who}{len(seen.rows)} calls: later rounds are repeated once"
+    )
+
+
+@settings(max_examples=40)
+@given(rooms())
+def test_rounds_equal_no_bound(room):
+    world(len(room.case.sizes)).run(equals_the_unbounded, room)
+
+
+@settings(max_examples=12)
+@given(rooms())
+def test_rounds_equal_no_bound_between_threads(room):
+    VirtualWorld(len(room.case.sizes)).run(lambda group: equals_the_unbounded(group, room))
+
+
+@settings(max_examples=4)
+@given(rooms(engines=("triton",)).filter(lambda room: room.case.dtype != torch.float64))
+def test_rounds_of_kernels_equal_no_bound(room):
+    pytest.importorskip("triton")
+    world(len(room.case.sizes)).run(equals_the_unbounded, room)
+
+
+def refused(group, max_rows: int) -> None:
+    """An exchange in rounds with that room; afterwards the group is as good as before."""
+    ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+    try:
+        fusedtp.moe_rounds(torch.ones(2, 3), ids, weights, 2, group, lambda rows, _: rows, max_rows=max_rows)
+    finally:
+        y, _ = fusedtp.moe_rounds(
+            torch.ones(2, 3), ids, weights, 2, group, lambda rows, _: 2 * rows, max_rows=1
+        )
+        assert torch.equal(y, torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_no_room_is_refused(rows):
+    with pytest.raises(
+        WorldError, match=rf"rank \d: max_rows is {rows}; a round moves at least 1 row"
+    ) as raised:
+        world(2).run(refused, rows)
+    assert str(raised.value).count("ValueError: rank") == 2
+
+
+def test_one_rank_without_room_fails_its_peer_too():
+    with pytest.raises(WorldError, match="PeerFailed: rank 1 raised before it began"):
+        world(2).run(refused, PerRank([2, 0]))
+
+
+def test_ranks_with_other_room_are_told():
+    with pytest.raises(WorldError, match="max_rows is 2 on rank 0 and 3 on rank 1"):
+        world(2).run(refused, PerRank([2, 3]))
+
+
+def test_outputs_of_another_number_of_rows_are_refused():
+    ids = torch.tensor([[0], [1], [0]])
+    with pytest.raises(ValueError, match=r"y has shape \(1, 4\), wanted \[2, N\]"):
+        fusedtp.moe_rounds(
+            torch.ones(3, 4), ids, torch.ones(3, 1), 2, None, lambda rows, _: rows[:1], max_rows=2
+        )
+
+
+def compiled(group) -> None:
+    """In one graph, where the host knows no counts: as many rounds as any routing may need."""
+    fusedtp.reserve(group, 1 << 16)
+    generator = torch.Generator().manual_seed(group.rank())
+    ids = torch.rand(4, 4, generator=generator).argsort(1)[:, :2].int()
+    given = [torch.randint(-3, 4, (4, n), generator=generator).float() for n in (3, 2)]
+
+    def layer(x: Tensor, weights: Tensor) -> Tensor:
+        experts = lambda rows, offsets: rows.relu()  # noqa: E731
+        return fusedtp.moe_rounds(x, ids, weights, 4, group, experts, max_rows=6)[0]
+
+    found = []
+    torch._dynamo.reset()
+    for compute in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in given]
+        y = compute(*leaves)
+        y.backward(torch.ones_like(y))
+        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for eager, graph in zip(*found, strict=True):
+        assert torch.equal(eager, graph)
+
+
+def test_compiled_rounds_equal_eager_ones():
+    world(2).run(compiled, timeout=120)
