@@ -36,10 +36,10 @@ def feed_forward(
         act=config.hidden_act,
         capacity=moe.capacity,
         drop=moe.drop,
-        max_rows=moe.max_rows,
         layer=layer,
         device=device,
         dtype=dtype,
+        **moe.bound,
         **moe.router,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedtp.comm import Group
+from fusedtp.comm import Group, place
 
 from .layout import TokenLayout
 
@@ -21,6 +22,7 @@ PLAIN = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+ON_OVERFLOW = ("error", "rounds")
 
 
 class Experts(nn.Module):
@@ -33,7 +35,11 @@ class Experts(nn.Module):
         gate_proj, up_proj     [E, F, H]  down_proj [E, H, F]; cast to x.dtype
         return                 [T_r, H]
 
-    max_rows   room for rows of this rank's experts; None: what any routing needs. See fusedtp.moe_dispatch
+    max_rows     room for rows of this rank's experts; None: what any routing needs. See fusedtp.moe_dispatch
+    room         or that room as a multiple of an even share, T k / W rows of T tokens on all W ranks
+    on_overflow  what more rows do: "error", or "rounds", which take them max_rows at a time. See fusedtp.moe_rounds
+    used         with "rounds", the Room of the last call
+
     Parallel: this rank has E / W experts, and rows travel; see hooks.py.
     """
 
@@ -46,6 +52,8 @@ class Experts(nn.Module):
         act: str = "silu",
         gated: bool = True,
         max_rows: int | None = None,
+        room: float | None = None,
+        on_overflow: str = "error",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -57,7 +65,11 @@ class Experts(nn.Module):
         if min(dim, hidden, num_experts) < 1:
             raise ValueError(f"dim {dim}, hidden {hidden} and num_experts {num_experts} must be at least 1")
         self.dim, self.hidden, self.num_experts, self.act = dim, hidden, num_experts, act
-        self.max_rows = max_rows
+        found = room_faults(max_rows, room, on_overflow)
+        if found:
+            raise ValueError("; ".join(found))
+        self.max_rows, self.room, self.on_overflow = max_rows, room, on_overflow
+        self.used: Any = None
         self.parallel: Any = None
 
         def weight(out_features: int, in_features: int) -> nn.Parameter:
@@ -100,19 +112,55 @@ class Experts(nn.Module):
 
         num_experts   of all ranks, as expert_ids count them
         """
-        from fusedtp.ops.moe import grouped_gated, grouped_matmul, moe_combine, moe_dispatch
+        from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_rounds
+
+        given = (x, expert_ids, weights, num_experts, group)
+        where: dict[str, Any] = dict(sizes=sizes, engine=engine, layer=layer)
+        bound = self._bound(x.shape[0] if sizes is None else sizes, expert_ids.shape[1], group)
+        if self.on_overflow == "rounds":
+            assert bound is not None
+            y, self.used = moe_rounds(
+                *given, lambda rows, offsets: self.matmuls(rows, offsets, own), max_rows=bound, **where
+            )
+            return y
+        rows, offsets, handle = moe_dispatch(*given, max_rows=bound, **where)
+        return moe_combine(self.matmuls(rows, offsets, own), handle)
+
+    def matmuls(self, rows: Tensor, offsets: Tensor, own: Sequence[Tensor | None]) -> Tensor:
+        """rows [R, H] by expert, see grouped_matmul -> [R, H]."""
+        from fusedtp.ops.moe import grouped_gated, grouped_matmul
 
         gate, up, down = own
         assert up is not None and down is not None
-        rows, offsets, handle = moe_dispatch(
-            x, expert_ids, weights, num_experts, group,
-            max_rows=self.max_rows, sizes=sizes, engine=engine, layer=layer,
-        )  # fmt: skip
         if gate is not None:
             hidden = grouped_gated(rows, gate, up, offsets, act=self.act)
         else:
             hidden = PLAIN[self.act](grouped_matmul(rows, up, offsets))
-        return moe_combine(grouped_matmul(hidden, down, offsets), handle)
+        return grouped_matmul(hidden, down, offsets)
+
+    def _bound(self, tokens: int | Sequence[int], top_k: int, group: Group | None) -> int | None:
+        """Rows that a rank has room for, of `tokens` on each rank: the same on all."""
+        if self.room is None:
+            return self.max_rows
+        ranks = 1 if group is None else place(group).world_size
+        total = tokens * ranks if isinstance(tokens, int) else sum(tokens)
+        return max(1, math.ceil(self.room * total * top_k / ranks))
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), act={self.act}"
+
+
+def room_faults(max_rows: int | None, room: float | None, on_overflow: str) -> list[str]:
+    """What is wrong with a bound of rows, in words."""
+    found = []
+    if on_overflow not in ON_OVERFLOW:
+        found.append(f"on_overflow is {on_overflow!r}, must be one of {', '.join(ON_OVERFLOW)}")
+    if max_rows is not None and room is not None:
+        found.append(f"max_rows is {max_rows} and room is {room}: give one of them")
+    if room is not None and not 0 < room < math.inf:
+        found.append(f"room is {room}, must be positive")
+    if on_overflow == "rounds" and max_rows is None and room is None:
+        found.append("on_overflow is 'rounds', which needs max_rows or room")
+    if max_rows is not None and max_rows < (on_overflow == "rounds"):
+        found.append(f"max_rows is {max_rows}, must be at least {int(on_overflow == 'rounds')}")
+    return found

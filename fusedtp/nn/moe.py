@@ -35,7 +35,8 @@ class MoE(nn.Module):
     capacity, drop         how much more than its even share an expert takes, and which choices it refuses beyond
                            ("position" or "probability", see capacity.py); None: it takes all. A token whose choices
                            are all refused keeps only what goes around this layer
-    max_rows               room for rows of this rank's experts, see fusedtp.moe_dispatch
+    max_rows, room, on_overflow
+                           room for rows of this rank's experts, and what more of them do; see Experts
     options                of the Router: score, normalize, balance_loss, ...
 
     The router's losses are not in y: whoever makes the loss adds those of `layout.routings`, as CausalLM does.
@@ -58,6 +59,8 @@ class MoE(nn.Module):
         capacity: float | None = None,
         drop: str = "position",
         max_rows: int | None = None,
+        room: float | None = None,
+        on_overflow: str = "error",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -70,7 +73,8 @@ class MoE(nn.Module):
         self.capacity, self.drop = capacity, drop
         on: dict[str, Any] = dict(device=device, dtype=dtype)
         self.router = Router(dim, num_experts, top_k, **options, **on)
-        self.experts = Experts(dim, hidden, num_experts, act=act, gated=gated, max_rows=max_rows, **on)
+        bound: dict[str, Any] = dict(max_rows=max_rows, room=room, on_overflow=on_overflow)
+        self.experts = Experts(dim, hidden, num_experts, act=act, gated=gated, **bound, **on)
         self.shared = GatedMLP(dim, shared, act, **on) if shared else None
         self.split_shared = split_shared
         if self.shared is not None and split_shared:
@@ -84,8 +88,6 @@ class MoE(nn.Module):
         routing = self.router(x, layout, balanced or sharing, sequence_group=sharing)
         if self.capacity is not None:
             routing = self._bounded(routing, layout, balanced or sharing)
-        if layout is not None and layout.routings is not None:
-            layout.routings.append(routing)
 
         def routed(x: Tensor) -> Tensor:
             y: Tensor = self.experts(x, routing.expert_ids, routing.weights, layout)
@@ -93,10 +95,14 @@ class MoE(nn.Module):
 
         shared = self.shared
         if shared is None:
-            return routed(x)
-        if self.split_shared:
-            return routed(x) + shared(x, layout)
-        return beside(routed, lambda x: shared(x, layout), x)
+            y = routed(x)
+        elif self.split_shared:
+            y = routed(x) + shared(x, layout)
+        else:
+            y = beside(routed, lambda x: shared(x, layout), x)
+        if layout is not None and layout.routings is not None:
+            layout.routings.append(routing._replace(room=self.experts.used))
+        return y
 
     def _bounded(self, routing: Routing, layout: TokenLayout | None, group: Group | None) -> Routing:
         """What the experts' capacity leaves of the choices."""

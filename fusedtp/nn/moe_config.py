@@ -25,6 +25,8 @@ class MoEConfig:
     capacity: float | None = None
     drop: Literal["position", "probability"] = "position"
     max_rows: int | None = None
+    room: float | None = None
+    on_overflow: Literal["error", "rounds"] = "error"
     score: Literal["softmax", "sigmoid"] = "softmax"
     score_after_topk: bool = False
     normalize: bool = True
@@ -42,6 +44,7 @@ class MoEConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong, in words."""
+        from .experts import room_faults
         from .router import Router
 
         found = [
@@ -51,6 +54,7 @@ class MoEConfig:
         ]
         if self.capacity is not None and not self.capacity > 0:
             found.append(f"capacity is {self.capacity}, must be positive")
+        found += room_faults(self.max_rows, self.room, self.on_overflow)
         if self.hidden < 1:
             found.append(f"hidden is {self.hidden}, must be at least 1")
         try:
@@ -60,9 +64,22 @@ class MoEConfig:
         return found
 
     @property
+    def bound(self) -> dict[str, Any]:
+        """The Experts' room."""
+        return {"max_rows": self.max_rows, "room": self.room, "on_overflow": self.on_overflow}
+
+    @property
     def router(self) -> dict[str, Any]:
         """The Router's options."""
-        own = (
-            "num_experts", "top_k", "hidden", "shared", "split_shared", "first_dense", "capacity", "drop", "max_rows",
-        )  # fmt: skip
+        own = {
+            "num_experts",
+            "top_k",
+            "hidden",
+            "shared",
+            "split_shared",
+            "first_dense",
+            "capacity",
+            "drop",
+            *self.bound,
+        }
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}

@@ -44,6 +44,7 @@ class Routing(NamedTuple):
     max_violation       fp32 scalar      MaxVio of this rank's tokens; of all: max_violation(summed counts)
     dropped             int64 [E]        choices of this rank that a capacity refused, which are -1 in expert_ids; None
                         where there is no capacity. tokens_per_expert counts them too
+    room                fusedtp.ops.moe.Room: what the experts used of theirs; None where they take no rounds
     """
 
     expert_ids: Tensor
@@ -53,6 +54,7 @@ class Routing(NamedTuple):
     mean_probability: Tensor
     max_violation: Tensor
     dropped: Tensor | None = None
+    room: Any = None
 
 
 class Router(nn.Module):

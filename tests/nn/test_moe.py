@@ -107,6 +107,12 @@ def test_the_model_adds_the_routers_losses_once_a_step():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (dict(on_overflow="drop"), "on_overflow is 'drop', must be one of error, rounds"),
+        (dict(on_overflow="rounds"), "on_overflow is 'rounds', which needs max_rows or room"),
+        (dict(on_overflow="rounds", max_rows=0), "max_rows is 0, must be at least 1"),
+        (dict(max_rows=-1), "max_rows is -1, must be at least 0"),
+        (dict(max_rows=1, room=1.0), "max_rows is 1 and room is 1.0: give one of them"),
+        (dict(room=0.0), "room is 0.0, must be positive"),
         (dict(act="relu"), "act of gated experts is 'relu'"),
         (dict(gated=False, act="tanh"), "act of ungated experts is 'tanh'"),
         (dict(hidden=0), "hidden 0 and num_experts 4 must be at least 1"),
@@ -119,6 +125,7 @@ def test_experts_that_there_are_not_are_refused(given, words):
 
 def test_all_faults_of_a_configuration_are_named_together():
     with pytest.raises(
-        ValueError, match=r"moe: shared is -1.*moe: hidden is 0.*moe: Router: top_k 9 of only 8 experts"
+        ValueError,
+        match=r"moe: shared is -1.*moe: room is -1.*moe: hidden is 0.*moe: Router: top_k 9 of only 8 experts",
     ):
-        ModelConfig(moe=MoEConfig(top_k=9, hidden=0, shared=-1))
+        ModelConfig(moe=MoEConfig(top_k=9, hidden=0, shared=-1, room=-1))

@@ -36,6 +36,8 @@ CASES = {
     "sinkhorn": replace(SMALL, top_k=1, sinkhorn=3, normalize=False),
     "capacity by position": replace(SMALL, capacity=0.8),
     "capacity by probability": replace(SMALL, capacity=1.0, drop="probability"),
+    "in rounds of 5 rows": replace(SMALL, max_rows=5, on_overflow="rounds"),
+    "in rounds of a third of a share": replace(SMALL, room=1 / 3, on_overflow="rounds", capacity=0.8),
     "one expert a rank": replace(SMALL, num_experts=4, top_k=1),
 }
 

@@ -11,7 +11,9 @@ in the round's window, and in its orders the slots of the round come first, the 
 
 Every slot has its row in one round and zeros in the others, so the rounds' parts add up exactly, and the sum over a
 token's choices is made afterwards, in their order, in fp32, rounded once: the bits of an exchange without a bound. So
-are those of dx, for which the slots' gradients are kept apart until the last. (A zero may lose its sign.)
+are those of dx, for which the slots' gradients are kept apart until the last. (A zero may lose its sign. And the last
+sum is torch's: compilers may join a product and a sum there and not in the kernels' combine, or the other way round,
+which rounds the fp32 sums of `triton` otherwise.)
 """
 
 from __future__ import annotations

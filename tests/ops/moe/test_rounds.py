@@ -27,11 +27,13 @@ class Room:
 
 
 @st.composite
-def rooms(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto")) -> Room:
+def rooms(
+    draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto"), rounds: int = 24
+) -> Room:
+    """At most so many rounds."""
     case = draw(cases(engines))
-    each = case.num_experts // len(case.sizes)
-    most = max(1, sum(case.sizes) * min(case.top_k, each))
-    rows = draw(st.one_of(st.integers(1, most + 1), st.integers(max(1, most // 5), most + 1)))
+    most = sum(case.sizes) * min(case.top_k, case.num_experts // len(case.sizes))
+    rows = draw(st.integers(max(1, -(-most // rounds)), max(2, most + 1)))
     return Room(case, rows, draw(st.booleans()))
 
 
@@ -63,9 +65,11 @@ def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fused
     x, weights, factors, dy = data.x, data.weights, data.factors, data.gradients
     if room.rough:
         g = torch.Generator().manual_seed(case.seed)
-        x, dy, factors, weights = (
+        x, dy, factors, rough = (
             torch.randn(t.shape, generator=g).to(t.dtype) for t in (x, dy, factors, weights)
         )
+        if case.engine != "triton":  # with powers of two it does not matter how a product joins its sum
+            weights = rough
     x, weights = x[here].clone().requires_grad_(), weights[here].clone().requires_grad_()
     seen = Seen(factors[rank * each : (rank + 1) * each])
     how = dict(sizes=case.sizes, engine=case.engine)
@@ -119,11 +123,11 @@ def test_rounds_equal_no_bound_between_threads(room):
     VirtualWorld(len(room.case.sizes)).run(lambda group: equals_the_unbounded(group, room))
 
 
-@settings(max_examples=4)
-@given(rooms(engines=("triton",)).filter(lambda room: room.case.dtype != torch.float64))
-def test_rounds_of_kernels_equal_no_bound(room):
+def test_rounds_of_kernels_equal_no_bound():
+    """Of 8 and 6 rows: in three rounds, the last of which has rows of one owner alone."""
     pytest.importorskip("triton")
-    world(len(room.case.sizes)).run(equals_the_unbounded, room)
+    case = Case("triton", (5, 3), 4, 2, 3, torch.float32, "one", 0.1, 1)
+    world(2).run(equals_the_unbounded, Room(case, 3, True), timeout=200)
 
 
 def refused(group, max_rows: int) -> None:
