@@ -31,6 +31,8 @@ class ExpertLoad:
         self.group, self.rate = world.token_ranks(model.token_split[1] > 1), rate
         experts = routers[0].num_experts if routers else 0
         self.counts = torch.zeros(2, len(routers), experts, dtype=torch.int64, device=world.device)
+        # bound, most rows used, most rounds
+        self.room = torch.zeros(3, dtype=torch.int64, device=world.device)
 
     def add(self, routings: Sequence[Routing]) -> None:
         """What the routers decided in a microbatch, in the order of layers."""
@@ -38,6 +40,10 @@ class ExpertLoad:
             self.counts[0, layer] += routing.tokens_per_expert
             if routing.dropped is not None:
                 self.counts[1, layer] += routing.dropped
+            if routing.room is not None:
+                bound, used, rounds = routing.room
+                for i, value in enumerate((bound, used.max(), rounds)):
+                    self.room[i].clamp_(min=value)
 
     def step(self) -> dict[str, Any]:
         """After the optimizer: move the biases, and start anew. Collective. Empty of a model without experts.
@@ -45,11 +51,15 @@ class ExpertLoad:
         expert_load      choices by layer and expert
         max_violation    of the layer where the busiest expert has most beyond its even share, as a part of that
         dropped_share    of all choices
+        expert_rows_bound, expert_rows_used, expert_rounds
+                         where experts take rounds: rows that a rank has room for, the most that one used in a
+                         microbatch, and in how many rounds
         """
         if not self.counts.numel():
             return {}
         if self.group is not None:
             dist.all_reduce(self.counts, group=self.group)
+            dist.all_reduce(self.room, dist.ReduceOp.MAX, group=self.group)
         load, dropped = self.counts
         if self.biases:
             for bias, moved in zip(
@@ -61,7 +71,11 @@ class ExpertLoad:
             "max_violation": float(max_violation(load).max()),
             "dropped_share": float(dropped.sum() / load.sum().clamp(min=1)),
         }
+        bound, used, rounds = self.room.tolist()
+        if bound:
+            found |= {"expert_rows_bound": bound, "expert_rows_used": used, "expert_rounds": rounds}
         self.counts.zero_()
+        self.room.zero_()
         return found
 
 

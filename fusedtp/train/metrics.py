@@ -153,6 +153,8 @@ class Screen:
             numbers += f"  busiest expert {1 + record['max_violation']:.2f} x its share"
         if record.get("dropped_share"):
             numbers += f"  dropped {record['dropped_share']:.1%}"
+        if record.get("expert_rounds", 1) > 1:
+            numbers += f"  experts in {record['expert_rounds']} rounds"
         self.progress.update(self.task, completed=step, numbers=numbers)
         if not self.console.is_terminal and (step % max(1, self.steps // 10) == 0 or step == 1):
             self.console.print(f"step {step}/{self.steps}  {numbers}", highlight=False)

@@ -12,7 +12,9 @@ from fusedtp.train.experts import ExpertLoad, heat_map
 from fusedtp.train.world import World
 from tests.train.test_run import TINY, command, summary_of
 
-EXPERTS = "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001"
+EXPERTS = (
+    "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001 --room 0.9"
+)
 
 
 @pytest.mark.slow
@@ -41,6 +43,8 @@ def test_ranks_with_experts_train_like_one_process(tmp_path, ranks):
     )
     assert all(0 <= record["dropped_share"] < 1 for record in steps)
     assert any(record["dropped_share"] > 0 for record in steps)
+    assert all(record["expert_rows_used"] > record["expert_rows_bound"] > 0 for record in steps)
+    assert all(record["expert_rounds"] == 2 for record in steps)
     assert "busiest expert" in done.stdout and "dropped" in done.stdout
     assert (tmp_path / "main" / "experts.png").read_bytes().startswith(b"\x89PNG")
 
@@ -71,6 +75,18 @@ def test_load_is_counted_over_microbatches_and_moves_the_biases():
     assert np.array(load.step()["expert_load"]).sum() == 0, "a step begins with nothing"
 
 
+def test_the_most_that_was_used_of_the_experts_room_is_kept():
+    model = tiny_model(room=0.4, on_overflow="rounds")
+    load = ExpertLoad(model, World(), rate=0.0)
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    load.add(model(ids, ids).routings)
+    load.add(model(ids[:, :3], ids[:, :3]).routings)
+    found = load.step()
+    room = {name: found[f"expert_{name}"] for name in ("rows_bound", "rows_used", "rounds")}
+    assert room == {"rows_bound": 4, "rows_used": 10, "rounds": 3}, "of 5 tokens with two choices each"
+    assert "expert_rounds" not in load.step(), "a step begins with nothing"
+
+
 def test_a_model_without_experts_has_no_load():
     model = CausalLM(ModelConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     load = ExpertLoad(model, World(), rate=0.0)
@@ -94,6 +110,8 @@ def test_faults_of_experts_are_reported_together():
             "7",
             "--capacity",
             "0",
+            "--room",
+            "-1",
             "--dense-layers",
             "4",
             "--expert-width",
@@ -106,6 +124,7 @@ def test_faults_of_experts_are_reported_together():
     for words in (
         "--expert-width 0",
         "--capacity 0.0",
+        "--room -1.0",
         "--top-k 7 of only 6",
         "--dense-layers 4 of 4",
         "--experts 6 with --ep 4",
