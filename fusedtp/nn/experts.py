@@ -39,6 +39,7 @@ class Experts(nn.Module):
     room         or that room as a multiple of an even share, T k / W rows of T tokens on all W ranks
     on_overflow  what more rows do: "error", or "rounds", which take them max_rows at a time. See fusedtp.moe_rounds
     used         with "rounds", the Room of the last call
+    weights_sum  what a token's weights should sum to, checked on CPU; None: they may be any
 
     Parallel: this rank has E / W experts, and rows travel; see hooks.py.
     """
@@ -54,6 +55,7 @@ class Experts(nn.Module):
         max_rows: int | None = None,
         room: float | None = None,
         on_overflow: str = "error",
+        weights_sum: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Experts(nn.Module):
         if found:
             raise ValueError("; ".join(found))
         self.max_rows, self.room, self.on_overflow = max_rows, room, on_overflow
+        self.weights_sum = weights_sum
         self.used: Any = None
         self.parallel: Any = None
 
@@ -115,7 +118,9 @@ class Experts(nn.Module):
         from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_rounds
 
         given = (x, expert_ids, weights, num_experts, group)
-        where: dict[str, Any] = dict(sizes=sizes, engine=engine, layer=layer)
+        parts = 1 if self.parallel is None else self.parallel.shares.tensor_parallel  # of each choice
+        total = None if self.weights_sum is None else self.weights_sum * parts
+        where: dict[str, Any] = dict(sizes=sizes, engine=engine, layer=layer, weights_sum=total)
         bound = self._bound(x.shape[0] if sizes is None else sizes, expert_ids.shape[1], group)
         if self.on_overflow == "rounds":
             assert bound is not None

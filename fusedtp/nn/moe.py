@@ -74,7 +74,10 @@ class MoE(nn.Module):
         on: dict[str, Any] = dict(device=device, dtype=dtype)
         self.router = Router(dim, num_experts, top_k, **options, **on)
         bound: dict[str, Any] = dict(max_rows=max_rows, room=room, on_overflow=on_overflow)
-        self.experts = Experts(dim, hidden, num_experts, act=act, gated=gated, **bound, **on)
+        weights_sum = self.router.scale if self.router.normalize else None
+        self.experts = Experts(
+            dim, hidden, num_experts, act=act, gated=gated, weights_sum=weights_sum, **bound, **on
+        )
         self.shared = GatedMLP(dim, shared, act, **on) if shared else None
         self.split_shared = split_shared
         if self.shared is not None and split_shared:

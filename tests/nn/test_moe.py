@@ -81,6 +81,16 @@ def test_a_layer_is_router_experts_and_the_shared_expert():
     assert set(routing.losses) == {"balance_loss"}
 
 
+def test_a_router_that_normalises_is_held_to_its_sum():
+    moe = init_(MoE(6, 5, 4, 2, normalize=True, scale=2.5), 0, std=0.5)
+    x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+    moe(x)
+    moe.router.scale = 2.0
+    with pytest.raises(ValueError, match=r"the weights of token 0 sum to 2, wanted 2.5"):
+        moe(x)
+    assert MoE(6, 5, 4, 2).experts.weights_sum is None
+
+
 def test_the_model_adds_the_routers_losses_once_a_step():
     """Two microbatches with the step's count of labels give the gradient of one batch, up to the routers' own mean."""
     config = ModelConfig(

@@ -54,6 +54,7 @@ def moe_dispatch(
     sizes: Sequence[int] | None = None,
     engine: str = "auto",
     layer: str = "",
+    weights_sum: float | None = None,
 ) -> tuple[Tensor, Tensor, MoEHandle]:
     """Send each token to the experts that it chose. Rank r owns the experts r E / W, ..., (r + 1) E / W - 1.
 
@@ -64,6 +65,8 @@ def moe_dispatch(
         max_rows               room for rows of this rank's experts, the same on all ranks; default what any routing
                                needs, T * min(k, E / W), or on CPU in eager code what did come
         sizes                  tokens of every rank; default as many as here on all of them
+        weights_sum            what the weights of a token should sum to; checked on CPU, of tokens without a dropped
+                               choice, up to the rounding of weights.dtype
         return rows  [max_rows, K]  by expert, source rank and slot (token * k + choice)
                offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
                handle   for moe_combine
@@ -76,7 +79,9 @@ def moe_dispatch(
     """
     at = ALONE if group is None else place(group)
     with in_step(at):
-        plan, where = planned(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+        plan, where = planned(
+            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum
+        )
         if host_knows(plan, where):
             where = _known_room(plan, where)
         return send(x, weights, plan, where)
@@ -92,12 +97,15 @@ def planned(
     sizes: Sequence[int] | None,
     engine: str,
     layer: str,
+    weights_sum: float | None,
 ) -> tuple[Plan, Exchange]:
     """What was given, checked, and the plan that all ranks make of it. Whether there is room is not looked at."""
     where = _exchange(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
     ids = expert_ids.detach()
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(ids, weights.detach(), num_experts, at)
+        if weights_sum is not None:
+            _check_sums(ids, weights.detach(), weights_sum, at)
     return Plan(*torch.ops.fusedtp.moe_plan(ids, *where.flat)), where
 
 
@@ -202,6 +210,19 @@ def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> 
     if bad.any():
         t, j = bad.nonzero()[0].tolist()
         raise ValueError(f"{who}weights[{t}, {j}] is {float(weights[t, j])}")
+
+
+def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
+    """Each of k weights has a few roundings (a score, a sum of k, a quotient, the scale); their sum here has none."""
+    wide = weights.double()
+    sums, k = wide.sum(1), ids.shape[1]
+    explained = (k + 8) * torch.finfo(weights.dtype).eps * wide.abs().sum(1).clamp(min=abs(wanted))
+    bad = ((sums - wanted).abs() > explained) & (ids >= 0).all(1)
+    if bad.any():
+        t = int(bad.nonzero()[0])
+        raise ValueError(
+            f"rank {at.rank}: the weights of token {t} sum to {float(sums[t]):.9g}, wanted {wanted:.9g}"
+        )
 
 
 def _known_room(plan: Plan, at: Exchange) -> Exchange:

@@ -61,10 +61,11 @@ def moe_rounds(
     sizes: Sequence[int] | None = None,
     engine: str = "auto",
     layer: str = "",
+    weights_sum: float | None = None,
 ) -> tuple[Tensor, Room]:
     """Dispatch, experts and combine with room for max_rows rows, in as many rounds as that takes.
 
-        x, expert_ids, weights, num_experts, group, sizes, engine    as in moe_dispatch
+        x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum    as in moe_dispatch
         compute      (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each row by itself
         max_rows     at least 1, the same on all ranks
         return       y [T_r, N], and Room
@@ -82,7 +83,9 @@ def moe_rounds(
     with in_step(at):
         if max_rows < 1:
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
-        plan, where = planned(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+        plan, where = planned(
+            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum
+        )
     room = _room(plan, where)
     found = Blocks(plan.table, where).rows if host_knows(plan, where) else None
     most = where.most_rows if found is None else max(found)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fusedtp
 from tests.harness import PerRank, WorldError, world
@@ -14,19 +16,21 @@ GOOD = dict(
     width=4,
     dtype=torch.float32,
     max_rows=None,
+    weights_sum=None,
 )
 
 
-def exchange(group, given: dict, engine: str) -> list[int]:
-    """One dispatch and combine by what is given, then a good one."""
+def exchange(group, changes: dict, engine: str) -> list[int]:
+    """One dispatch and combine with these changes, then a good one."""
     found = None
-    for case in (GOOD | given, GOOD):
+    for case in (GOOD | changes, GOOD):
         ids = torch.tensor(case["ids"])
         x = torch.ones(case["tokens"], case["width"], dtype=case["dtype"])
         weights = torch.full(ids.shape, case["weights"])
         try:
+            bounds = dict(max_rows=case["max_rows"], weights_sum=case["weights_sum"])
             rows, offsets, handle = fusedtp.moe_dispatch(
-                x, ids, weights, case["experts"], group, max_rows=case["max_rows"], engine=engine
+                x, ids, weights, case["experts"], group, engine=engine, **bounds
             )
             fusedtp.moe_combine(rows, handle)
         except Exception as error:
@@ -58,6 +62,10 @@ ALIKE = {  # every rank gives the same
         r"rank \d: 8 rows go to the experts of rank 0, which has room for max_rows = 7",
     ),
     "negative room": (dict(max_rows=-1), r"rank \d: max_rows is -1"),
+    "weights of another sum": (
+        dict(weights_sum=2.5),
+        r"rank \d: the weights of token 0 sum to 1, wanted 2.5",
+    ),
     "integers": (dict(dtype=torch.int64), r"rank \d: x is torch.int64"),
 }
 
@@ -65,9 +73,9 @@ ALIKE = {  # every rank gives the same
 @pytest.mark.parametrize("engine", ["chunked", "collective"])
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_does_not_fit_raises_on_every_rank(name, engine):
-    given, words = ALIKE[name]
+    changes, words = ALIKE[name]
     with pytest.raises(WorldError, match=words) as raised:
-        world(2).run(exchange, given, engine)
+        world(2).run(exchange, changes, engine)
     assert str(raised.value).count("ValueError: rank") >= 2
 
 
@@ -83,9 +91,9 @@ DIFFER = {
 
 @pytest.mark.parametrize("name", DIFFER)
 def test_ranks_that_disagree_are_told_how(name):
-    given, words = DIFFER[name]
+    changes, words = DIFFER[name]
     with pytest.raises(WorldError, match=words):
-        world(2).run(exchange, PerRank([{}, given]), "chunked")
+        world(2).run(exchange, PerRank([{}, changes]), "chunked")
 
 
 def test_a_fault_of_one_rank_fails_its_peer_too():
@@ -106,3 +114,27 @@ def test_engines_that_there_are_not_are_refused():
     x, ids = torch.ones(3, 4), torch.tensor(GOOD["ids"])
     with pytest.raises(ValueError, match="engine is 'nccl'; it must be one of"):
         fusedtp.moe_dispatch(x, ids, torch.ones(3, 2), 4, None, engine="nccl")
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 8), st.integers(1, 9), st.sampled_from([1.0, 2.5, 16.0]), st.integers(0, 2**32),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)  # fmt: skip
+def test_only_more_than_roundings_makes_another_sum(k, tokens, scale, seed, dtype):
+    """Normalised weights pass, also where choices were dropped; one of a greater error does not."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, 8, generator=g).argsort(1)[:, :k]
+    weights = scale * (3 * torch.randn(tokens, k, generator=g).to(dtype)).softmax(1)
+    x, at = torch.zeros(tokens, 1), int(torch.randint(tokens, (1,), generator=g))
+    fusedtp.moe_dispatch(x, ids, weights, 8, None, weights_sum=scale)
+    ids[at, 0] = -1
+    wrong = weights.clone()
+    wrong[at] *= 2
+    fusedtp.moe_dispatch(x, ids, wrong, 8, None, weights_sum=scale)
+    wrong = weights.clone()
+    where = (at + 1) % tokens
+    wrong[where, 0] += scale * (1 if dtype == torch.bfloat16 else 1e-4)
+    if tokens > 1:
+        with pytest.raises(ValueError, match=f"rank 0: the weights of token {where} sum to"):
+            fusedtp.moe_dispatch(x, ids, wrong, 8, None, weights_sum=scale)
