@@ -21,7 +21,9 @@ OPERATIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "moe_plan", "moe_move", "moe_pull",
 )  # fmt: skip
 ENGINES = ("collective", "chunked", "triton")
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool,
+          torch.uint8)  # fmt: skip
+WIRES = ("", "fp8")  # how rows travel to their experts: as they are, or in another form
 FIELDS = (
     "operation",
     "call number",
@@ -36,6 +38,7 @@ FIELDS = (
     "top_k",
     "num_experts",
     "max_rows",
+    "wire",
 )
 MAX_SIZES = 64
 NUM_WORDS = len(FIELDS) + MAX_SIZES
@@ -46,7 +49,8 @@ class Signature:
     """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
 
     tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
-    top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0
+    top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0;
+    wire a number of WIRES
     """
 
     operation: str
@@ -62,6 +66,7 @@ class Signature:
     top_k: int = 0
     experts: int = 0
     max_rows: int = 0
+    wire: int = 0
 
     def words(self, call: int) -> np.ndarray:
         """[NUM_WORDS] int64."""
@@ -80,7 +85,7 @@ def _template(s: Signature) -> np.ndarray:
     dtype = DTYPES.index(s.dtype) if s.dtype in DTYPES else -1
     out[: len(FIELDS)] = (
         OPERATIONS.index(s.operation), 0, ENGINES.index(s.engine), dtype, s.features, s.batch,
-        s.weights, s.needs_grad, s.with_bias, s.tables, s.top_k, s.experts, s.max_rows,
+        s.weights, s.needs_grad, s.with_bias, s.tables, s.top_k, s.experts, s.max_rows, s.wire,
     )  # fmt: skip
     sizes = s.sizes[:MAX_SIZES]
     out[len(FIELDS) : len(FIELDS) + len(sizes)] = sizes
@@ -107,6 +112,8 @@ def _show(index: int, words: np.ndarray) -> str:
         return ENGINES[value] if 0 <= value < len(ENGINES) else str(value)
     if FIELDS[index] == "max_rows":
         return str(value - 1) if value else "None"
+    if FIELDS[index] == "wire":
+        return repr(WIRES[value]) if 0 <= value < len(WIRES) else str(value)
     if index == 3:
         return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "another dtype"
     return str(value)

@@ -39,7 +39,7 @@ def feed_forward(
         layer=layer,
         device=device,
         dtype=dtype,
-        **moe.bound,
+        **moe.exchange,
         **moe.router,
     )
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.comm import Group, place
+from fusedtp.comm.signature import WIRES
 
 from .layout import TokenLayout
 
@@ -39,6 +40,7 @@ class Experts(nn.Module):
     room         or that room as a multiple of an even share, T k / W rows of T tokens on all W ranks
     on_overflow  what more rows do: "error", or "rounds", which take them max_rows at a time. See fusedtp.moe_rounds
     used         with "rounds", the Room of the last call
+    wire         "" or "fp8": in which form rows travel to their experts, also where all experts are here
     weights_sum  what a token's weights should sum to, checked on CPU; None: they may be any
 
     Parallel: this rank has E / W experts, and rows travel; see hooks.py.
@@ -56,6 +58,7 @@ class Experts(nn.Module):
         room: float | None = None,
         on_overflow: str = "error",
         weights_sum: float | None = None,
+        wire: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -67,11 +70,11 @@ class Experts(nn.Module):
         if min(dim, hidden, num_experts) < 1:
             raise ValueError(f"dim {dim}, hidden {hidden} and num_experts {num_experts} must be at least 1")
         self.dim, self.hidden, self.num_experts, self.act = dim, hidden, num_experts, act
-        found = room_faults(max_rows, room, on_overflow)
+        found = exchange_faults(max_rows, room, on_overflow, wire)
         if found:
             raise ValueError("; ".join(found))
         self.max_rows, self.room, self.on_overflow = max_rows, room, on_overflow
-        self.weights_sum = weights_sum
+        self.weights_sum, self.wire = weights_sum, wire
         self.used: Any = None
         self.parallel: Any = None
 
@@ -120,7 +123,9 @@ class Experts(nn.Module):
         given = (x, expert_ids, weights, num_experts, group)
         parts = 1 if self.parallel is None else self.parallel.shares.tensor_parallel  # of each choice
         total = None if self.weights_sum is None else self.weights_sum * parts
-        where: dict[str, Any] = dict(sizes=sizes, engine=engine, layer=layer, weights_sum=total)
+        where: dict[str, Any] = dict(
+            sizes=sizes, engine=engine, layer=layer, weights_sum=total, wire=self.wire
+        )
         bound = self._bound(x.shape[0] if sizes is None else sizes, expert_ids.shape[1], group)
         if self.on_overflow == "rounds":
             assert bound is not None
@@ -155,9 +160,11 @@ class Experts(nn.Module):
         return f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), act={self.act}"
 
 
-def room_faults(max_rows: int | None, room: float | None, on_overflow: str) -> list[str]:
-    """What is wrong with a bound of rows, in words."""
+def exchange_faults(max_rows: int | None, room: float | None, on_overflow: str, wire: str) -> list[str]:
+    """What is wrong with these options of the exchange, in words."""
     found = []
+    if wire not in WIRES:
+        found.append(f"wire is {wire!r}, must be one of {', '.join(map(repr, WIRES))}")
     if on_overflow not in ON_OVERFLOW:
         found.append(f"on_overflow is {on_overflow!r}, must be one of {', '.join(ON_OVERFLOW)}")
     if max_rows is not None and room is not None:

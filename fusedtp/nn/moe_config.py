@@ -27,6 +27,7 @@ class MoEConfig:
     max_rows: int | None = None
     room: float | None = None
     on_overflow: Literal["error", "rounds"] = "error"
+    wire: Literal["", "fp8"] = ""
     score: Literal["softmax", "sigmoid"] = "softmax"
     score_after_topk: bool = False
     normalize: bool = True
@@ -44,7 +45,7 @@ class MoEConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong, in words."""
-        from .experts import room_faults
+        from .experts import exchange_faults
         from .router import Router
 
         found = [
@@ -54,7 +55,7 @@ class MoEConfig:
         ]
         if self.capacity is not None and not self.capacity > 0:
             found.append(f"capacity is {self.capacity}, must be positive")
-        found += room_faults(self.max_rows, self.room, self.on_overflow)
+        found += exchange_faults(**self.exchange)
         if self.hidden < 1:
             found.append(f"hidden is {self.hidden}, must be at least 1")
         try:
@@ -64,22 +65,15 @@ class MoEConfig:
         return found
 
     @property
-    def bound(self) -> dict[str, Any]:
-        """The Experts' room."""
-        return {"max_rows": self.max_rows, "room": self.room, "on_overflow": self.on_overflow}
+    def exchange(self) -> dict[str, Any]:
+        """The Experts' options of how rows travel."""
+        return {name: getattr(self, name) for name in ("max_rows", "room", "on_overflow", "wire")}
 
     @property
     def router(self) -> dict[str, Any]:
         """The Router's options."""
         own = {
-            "num_experts",
-            "top_k",
-            "hidden",
-            "shared",
-            "split_shared",
-            "first_dense",
-            "capacity",
-            "drop",
-            *self.bound,
-        }
+            "num_experts", "top_k", "hidden", "shared", "split_shared", "first_dense", "capacity", "drop",
+            *self.exchange,
+        }  # fmt: skip
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}

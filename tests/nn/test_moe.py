@@ -122,6 +122,7 @@ def test_the_model_adds_the_routers_losses_once_a_step():
         (dict(on_overflow="rounds", max_rows=0), "max_rows is 0, must be at least 1"),
         (dict(max_rows=-1), "max_rows is -1, must be at least 0"),
         (dict(max_rows=1, room=1.0), "max_rows is 1 and room is 1.0: give one of them"),
+        (dict(wire="fp4"), "wire is 'fp4', must be one of '', 'fp8'"),
         (dict(room=0.0), "room is 0.0, must be positive"),
         (dict(act="relu"), "act of gated experts is 'relu'"),
         (dict(gated=False, act="tanh"), "act of ungated experts is 'tanh'"),

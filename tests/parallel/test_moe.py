@@ -94,13 +94,13 @@ def test_every_engine(engine: str):
     world(2).run(compare, 2, 5, SMALL, {"engine": engine})
 
 
-def same_bits(group, seed: int, act: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def same_bits(group, seed: int, act: str, dtype: torch.dtype, options: dict) -> list[torch.Tensor]:
     """Experts on exact inputs: out, and the gradients of x, weights and this rank's experts."""
     size, rank = group.size(), group.rank()
     tokens, dim, num_experts, k = 13, 5, 12, 3
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape, most=1: torch.randint(-most, most + 1, shape, generator=generator).to(dtype)  # noqa: E731
-    experts = Experts(dim, 4, num_experts, act=act, gated=False, dtype=dtype)
+    experts = Experts(dim, 4, num_experts, act=act, gated=False, dtype=dtype, **options)
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.copy_(draw(*parameter.shape))
@@ -121,10 +121,20 @@ def same_bits(group, seed: int, act: str, dtype: torch.dtype) -> list[torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_split_of_experts_gives_the_same_bits(act: str, dtype: torch.dtype):
     """Integers and powers of two: no sum rounds, in bf16 neither (at most 5 * 4 * 3 terms of halves, below 2**8)."""
-    by_ranks = [world(size).run(same_bits, 3, act, dtype) for size in (1, 2, 3, 4)]
+    by_ranks = [world(size).run(same_bits, 3, act, dtype, {}) for size in (1, 2, 3, 4)]
     want = [torch.cat(parts) for parts in zip(*by_ranks[0], strict=True)]
     for size, ranks in zip((2, 3, 4), by_ranks[1:], strict=True):
         for name, whole, parts in zip(
             ("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True
         ):
             assert_same(f"{name} of {size} ranks", torch.cat(parts), whole)
+
+
+def test_neither_rounds_nor_fp8_change_bits_of_small_integers():
+    options = dict(max_rows=7, on_overflow="rounds", wire="fp8")
+    (want,) = world(1).run(same_bits, 3, "relu", torch.float32, {})
+    ranks = world(2).run(same_bits, 3, "relu", torch.float32, options)
+    for name, whole, parts in zip(
+        ("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True
+    ):
+        assert_same(name, torch.cat(parts), whole)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedtp.comm.device_view import peers_of
 
 from .config import ALL_REGISTERS, Config, Machine, gather_chunk, gather_programs
-from .run import Launch, check, machine_for
+from .run import DTYPES, Launch, check, machine_for
 
 
 def dispatch_bytes(max_rows: int, k: int, dtype: torch.dtype) -> int:
@@ -35,11 +35,11 @@ def dispatch(
 ) -> Tensor:
     """rows [max_rows, K] from x, see kernels/moe_exchange.py.
 
-    x       [M, K]     any strides
+    x       [M, K]     any strides; bytes too
     index   int32      the row of x for each row that this rank sends
     layout             of the plan, see ops/moe/layout.py; `at` is its Exchange
     """
-    check(view, dispatch_bytes(at.max_rows, x.shape[1], x.dtype), x, [])
+    check(view, dispatch_bytes(at.max_rows, x.shape[1], x.dtype), x, [], dtypes=(*DTYPES, torch.uint8))
     launch, rows = plan_dispatch(view, rank, x, index, layout, at, sig, config, machine_for(view, x))
     launch.run(view, x.device)
     return rows
@@ -141,6 +141,6 @@ def moving(machine: Machine, at: Any, x: Tensor, flags: int) -> Config:
     chunk = gather_chunk(longest, flags)
     if machine.clock == "host":
         return Config(64, 0, 256, send_programs=senders, other_programs=others, chunk=chunk)
-    wide, every = 2048 // x.element_size(), ALL_REGISTERS if machine.clock == "cuda" else 0
+    wide, every = 2048 // max(2, x.element_size()), ALL_REGISTERS if machine.clock == "cuda" else 0
     programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
     return Config(8, 0, wide, num_warps=4, chunk=chunk, max_registers=every, **programs)

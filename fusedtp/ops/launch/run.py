@@ -84,13 +84,22 @@ def machine_for(view: Any, x: Tensor) -> Machine:
     return machine_of(x.device, view.ranks_per_device)
 
 
-def check(view: Any, nbytes: int, x: Tensor, others: Sequence[Tensor | None], rows: int = 0) -> None:
+def check(
+    view: Any,
+    nbytes: int,
+    x: Tensor,
+    others: Sequence[Tensor | None],
+    rows: int = 0,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> None:
     """What a user can get wrong raises; what the caller promised is asserted. rows: of all ranks, if x has its own."""
-    check_tensors(x, others, rows)
+    check_tensors(x, others, rows, dtypes)
     assert view.slot_bytes % 16 == 0 and nbytes <= view.slot_bytes, (nbytes, view.slot_bytes)
 
 
-def check_tensors(x: Tensor, others: Sequence[Tensor | None], rows: int = 0) -> None:
+def check_tensors(
+    x: Tensor, others: Sequence[Tensor | None], rows: int = 0, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
     """Raises where these tensors cannot be computed with here."""
     require_triton(x.device)
     longest = max(rows, *(n for t in (x, *others) if t is not None for n in t.shape))
@@ -98,8 +107,8 @@ def check_tensors(x: Tensor, others: Sequence[Tensor | None], rows: int = 0) -> 
         raise ValueError(
             f"engine='triton' takes at most {MOST} rows or columns, not {longest}: use 'chunked'"
         )
-    if x.dtype not in DTYPES:
-        raise ValueError(f"engine='triton' computes in {', '.join(map(str, DTYPES))}, not in {x.dtype}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"engine='triton' computes in {', '.join(map(str, dtypes))}, not in {x.dtype}")
     for other in others:
         if other is not None and (other.dtype != x.dtype or other.device != x.device):
             raise ValueError(

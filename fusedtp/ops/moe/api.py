@@ -15,6 +15,7 @@ from . import library as _library
 from . import weigh
 from .exchange import engine_of
 from .plan import Blocks, Exchange, Plan, offsets_of
+from .wire import fault
 
 assert _library
 
@@ -55,6 +56,7 @@ def moe_dispatch(
     engine: str = "auto",
     layer: str = "",
     weights_sum: float | None = None,
+    wire: str = "",
 ) -> tuple[Tensor, Tensor, MoEHandle]:
     """Send each token to the experts that it chose. Rank r owns the experts r E / W, ..., (r + 1) E / W - 1.
 
@@ -67,6 +69,8 @@ def moe_dispatch(
         sizes                  tokens of every rank; default as many as here on all of them
         weights_sum            what the weights of a token should sum to; checked on CPU, of tokens without a dropped
                                choice, up to the rounding of weights.dtype
+        wire                   "": rows travel as x is; "fp8": in fp8-e4m3 with a scale for each 128 columns, rounded so
+                               on one rank too; see wire.py. Gradients pass as if it were not there
         return rows  [max_rows, K]  by expert, source rank and slot (token * k + choice)
                offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
                handle   for moe_combine
@@ -80,7 +84,7 @@ def moe_dispatch(
     at = ALONE if group is None else place(group)
     with in_step(at):
         plan, where = planned(
-            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum
+            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum, wire
         )
         if host_knows(plan, where):
             where = _known_room(plan, where)
@@ -98,9 +102,10 @@ def planned(
     engine: str,
     layer: str,
     weights_sum: float | None,
+    wire: str,
 ) -> tuple[Plan, Exchange]:
     """What was given, checked, and the plan that all ranks make of it. Whether there is room is not looked at."""
-    where = _exchange(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer)
+    where = _exchange(x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, wire)
     ids = expert_ids.detach()
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(ids, weights.detach(), num_experts, at)
@@ -160,6 +165,7 @@ def _exchange(
     sizes: Sequence[int] | None,
     engine: str,
     layer: str,
+    wire: str,
 ) -> Exchange:
     who = f"rank {at.rank}: "
     if x.dim() != 2 or not x.is_floating_point():
@@ -187,9 +193,12 @@ def _exchange(
         )
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"{who}max_rows is {max_rows}, must not be negative")
+    cannot = fault(wire, x.dtype)
+    if cannot:
+        raise ValueError(who + cannot)
     chosen = engine_of(at.name or None, engine, x.dtype)
     bound = -1 if max_rows is None else max_rows
-    where = Exchange(at.name, at.rank, counts, num_experts, k, 0, chosen, layer, bound)
+    where = Exchange(at.name, at.rank, counts, num_experts, k, 0, chosen, layer, bound, wire)
     most = where.most_rows
     return where._replace(max_rows=most if max_rows is None else min(max_rows, most))
 

@@ -4,6 +4,8 @@
     fusedtp::moe_dispatch  x [T_r, K], weights [T_r, k] -> rows [max_rows, K], their weights [max_rows]
     fusedtp::moe_combine   y [max_rows, N], weights [T_r, k] -> [T_r, N], a token's choices summed in their order
 
+With a wire (wire.py) a dispatch's rows travel in another form and arrive as x's dtype; what follows does not.
+
 Backward of dispatch: a combine of the rows' gradients, without weights. Backward of combine: a dispatch of the output's
 gradient, times the weights for dy; the weights' gradients are inner products made where the rows are, and pulled back.
 """
@@ -19,7 +21,7 @@ from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from ..first_order import first_order
 from ..profile import record_function
-from . import exchange, weigh
+from . import exchange, weigh, wire
 from .layout import layout_size
 from .plan import Exchange, Plan
 
@@ -66,7 +68,10 @@ def moe_dispatch(
 ) -> tuple[Tensor, Tensor]:
     at = Exchange.of(group, engine, layer, numbers)
     with record_function(f"fusedtp.moe_dispatch.{engine}"):
-        return exchange.scatter(x, weights, Plan(table, orders, words), at)
+        travels = wire.pack(x) if at.wire else x
+        rows, of_rows = exchange.scatter(travels, weights, Plan(table, orders, words), at)
+        rows = wire.unpack(rows, x.shape[1], x.dtype) if at.wire else rows
+        return rows, x.new_empty(0) if weights is None else of_rows
 
 
 @moe_dispatch.register_fake

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm import Communicator, Signature
+from fusedtp.comm.signature import WIRES
 
 
 class Exchange(NamedTuple):
@@ -27,6 +28,7 @@ class Exchange(NamedTuple):
     sizes      tokens of every rank
     max_rows   rows that this rank has room for
     bound      the same bound on all ranks that was asked for; -1: none was
+    wire       in which form rows travel to their experts, see wire.py
     """
 
     group: str
@@ -38,18 +40,19 @@ class Exchange(NamedTuple):
     engine: str
     layer: str = ""
     bound: int = -1
+    wire: str = ""
 
     @classmethod
     def of(cls, group: str, engine: str, layer: str, numbers: Sequence[int]) -> Exchange:
         """What `flat` took apart."""
-        rank, num_experts, top_k, max_rows, bound, *sizes = numbers
-        return cls(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound)
+        rank, num_experts, top_k, max_rows, bound, wire, *sizes = numbers
+        return cls(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound, WIRES[wire])
 
     @property
     def flat(self) -> tuple[str, str, str, list[int]]:
         """As custom ops take it: group, engine, layer, and all numbers."""
-        numbers = [self.rank, self.num_experts, self.top_k, self.max_rows, self.bound, *self.sizes]
-        return self.group, self.engine, self.layer, numbers
+        numbers = [self.rank, self.num_experts, self.top_k, self.max_rows, self.bound, WIRES.index(self.wire)]
+        return self.group, self.engine, self.layer, numbers + list(self.sizes)
 
     @property
     def world_size(self) -> int:
@@ -81,7 +84,7 @@ class Exchange(NamedTuple):
         """Of a call of this exchange."""
         return Signature(
             operation, engine, dtype, features, self.sizes, top_k=self.top_k, experts=self.num_experts,
-            max_rows=1 + self.bound, **more,
+            max_rows=1 + self.bound, wire=WIRES.index(self.wire), **more,
         )  # fmt: skip
 
 

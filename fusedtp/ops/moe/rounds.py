@@ -62,10 +62,11 @@ def moe_rounds(
     engine: str = "auto",
     layer: str = "",
     weights_sum: float | None = None,
+    wire: str = "",
 ) -> tuple[Tensor, Room]:
     """Dispatch, experts and combine with room for max_rows rows, in as many rounds as that takes.
 
-        x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum    as in moe_dispatch
+        x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum, wire    as in moe_dispatch
         compute      (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each row by itself
         max_rows     at least 1, the same on all ranks
         return       y [T_r, N], and Room
@@ -84,7 +85,7 @@ def moe_rounds(
         if max_rows < 1:
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
         plan, where = planned(
-            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum
+            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum, wire
         )
     room = _room(plan, where)
     found = Blocks(plan.table, where).rows if host_knows(plan, where) else None

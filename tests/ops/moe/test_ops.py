@@ -26,10 +26,10 @@ def routed(group) -> tuple[Tensor, Exchange, list[Tensor]]:
     return ids.split(list(SIZES))[rank], at, plan
 
 
-def check_op(group, name: str, engine: str) -> None:
+def check_op(group, name: str, engine: str, wire: str = "") -> None:
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
     ids, at, plan = routed(group)
-    at = at._replace(engine=engine)
+    at = at._replace(engine=engine, wire=wire)
     x, weights = torch.ones(len(ids), 4, requires_grad=True), torch.ones(ids.shape, requires_grad=True)
     y, of_rows = torch.ones(at.max_rows, 4, requires_grad=True), torch.ones(at.max_rows)
     given = {
@@ -45,6 +45,10 @@ def check_op(group, name: str, engine: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, engine):
     world(3).run(check_op, name, engine)
+
+
+def test_opcheck_of_rows_in_fp8():
+    world(3).run(check_op, "moe_dispatch", "chunked", "fp8")
 
 
 def compiled(group) -> None:

@@ -1,0 +1,63 @@
+"""Rows as they travel to their experts, where that is not as they are.
+
+"fp8"   float8_e4m3fn with one fp32 scale for every 128 columns of a row, in one row of bytes:
+
+        | K values | scale of columns 0 .. 127 | scale of 128 .. 255 | ... |     uint8 [T, K + 4 ceil(K / 128)]
+
+A scale is the smallest power of two that brings its block's largest magnitude to at most 448, so what fp8 holds comes
+out exactly: with a block's largest magnitude M > 0 there are 2**p * 448 >= M > 2**p * 224, p at least -126, and
+
+    an element x    is off by at most 2**-4 |x|, half a unit of 3 mantissa bits, where |x| >= 2**p * 2**-6
+                    and by 2**p * 2**-10 <= 2**-17 M below: of fp8's subnormal numbers
+    so every one    is off by at most 2**-4 M, for M from 2**-117 on
+
+An element that is inf or NaN comes out as NaN; the others of its block keep their scale.
+
+Source: DeepSeek-V3 (2024), section 3.3.2, tiles of 1 x 128, and section 3.3.3, rows in fp8 to the experts with scales
+that are powers of two. Their outputs, and here all gradients too, travel as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedtp.comm.signature import WIRES
+
+BLOCK = 128
+LARGEST = 448.0  # = 0.875 * 2**9
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fault(wire: str, dtype: torch.dtype) -> str | None:
+    """Why rows of that dtype cannot travel so, in words."""
+    if wire not in WIRES:
+        return f"wire is {wire!r}, must be one of {', '.join(map(repr, WIRES))}"
+    if wire and dtype not in DTYPES:
+        return f"wire={wire!r} is for {', '.join(map(str, DTYPES))}, not for {dtype}"
+    return None
+
+
+def pack(x: Tensor) -> Tensor:
+    """x [T, K] -> uint8 [T, K + 4 ceil(K / 128)]."""
+    (tokens, k), count = x.shape, -(-x.shape[1] // BLOCK)
+    blocks = F.pad(x.float(), (0, count * BLOCK - k)).view(tokens, count, BLOCK)
+    finite = blocks.isfinite()
+    largest = torch.where(finite, blocks.abs(), 0.0).amax(2) if count else x.new_empty(tokens, 0).float()
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1) or 0
+    exponent = exponent - torch.where(mantissa <= 0.875, 9, 8)
+    scales = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126))
+    values = torch.where(finite, blocks / scales[:, :, None], torch.nan)  # some conversions saturate
+    bits = values.view(tokens, count * BLOCK)[:, :k].to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat([bits, scales.view(torch.uint8)], 1)
+
+
+def unpack(rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """What `pack` made of rows [R, k] -> [R, k] of that dtype."""
+    count, r = -(-k // BLOCK), rows.shape[0]
+    values = rows[:, :k].contiguous().view(torch.float8_e4m3fn).float()
+    aligned = rows[:, k:].clone(memory_format=torch.contiguous_format).view(-1)
+    scales = aligned.view(torch.float32).view(r, count, 1)
+    blocks = F.pad(values, (0, count * BLOCK - k)).view(r, count, BLOCK) * scales
+    return blocks.view(r, count * BLOCK)[:, :k].to(dtype, copy=True)
