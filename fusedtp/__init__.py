@@ -20,7 +20,7 @@ from fusedtp.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_rounds
+from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_in_stages, moe_rounds
 from fusedtp.parallel import (
     ExpertSplit,
     FusedColwise,
@@ -59,6 +59,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "moe_combine",
     "moe_dispatch",
+    "moe_in_stages",
     "moe_rounds",
     "nn",
     "parallelize",

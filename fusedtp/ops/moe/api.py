@@ -168,24 +168,10 @@ def _exchange(
     wire: str,
 ) -> Exchange:
     who = f"rank {at.rank}: "
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"{who}x is {x.dtype} {tuple(x.shape)}; wanted floating-point tokens [T_r, K]")
-    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] < 1:
-        raise ValueError(
-            f"{who}expert_ids has shape {tuple(expert_ids.shape)}; wanted [{x.shape[0]}, k >= 1]"
-        )
-    if expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{who}expert_ids is {expert_ids.dtype}; wanted int32 or int64")
-    if weights.shape != expert_ids.shape or not weights.is_floating_point():
-        raise ValueError(
-            f"{who}weights is {weights.dtype} {tuple(weights.shape)}; wanted one for each of expert_ids, "
-            f"{tuple(expert_ids.shape)}"
-        )
+    _check_shapes(x, expert_ids, weights, num_experts, at)
     k = expert_ids.shape[1]
     if num_experts < 1 or num_experts % at.world_size:
         raise ValueError(f"{who}num_experts is {num_experts}, no multiple of the {at.world_size} ranks")
-    if k > num_experts:
-        raise ValueError(f"{who}{k} choices a token of {num_experts} experts")
     counts = (x.shape[0],) * at.world_size if sizes is None else tuple(int(n) for n in sizes)
     if len(counts) != at.world_size or min(counts) < 0 or counts[at.rank] != x.shape[0]:
         raise ValueError(
@@ -201,6 +187,33 @@ def _exchange(
     where = Exchange(at.name, at.rank, counts, num_experts, k, 0, chosen, layer, bound, wire)
     most = where.most_rows
     return where._replace(max_rows=most if max_rows is None else min(max_rows, most))
+
+
+def check_choices(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:
+    """Raises ValueError for choices that do not fit x, and where the host may look, for their values."""
+    _check_shapes(x, expert_ids, weights, num_experts, at)
+    if expert_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(expert_ids.detach(), weights.detach(), num_experts, at)
+
+
+def _check_shapes(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:
+    who = f"rank {at.rank}: "
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{who}x is {x.dtype} {tuple(x.shape)}; wanted floating-point tokens [T_r, K]")
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] < 1:
+        raise ValueError(
+            f"{who}expert_ids has shape {tuple(expert_ids.shape)}; wanted [{x.shape[0]}, k >= 1]"
+        )
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{who}expert_ids is {expert_ids.dtype}; wanted int32 or int64")
+    if weights.shape != expert_ids.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"{who}weights is {weights.dtype} {tuple(weights.shape)}; wanted one for each of expert_ids, "
+            f"{tuple(expert_ids.shape)}"
+        )
+    k = expert_ids.shape[1]
+    if k > num_experts:
+        raise ValueError(f"{who}{k} choices a token of {num_experts} experts")
 
 
 def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:

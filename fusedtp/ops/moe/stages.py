@@ -1,0 +1,126 @@
+"""An exchange in two stages, where links between nodes are slower than those within.
+
+    token ---- between nodes ----> relay ---- within the node ----> experts
+               once to each node that has one of its experts        once for each of them
+
+N nodes of L ranks; rank (n, l) is at place l of node n, and node n has the experts n E / N, ..., of which place l has
+the l-th part. A token of rank (n, l) goes over `between`, the ranks at place l of all nodes, to at most N relays
+(m, l), its ids and weights along with it; the relay dispatches it to the experts of its node over `within`. On the way
+back a relay sums what its node's experts made of a token, in fp32, rounded once, and the token's rank sums over nodes.
+
+So between nodes one row travels for each pair of a token and a node, not for each choice (DeepSeek-V3, section 3.2.2),
+and a sum has one rounding more than in one stage. Rows of an expert are by the place, node and place in the batch of
+their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Group, Place, place
+
+from ..api import in_step
+from . import weigh
+from .api import ALONE, check_choices, moe_combine, moe_dispatch
+
+
+def moe_in_stages(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    between: Group | None,
+    within: Group | None,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    *,
+    sizes: Sequence[Sequence[int]] | None = None,
+    engine: str = "auto",
+    engine_between: str = "collective",
+    wire: str = "",
+    layer: str = "",
+) -> Tensor:
+    """Dispatch, experts and combine, by way of one relay a node.
+
+        x, expert_ids, weights    as in moe_dispatch
+        between      ranks at this one's place of every node, in the order of nodes; None: there is one node
+        within       ranks of this node, in the order of places; None: a node is one rank
+        compute      (rows [R, K] of this rank's experts, offsets [E / (N L) + 1] int32) -> y [R, N']
+        sizes        tokens of every rank, sizes[node][place]; default as many as here on all of them
+        engine, engine_between    of the two stages' exchanges; wire: of the rows in both
+        return       [T_r, N']
+
+    Gradients reach x, the weights, and what compute uses. A relay has room for the tokens of all ranks at its place.
+    Raises ValueError as moe_dispatch does, and for num_experts that do not divide among all ranks.
+    """
+    outer, inner = (ALONE if group is None else place(group) for group in (between, within))
+    nodes, places = outer.world_size, inner.world_size
+    with in_step(inner), in_step(outer):  # a fault in the first stage is one of this node's too
+        if num_experts % (nodes * places):
+            raise ValueError(
+                f"node {outer.rank}, place {inner.rank}: num_experts is {num_experts}, no multiple of {nodes} nodes x "
+                f"{places} ranks"
+            )
+        table = _sizes(x, sizes, outer, inner)
+        of_place = [row[inner.rank] for row in table]
+        check_choices(x, expert_ids, weights, num_experts, outer)
+        each = num_experts // nodes
+        goes = _nodes(expert_ids, each, nodes)
+        ones = weights.new_ones(goes.shape)
+        how: dict[str, Any] = dict(max_rows=sum(of_place), sizes=of_place, engine=engine_between, layer=layer)
+        rows, offsets, handle = moe_dispatch(x, goes, ones, nodes, between, wire=wire, **how)
+        choices, _ = torch.ops.fusedtp.moe_dispatch(
+            _with_ids(expert_ids, weights, x.dtype), None, *handle.plan, *handle.at._replace(wire="").flat
+        )
+    ids, kept_weights = _of_node(choices, offsets, outer.rank, each)
+    relayed = [sum(row[p] for row in table) for p in range(places)]
+    own, own_offsets, own_handle = moe_dispatch(
+        rows, ids, kept_weights, each, within, sizes=relayed, engine=engine, wire=wire, layer=layer
+    )
+    summed = moe_combine(compute(own, own_offsets), own_handle)
+    return moe_combine(summed, handle)
+
+
+def _sizes(x: Tensor, sizes: Sequence[Sequence[int]] | None, outer: Place, inner: Place) -> list[list[int]]:
+    """[N][L] tokens of every rank."""
+    nodes, places = outer.world_size, inner.world_size
+    table = [[x.shape[0]] * places] * nodes if sizes is None else [[int(n) for n in row] for row in sizes]
+    if [len(row) for row in table] != [places] * nodes or table[outer.rank][inner.rank] != x.shape[0]:
+        raise ValueError(
+            f"node {outer.rank}, place {inner.rank}: sizes is {table}; wanted those of {nodes} nodes x {places} ranks, "
+            f"{x.shape[0]} of them here"
+        )
+    return table
+
+
+def _nodes(expert_ids: Tensor, each: int, nodes: int) -> Tensor:
+    """expert_ids [T, k] -> [T, N]: n where the token goes to node n, else -1."""
+    every = torch.arange(nodes, dtype=expert_ids.dtype, device=expert_ids.device)
+    of_choice = torch.div(expert_ids, each, rounding_mode="floor")  # -1 stays below zero
+    return torch.where((of_choice[:, :, None] == every).any(1), every, -1)
+
+
+def _with_ids(expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, 2 k] of numbers that hold both exactly (ids below 2**24)."""
+    wide = weigh.accumulator(dtype)
+    return torch.cat([expert_ids.to(wide), weights.to(wide)], 1)
+
+
+def _of_node(choices: Tensor, offsets: Tensor, node: int, each: int) -> tuple[Tensor, Tensor]:
+    """choices [R, 2 k] of the tokens that arrived -> ids among this node's experts, -1 of others, and their weights:
+
+    [R, min(k, experts of this node)] each, a token's choices in their order.
+    Rows past offsets[-1] are nobody's and undefined: they choose nothing.
+    """
+    ids, weights = choices.chunk(2, 1)
+    arrived = torch.arange(choices.shape[0], device=choices.device)[:, None] < offsets[-1]
+    here = arrived & (ids >= node * each) & (ids < (node + 1) * each)
+    chosen = torch.where(here, ids - node * each, -1.0).to(torch.int32)
+    weights = torch.where(here, weights, 0.0)
+    if chosen.shape[1] > each:
+        first = torch.sort(~here, dim=1, stable=True).indices[:, :each]
+        chosen, weights = chosen.gather(1, first), weights.gather(1, first)
+    return chosen, weights
