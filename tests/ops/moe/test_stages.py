@@ -72,7 +72,9 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 
 @settings(max_examples=20)
 @given(st.sampled_from([2, 3]).flatmap(cases), st.booleans(), st.sampled_from(["", "fp8"]))
-@example(Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8")  # ids that fp8 has not
+@example(
+    Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8"
+)  # ids that fp8 has not
 def test_nodes_of_one_rank_and_one_node_equal_the_loop(case, between, wire):
     world(len(case.sizes)).run(along_one_way, between, case, wire)
 
