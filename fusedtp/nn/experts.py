@@ -148,6 +148,11 @@ class Experts(nn.Module):
             hidden = PLAIN[self.act](grouped_matmul(rows, up, offsets))
         return grouped_matmul(hidden, down, offsets)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there is room for so many rows only."""
+        return self.max_rows is not None or self.room is not None
+
     def _bound(self, tokens: int | Sequence[int], top_k: int, group: Group | None) -> int | None:
         """Rows that a rank has room for, of `tokens` on each rank: the same on all."""
         if self.room is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Place
+from fusedtp.comm import Place, place
 from fusedtp.ops.main_grad import main_grad_of
+from fusedtp.ops.moe import moe_in_stages
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import gather_tokens, take_tokens
 
@@ -25,6 +27,8 @@ class ExpertParallel(Member):
     group, rank, world_size   of all that share the experts
     shares                    what each of them has
     copies                    the communicator of the ranks that hold the same; "": none does
+    stages                    the communicators of the ranks at this one's place of every node, and of those of its
+                              node, by which rows travel; (): at once
     averaged                  what the experts' gradients are divided by: data-parallel ranks among those that share
                               them, each of which has a loss of its own; main_grad's are not
     tokens                    this rank's place among those that hold one batch: they have a part of its tokens each,
@@ -33,6 +37,7 @@ class ExpertParallel(Member):
 
     shares: Shares
     copies: str = ""
+    stages: tuple[str, ...] = ()
     averaged: int = 1
     tokens: Place
 
@@ -70,8 +75,29 @@ class ExpertParallel(Member):
             None if w is None else self._own(w, x)
             for w in (module.gate_proj, module.up_proj, module.down_proj)
         ]
+        if self.stages:
+            return self._in_stages(x, choices, own, module, sizes)
         y: Tensor = module.compute(x, *choices, own, self.group, sizes, self.engine, self.layer)
         return y
+
+    def _in_stages(
+        self,
+        x: Tensor,
+        choices: tuple[Tensor, Tensor, int],
+        own: Sequence[Tensor | None],
+        module: Any,
+        sizes: tuple[int, ...] | None,
+    ) -> Tensor:
+        between, within = self.stages
+        places = place(within).world_size
+        ids, weights, num_experts = choices
+        by_node = None
+        if sizes is not None:
+            by_node = [sizes[i : i + places] for i in range(0, self.world_size, places)]
+        return moe_in_stages(
+            x, ids, weights, num_experts, between, within, lambda rows, offsets: module.matmuls(rows, offsets, own),
+            sizes=by_node, engine=self.engine, wire=module.wire, layer=self.layer,
+        )  # fmt: skip
 
     def _own(self, weight: Tensor, x: Tensor) -> Tensor:
         if main_grad_of(weight) is not None:

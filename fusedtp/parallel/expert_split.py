@@ -79,12 +79,15 @@ class ExpertSplit:
     tensor_parallel   ranks that share each expert, a part of its features each
     replicas          how many ranks (or sets of tensor_parallel ranks) hold the same experts; None: one, or as many
                       as there are for each expert where experts are fewer
+    nodes             of how many nodes those ranks are, as many of each, node by node: rows then travel in two stages,
+                      once to each node that has an expert of a token, and there to its experts (ops/moe/stages.py)
     num_ranks         how many ranks the mesh will have, where it is not there yet and only a plan is made
     """
 
     mesh: DeviceMesh | None = None
     tensor_parallel: int = 1
     replicas: int | None = None
+    nodes: int = 1
     num_ranks: int | None = None
 
     def ranks(self, world_size: int) -> int:
@@ -128,11 +131,16 @@ class ExpertSplit:
             shares = self.shares(module.num_experts, ranks)
         except ValueError as error:
             return [str(error)]
+        found = []
         if 0 in shares.way(1).sizes(1, module.hidden):
-            return [
+            found.append(
                 f"experts of {module.hidden} features leave one of {shares.tensor_parallel} ranks without any"
-            ]
-        return []
+            )
+        if self.nodes < 1 or ranks % self.nodes:
+            found.append(f"{ranks} ranks are not as many of each of {self.nodes} nodes")
+        if self.nodes > 1 and module.bounded:
+            found.append("rows that travel in two stages have no bound: no max_rows, room or on_overflow")
+        return found
 
 
 def _what_would(num_experts: int, ranks: int) -> str:

@@ -186,6 +186,7 @@ class FusedExperts(FusedStyle):
         super().__init__(**options)
         self.split = split or ExpertSplit()
         self._meshes: dict[Shares, Mesh] = {}
+        self._stages: tuple[str, ...] = ()
 
     def ranks(self, world_size: int) -> int:
         return self.split.ranks(world_size)
@@ -204,6 +205,8 @@ class FusedExperts(FusedStyle):
 
     def mesh(self, module: Any, device_mesh: Mesh) -> Mesh:
         mesh = self.split.mesh or device_mesh
+        if self.split.nodes > 1 and not self._stages:
+            self._stages = stages_of(mesh, self.split.nodes)
         shares = self.split.shares(module.num_experts, mesh.size())
         if not isinstance(mesh, DeviceMesh):
             if shares.replicas > 1:
@@ -223,7 +226,7 @@ class FusedExperts(FusedStyle):
             assert isinstance(mesh, DeviceMesh)
             copies = communicator(mesh["replicas"] if mesh.ndim > 1 else mesh).name
         module.parallel = ExpertParallel(
-            **self.member(everyone), shares=shares, copies=copies, tokens=comm.place
+            **self.member(everyone), shares=shares, copies=copies, stages=self._stages, tokens=comm.place
         )
 
 
@@ -240,6 +243,14 @@ class Replicated(Style):
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, Replica(comm.name, self.partial), with_plain_parameters)
+
+
+def stages_of(mesh: Mesh, nodes: int) -> tuple[str, str]:
+    """The communicators of the ranks at this one's place of every node, and of those of its node. Collective."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"{nodes} nodes need a DeviceMesh")
+    both = mesh._unflatten(0, (nodes, mesh.size() // nodes), ("nodes", "places"))
+    return communicator(both["nodes"]).name, communicator(both["places"]).name
 
 
 def already_parallel(module: Any) -> list[str]:

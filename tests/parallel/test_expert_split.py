@@ -90,6 +90,11 @@ SPLITS = [
     (4, 1, ExpertSplit()),
     (4, 1, ExpertSplit(tensor_parallel=2)),
     (4, 3, ExpertSplit(tensor_parallel=2, replicas=2)),
+    (4, 8, ExpertSplit(nodes=2)),
+    (4, 4, ExpertSplit(nodes=4)),
+    (2, 4, ExpertSplit(nodes=2)),
+    (4, 6, ExpertSplit(nodes=2, tensor_parallel=2)),
+    (4, 2, ExpertSplit(nodes=2)),
 ]
 
 
@@ -123,6 +128,8 @@ WAYS = {
     "experts and parts": ExpertSplit(tensor_parallel=2),
     "copies": ExpertSplit(replicas=2),
     "copies and parts": ExpertSplit(tensor_parallel=2, replicas=2),
+    "in two stages": ExpertSplit(nodes=2),
+    "parts, in two stages": ExpertSplit(tensor_parallel=2, nodes=2),
 }
 
 
@@ -199,6 +206,7 @@ ACROSS = {
     "EP in DP, tensor parallelism of one": (4, 1, 2, {}),
     "parts across data-parallel ranks": (2, 2, 4, {"tensor_parallel": 2}),
     "copies across data-parallel ranks": (2, 2, 4, {"replicas": 2}),
+    "across data-parallel ranks, in two stages": (2, 2, 4, {"nodes": 2}),
     "parts, sharded": (2, 2, 2, {"tensor_parallel": 2}),
     "no experts shared": (4, 1, 1, {}),
 }
@@ -247,6 +255,7 @@ def refuse(group) -> list[str]:
         (4, 10, ExpertSplit(tensor_parallel=3)),
         (4, 10, ExpertSplit(replicas=3)),
         (4, 1, ExpertSplit(tensor_parallel=2)),
+        (4, 10, ExpertSplit(nodes=3)),
         (4, 10, ExpertSplit(dist.device_mesh.DeviceMesh("cpu", [1, 0]))),
     ):
         with pytest.raises(ValueError) as raised:
@@ -259,12 +268,13 @@ def refuse(group) -> list[str]:
 
 def test_what_cannot_be_shared_is_refused_before_anything_changes():
     with pool.World(2) as ranks:
-        for uneven, parts, copies, narrow, order in ranks.run(refuse_):
+        for uneven, parts, copies, narrow, nodes, order in ranks.run(refuse_):
             assert "7 experts do not divide among 2 ranks; " in uneven
             assert "ExpertSplit(tensor_parallel=2) would" in uneven
             assert "2 ranks are no multiple of tensor_parallel = 3" in parts
             assert "2 sets of ranks are no multiple of replicas = 3" in copies
             assert "experts of 1 features leave one of 2 ranks without any" in narrow
+            assert "2 ranks are not as many of each of 3 nodes" in nodes
             assert "[1, 0] of the experts' mesh hold those of the model's, [0, 1], not one after" in order
 
 
