@@ -152,6 +152,42 @@ def moe_dispatch_kernel(
             signals.wait_all_arrivals(peers)
 
 
+@inline
+def sum_choices(
+    pushed,  # rows [arrived, N] of this rank's slot
+    arrived,
+    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
+    weights,  # fp32 [T, TOP_K], or None for ones
+    out,  # contiguous [T, N]
+    T,
+    N,
+    first_col,
+    last_col,
+    start,
+    programs,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[:, first_col:last_col], every `programs`-th block of tokens from `start` on: choices in order, in fp32."""
+    for first in range(start * BLOCK_M, T, programs * BLOCK_M):
+        tokens = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+        for n in range(first_col, last_col, BLOCK_N):
+            cols = n + tl.arange(0, BLOCK_N)
+            acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+            for j in range(TOP_K):
+                choice = tl.load(choices + tokens * TOP_K + j, mask=tokens < T, other=arrived)
+                kept = choice < arrived
+                at = choice.to(tl.int64)[:, None] * N + cols[None, :]
+                part = tl.load(pushed + at, mask=kept[:, None] & (cols < last_col)[None, :], other=0.0)
+                part = widen(part).to(tl.float32)
+                if weights is not None:
+                    part *= tl.load(weights + tokens * TOP_K + j, mask=kept, other=0.0)[:, None]
+                acc += part
+            mask = (tokens < T)[:, None] & (cols < last_col)[None, :]
+            tl.store(out + tokens[:, None] * N + cols[None, :], narrow(acc, out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])
 def moe_combine_kernel(
     peers,
@@ -206,23 +242,7 @@ def moe_combine_kernel(
         arrived = tl.load(begins + world)
         pushed = signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty))
         pushed = tl.multiple_of(pushed, 16)
-        for first in range(
-            (tl.program_id(0) - send_programs) * BLOCK_M, T, (tl.num_programs(0) - send_programs) * BLOCK_M
-        ):
-            tokens = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-            for n in range(0, N, BLOCK_N):
-                cols = n + tl.arange(0, BLOCK_N)
-                acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
-                for j in range(TOP_K):
-                    choice = tl.load(choices + tokens * TOP_K + j, mask=tokens < T, other=arrived)
-                    kept = choice < arrived
-                    at = choice.to(tl.int64)[:, None] * N + cols[None, :]
-                    part = tl.load(pushed + at, mask=kept[:, None] & (cols < N)[None, :], other=0.0)
-                    part = widen(part).to(tl.float32)
-                    if weights is not None:
-                        part *= tl.load(weights + tokens * TOP_K + j, mask=kept, other=0.0)[:, None]
-                    acc += part
-                mask = (tokens < T)[:, None] & (cols < N)[None, :]
-                tl.store(
-                    out + tokens[:, None] * N + cols[None, :], narrow(acc, y.dtype.element_ty), mask=mask
-                )
+        start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
+        sum_choices(
+            pushed, arrived, choices, weights, out, T, N, 0, N, start, programs, TOP_K, BLOCK_M, BLOCK_N
+        )
