@@ -261,6 +261,7 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         "all_gather_wgrad": calls("all_gather_wgrad"),
         "moe_dispatch": calls("moe_dispatch"),
         "moe_combine": calls("moe_combine"),
+        "moe_matmul_combine": calls("moe_matmul_combine", keep=True, chunk=1),
     }
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
     return [fused_case(name, each, seed=7) for name, each in cases.items()]

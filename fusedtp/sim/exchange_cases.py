@@ -1,12 +1,14 @@
 """Dispatch and combine of a mixture of experts as calls of the fused cases: routing drawn, results by the definition.
 
-A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has. Every rank
-owns EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN.
+A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has; a combine
+that is one with its matmul has rows of `k` and multiplies them by the experts' [width, k]. Every rank owns EXPERTS of
+them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +16,15 @@ from torch import Tensor
 
 from fusedtp.ops import launch
 from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.moe.homes import homes
 from fusedtp.ops.moe.layout import packed, unpacked
-from fusedtp.ops.moe.plan import Exchange, sort_slots
+from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
 from fusedtp.ops.moe.weigh import places_of
 
 if TYPE_CHECKING:
     from .cases import Call
 
-OPERATIONS = ("moe_dispatch", "moe_combine")
+OPERATIONS = ("moe_dispatch", "moe_combine", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2
 
 
@@ -46,20 +49,27 @@ def slot_bytes(call: Call) -> int:
 
 @dataclass
 class Routed:
-    """A call's inputs by rank, and the outputs that must come out."""
+    """A call's inputs by rank, and the outputs that must come out.
+
+    table     [W, E], of all ranks
+    experts   [E / W, N, K] of every rank, of a matmul
+    """
 
     x: list[Tensor]
     orders: list[Tensor]
     words: list[Tensor]
     weights: list[Tensor]
     wanted: dict[str, list[Tensor]]
+    table: Tensor
+    experts: Sequence[Tensor] = ()
 
 
 def routed(call: Call, seed: int) -> Routed:
     """Drawn from `seed`. Integers and powers of two: nothing rounds."""
     generator = torch.Generator().manual_seed(seed)
     world, experts = len(call.sizes), EXPERTS * len(call.sizes)
-    tokens, width = sum(call.sizes), row_width(call)
+    tokens = sum(call.sizes)
+    width = call.widths[0] if call.operation == "moe_combine" else call.k
     ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP_K]
     ids = torch.where(torch.rand(tokens, TOP_K, generator=generator) < 1 / 6, -1, ids)
     weights = 2.0 ** torch.randint(-1, 2, (tokens, TOP_K), generator=generator)
@@ -75,8 +85,12 @@ def routed(call: Call, seed: int) -> Routed:
         factors = torch.where(ids >= 0, ids + 1.0, 0.0) * weights
         given = [_times(rows, ids, each) for rows, each in zip(of, at, strict=True)]
         wanted = {"y": list((x * factors.sum(1, keepdim=True)).to(call.dtype).split(list(call.sizes)))}
+    w: Sequence[Tensor] = ()
+    if call.operation == "moe_matmul_combine":
+        given = of
+        w, wanted = _multiplied(call, x, ids, weights, of, generator)
     orders = [order for _counts, order in sorted_]
-    return Routed(given, orders, words, list(weights.split(list(call.sizes))), wanted)
+    return Routed(given, orders, words, list(weights.split(list(call.sizes))), wanted, table, w)
 
 
 def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int]]:
@@ -94,6 +108,31 @@ def _rows(x: Tensor, ids: Tensor, at: Exchange) -> Tensor:
     return rows
 
 
+def _multiplied(
+    call: Call, x: Tensor, ids: Tensor, weights: Tensor, rows: list[Tensor], generator: torch.Generator
+) -> tuple[Sequence[Tensor], dict[str, list[Tensor]]]:
+    """Experts of every rank, and what comes out of rows multiplied by them."""
+    world = len(call.sizes)
+    every = torch.randint(-2, 3, (EXPERTS * world, call.widths[0], call.k), generator=generator).to(
+        call.dtype
+    )
+    each = torch.einsum("tk,tjnk->tjn", x.double(), every.double()[ids.clamp(min=0)])
+    out = (each * torch.where(ids >= 0, weights, 0.0)[:, :, None]).sum(1).to(call.dtype)
+    experts, wanted = every.split(EXPERTS), {"y": [*out.split(list(call.sizes))]}
+    if call.keep:
+        at = [exchange_of(call, rank) for rank in range(world)]
+        wanted["products"] = [_products(*own, ids) for own in zip(rows, experts, at, strict=True)]
+    return experts, wanted
+
+
+def _products(rows: Tensor, own: Tensor, at: Exchange, ids: Tensor) -> Tensor:
+    """[max_rows, N], NaN past the last row."""
+    made = rows.new_full((rows.shape[0], own.shape[1]), torch.nan)
+    for row, (expert, _token) in enumerate(_mine(ids, at)):
+        made[row] = (own[expert % at.experts_here].double() @ rows[row].double()).to(rows.dtype)
+    return made
+
+
 def _times(rows: Tensor, ids: Tensor, at: Exchange) -> Tensor:
     rows = rows.clone()
     for row, (expert, _token) in enumerate(_mine(ids, at)):
@@ -108,9 +147,16 @@ def plan_exchange(
     at = exchange_of(call, rank)
     layout, order = unpacked(given.words[rank], at), given.orders[rank]
     x, end = given.x[rank].clone(), (layout, at, signature, call.config)
+    choices = places_of(order).view(-1, TOP_K).to(torch.int32)
     if call.operation == "moe_dispatch":
         planned, rows = launch.moe.plan_dispatch(view, rank, x, order // TOP_K, *end, HOST)
         return planned, {"rows": rows}
-    choices = places_of(order).view(-1, TOP_K).to(torch.int32)
+    if call.operation == "moe_matmul_combine":
+        config = replace(call.config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
+        planned, y, products = launch.moe_matmul_combine.plan_matmul_combine(
+            view, rank, x, given.experts[rank].clone(), offsets_of(given.table, at), homes(given.table, at),
+            choices, given.weights[rank], layout, at, signature, call.keep, config, "ieee", HOST,
+        )  # fmt: skip
+        return planned, {"y": y} | ({} if products is None else {"products": products})
     planned, y = launch.moe.plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)
     return planned, {"y": y}

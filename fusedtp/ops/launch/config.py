@@ -35,6 +35,7 @@ class Config:
 
     part           elements of a tile, for each warp, that a reducer sums at once
     max_registers  what a thread may use; 0 leaves that to the compiler
+    part_tiles     tiles of a part of the columns, of a matmul with its combine
     tma            operands that no peer writes by TMA, where they allow it
     specialized, splits, halves   of the plain matmuls alone, see plain.py: a warp of its own for TMA's copies; how many
                    programs share the K of a tile; its columns end half by half
@@ -50,6 +51,7 @@ class Config:
     other_programs: int = 2
     chunk: int = 1
     part: int = 512
+    part_tiles: int = 1
     max_registers: int = 0
     tma: bool = False
     specialized: bool = False

@@ -1,0 +1,128 @@
+"""Launcher of the matmul of experts that is one with its combine, see kernels/moe_matmul_combine.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm.device_view import peers_of
+
+from .config import Config, Machine
+from .grouped import group_config
+from .moe import combine_bytes
+from .run import Launch, check, machine_for
+
+PARTS = 4  # of the columns, where there are so many tiles
+
+
+def matmul_combine(
+    view: Any,
+    rank: int,
+    h: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    homes: Any,
+    choices: Tensor,
+    weights: Tensor,
+    layout: Any,
+    at: Any,
+    sig: int,
+    keep: bool,
+    config: Config | None = None,
+    *,
+    precision: str = "ieee",
+) -> tuple[Tensor, Tensor | None]:
+    """(out [T, N] = sum_j weights[:, j] y[row of (:, j)], y [max_rows, N] = h @ weight[e].T if `keep`).
+
+    h          [max_rows, K]  any strides, as weight [E_r, N, K] may have
+    offsets    int32 [E_r + 1]
+    homes      of the plan, see ops/moe/homes.py, as `layout` is, see layout.py; `at` is its Exchange
+    choices    int32 [T, k]   where in this rank's order each choice stands
+    weights    fp32 [T, k]
+    precision  of fp32 operands: "ieee" or "tf32", the same on all ranks
+    """
+    check(view, combine_bytes(max(at.sizes), at.top_k, weight.shape[1], h.dtype), h, [weight])
+    where, sums = (view, rank, h, weight, offsets, homes), (choices, weights, layout, at, sig, keep)
+    launch, out, y = plan_matmul_combine(*where, *sums, config, precision, machine_for(view, h))
+    launch.run(view, h.device)
+    return out, y
+
+
+def plan_matmul_combine(
+    view: Any, rank: int, h: Tensor, weight: Tensor, offsets: Tensor, homes: Any, choices: Tensor, weights: Tensor,
+    layout: Any, at: Any, sig: int, keep: bool, config: Config | None, precision: str, machine: Machine,
+) -> tuple[Launch, Tensor, Tensor | None]:  # fmt: skip
+    """The launch of a matmul and combine, not yet run, and its outputs."""
+    from fusedtp.kernels.moe_matmul_combine import moe_matmul_combine_kernel
+
+    (r, k), (e, n, _) = h.shape, weight.shape
+    config = config or returning(machine, h.dtype, precision, at, n, k, view.flags_per_source)
+    y = h.new_empty(r, n) if keep else None
+    out = h.new_empty(choices.shape[0], n)
+    chunk_rows = config.chunk * config.block_m
+    args = dict(
+        peers=peers_of(view, rank, at.world_size, sig, machine.clock),
+        x=h,
+        w=weight,
+        strides=(*h.stride(), *weight.stride()),
+        y=y,
+        offsets=offsets.contiguous(),
+        to=homes.to,
+        at=homes.at,
+        items=items_of(homes.counts, at.world_size, chunk_rows),
+        begins=layout.begins,
+        totals=layout.totals,
+        max_rows=at.max_rows,
+        choices=choices,
+        weights=weights.contiguous(),
+        out=out,
+        E=e,
+        R=r,
+        T=choices.shape[0],
+        N=n,
+        K=k,
+        chunk_rows=chunk_rows,
+        part_tiles=config.part_tiles,
+        send_programs=config.send_programs,
+        TOP_K=choices.shape[1],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        PART_M=min(config.block_m, max(1, config.part * config.num_warps // config.block_n)),
+        EVEN_K=k % config.block_k == 0,
+        HALVES=config.halves,
+        PRECISION=precision,
+    )
+    programs = config.send_programs + config.other_programs
+    return Launch(moe_matmul_combine_kernel, programs, args, config), out, y
+
+
+def items_of(counts: Tensor, world_size: int, chunk_rows: int) -> Tensor:
+    """counts [E], rows of every expert -> int32 [W + 1]: where the items of each owner begin among those of all."""
+    each = (counts + (chunk_rows - 1)) // chunk_rows
+    ends = each.view(world_size, -1).sum(1).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+
+
+def returning(
+    machine: Machine, dtype: torch.dtype, precision: str, at: Any, n: int, k: int, flags: int
+) -> Config:
+    """The tiles of the grouped matmul; items and parts of what all ranks share alone.
+
+    Items are as small as the flags allow. An eighth of the machine sums beside the others, which multiply.
+    """
+    config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n, k)
+    tiles = max(1, -(-n // config.block_n))
+    part, room = tiles, flags - 1 - at.experts_here  # an expert's last item may be a smaller one
+    assert room > 0, (flags, at)
+    quarter = -(-tiles // PARTS)
+    of_each = (flags - 1) // -(-tiles // quarter) - at.experts_here
+    if of_each > 0:
+        part, room = quarter, of_each
+    chunk = max(1, -(-at.max_rows // (room * config.block_m)))
+    reducers = max(1, machine.programs // 8)
+    senders = max(1, machine.programs - reducers)
+    return replace(config, part_tiles=part, chunk=chunk, send_programs=senders, other_programs=reducers)

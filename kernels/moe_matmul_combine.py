@@ -1,0 +1,203 @@
+"""The last matmul of a mixture of experts and its combine in one launch: rows travel home as their tiles get done.
+
+    h     [R, K]       this rank's rows, expert-major, as grouped_matmul.py has them
+    w     [E, N, K]    of this rank's experts
+    out   [T_r, N]     sum over a token's choices of weight * (h[row] @ w[e].T), as moe_exchange.py has it
+
+An item is a few row blocks of one expert by a part of the columns; one program does it, and announces it to every
+rank by a flag. A tile's epilogue stores each row where it belongs: in the slot of the rank whose token it is, where the
+choice stands in that rank's order. Columns are cut into parts, and the first part of all rows comes before the second.
+For a token's choices are spread over all experts and owners: by rows no sum could begin before nearly all are done; by
+columns a quarter of every sum can begin after a quarter of the products. One rank, time to the right:
+
+    send       part 0 of experts 0, 1, 2, ...      part 1 of experts 0, 1, 2, ...      ...
+    sum                                            waits for part 0 of all, sums it    waits for part 1 ...
+
+Programs 0 .. S-1 multiply and send, and wait for nobody; the others sum: one resident program a rank is enough. An item
+is published late, see Note [Late publish] in matmul_reduce_scatter.py. Flag 1 + part * I + i is part `part` of item i,
+of the I items of its owner; how many those are every rank knows from the plan.
+
+Tiles and sums are those of the two kernels one after another, and the product is rounded to its dtype before it
+travels: so the results are the same bits.
+
+Flags go to all ranks, whether an item has rows of theirs or not: to tell would cost both sides a walk over a table of
+experts. Programs that sum stand beside the matmul, and take processors from it. None of it was measured on a GPU yet.
+Source: the cut by columns is COMET's, Zhang et al. 2025 (arXiv 2502.19811), section 3.1.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signals
+from .grouped_matmul import first_row, last_row, sum_tile
+from .matmul import store_tile
+from .matmul_all_reduce import publish_to_all
+from .moe_exchange import overflows, segment, sum_choices
+from .tiles import cdiv, halves, inline, narrow, next_start
+
+
+@inline
+def homes(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
+    """Address of the first element of each row's place in the slot of its token's rank."""
+    rank = tl.load(to + rows, mask=inside, other=0)
+    place = tl.load(at + rows, mask=inside, other=0).to(tl.int64)
+    return tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(ELEMENT)), 16) + place * N
+
+
+@inline
+def send_tile(home, y, acc, rows, inside, cols, N, ELEMENT: tl.constexpr):
+    """Columns of rows to their homes, and to y where it is wanted; rounded once."""
+    mask = inside[:, None] & (cols < N)[None, :]
+    tl.store(home[:, None] + cols[None, :], narrow(acc, ELEMENT), mask=mask)
+    if y is not None:
+        store_tile(y, acc, rows, cols, N, mask)
+
+
+@inline
+def multiply_and_send(
+    peers,
+    x,
+    w,
+    strides,
+    y,
+    offsets,
+    to,
+    at,
+    items,
+    E,
+    R,
+    N,
+    K,
+    chunk_rows,
+    part_tiles,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ELEMENT: tl.constexpr,
+):
+    """Send stage: every `programs`-th item, part by part, expert by expert."""
+    start = tl.program_id(0)
+    if start == 0:
+        signals.arrive(peers)
+    num_cols = cdiv(N, BLOCK_N)
+    _first, count = segment(items, signals.rank_of(peers))
+    stored = tl.full((), -1, tl.int32)  # the flag, less one, of the item that is stored and not yet published
+    for part in range(cdiv(num_cols, part_tiles)):
+        first_col = part * part_tiles
+        width = tl.minimum(part_tiles, num_cols - first_col)
+        done = part * count
+        end = first_row(offsets, R)
+        for expert in range(E):
+            begin = end
+            end = last_row(offsets, expert, begin, R)
+            own = cdiv(end - begin, chunk_rows)
+            for item in range(start, own, programs):
+                first = begin + item * chunk_rows
+                last = tl.minimum(first + chunk_rows, end)
+                num_rows = cdiv(last - first, BLOCK_M)
+                for tile in range(num_rows * width):
+                    rows = first + tile % num_rows * BLOCK_M + tl.arange(0, BLOCK_M)
+                    col = (first_col + tile // num_rows) * BLOCK_N
+                    cols = col + tl.arange(0, BLOCK_N)
+                    inside = rows < last
+                    acc = sum_tile(
+                        x,
+                        w,
+                        None,
+                        None,
+                        strides,
+                        expert,
+                        rows,
+                        inside,
+                        cols,
+                        cols < N,
+                        K,
+                        BLOCK_K,
+                        EVEN_K,
+                        PRECISION,
+                    )
+                    if stored >= 0:  # Note [Late publish]
+                        publish_to_all(peers, 1 + stored)
+                        stored = tl.full((), -1, tl.int32)
+                    home = homes(peers, to, at, rows, inside, N, ELEMENT)
+                    if HALVES:
+                        left, right = halves(acc)
+                        half = col + tl.arange(0, BLOCK_N // 2)
+                        send_tile(home, y, left, rows, inside, half, N, ELEMENT)
+                        send_tile(home, y, right, rows, inside, half + BLOCK_N // 2, N, ELEMENT)
+                    else:
+                        send_tile(home, y, acc, rows, inside, cols, N, ELEMENT)
+                stored = done + item
+            start = next_start(start, own, programs)
+            done += own
+    if stored >= 0:
+        publish_to_all(peers, 1 + stored)
+
+
+@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "part_tiles", "send_programs"])
+def moe_matmul_combine_kernel(
+    peers,
+    x,
+    w,
+    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
+    y,  # contiguous [R, N], the products of this rank's rows; or None where nobody wants them
+    offsets,  # int32 [E + 1], of this rank's experts
+    to,  # int32 [R], the rank whose token each row is
+    at,  # int32 [R], where the row belongs in that rank's slot
+    items,  # int32 [W + 1], where the items of each owner begin among those of all
+    begins,  # int32 [W + 1], which rows of this rank's slot are of each owner
+    totals,  # int32 [W], rows of each owner
+    max_rows,
+    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
+    weights,  # fp32 [T, TOP_K]
+    out,  # contiguous [T, N]
+    E,
+    R,
+    T,
+    N,
+    K,
+    chunk_rows,  # of an item
+    part_tiles,  # tiles of a part of the columns
+    send_programs,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PART_M: tl.constexpr,  # tokens that are summed at once
+    EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    PRECISION: tl.constexpr = "ieee",
+):
+    if signals.failed(peers):
+        return
+    if overflows(peers, totals, max_rows):
+        return
+    world: tl.constexpr = peers.world_size
+    element: tl.constexpr = out.dtype.element_ty
+    if tl.program_id(0) < send_programs:
+        multiply_and_send(
+            peers, x, w, strides, y, offsets, to, at, items, E, R, N, K, chunk_rows, part_tiles, send_programs,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, element,
+        )  # fmt: skip
+    else:
+        rank = signals.rank_of(peers)
+        signals.wait_all_arrivals(peers)
+        arrived = tl.load(begins + world)
+        pushed = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
+        start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
+        num_cols = cdiv(N, BLOCK_N)
+        for part in range(cdiv(num_cols, part_tiles)):
+            for step in range(world):
+                owner = (rank - step + world) % world
+                _first, count = segment(items, owner)
+                signals.wait_chunks(peers, owner, 1 + part * count, 1 + (part + 1) * count)
+            first_col = part * part_tiles * BLOCK_N
+            last_col = tl.minimum(first_col + part_tiles * BLOCK_N, N)
+            sum_choices(
+                pushed, arrived, choices, weights, out, T, N, first_col, last_col, start, programs, TOP_K, PART_M,
+                BLOCK_N,
+            )  # fmt: skip
