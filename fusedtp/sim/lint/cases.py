@@ -18,6 +18,7 @@ OWN = (
     "join_parts_kernel",
     "moe_dispatch_kernel",
     "moe_combine_kernel",
+    "moe_matmul_combine_kernel",
     "bump_epoch",
     "meet_kernel",
     "grouped_matmul_kernel",
@@ -35,7 +36,7 @@ OWN = (
     "rms_norm_wide_backward_kernel",
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
-EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")  # without a product
+EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel", "moe_matmul_combine_kernel")  # nothing comes by TMA
 LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index(EXCHANGES[0])]  # in more variants: those of one device
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name

@@ -12,9 +12,20 @@ from typing import Any
 import torch
 
 from fusedtp.comm.device_view import meet_options, peers_of
-from fusedtp.ops.launch import Launch, cross_entropy, gather, grouped, moe, plain, pointwise, scatter
+from fusedtp.ops.launch import (
+    Launch,
+    cross_entropy,
+    gather,
+    grouped,
+    moe,
+    moe_matmul_combine,
+    plain,
+    pointwise,
+    scatter,
+)
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
+from fusedtp.ops.moe.homes import homes
 from fusedtp.ops.moe.layout import layout_size, unpacked
 from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
@@ -80,6 +91,13 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         return moe.plan_dispatch(_view(w), 1, torch.empty(t, width, dtype=dtype), index, *end)[0]
     choices = torch.empty(t, at.top_k, dtype=torch.int32)
     weights = torch.empty(t, at.top_k) if variant.bias else None
+    if kernel == "moe_matmul_combine_kernel":
+        h, n, e = torch.empty(at.max_rows, variant.k, dtype=dtype), variant.widths[0], at.experts_here
+        experts, offsets = torch.empty(e, n, variant.k, dtype=dtype), torch.empty(e + 1, dtype=torch.int32)
+        back = homes(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
+        sums = (choices, torch.empty(t, at.top_k), words, at, 12345, variant.bias, None, variant.precision)
+        given = (_view(w), 1, h, experts, offsets, back, *sums)
+        return moe_matmul_combine.plan_matmul_combine(*given, machine)[0]
     return moe.plan_combine(
         _view(w), 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end
     )[0]
