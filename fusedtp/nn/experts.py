@@ -118,7 +118,7 @@ class Experts(nn.Module):
 
         num_experts   of all ranks, as expert_ids count them
         """
-        from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_rounds
+        from fusedtp.ops.moe import moe_dispatch, moe_matmul_combine, moe_rounds
 
         given = (x, expert_ids, weights, num_experts, group)
         parts = 1 if self.parallel is None else self.parallel.shares.tensor_parallel  # of each choice
@@ -134,19 +134,27 @@ class Experts(nn.Module):
             )
             return y
         rows, offsets, handle = moe_dispatch(*given, max_rows=bound, **where)
-        return moe_combine(self.matmuls(rows, offsets, own), handle)
+        assert own[2] is not None
+        return moe_matmul_combine(self.hidden_rows(rows, offsets, own), own[2], handle)
 
     def matmuls(self, rows: Tensor, offsets: Tensor, own: Sequence[Tensor | None]) -> Tensor:
         """rows [R, H] by expert, see grouped_matmul -> [R, H]."""
+        from fusedtp.ops.moe import grouped_matmul
+
+        assert own[2] is not None
+        return grouped_matmul(self.hidden_rows(rows, offsets, own), own[2], offsets)
+
+    def hidden_rows(self, rows: Tensor, offsets: Tensor, own: Sequence[Tensor | None]) -> Tensor:
+        """rows [R, H] by expert -> [R, F], what the down projection multiplies."""
         from fusedtp.ops.moe import grouped_gated, grouped_matmul
 
-        gate, up, down = own
-        assert up is not None and down is not None
+        gate, up, _down = own
+        assert up is not None
         if gate is not None:
             hidden = grouped_gated(rows, gate, up, offsets, act=self.act)
         else:
             hidden = PLAIN[self.act](grouped_matmul(rows, up, offsets))
-        return grouped_matmul(hidden, down, offsets)
+        return hidden
 
     @property
     def bounded(self) -> bool:

@@ -2,10 +2,11 @@
 
 from .api import MoEHandle, moe_combine, moe_dispatch
 from .grouped import grouped_gated, grouped_matmul
+from .matmul_combine import moe_matmul_combine
 from .rounds import Room, moe_rounds
 from .stages import moe_in_stages
 
 __all__ = [
     "MoEHandle", "Room", "grouped_gated", "grouped_matmul", "moe_combine", "moe_dispatch", "moe_in_stages",
-    "moe_rounds",
+    "moe_matmul_combine", "moe_rounds",
 ]  # fmt: skip

@@ -71,6 +71,24 @@ def gather(y: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Te
     return _collect(y, _places(at_plan, at), weights, at_plan, at)
 
 
+def multiply_and_gather(
+    h: Tensor,
+    experts: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    at_plan: Plan,
+    at: Exchange,
+    keep: bool,
+    precision: str,
+) -> tuple[Tensor, Tensor | None]:
+    """h [max_rows, K], experts [E_r, N, K], weights [T_r, k] -> [T_r, N], and h @ experts[e].T if `keep`."""
+    _count(at, "moe_matmul_combine")
+    comm, places = communicator(at.group), _places(at_plan, at)
+    return fused.multiply_and_collect(
+        comm, h, experts, offsets, places, weights, at_plan, at, keep, precision
+    )
+
+
 def gather_slots(scalars: Tensor, at_plan: Plan, at: Exchange) -> Tensor:
     """scalars [max_rows] of the rows -> [T_r, k] of the slots, zero of dropped ones."""
     each = _places(at_plan, at).reshape(-1, 1)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedtp.comm import Communicator
 
+from .homes import homes
 from .layout import unpacked
 from .plan import Exchange, Plan
 
@@ -52,3 +53,31 @@ def collect(
             at,
             signature.hash32(),
         )
+
+
+def multiply_and_collect(
+    comm: Communicator,
+    h: Tensor,
+    experts: Tensor,
+    offsets: Tensor,
+    choices: Tensor,
+    weights: Tensor,
+    plan: Plan,
+    at: Exchange,
+    keep: bool,
+    precision: str,
+) -> tuple[Tensor, Tensor | None]:
+    """h [max_rows, K] by the experts' [E_r, N, K], collected: [T, N], and the products [max_rows, N] if `keep`."""
+    from .. import launch
+
+    n = experts.shape[1]
+    signature = at.signature(
+        "moe_matmul_pull", "triton", h.dtype, n, weights=choices.shape[1], tables=int(precision == "tf32")
+    )
+    nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, n, h.dtype)
+    where, sig = homes(plan.table, at), signature.hash32()
+    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+        return launch.moe_matmul_combine.matmul_combine(
+            view, comm.rank, h, experts, offsets, where, choices.to(torch.int32), weights,
+            unpacked(plan.words, at), at, sig, keep, precision=precision,
+        )  # fmt: skip

@@ -57,7 +57,7 @@ def matmul(
     chosen = choose(engine, xs[0])
     with record_function(f"fusedtp.grouped_matmul.{chosen}"):
         if chosen == "triton":
-            return launch.grouped.grouped_matmul(xs, weights, offsets, bias, precision=_precision())
+            return launch.grouped.grouped_matmul(xs, weights, offsets, bias, precision=fp32_precision())
         if xs[0].is_cuda:
             return _vendor_matmul(xs, weights, offsets, bias)
         y = xs[0].new_empty(xs[0].shape[0], weights[0].shape[1])
@@ -75,7 +75,7 @@ def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtyp
     chosen = choose(engine, x)
     with record_function(f"fusedtp.grouped_wgrad.{chosen}"):
         if chosen == "triton":
-            return launch.grouped.grouped_wgrad(dy, x, offsets, dtype, precision=_precision())
+            return launch.grouped.grouped_wgrad(dy, x, offsets, dtype, precision=fp32_precision())
         if x.is_cuda:
             return _vendor_wgrad(dy, x, offsets).to(dtype)
         dw = x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype)
@@ -109,7 +109,9 @@ def gated(
     chosen = choose(engine, x)
     with record_function(f"fusedtp.grouped_gated.{chosen}"):
         if chosen == "triton":
-            y, g, u = launch.grouped.grouped_gated(x, gate, up, offsets, act, keep, precision=_precision())
+            y, g, u = launch.grouped.grouped_gated(
+                x, gate, up, offsets, act, keep, precision=fp32_precision()
+            )
             return [y] if g is None or u is None else [y, g, u]
         if x.is_cuda:
             g, u = (_vendor_matmul([x], [w], offsets, None) for w in (gate, up))
@@ -146,7 +148,7 @@ def _experts(offsets: Tensor, *, empty: bool = False) -> Iterator[tuple[int, sli
             yield e, slice(begin, end)
 
 
-def _precision() -> str:
+def fp32_precision() -> str:
     """Of fp32 operands: what `allow_tf32` asks for."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 

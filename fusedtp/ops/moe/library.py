@@ -195,14 +195,21 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.at = inputs[6:]
 
 
-@first_order
-def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    y, weights, row_weights, *plan = ctx.saved_tensors
-    needs = weights is not None and ctx.needs_input_grad[1]
+def combine_gradients(
+    dout: Tensor, saved: Sequence[Any], at: Sequence[Any], needs_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dy, dweights) of a combine; saved: its y (None where dweights are not wanted), weights, row_weights and plan."""
+    y, weights, row_weights, *plan = saved
     dout = dout.contiguous()
     y = dout if y is None else y
-    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout, y, row_weights, *plan, *ctx.at, needs)
-    return dy, dw.to(weights.dtype) if needs else None, *([None] * 8)
+    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout, y, row_weights, *plan, *at, needs_weights)
+    return dy, dw.to(weights.dtype) if needs_weights else None
+
+
+@first_order
+def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    needs = ctx.saved_tensors[1] is not None and ctx.needs_input_grad[1]
+    return *combine_gradients(dout, ctx.saved_tensors, ctx.at, needs), *([None] * 8)
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)

@@ -1,0 +1,124 @@
+"""What a matmul that is one with its combine must fulfil: the bits of the two apart, the formula's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.ops.launch import Config, grouped
+from fusedtp.ops.launch import moe_matmul_combine as launcher
+from fusedtp.ops.moe import MoEHandle, moe_matmul_combine
+from tests.ops.moe.laws import Case, Data, build, mine, room_of
+from tests.properties.laws import assert_same, poison
+
+NAMES = ("out", "dx", "dweights", "dexperts")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the kernel is cut up: row blocks of an item, tiles of a part of the columns, programs of either kind."""
+
+    chunk: int = 1
+    part_tiles: int = 1
+    programs: tuple[int, int] = (2, 1)
+    halves: bool = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Small tiles, also of the matmul by itself."""
+        senders, others = self.programs
+        more: dict[str, Any] = dict(send_programs=senders, other_programs=others, chunk=self.chunk)
+        tile = Config(16, 16, 16, halves=self.halves)
+        config = Config(16, 16, 16, halves=self.halves, part_tiles=self.part_tiles, **more)
+        with (
+            patch.object(launcher, "returning", lambda *_: config),
+            patch.object(grouped, "group_config", lambda *_, **__: tile),
+        ):
+            yield
+
+
+def dispatched(group, case: Case, data: Data) -> tuple[Tensor, Tensor, Tensor, MoEHandle]:
+    """(x and weights of this rank, which want gradients, rows, handle)."""
+    here = mine(case, group.rank())
+    x, weights = data.x[here].clone().requires_grad_(), data.weights[here].clone().requires_grad_()
+    rows, _offsets, handle = fusedtp.moe_dispatch(
+        x, data.ids[here], weights, case.num_experts, group, sizes=case.sizes, engine=case.engine,
+        max_rows=room_of(case, data),
+    )  # fmt: skip
+    return x, weights, rows, handle
+
+
+def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
+    """Of small integers: out and all gradients as of one process, those of experts [E, width, K] by main_grad too."""
+    rank, data = group.rank(), build(case)
+    g = torch.Generator().manual_seed(case.seed + 1)
+    every = torch.randint(-1, 2, (case.num_experts, width, case.width), generator=g).to(case.dtype)
+    dout = torch.randint(-1, 2, (sum(case.sizes), width), generator=g).to(case.dtype)
+    each, here = case.num_experts // len(case.sizes), mine(case, rank)
+    own = slice(rank * each, (rank + 1) * each)
+    experts = every[own].clone().requires_grad_()
+    if case.seed % 2:
+        experts.main_grad = torch.zeros(experts.shape)
+    x, weights, rows, handle = dispatched(group, case, data)
+    communicator(group).engine_calls.clear()
+    poison(group)
+    with cut.used():
+        out = moe_matmul_combine(rows, experts, handle)
+    poison(group)
+    fused = ("moe_matmul_combine", "triton") in communicator(group).engine_calls
+    assert fused == (case.engine == "triton" and len(case.sizes) > 1)
+    out.backward(dout[here])
+    got = (out.detach(), x.grad, weights.grad, experts.main_grad if case.seed % 2 else experts.grad)
+    assert (experts.grad is None) == case.seed % 2
+    for name, mine_, want in zip(NAMES, got, dense(data, every, dout), strict=True):
+        want = want[own if name == "dexperts" else here]
+        wide = name == "dweights" or (name == "dexperts" and case.seed % 2)
+        assert_same(f"rank {rank}: {name}", mine_, want.to(torch.float32 if wide else case.dtype))
+
+
+def dense(data: Data, every: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """(out, dx, dweights, dexperts) of all tokens and experts, by autograd of the definition in fp64."""
+    leaves = [t.double().requires_grad_() for t in (data.x, data.weights, every)]
+    x, weights, w = leaves
+    out = x.new_zeros(x.shape[0], every.shape[1])
+    for j in range(weights.shape[1]):
+        kept = (data.ids[:, j : j + 1] >= 0).double()
+        out = out + kept * weights[:, j : j + 1] * torch.einsum(
+            "tk,tnk->tn", x, w[data.ids[:, j].clamp(min=0)]
+        )
+    out.backward(dout.double())
+    return out.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)
+
+
+def same_bits(group, case: Case, width: int, cut: Cut) -> None:
+    """Of random numbers: the two operations by engine "triton" one after another, and in one kernel."""
+    rank, data, found = group.rank(), build(case), []
+    g = torch.Generator().manual_seed(case.seed + rank)
+    each = case.num_experts // len(case.sizes)
+    made = torch.randn(each, width, case.width, generator=g).to(case.dtype)
+    dout = torch.randn(case.sizes[rank], width, generator=g).to(case.dtype)
+    noise = torch.randn(sum(case.sizes) * case.top_k, case.width, generator=g).to(case.dtype)
+    for fused in (False, True):
+        experts = made.clone().requires_grad_()
+        x, weights, rows, handle = dispatched(group, case, data)
+        count = int(handle.offsets[-1])
+        h = torch.cat((rows[:count] * noise[:count], torch.full_like(rows[count:], torch.nan)))
+        poison(group)
+        with cut.used():
+            if fused:
+                out = moe_matmul_combine(h, experts, handle, engine="triton")
+            else:
+                y = fusedtp.grouped_matmul(h, experts, handle.offsets, engine="triton")
+                out = fusedtp.moe_combine(y, handle)
+            out.backward(dout)
+        found.append((out.detach(), x.grad, weights.grad, experts.grad))
+    for name, apart, one in zip(NAMES, *found, strict=True):
+        assert_same(f"rank {rank}: {name}", one, apart)

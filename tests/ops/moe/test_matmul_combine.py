@@ -1,0 +1,148 @@
+"""The last matmul of experts in one kernel with its combine equals the two apart, and the dense formula."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fusedtp
+from fusedtp.ops.engines import has_triton
+from fusedtp.ops.moe import moe_matmul_combine
+from fusedtp.ops.moe.homes import homes
+from fusedtp.ops.moe.layout import packed
+from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
+from tests.harness import WorldError, world
+from tests.ops.moe.laws import SKEWS, Case
+from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+OPS = ["moe_matmul_combine"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@st.composite
+def cases(draw: st.DrawFn, engines: tuple[str, ...] = ("triton",)) -> Case:
+    size = draw(st.integers(1, 3))
+    experts = size * draw(st.integers(1, 2))
+    a_count = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 12))
+    return Case(
+        engine=draw(st.sampled_from(engines)),
+        sizes=tuple(draw(a_count) for _ in range(size)),
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(3, experts))),
+        width=draw(st.integers(1, 7)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        skew=draw(st.sampled_from(SKEWS)),
+        dropped=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        seed=draw(st.integers(0, 2**32)),
+        room=draw(st.sampled_from([None, 0, 3])),
+    )
+
+
+cuts = st.builds(
+    Cut,
+    chunk=st.integers(1, 3),
+    part_tiles=st.integers(1, 3),
+    programs=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    halves=st.booleans(),
+)
+widths = st.integers(0, 24)
+
+
+@settings(max_examples=4)
+@example(Case("triton", (7, 0, 12), 6, 3, 5, torch.bfloat16, "skewed", 0.3, 1), 37, Cut(2, 2))
+@given(cases(engines=("triton", "triton", "chunked")), widths, cuts)
+def test_out_and_all_gradients_are_those_of_the_formula(case, width, cut):
+    world(len(case.sizes)).run(equals_the_formula, case, width, cut)
+
+
+@settings(max_examples=2)
+@example(Case("triton", (9, 4), 4, 2, 7, torch.float32, "uniform", 0.0, 0), 24, Cut())
+@example(Case("triton", (3, 20), 4, 2, 7, torch.bfloat16, "skewed", 0.3, 0, 3), 17, Cut(halves=True))
+@given(cases(), widths, cuts)
+def test_the_bits_are_those_of_two_kernels(case, width, cut):
+    world(len(case.sizes)).run(same_bits, case, width, cut)
+
+
+SIZES, EXPERTS = (2, 0, 4), 6
+IDS = torch.tensor(
+    [[2 * (t % 3), 2 * ((t + 1) % 3) + 1] for t in range(6)]
+)  # 4 rows for every rank: none undefined
+
+
+def check_op(group) -> None:
+    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    parts = [sort_slots(part, EXPERTS) for part in IDS.split(list(SIZES))]
+    table = torch.stack([counts for counts, _order in parts])
+    at = Exchange(group.group_name, group.rank(), SIZES, EXPERTS, 2, 4, "triton")
+    plan = (table, torch.cat([order for _counts, order in parts]), packed(table, at))
+    h, experts, weights = (
+        torch.ones(*shape, requires_grad=True) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2))
+    )
+    given = (h, experts, offsets_of(table, at), weights, torch.ones(4), *plan, *at.flat)
+    op = torch.ops.fusedtp.moe_matmul_combine.default
+    torch.library.opcheck(op, (*given, True, "chunked"))
+    alone = (h, experts, given[2], weights.detach(), *given[4:], False, "chunked")
+    torch.library.opcheck(op, alone, test_utils="test_faketensor")
+
+
+def test_opcheck():
+    world(3).run(check_op)
+
+
+def compiled(group) -> None:
+    """A compiled layer equals an eager one, with its gradients, in one graph."""
+    fusedtp.reserve(group, 1 << 16)
+    ids = IDS.split(list(SIZES))[group.rank()]
+
+    def layer(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        rows, _offsets, handle = fusedtp.moe_dispatch(
+            x, ids, weights, EXPERTS, group, sizes=SIZES, engine="triton", max_rows=4
+        )
+        return moe_matmul_combine(rows.relu(), experts, handle)
+
+    results = []
+    for compute in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        g = torch.Generator().manual_seed(group.rank())
+        leaves = [
+            torch.randint(-3, 4, shape, generator=g).float().requires_grad_()
+            for shape in ((len(ids), 4), (len(ids), 2), (2, 5, 4))
+        ]
+        y = compute(*leaves)
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for eager, graph in zip(*results, strict=True):
+        assert torch.equal(eager, graph)
+
+
+def test_a_compiled_layer_equals_an_eager_one():
+    world(3).run(compiled, timeout=120)
+
+
+def test_homes_are_where_a_combine_looks():
+    """A row's place is the one that the order of its source's slots has for it."""
+    parts = [sort_slots(part, EXPERTS) for part in IDS.split(list(SIZES))]
+    table = torch.stack([counts for counts, _order in parts])
+    for rank in range(3):
+        found = homes(table, Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton"))
+        wanted = []
+        for expert in (2 * rank, 2 * rank + 1):
+            for source, ids in enumerate(IDS.split(list(SIZES))):
+                order = parts[source][1].tolist()
+                wanted += [
+                    (source, at) for at, slot in enumerate(order) if ids[slot // 2, slot % 2] == expert
+                ]
+        assert [*zip(found.to.tolist(), found.at.tolist(), strict=True)] == wanted
+        assert found.counts.tolist() == torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist()
+
+
+def short(group) -> None:
+    ids = IDS.split(list(SIZES))[group.rank()]
+    x, weights = torch.ones(len(ids), 4), torch.ones(len(ids), 2)
+    rows, _, handle = fusedtp.moe_dispatch(x, ids, weights, EXPERTS, group, sizes=SIZES, engine="triton")
+    moe_matmul_combine(rows[1:], torch.ones(2, 5, 4), handle)
+
+
+def test_rows_of_another_number_are_refused():
+    with pytest.raises(WorldError, match=r"rank \d: h has shape \(11, 4\), wanted \[12, K\] as it was"):
+        world(3).run(short)
