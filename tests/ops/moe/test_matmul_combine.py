@@ -6,6 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.nn.experts import Experts
 from fusedtp.ops.engines import has_triton
 from fusedtp.ops.moe import moe_matmul_combine
 from fusedtp.ops.moe.homes import homes
@@ -117,6 +119,26 @@ def compiled(group) -> None:
 
 def test_a_compiled_layer_equals_an_eager_one():
     world(3).run(compiled, timeout=120)
+
+
+def experts_by_kernels(group) -> None:
+    """A layer of experts by engine "triton" takes the one kernel, and makes what the chunked one does."""
+    rank, g = group.rank(), torch.Generator().manual_seed(0)
+    layer = Experts(3, 4, EXPERTS, gated=False, act="relu")
+    x, weights, up, down = (
+        torch.randint(-2, 3, shape, generator=g).float()
+        for shape in ((6, 3), (6, 2), (EXPERTS, 4, 3), (EXPERTS, 3, 4))
+    )
+    of_rank = [t.split(list(SIZES))[rank] for t in (x, IDS, weights)]
+    own = [None, up[2 * rank : 2 * rank + 2], down[2 * rank : 2 * rank + 2]]
+    communicator(group).engine_calls.clear()
+    ys = [layer.compute(*of_rank, EXPERTS, own, group, SIZES, engine) for engine in ("chunked", "triton")]
+    assert torch.equal(*ys)
+    assert communicator(group).engine_calls["moe_matmul_combine", "triton"] == 1
+
+
+def test_experts_take_the_one_kernel():
+    world(3).run(experts_by_kernels)
 
 
 def test_homes_are_where_a_combine_looks():
