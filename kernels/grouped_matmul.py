@@ -31,7 +31,7 @@ from .tiles import cdiv, halves, inline, next_start, wide
 
 
 @inline
-def all_there(arrivals, expert):
+def all_there(peers, arrivals, expert):
     """`ready` of rows that came before the launch."""
 
 
@@ -111,6 +111,7 @@ def gated_tile(
     gate_out,
     up_out,
     expert,
+    x_rows,
     rows,
     row_mask,
     cols,
@@ -121,9 +122,9 @@ def gated_tile(
     ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[rows, cols] = act(g) * u of both products, which are stored too where they are wanted."""
-    a, a_step, b, step = addresses(x, gate, strides, expert, rows, cols)
-    _a, _a_step, c, _step = addresses(x, up, strides, expert, rows, cols)
+    """y[rows, cols] = act(g) * u of both products of x[x_rows], which are stored too where they are wanted."""
+    a, a_step, b, step = addresses(x, gate, strides, expert, x_rows, cols)
+    _a, _a_step, c, _step = addresses(x, up, strides, expert, x_rows, cols)
     g = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
     u = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
     g, u = pair_loop(
@@ -139,7 +140,9 @@ def gated_tile(
 @inline
 def group_tiles(
     ready,
-    arrivals,  # what `ready` takes first
+    peers,  # what `ready` takes first; by itself, as constants of a tuple in a tuple are lost on Triton 3.6
+    arrivals,  # and second
+    index,  # int32, the row of x for each row of y; None where it is the same
     x,
     w,
     x2,  # of the strides of x and w; or None. Of a gated matmul x2 is x, w and w2 are gate and up
@@ -173,20 +176,36 @@ def group_tiles(
         end = last_row(offsets, expert, begin, R)
         num_rows = cdiv(end - begin, BLOCK_M)
         if start < num_rows * num_cols:
-            ready(arrivals, expert)
+            ready(peers, arrivals, expert)
         for tile in range(start, num_rows * num_cols, programs):
             row, col = tile_of(tile, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
             rows = begin + row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
             inside = rows < end
+            x_rows = rows
+            if index is not None:
+                x_rows = tl.load(index + rows, mask=inside, other=0)
             if ACT != "":
                 gated_tile(
-                    x, w, w2, strides, y, gate_out, up_out, expert, rows, inside, cols, N, K, BLOCK_K, EVEN_K,
-                    ACT, PRECISION,
+                    x, w, w2, strides, y, gate_out, up_out, expert, x_rows, rows, inside, cols, N, K, BLOCK_K,
+                    EVEN_K, ACT, PRECISION,
                 )  # fmt: skip
             else:
                 acc = sum_tile(
-                    x, w, x2, w2, strides, expert, rows, inside, cols, cols < N, K, BLOCK_K, EVEN_K, PRECISION
+                    x,
+                    w,
+                    x2,
+                    w2,
+                    strides,
+                    expert,
+                    x_rows,
+                    inside,
+                    cols,
+                    cols < N,
+                    K,
+                    BLOCK_K,
+                    EVEN_K,
+                    PRECISION,
                 )
                 if HALVES:
                     left, right = halves(acc)
@@ -222,7 +241,7 @@ def grouped_matmul_kernel(
 ):
     """y [R, N] = x [R, K] @ w[e] [N, K].T + x2 [R, K] @ w2[e] [N, K].T + bias[e] [N], e the expert of each row."""
     group_tiles(
-        all_there, None, x, w, x2, w2, strides, bias, y, None, None, offsets, E, R, N, K, tl.program_id(0),
+        all_there, None, None, None, x, w, x2, w2, strides, bias, y, None, None, offsets, E, R, N, K, tl.program_id(0),
         tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, HALVES, "", PRECISION,
     )  # fmt: skip
 
@@ -251,6 +270,6 @@ def grouped_gated_kernel(
 ):
     """y [R, N] = act(x [R, K] @ gate[e] [N, K].T) * (x @ up[e] [N, K].T), e the expert of each row."""
     group_tiles(
-        all_there, None, x, gate, x, up, strides, None, y, gate_out, up_out, offsets, E, R, N, K,
+        all_there, None, None, None, x, gate, x, up, strides, None, y, gate_out, up_out, offsets, E, R, N, K,
         tl.program_id(0), tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, False, ACT, PRECISION,
     )  # fmt: skip

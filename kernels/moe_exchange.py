@@ -42,6 +42,32 @@ def overflows(peers, totals, max_rows):
 
 
 @inline
+def push_chunk(
+    peers,
+    x,
+    stride_xm,
+    stride_xk,
+    index,  # row of x for each row of the segment
+    out,  # of the segment in the receiver's slot
+    count,
+    K,
+    chunk_rows,
+    dst,
+    chunk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Copy a chunk of a segment to `dst`, and say so: flag 1 + c is chunk c."""
+    last = tl.minimum((chunk + 1) * chunk_rows, count)
+    for first in range(chunk * chunk_rows, last, BLOCK_M):
+        at = first + tl.arange(0, BLOCK_M)
+        inside = at < last
+        rows = tl.load(index + at, mask=inside, other=0).to(tl.int64)
+        copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
+    signals.publish(peers, dst, 1 + chunk)
+
+
+@inline
 def push_segments(
     peers,
     x,
@@ -57,7 +83,7 @@ def push_segments(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage: program_id < programs copies chunks to rank + 1, ..., rank + last_step. Flag 1 + c is chunk c."""
+    """Send stage: program_id < programs copies chunks to rank + 1, ..., rank + last_step."""
     pid = tl.program_id(0)
     if pid == 0:
         signals.arrive(peers)
@@ -67,13 +93,9 @@ def push_segments(
         out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
         out = tl.multiple_of(out, 16) + wide(tl.load(places + dst)) * K
         for chunk in range(pid, cdiv(count, chunk_rows), programs):
-            last = tl.minimum((chunk + 1) * chunk_rows, count)
-            for first in range(chunk * chunk_rows, last, BLOCK_M):
-                at = first + tl.arange(0, BLOCK_M)
-                inside = at < last
-                rows = tl.load(index + begin + at, mask=inside, other=0).to(tl.int64)
-                copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
-            signals.publish(peers, dst, 1 + chunk)
+            push_chunk(
+                peers, x, stride_xm, stride_xk, index + begin, out, count, K, chunk_rows, dst, chunk, BLOCK_M, BLOCK_K
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])

@@ -19,6 +19,7 @@ FAILED, REFUSED = 0, 1  # a rank that raised in the middle of a call, or before 
 OPERATIONS = (
     "failed", "refused", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
     "all_gather", "reduce_scatter", "all_reduce", "moe_plan", "moe_move", "moe_pull",
+    "moe_move_matmul",
     "moe_matmul_pull",
 )  # fmt: skip
 ENGINES = ("collective", "chunked", "triton")

@@ -118,9 +118,9 @@ class Experts(nn.Module):
 
         num_experts   of all ranks, as expert_ids count them
         """
-        from fusedtp.ops.moe import moe_dispatch, moe_matmul_combine, moe_rounds
+        from fusedtp.ops.moe import moe_dispatch_gated, moe_dispatch_matmul, moe_matmul_combine, moe_rounds
 
-        given = (x, expert_ids, weights, num_experts, group)
+        given = (x, expert_ids, weights)
         parts = 1 if self.parallel is None else self.parallel.shares.tensor_parallel  # of each choice
         total = None if self.weights_sum is None else self.weights_sum * parts
         where: dict[str, Any] = dict(
@@ -130,31 +130,33 @@ class Experts(nn.Module):
         if self.on_overflow == "rounds":
             assert bound is not None
             y, self.used = moe_rounds(
-                *given, lambda rows, offsets: self.matmuls(rows, offsets, own), max_rows=bound, **where
-            )
+                *given, num_experts, group, lambda rows, offsets: self.matmuls(rows, offsets, own),
+                max_rows=bound, **where,
+            )  # fmt: skip
             return y
-        rows, offsets, handle = moe_dispatch(*given, max_rows=bound, **where)
-        assert own[2] is not None
-        return moe_matmul_combine(self.hidden_rows(rows, offsets, own), own[2], handle)
+        gate, up, down = own
+        assert up is not None and down is not None
+        where["max_rows"] = bound
+        if gate is not None:
+            hidden, _, handle = moe_dispatch_gated(
+                *given, gate, up, num_experts, group, act=self.act, **where
+            )
+        else:
+            hidden, _, handle = moe_dispatch_matmul(*given, up, num_experts, group, **where)
+            hidden = PLAIN[self.act](hidden)
+        return moe_matmul_combine(hidden, down, handle)
 
     def matmuls(self, rows: Tensor, offsets: Tensor, own: Sequence[Tensor | None]) -> Tensor:
         """rows [R, H] by expert, see grouped_matmul -> [R, H]."""
-        from fusedtp.ops.moe import grouped_matmul
-
-        assert own[2] is not None
-        return grouped_matmul(self.hidden_rows(rows, offsets, own), own[2], offsets)
-
-    def hidden_rows(self, rows: Tensor, offsets: Tensor, own: Sequence[Tensor | None]) -> Tensor:
-        """rows [R, H] by expert -> [R, F], what the down projection multiplies."""
         from fusedtp.ops.moe import grouped_gated, grouped_matmul
 
-        gate, up, _down = own
-        assert up is not None
+        gate, up, down = own
+        assert up is not None and down is not None
         if gate is not None:
             hidden = grouped_gated(rows, gate, up, offsets, act=self.act)
         else:
             hidden = PLAIN[self.act](grouped_matmul(rows, up, offsets))
-        return hidden
+        return grouped_matmul(hidden, down, offsets)
 
     @property
     def bounded(self) -> bool:

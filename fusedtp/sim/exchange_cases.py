@@ -1,8 +1,9 @@
 """Dispatch and combine of a mixture of experts as calls of the fused cases: routing drawn, results by the definition.
 
-A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has; a combine
-that is one with its matmul has rows of `k` and multiplies them by the experts' [width, k]. Every rank owns EXPERTS of
-them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN.
+A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has. With a
+matmul in the same kernel rows of `k` become rows of the first width, by the experts' [width, k]. Every rank owns
+EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN. Of a
+dispatch with its matmul `keep` means a gated one, of which the two products are compared: no rounding is in them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fusedtp.ops.moe.weigh import places_of
 if TYPE_CHECKING:
     from .cases import Call
 
-OPERATIONS = ("moe_dispatch", "moe_combine", "moe_matmul_combine")
+OPERATIONS = ("moe_dispatch", "moe_combine", "moe_dispatch_matmul", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2
 
 
@@ -36,13 +37,13 @@ def exchange_of(call: Call, rank: int = 0) -> Exchange:
 
 def row_width(call: Call) -> int:
     """Elements of a row that travels."""
-    return call.k if call.operation == "moe_dispatch" else call.widths[0]
+    return call.k if call.operation.startswith("moe_dispatch") else call.widths[0]
 
 
 def slot_bytes(call: Call) -> int:
     """What the call needs in a slot."""
     at = exchange_of(call)
-    if call.operation == "moe_dispatch":
+    if call.operation.startswith("moe_dispatch"):
         return launch.moe.dispatch_bytes(at.max_rows, row_width(call), call.dtype)
     return launch.moe.combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
 
@@ -52,7 +53,7 @@ class Routed:
     """A call's inputs by rank, and the outputs that must come out.
 
     table     [W, E], of all ranks
-    experts   [E / W, N, K] of every rank, of a matmul
+    experts   of a matmul: [E / W, N, K] of every rank, one or, of a gated one, gate and up
     """
 
     x: list[Tensor]
@@ -61,7 +62,7 @@ class Routed:
     weights: list[Tensor]
     wanted: dict[str, list[Tensor]]
     table: Tensor
-    experts: Sequence[Tensor] = ()
+    experts: Sequence[Sequence[Tensor]] = ()
 
 
 def routed(call: Call, seed: int) -> Routed:
@@ -85,12 +86,26 @@ def routed(call: Call, seed: int) -> Routed:
         factors = torch.where(ids >= 0, ids + 1.0, 0.0) * weights
         given = [_times(rows, ids, each) for rows, each in zip(of, at, strict=True)]
         wanted = {"y": list((x * factors.sum(1, keepdim=True)).to(call.dtype).split(list(call.sizes)))}
-    w: Sequence[Tensor] = ()
-    if call.operation == "moe_matmul_combine":
-        given = of
-        w, wanted = _multiplied(call, x, ids, weights, of, generator)
+    every: list[Tensor] = []
+    if "matmul" in call.operation:
+        shape = (2 if gated(call) else 1, experts, call.widths[0], width)
+        every = [*torch.randint(-2, 3, shape, generator=generator).to(call.dtype)]
+    split = [each.split(EXPERTS) for each in every]
+    own = [[each[rank] for each in split] for rank in range(world)]
+    if call.operation == "moe_dispatch_matmul":
+        for i, name in enumerate(("gate", "up") if gated(call) else ("y",)):
+            wanted[name] = [_products(of[r], own[r][i], at[r], ids) for r in range(world)]
+    elif every:
+        given, wanted = of, {"y": _summed(call, x, ids, weights, every[0])}
+        if call.keep:
+            wanted["products"] = [_products(of[r], own[r][0], at[r], ids) for r in range(world)]
     orders = [order for _counts, order in sorted_]
-    return Routed(given, orders, words, list(weights.split(list(call.sizes))), wanted, table, w)
+    return Routed(given, orders, words, list(weights.split(list(call.sizes))), wanted, table, own)
+
+
+def gated(call: Call) -> bool:
+    """Whether two matrices an expert make a gated MLP's first half."""
+    return call.operation == "moe_dispatch_matmul" and call.keep
 
 
 def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int]]:
@@ -108,21 +123,11 @@ def _rows(x: Tensor, ids: Tensor, at: Exchange) -> Tensor:
     return rows
 
 
-def _multiplied(
-    call: Call, x: Tensor, ids: Tensor, weights: Tensor, rows: list[Tensor], generator: torch.Generator
-) -> tuple[Sequence[Tensor], dict[str, list[Tensor]]]:
-    """Experts of every rank, and what comes out of rows multiplied by them."""
-    world = len(call.sizes)
-    every = torch.randint(-2, 3, (EXPERTS * world, call.widths[0], call.k), generator=generator).to(
-        call.dtype
-    )
-    each = torch.einsum("tk,tjnk->tjn", x.double(), every.double()[ids.clamp(min=0)])
+def _summed(call: Call, x: Tensor, ids: Tensor, weights: Tensor, experts: Tensor) -> list[Tensor]:
+    """[T_r, N] of every rank: the weighted sum of its tokens' choices."""
+    each = torch.einsum("tk,tjnk->tjn", x.double(), experts.double()[ids.clamp(min=0)])
     out = (each * torch.where(ids >= 0, weights, 0.0)[:, :, None]).sum(1).to(call.dtype)
-    experts, wanted = every.split(EXPERTS), {"y": [*out.split(list(call.sizes))]}
-    if call.keep:
-        at = [exchange_of(call, rank) for rank in range(world)]
-        wanted["products"] = [_products(*own, ids) for own in zip(rows, experts, at, strict=True)]
-    return experts, wanted
+    return [*out.split(list(call.sizes))]
 
 
 def _products(rows: Tensor, own: Tensor, at: Exchange, ids: Tensor) -> Tensor:
@@ -143,7 +148,7 @@ def _times(rows: Tensor, ids: Tensor, at: Exchange) -> Tensor:
 def plan_exchange(
     call: Call, given: Routed, view: Any, rank: int, signature: int
 ) -> tuple[Any, dict[str, Tensor]]:
-    """This rank's launch of the call, and its output by name."""
+    """This rank's launch of the call, and its outputs by name."""
     at = exchange_of(call, rank)
     layout, order = unpacked(given.words[rank], at), given.orders[rank]
     x, end = given.x[rank].clone(), (layout, at, signature, call.config)
@@ -151,11 +156,19 @@ def plan_exchange(
     if call.operation == "moe_dispatch":
         planned, rows = launch.moe.plan_dispatch(view, rank, x, order // TOP_K, *end, HOST)
         return planned, {"rows": rows}
+    matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []
+    offsets = offsets_of(given.table, at)
+    if call.operation == "moe_dispatch_matmul":
+        planned, outs = launch.moe_matmul.plan_dispatch_matmul(
+            view, rank, x, order // TOP_K, matrices, offsets, layout, at, signature, "silu" if gated(call) else "",
+            gated(call), call.config, "ieee", HOST,
+        )  # fmt: skip
+        return planned, dict(zip(("rows", "y", "gate", "up"), outs, strict=False))
     if call.operation == "moe_matmul_combine":
         config = replace(call.config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
         planned, y, products = launch.moe_matmul_combine.plan_matmul_combine(
-            view, rank, x, given.experts[rank].clone(), offsets_of(given.table, at), homes(given.table, at),
-            choices, given.weights[rank], layout, at, signature, call.keep, config, "ieee", HOST,
+            view, rank, x, matrices[0], offsets, homes(given.table, at), choices, given.weights[rank], layout, at,
+            signature, call.keep, config, "ieee", HOST,
         )  # fmt: skip
         return planned, {"y": y} | ({} if products is None else {"products": products})
     planned, y = launch.moe.plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)

@@ -8,7 +8,7 @@ from fusedtp.kernels.tiles import inline
 
 
 @inline
-def fetch(arrivals, expert):
+def fetch(peers, arrivals, expert):
     """Copy the expert's rows [.., 16], and count that this program has asked for them."""
     source, rows, offsets, asked = arrivals
     begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
@@ -22,6 +22,6 @@ def fetch(arrivals, expert):
 @triton.jit
 def late_rows_kernel(source, rows, w, strides, y, offsets, asked, E, R, N):
     group_tiles(
-        fetch, (source, rows, offsets, asked), rows, w, None, None, strides, None, y, None, None, offsets, E, R, N,
-        16, tl.program_id(0), tl.num_programs(0), 16, 16, 16, 2, True, False, "", "ieee",
+        fetch, None, (source, rows, offsets, asked), None, rows, w, None, None, strides, None, y, None, None, offsets,
+        E, R, N, 16, tl.program_id(0), tl.num_programs(0), 16, 16, 16, 2, True, False, "", "ieee",
     )  # fmt: skip

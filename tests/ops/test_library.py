@@ -12,6 +12,7 @@ import fusedtp
 from fusedtp.comm import communicator
 from tests.engines import ENGINES
 from tests.harness import world
+from tests.ops.moe.test_dispatch_matmul import OPS as MOE_MATMUL_OPS
 from tests.ops.moe.test_matmul_combine import OPS as MATMUL_COMBINE_OPS
 from tests.ops.moe.test_ops import OPS as MOE_OPS
 from tests.ops.test_grouped import OPS as GROUPED_OPS
@@ -69,7 +70,8 @@ def every_op_is_listed(group) -> set[str]:
 
 
 def test_no_op_is_left_out():
-    assert world(1).run(every_op_is_listed) == [{*OPS, *GROUPED_OPS, *MOE_OPS, *MATMUL_COMBINE_OPS}]
+    every = {*OPS, *GROUPED_OPS, *MOE_OPS, *MOE_MATMUL_OPS, *MATMUL_COMBINE_OPS}
+    assert world(1).run(every_op_is_listed) == [every]
 
 
 def layers(group, engine: str, dim: int):

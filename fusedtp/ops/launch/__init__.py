@@ -4,7 +4,7 @@ Called with a workspace's device view by the `triton` engine of each operation, 
 end. Outputs are ordinary tensors; nothing of the workspace is handed out.
 """
 
-from . import cross_entropy, grouped, moe, moe_matmul_combine, pointwise
+from . import cross_entropy, grouped, moe, moe_matmul, moe_matmul_combine, pointwise
 from .config import Config, Machine
 from .gather import all_gather_bytes, all_gather_matmul, all_gather_wgrad, plan_matmul, plan_wgrad
 from .plain import Epilogue, gated_matmul, matmul, scaled_gated_matmul, scaled_matmul
@@ -36,6 +36,7 @@ __all__ = [
     "matmul_all_reduce_bytes",
     "matmul_reduce_scatter",
     "moe",
+    "moe_matmul",
     "moe_matmul_combine",
     "plan_matmul",
     "plan_one_shot",

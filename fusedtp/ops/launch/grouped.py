@@ -109,7 +109,7 @@ def plan_matmul(
     config = config or group_config(machine, xs[0].dtype, precision, r, e, n, k)
     y = xs[0].new_empty(r, n)
     assert 1 <= len(xs) == len(weights) <= 2
-    (x, *x2), (w, *w2) = _of_one_layout(xs), _of_one_layout(weights)
+    (x, *x2), (w, *w2) = of_one_layout(xs), of_one_layout(weights)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
         x=x,
         w=w,
@@ -140,7 +140,7 @@ def plan_gated(
 
     (r, k), (e, n, _) = x.shape, gate.shape
     config = config or group_config(machine, x.dtype, precision, r, e, n, k, 2, keep)
-    gate, up = _of_one_layout([gate, up])
+    gate, up = of_one_layout([gate, up])
     y = x.new_empty(r, n)
     gate_out, up_out = (x.new_empty(r, n), x.new_empty(r, n)) if keep else (None, None)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
@@ -225,7 +225,7 @@ def group_config(
     return replace(config, splits=1, block_k=config.block_k // 2 if deep else config.block_k)
 
 
-def _of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
+def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers with the same strides, as kernels want them of two; copied where they differ."""
     if len({t.stride() for t in tensors}) == 1:
         return list(tensors)

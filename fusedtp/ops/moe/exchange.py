@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,22 @@ def scatter(x: Tensor, scalars: Tensor | None, at_plan: Plan, at: Exchange) -> t
     _count(at, "moe_dispatch")
     rows, of_rows = _sibling(at).move(_comm(at), x, scalars, at_plan, at)
     return rows, of_rows
+
+
+def scatter_matmul(
+    x: Tensor,
+    scalars: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    act: str,
+    keep: bool,
+    at_plan: Plan,
+    at: Exchange,
+) -> list[Tensor]:
+    """As `scatter`, then y [max_rows, N] = rows @ w[e].T, or of gate and up; engine "triton" alone."""
+    assert at.engine == "triton", at
+    _count(at, "moe_dispatch_matmul")
+    return fused.move_matmul(communicator(at.group), x, scalars, weights, offsets, act, keep, at_plan, at)
 
 
 def gather(y: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Tensor:

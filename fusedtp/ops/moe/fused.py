@@ -1,12 +1,18 @@
-"""Rows to the experts' owners and back by kernels, which read the plan on the device; see kernels/moe_exchange.py."""
+"""Rows to the experts' owners and back by kernels, which read the plan on the device.
+
+See kernels/moe_exchange.py, and kernels/moe_dispatch_matmul.py of a dispatch with the matmul that its rows go into.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusedtp.comm import Communicator
 
+from .grouped_engines import fp32_precision
 from .homes import homes
 from .layout import unpacked
 from .plan import Exchange, Plan
@@ -18,9 +24,40 @@ def move(
     """As `move` of chunked.py; the scalars travel in a call of their own."""
     order = plan.orders[at.slots_of(comm.rank)]
     rows = _dispatch(comm, x, order // at.top_k, plan, at)
-    if scalars is None:
-        return rows, x.new_empty(0)
-    return rows, _dispatch(comm, scalars.reshape(-1, 1), order, plan, at)[:, 0]
+    return rows, x.new_empty(0) if scalars is None else _of_rows(comm, scalars, order, plan, at)
+
+
+def move_matmul(
+    comm: Communicator,
+    x: Tensor,
+    scalars: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    act: str,
+    keep: bool,
+    plan: Plan,
+    at: Exchange,
+) -> list[Tensor]:
+    """x [T_r, K], scalars [T_r, k], weights [E_r, N, K] -> rows [max_rows, K], scalars [max_rows], and y [max_rows, N].
+
+    weights   one, or gate and up, with the activation `act`; with `keep` both products come after y
+    """
+    from .. import launch
+
+    order = plan.orders[at.slots_of(comm.rank)]
+    signature = at.signature("moe_move_matmul", "triton", x.dtype, x.shape[1])
+    nbytes = launch.moe.dispatch_bytes(at.max_rows, x.shape[1], x.dtype)
+    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+        rows, *products = launch.moe_matmul.dispatch_matmul(
+            view, comm.rank, x, order // at.top_k, weights, offsets, unpacked(plan.words, at), at,
+            signature.hash32(), act, keep, precision=fp32_precision(),
+        )  # fmt: skip
+    return [rows, _of_rows(comm, scalars, order, plan, at), *products]
+
+
+def _of_rows(comm: Communicator, scalars: Tensor, order: Tensor, plan: Plan, at: Exchange) -> Tensor:
+    """[max_rows]: the scalars, of the slots, where their rows are."""
+    return _dispatch(comm, scalars.reshape(-1, 1), order, plan, at)[:, 0]
 
 
 def _dispatch(comm: Communicator, x: Tensor, index: Tensor, plan: Plan, at: Exchange) -> Tensor:

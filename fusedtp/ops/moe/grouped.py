@@ -63,10 +63,23 @@ def grouped_matmul(
     if torch.compiler.is_compiling() or not _mask(rows, weights, bias):
         y: Tensor = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
         return y
+    return plain_nodes(engine, sinks[0], rows, weights, bias, offsets, {})
+
+
+def plain_nodes(
+    engine: str,
+    sink: Sink | None,
+    rows: Tensor,
+    weights: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    made: dict[str, Tensor],
+) -> Tensor:
+    """grouped_matmul with its graph, in eager code. made: what was computed already, of "y"; it is taken out."""
     fixed = None if bias is None else bias.detach()
-    y = _Rows.apply(engine, rows, weights.detach(), fixed, offsets)
+    y: Tensor = _Rows.apply(engine, made, rows, weights.detach(), fixed, offsets)
     if weights.requires_grad or (bias is not None and bias.requires_grad):
-        y = _Join.apply(y, _Weights.apply(engine, sinks[0], rows.detach(), offsets, weights, bias))
+        y = _Join.apply(y, _Weights.apply(engine, sink, rows.detach(), offsets, weights, bias))
     return y
 
 
@@ -101,30 +114,50 @@ def grouped_gated(
         keep = wanted != 0
         outs: list[Tensor] = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, keep)
         return outs[0]
-    cell: dict[str, Tensor] = {}
-    g, u = _Pair.apply(engine, act, cell, rows, gate.detach(), up.detach(), offsets)
+    return gated_nodes(engine, act, sinks, rows, gate, up, offsets, {})
+
+
+def gated_nodes(
+    engine: str,
+    act: str,
+    sinks: Sequence[Sink | None],
+    rows: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    offsets: Tensor,
+    made: dict[str, Tensor],
+) -> Tensor:
+    """grouped_gated with its graph, in eager code. made: what was computed already, of "y", "g" and "u", or nothing."""
+    g, u = _Pair.apply(engine, act, made, rows, gate.detach(), up.detach(), offsets)
     if gate.requires_grad or up.requires_grad:
         g, u = _Join.apply(g, u, *_PairWeights.apply(engine, sinks, rows.detach(), offsets, gate, up))
-    y: Tensor = _Gate.apply(engine, act, cell, offsets, g, u)
+    y: Tensor = _Gate.apply(engine, act, made, offsets, g, u)
     return y
 
 
 class _Rows(Function):
     @staticmethod
     def forward(
-        ctx: Any, engine: str, rows: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor
+        ctx: Any,
+        engine: str,
+        made: dict[str, Tensor],
+        rows: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(weights, offsets)
         ctx.engine = engine
-        y: Tensor = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
-        return y
+        if "y" not in made:
+            made["y"] = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
+        return made.pop("y")
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         weights, offsets = ctx.saved_tensors
         drows = gradients.op("grouped_matmul")([dy], [weights.mT], offsets, None, ctx.engine)
-        return None, drows, None, None, None
+        return None, None, drows, None, None, None
 
 
 class _Weights(Function):
@@ -153,14 +186,14 @@ class _Weights(Function):
 
 
 class _Pair(Function):
-    """Both products, and in `cell` the result, which _Gate hands out: so the gate's backward runs once."""
+    """Both products, and in `made` the result, which _Gate hands out: so the gate's backward runs once."""
 
     @staticmethod
     def forward(
         ctx: Any,
         engine: str,
         act: str,
-        cell: dict[str, Tensor],
+        made: dict[str, Tensor],
         rows: Tensor,
         gate: Tensor,
         up: Tensor,
@@ -168,8 +201,10 @@ class _Pair(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(gate, up, offsets)
         ctx.engine = engine
-        cell["y"], g, u = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
-        return g, u
+        if "y" not in made:
+            outs = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
+            made.update(zip("ygu", outs, strict=True))
+        return made.pop("g"), made.pop("u")
 
     @staticmethod
     @first_order
@@ -208,11 +243,11 @@ class _PairWeights(Function):
 class _Gate(Function):
     @staticmethod
     def forward(
-        ctx: Any, engine: str, act: str, cell: dict[str, Tensor], offsets: Tensor, g: Tensor, u: Tensor
+        ctx: Any, engine: str, act: str, made: dict[str, Tensor], offsets: Tensor, g: Tensor, u: Tensor
     ) -> Tensor:
         ctx.save_for_backward(g, u, offsets)
         ctx.engine, ctx.act = engine, act
-        return cell.pop("y")
+        return made.pop("y")
 
     @staticmethod
     @first_order

@@ -121,9 +121,9 @@ def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     xs, weights = saved[:n], saved[n:]
     dxs: Any = [None] * n
     dws: Any = [None] * n
-    if _any(ctx.needs_input_grad[0]):
+    if any_of(ctx.needs_input_grad[0]):
         dxs = [grouped_matmul([dy], [w.mT], offsets, None, ctx.engine) for w in weights]
-    if _any(ctx.needs_input_grad[1]):
+    if any_of(ctx.needs_input_grad[1]):
         dws = [grouped_wgrad(dy, x, offsets, ctx.engine, x.dtype) for x in xs]
     db = grouped_bias_grad(dy, offsets, ctx.engine) if ctx.needs_input_grad[3] else None
     return dxs, dws, None, db, None
@@ -149,7 +149,8 @@ def _gated_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return dx, dgate, dup, *([None] * 4)
 
 
-def _any(flag: Any) -> bool:
+def any_of(flag: Any) -> bool:
+    """Of needs_input_grad: of one tensor, or of a list."""
     return any(flag) if isinstance(flag, (list, tuple)) else bool(flag)
 
 

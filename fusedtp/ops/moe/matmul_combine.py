@@ -4,8 +4,8 @@
     dgrad      dy, dweights = those of the combine;  dh = grouped_matmul(dy, experts.mT, offsets)
     wgrad      dexperts[e] = dy[rows of e].T @ h[rows of e]
 
-The graph is that of the two operations: `_Products` hands out what the kernel left of the products, `_Sums` what it
-made of them. The products are kept for the gradient of the weights alone.
+The graph is that of the two operations: the matmul's nodes hand out what the kernel left of the products, `_Sums` what
+it made of them. The products are kept for the gradient of the weights alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fusedtp.comm.regions import FLAGS_PER_SOURCE
 
 from .. import gradients
 from ..api import _autocast, _mask, in_step
-from ..autograd import _Join, _token
+from ..autograd import _token
 from ..first_order import first_order
 from ..main_grad import main_grads_of
 from . import matmul_combine_library as _library
 from .api import MoEHandle, moe_combine
 from .exchange import FUSED_DTYPES
-from .grouped import _check, _Rows, _Weights, grouped_matmul
+from .grouped import _check, grouped_matmul, plain_nodes
 from .library import combine_gradients
 
 assert _library
@@ -64,11 +64,9 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
             return outs[0]
         with torch.no_grad():
             outs = gradients.op("moe_matmul_combine")(h, experts, *given)
-    cell = {"out": outs[0], "products": outs[1] if keep else _token(h, at.max_rows, experts.shape[1])}
-    y = _Products.apply(engine, h, experts.detach(), cell, offsets)
-    if experts.requires_grad:
-        y = _Join.apply(y, _Weights.apply(engine, sinks[0], h.detach(), offsets, experts, None))
-    out: Tensor = _Sums.apply(y, weights, handle.row_weights, *handle.plan, at.flat, cell)
+    products = outs[1] if keep else _token(h, at.max_rows, experts.shape[1])
+    y = plain_nodes(engine, sinks[0], h, experts, None, offsets, {"y": products})
+    out: Tensor = _Sums.apply(y, weights, handle.row_weights, *handle.plan, at.flat, {"out": outs[0]})
     return out
 
 
@@ -76,18 +74,6 @@ def _fuses(h: Tensor, handle: MoEHandle, engine: str) -> bool:
     """Whether one kernel does both: by what all ranks share."""
     kernels = handle.at.engine == "triton" and engine in ("auto", "triton")
     return kernels and h.dtype in FUSED_DTYPES and handle.at.experts_here < FLAGS_PER_SOURCE - 1
-
-
-class _Products(_Rows):
-    """As a grouped matmul that was already done."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, engine: str, rows: Tensor, weights: Tensor, cell: dict[str, Tensor], offsets: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(weights, offsets)
-        ctx.engine = engine
-        return cell.pop("products")
 
 
 class _Sums(Function):

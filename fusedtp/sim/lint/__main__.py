@@ -6,16 +6,15 @@ import argparse
 import sys
 
 from . import TARGETS, baseline, check, table
-from .cases import FUSED_VARIANTS, GROUPED_VARIANTS, LOCAL_VARIANTS, OWN
+from .cases import ARRIVING_VARIANTS, FUSED_VARIANTS, GROUPED_VARIANTS, LOCAL_VARIANTS, OWN
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedtp.sim.lint", description=__doc__)
     parser.add_argument("--kernel", action="append", choices=OWN, help="only this one; may be repeated")
     parser.add_argument("--target", action="append", choices=list(TARGETS))
-    parser.add_argument(
-        "--variant", action="append", choices=list(FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS)
-    )
+    variants = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+    parser.add_argument("--variant", action="append", choices=list(variants))
     parser.add_argument("--package", help="a folder in place of the package fusedtp.kernels")
     parser.add_argument("--python", help="an interpreter with another Triton")
     parser.add_argument("--write-baseline", action="store_true", help="keep the figures as the new baseline")

@@ -18,6 +18,7 @@ OWN = (
     "join_parts_kernel",
     "moe_dispatch_kernel",
     "moe_combine_kernel",
+    "moe_dispatch_matmul_kernel",
     "moe_matmul_combine_kernel",
     "bump_epoch",
     "meet_kernel",
@@ -37,6 +38,7 @@ OWN = (
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel", "moe_matmul_combine_kernel")  # nothing comes by TMA
+ARRIVING = ("moe_dispatch_matmul_kernel",)  # products of rows that travel
 LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index(EXCHANGES[0])]  # in more variants: those of one device
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
@@ -116,6 +118,15 @@ GROUPED_VARIANTS = {
     )
 }
 
+# Gated where there are two weights.
+ARRIVING_VARIANTS = VARIANTS | {
+    variant.name: variant
+    for variant in (
+        Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
+        Variant("tf32-pair", "float32", 2, 8192, (4096, 4096), 4096, precision="tf32", activation="gelu"),
+    )
+}
+
 ELEMENTWISE_VARIANTS = {
     variant.name: variant
     for variant in (
@@ -168,6 +179,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
     if kernel in EXCHANGES:
         return VARIANTS
+    if kernel in ARRIVING:
+        return ARRIVING_VARIANTS
     return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
 
 
@@ -175,7 +188,7 @@ def own_cases(
     kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
 ) -> Iterator[CompileCase]:
     """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
-    every = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS
+    every = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
     for asked, known, what in ((kernels, OWN, "kernel"), (variants, every, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:

@@ -18,6 +18,7 @@ from fusedtp.ops.launch import (
     gather,
     grouped,
     moe,
+    moe_matmul,
     moe_matmul_combine,
     plain,
     pointwise,
@@ -30,7 +31,7 @@ from fusedtp.ops.moe.layout import layout_size, unpacked
 from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
 
-from .cases import ELEMENTWISE, EXCHANGES, GROUPED, LOCAL, SIGNALS, Variant
+from .cases import ARRIVING, ELEMENTWISE, EXCHANGES, GROUPED, LOCAL, SIGNALS, Variant
 
 
 def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -60,7 +61,7 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     if kernel in LOCAL:
         launch = _local(kernel, variant, machine)
         return launch.kernel, launch.args, launch.options
-    if kernel in EXCHANGES:
+    if kernel in (*EXCHANGES, *ARRIVING):
         launch = _exchange(kernel, variant, machine)
     elif kernel == "all_gather_matmul_kernel":
         launch = gather.plan_matmul(*where, x, weights, biases, rows, sig, variant.keep, None, machine)[0]
@@ -86,8 +87,16 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     words = unpacked(torch.empty(layout_size(at), dtype=torch.int32), at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
+    index = torch.empty(t * at.top_k, dtype=torch.int32)
+    if kernel in ARRIVING:
+        gated = len(variant.widths) > 1
+        shape, offsets = (8, variant.widths[0], variant.k), torch.empty(9, dtype=torch.int32)
+        matrices = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(1 + gated)]
+        return moe_matmul.plan_dispatch_matmul(
+            _view(w), 1, torch.empty(t, variant.k, dtype=dtype), index, matrices, offsets, words, at, 12345,
+            variant.activation if gated else "", gated and variant.keep, None, variant.precision, machine,
+        )[0]  # fmt: skip
     if kernel == "moe_dispatch_kernel":
-        index = torch.empty(t * at.top_k, dtype=torch.int32)
         return moe.plan_dispatch(_view(w), 1, torch.empty(t, width, dtype=dtype), index, *end)[0]
     choices = torch.empty(t, at.top_k, dtype=torch.int32)
     weights = torch.empty(t, at.top_k) if variant.bias else None

@@ -39,6 +39,7 @@ EXPECTED: dict[str, tuple[s.Sign, ...]] = {
     "wait for signature after load": _stale,
     "no wait at all": (*_no_order, s.false_alarm, s.misread, s.unnoticed),
     "no wait of an empty shard": (s.overrun, *_not_noticed),
+    "no receiving": (s.unwritten,),
     # signals
     "no signal": (s.vain_for_arrival, s.vain_for_data_after),
     "no signal of data": (s.vain_for_data_after,),

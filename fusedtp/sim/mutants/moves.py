@@ -120,10 +120,10 @@ def empty_shard(sources: Sources) -> Iterator[Mutant]:
         assert function is not None
         parameters = [each.arg for each in function.args.args]
         looked_up = segments(function)
-        if about(call) != "arrival" or not (looked_up or {"sizes", "M"} & set(parameters)):
+        if about(call) != "arrival" or not (looked_up or {"sizes", "sources", "M"} & set(parameters)):
             continue
-        if looked_up:
-            table = file.of(looked_up[0].args[0])
+        if looked_up or "sources" in parameters:
+            table = file.of(looked_up[0].args[0]) if looked_up else "sources"
             text = _with_a_segment(file, node, call, name in sources.notifies, table)
         elif "sizes" not in parameters:
             text = f"if M > 0: {file.of(node)}"
@@ -227,8 +227,15 @@ def _gated(
     outer = file.function_of(wait)
     assert outer is not None
     start = file.span(outer.decorator_list[0])[0] - 1  # of the @
-    new = "from .matmul import *\nfrom .tiles import *\n\n" + "\n\n".join(reversed(copies)) + "\n\n"
+    files = {"matmul.py", "tiles.py", *(_file(sources, called(call)) for call in chain)}
+    modules = "".join(f"from .{name.removesuffix('.py')} import *\n" for name in sorted(files - {file.name}))
+    new = modules + "\n" + "\n\n".join(reversed(copies)) + "\n\n"
     return file.replace(chain[0], ast.unparse(first)), Edit(file.name, start, start, new)
+
+
+def _file(sources: Sources, name: str) -> str:
+    """Where the function of this name stands."""
+    return next(file.name for file in sources.files.values() for f in file.functions if f.name == name)
 
 
 def _redirect(call: ast.Call, arguments: dict[str, str]) -> None:

@@ -51,7 +51,8 @@ def _only_waits(sources: Sources, file: File, node: ast.AST) -> bool:
     at = node
     while not isinstance(at, (ast.For, ast.FunctionDef)):
         at = file.parents[at]
-    effects = [each for each in at.body if not isinstance(each, ast.Assign)]
+    body = [part for each in at.body for part in (each.body if isinstance(each, ast.If) else [each])]
+    effects = [each for each in body if not isinstance(each, ast.Assign)]
     return isinstance(at, ast.For) and all(
         isinstance(each, ast.Expr)
         and isinstance(each.value, ast.Call)

@@ -123,10 +123,14 @@ class Sources:
 
     @cached_property
     def calls(self) -> dict[str, set[str]]:
-        """Function -> names that it calls."""
+        """Function -> names that it calls, or hands to what it calls."""
+        known = {function.name for file in self.files.values() for function in file.functions}
         found: dict[str, set[str]] = {}
         for _file, function, node in self.walk():
-            found.setdefault(function.name, set()).add(called(node))
+            names = found.setdefault(function.name, set())
+            names.add(called(node))
+            if isinstance(node, ast.Call):
+                names |= known & {each.id for each in node.args if isinstance(each, ast.Name)}
         return found
 
     @cached_property

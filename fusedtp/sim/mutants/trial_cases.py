@@ -32,6 +32,8 @@ def calls(operation: str) -> list[Call]:
         first = dict(widths=(17, 5), chunk=8)
     made = [Call(operation, sizes, k=k, widths=(5,)) for sizes, k in shapes]
     made[0] = replace(made[0], keep=operation == "all_gather_matmul", **first)
+    if operation == "moe_dispatch_matmul":  # the last one gated
+        made[2] = replace(made[2], keep=True)
     if operation == "all_gather_wgrad":  # its launcher pads rows of the result to multiples of 16
         return [replace(call, tile=32) for call in made]
     return made if operation.startswith("all_gather") else [replace(call, chunk=2) for call in made]

@@ -63,6 +63,7 @@ OPERATIONS = {
     "all_gather_wgrad_kernel": "all_gather_wgrad",
     "moe_dispatch_kernel": "moe_dispatch",
     "moe_combine_kernel": "moe_combine",
+    "moe_dispatch_matmul_kernel": "moe_dispatch_matmul",
     "moe_matmul_combine_kernel": "moe_matmul_combine",
 }
 VISITING = ("all_gather_wgrad_kernel",)  # looks for every peer before any of its data, rank - 1 first

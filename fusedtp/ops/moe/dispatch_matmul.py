@@ -1,0 +1,163 @@
+"""A dispatch and the matmul that its rows go into, in one call: by one kernel where the engine is `triton`.
+
+By the other engines it is the two calls, one after another. The result has the same bits either way, see
+kernels/moe_dispatch_matmul.py; so have gradients, which the same operations make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fusedtp.comm import Group, Place, place
+
+from ..api import _mask, in_step
+from ..first_order import first_order
+from ..main_grad import main_grads_of
+from ..pointwise import ACTIVATIONS
+from . import matmul_library as _library  # registers the custom op
+from . import weigh
+from .api import ALONE, MoEHandle, _known_room, host_knows, moe_dispatch, planned
+from .exchange import engine_of
+from .grouped import _check, gated_nodes, grouped_gated, grouped_matmul, plain_nodes
+from .plan import Exchange, Plan, offsets_of
+
+assert _library
+
+
+def moe_dispatch_matmul(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    matrices: Tensor,
+    num_experts: int,
+    group: Group | None,
+    *,
+    max_rows: int | None = None,
+    sizes: Sequence[int] | None = None,
+    engine: str = "auto",
+    layer: str = "",
+    weights_sum: float | None = None,
+    wire: str = "",
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """moe_dispatch, then grouped_matmul of its rows.
+
+        x, expert_ids, weights, num_experts, group, max_rows, sizes,
+        weights_sum, wire   as in moe_dispatch; in another form rows travel by themselves
+        matrices   [E / W, N, K]  of this rank's experts, of x's dtype
+        return     y [max_rows, N], offsets, handle; rows of y past offsets[-1] are undefined
+
+    dgrad  dx = combine of grouped_matmul(dy, matrices.mT), without weights
+    wgrad  of the rows that were dispatched, which are kept
+    Raises ValueError as the two functions do.
+    """
+    at = ALONE if group is None else place(group)
+    given = x, expert_ids, weights, num_experts
+    how: dict[str, Any] = dict(
+        max_rows=max_rows, sizes=sizes, engine=engine, layer=layer, weights_sum=weights_sum, wire=wire
+    )
+    with in_step(at):
+        fuses = not wire and _fuses(at, engine, x, matrices)
+    if not fuses:
+        rows, offsets, handle = moe_dispatch(*given, group, **how)
+        return grouped_matmul(rows, matrices, offsets), offsets, handle
+    return _fused(given, [matrices], "", at, how)
+
+
+def moe_dispatch_gated(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    num_experts: int,
+    group: Group | None,
+    *,
+    act: str = "silu",
+    max_rows: int | None = None,
+    sizes: Sequence[int] | None = None,
+    engine: str = "auto",
+    layer: str = "",
+    weights_sum: float | None = None,
+    wire: str = "",
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """moe_dispatch, then grouped_gated of its rows: as moe_dispatch_matmul, by gate and up [E / W, N, K] with `act`."""
+    at = ALONE if group is None else place(group)
+    given = x, expert_ids, weights, num_experts
+    how: dict[str, Any] = dict(
+        max_rows=max_rows, sizes=sizes, engine=engine, layer=layer, weights_sum=weights_sum, wire=wire
+    )
+    with in_step(at):
+        if act not in ACTIVATIONS:
+            raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
+        fuses = not wire and _fuses(at, engine, x, gate, up)
+    if not fuses:
+        rows, offsets, handle = moe_dispatch(*given, group, **how)
+        return grouped_gated(rows, gate, up, offsets, act=act), offsets, handle
+    return _fused(given, [gate, up], act, at, how)
+
+
+def _fuses(at: Place, engine: str, x: Tensor, *matrices: Tensor) -> bool:
+    """Whether one kernel does both. Not under autocast, which casts what the matmul takes and not what travels, nor
+    where the matmul has something to say against its operands."""
+    if torch.is_autocast_enabled(x.device.type) or engine_of(at.name or None, engine, x.dtype) != "triton":
+        return False
+    first = matrices[0]
+    return all(w.dtype == x.dtype and w.device == x.device and w.shape == first.shape for w in matrices)
+
+
+def _fused(
+    given: tuple[Tensor, Tensor, Tensor, int],
+    matrices: list[Tensor],
+    act: str,
+    at: Place,
+    how: dict[str, Any],
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    x, expert_ids, weights, num_experts = given
+    sinks = main_grads_of(matrices)
+    with in_step(at):
+        plan, where = planned(x, expert_ids, weights, num_experts, at, **how)
+        if host_knows(plan, where):
+            where = _known_room(plan, where)
+        offsets = offsets_of(plan.table, where)
+        _check(x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True)))
+        weights = weights.to(weigh.accumulator(x.dtype))
+        wanted = _mask(x, *matrices) != 0
+        inputs = (x, weights.detach(), matrices)
+        if not torch.compiler.is_compiling():
+            inputs = (x.detach(), weights.detach(), [w.detach() for w in matrices])
+        keep = wanted and act != ""
+        rows, row_weights, *products = torch.ops.fusedtp.moe_dispatch_matmul(
+            *inputs, offsets, act, keep, *plan, *where.flat
+        )
+        handle = MoEHandle(weights, row_weights, plan, where, offsets)
+        if torch.compiler.is_compiling() or not wanted:
+            return products[0], offsets, handle
+        made = dict(zip("ygu", products, strict=False))
+        rows = _Arrived.apply([rows], x, plan, where)
+        if act:
+            gate, up = matrices
+            y = gated_nodes("triton", act, sinks, rows, gate, up, offsets, made)
+        else:
+            y = plain_nodes("triton", sinks[0], rows, matrices[0], None, offsets, made)
+        return y, offsets, handle
+
+
+class _Arrived(Function):
+    """Rows that came already, with the graph of a dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: list[Tensor], x: Tensor, plan: Plan, at: Exchange) -> Tensor:
+        ctx.save_for_backward(*plan)
+        ctx.at = at.flat
+        return rows.pop()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
+        dx = torch.ops.fusedtp.moe_combine(drows, None, None, *ctx.saved_tensors, *ctx.at)
+        return None, dx, None, None

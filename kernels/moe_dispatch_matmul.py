@@ -1,0 +1,185 @@
+"""A dispatch and the matmul that its rows go into, in one launch: an expert's tiles start when its rows have come.
+
+    x [T_r, K]  ->  rows [max_rows, K] of this rank's experts  ->  y [max_rows, N], by the weights of each row's expert
+
+What moves is as in moe_exchange.py: segments in chunks with a flag each, own rows too, into the receiver's slot. Three
+kinds of programs, by number. Two sources, three experts, time to the right; e.g. 0a is a chunk of rows of expert 0:
+
+    send       0a to 1 | 0a to 0 | 0b 1a to 1 | 0b 1a to 0 | 2a to 1 | ...     waits for nobody
+    copy                 0a        0a           0b 1a        0b 1a             slot -> rows, chunk by chunk
+    multiply                                    tiles of expert 0 | tiles of expert 1 | tiles of expert 2
+
+A segment is in the order of experts, and the first chunk goes to all owners before the second goes to any: so at an
+owner expert 0 is complete long before the last expert is. A multiplying program waits, before its first tile of an
+expert, for the chunks of each source that hold rows of that expert, and for no others. It reads them in the slot, by an
+index from where a row belongs to where it came: there is no flag between the programs of a rank, and `rows`, which
+only the weights' gradients read, may be late.
+
+Programs that copy or multiply wait for senders alone, and those have the lower numbers: one resident program a rank is
+enough. All of the former wait for every peer first, see Note [Two rotating buffers] in signals.py.
+
+Rows of slots are read by pointers (Note [Generic proxy]); tiles, their order and their sums are those of
+grouped_matmul.py, so the result has the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signals
+from .grouped_matmul import group_tiles
+from .moe_exchange import overflows, push_chunk, segment
+from .tiles import cdiv, copy_rows, inline, wide
+
+
+@inline
+def most_chunks(begins, chunk_rows, WORLD: tl.constexpr):
+    """Chunks of the longest segment; begins int32 [W + 1]."""
+    most = tl.full((), 0, tl.int32)
+    for p in range(WORLD):
+        _begin, count = segment(begins, p)
+        most = tl.maximum(most, count)
+    return cdiv(most, chunk_rows)
+
+
+@inline
+def push_by_expert(
+    peers,
+    x,
+    stride_xm,
+    stride_xk,
+    index,
+    begins,
+    places,
+    K,
+    chunk_rows,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Send stage: as push_segments, own rows last, but a chunk goes to all owners before the next goes to any."""
+    pid = tl.program_id(0)
+    world: tl.constexpr = peers.world_size
+    if pid == 0:
+        signals.arrive(peers)
+    for chunk in range(pid, most_chunks(begins, chunk_rows, world), programs):
+        for step in range(1, world + 1):
+            dst = (signals.rank_of(peers) + step) % world
+            begin, count = segment(begins, dst)
+            if chunk * chunk_rows < count:
+                out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
+                out = tl.multiple_of(out, 16) + wide(tl.load(places + dst)) * K
+                push_chunk(
+                    peers, x, stride_xm, stride_xk, index + begin, out, count, K, chunk_rows, dst, chunk, BLOCK_M,
+                    BLOCK_K,
+                )  # fmt: skip
+
+
+@inline
+def keep_rows(
+    peers,
+    pushed,  # this rank's slot
+    sources,
+    arrivals,
+    rows,
+    K,
+    chunk_rows,
+    start,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Copy every `programs`-th chunk of each source from `start` on to where its rows belong, as they are sent."""
+    world: tl.constexpr = peers.world_size
+    for chunk in range(start, most_chunks(sources, chunk_rows, world), programs):
+        for step in range(1, world + 1):
+            src = (signals.rank_of(peers) - step + world) % world
+            begin, count = segment(sources, src)
+            if chunk * chunk_rows < count:
+                signals.wait(peers, src, 1 + chunk)
+                last = tl.minimum((chunk + 1) * chunk_rows, count)
+                for first in range(chunk * chunk_rows, last, BLOCK_M):
+                    at = first + tl.arange(0, BLOCK_M)
+                    inside = at < last
+                    to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
+                    copy_rows(pushed, (begin + at).to(tl.int64), wide(K), 1, rows, to, K, inside, K, BLOCK_K)
+
+
+@inline
+def wait_expert(peers, arrivals, expert):
+    """`ready` of grouped_matmul.py: wait for the chunks of every source that hold rows of this expert."""
+    blocks, E, chunk_rows = arrivals
+    world: tl.constexpr = peers.world_size
+    for step in range(1, world + 1):
+        src = (signals.rank_of(peers) - step + world) % world
+        of_source = blocks + src * E
+        begin = tl.load(of_source)
+        first, last = tl.load(of_source + expert) - begin, tl.load(of_source + expert + 1) - begin
+        if first < last:
+            signals.wait_chunks(peers, src, 1 + first // chunk_rows, 1 + cdiv(last, chunk_rows))
+
+
+@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs", "copy_programs"])
+def moe_dispatch_matmul_kernel(
+    peers,
+    x,
+    stride_xm,
+    stride_xk,
+    index,  # int32, row of x for each row that this rank sends, by (expert, slot)
+    begins,  # int32 [W + 1], which of those go to each owner
+    places,  # int32 [W], where this rank's rows begin in each owner's slot
+    sources,  # int32 [W + 1], which rows of this rank's slot are of each source
+    blocks,  # int32 [W * E + 1], and of each source which are of each expert
+    arrivals,  # int32 [max_rows], where each row of the slot belongs
+    origins,  # int32 [max_rows], where in the slot each row came
+    offsets,  # int32 [E + 1], which rows are of each expert
+    totals,  # int32 [W], rows of each owner
+    max_rows,
+    rows,  # contiguous
+    w,
+    w2,  # of w's strides: gate and up; None of a plain matmul
+    strides,  # (stride_we, stride_wn, stride_wk)
+    y,  # contiguous, as are the two products; those are None where nobody wants them
+    gate_out,
+    up_out,
+    E,
+    N,
+    K,
+    chunk_rows,
+    send_programs,
+    copy_programs,
+    COPY_M: tl.constexpr,
+    COPY_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,  # of a gated matmul, "" of another
+    PRECISION: tl.constexpr = "ieee",
+):
+    if signals.failed(peers):
+        return
+    if overflows(peers, totals, max_rows):
+        return
+    if tl.program_id(0) < send_programs:
+        push_by_expert(
+            peers, x, stride_xm, stride_xk, index, begins, places, K, chunk_rows, send_programs, COPY_M, COPY_K
+        )  # fmt: skip
+    else:
+        start = tl.program_id(0) - send_programs
+        pushed = signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(x.dtype.element_ty))
+        pushed = tl.multiple_of(pushed, 16)
+        signals.wait_all_arrivals(peers)
+        if start < copy_programs:
+            keep_rows(
+                peers, pushed, sources, arrivals, rows, K, chunk_rows, start, copy_programs, COPY_M, COPY_K
+            )  # fmt: skip
+        else:
+            stride_we, stride_wn, stride_wk = strides
+            group_tiles(
+                wait_expert, peers, (blocks, E, chunk_rows), origins, pushed, w, None, w2,
+                (K, 1, stride_we, stride_wn, stride_wk), None, y, gate_out, up_out, offsets, E, max_rows, N, K,
+                start - copy_programs, tl.num_programs(0) - send_programs - copy_programs, BLOCK_M, BLOCK_N,
+                BLOCK_K, GROUP, EVEN_K, HALVES, ACT, PRECISION,
+            )  # fmt: skip

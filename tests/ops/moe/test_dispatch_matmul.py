@@ -1,0 +1,108 @@
+"""A dispatch with its matmul in one kernel: the two calls bit by bit, the formula of integers, compiled, in a layer."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fusedtp
+from fusedtp.ops.moe.layout import packed
+from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
+from fusedtp.ops.pointwise import ACTIVATIONS
+from tests.harness import WorldError, world
+from tests.ops.moe import matmul_laws as laws
+from tests.ops.moe.laws import SKEWS, Case
+from tests.ops.moe.matmul_laws import Matmul
+
+OPS = ["moe_dispatch_matmul"]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+pytestmark = pytest.mark.skipif(not fusedtp.ops.engines.has_triton(), reason="needs triton")
+
+
+@st.composite
+def matmuls(draw: st.DrawFn, gated: bool | None = None) -> Matmul:
+    size = draw(st.integers(1, 4))
+    experts = size * draw(st.integers(1, 4))
+    gated = draw(st.booleans()) if gated is None else gated
+    case = Case(
+        engine="triton" if size > 1 else "auto",
+        sizes=tuple(draw(st.one_of(st.just(0), st.integers(1, 3), st.integers(1, 20))) for _ in range(size)),
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(4, experts))),
+        width=draw(st.integers(1, 7)),
+        dtype=draw(st.sampled_from([FP32] if gated else [FP32, BF16, FP16])),
+        skew=draw(st.sampled_from(SKEWS)),
+        dropped=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        seed=draw(st.integers(0, 2**32)),
+        room=draw(st.sampled_from([None, None, 0, 3])),
+    )
+    return Matmul(case, draw(st.integers(1, 5)), draw(st.sampled_from(ACTIVATIONS)) if gated else "")
+
+
+def case(sizes=(9, 0, 12), experts=6, top_k=2, width=5, dtype=FP32, skew="uniform", dropped=0.0, room=None):
+    return Case("triton", sizes, experts, top_k, width, dtype, skew, dropped, 3, room)
+
+
+LARGE = Matmul(
+    case((150, 40), 4, 2, 70, room=5), 80, "silu"
+)  # several tiles an expert, chunks across experts
+
+
+@settings(max_examples=2)
+@given(matmuls())
+@example(LARGE)
+@example(Matmul(case((70, 0, 3), 3, 3, 65, BF16, "one", 0.3), 3))
+@example(Matmul(case((0, 0), 2, 1), 3, "gelu"))
+def test_the_bits_are_those_of_two_calls(law):
+    world(len(law.case.sizes)).run(laws.equals_two_calls, law)
+
+
+@settings(max_examples=2)
+@given(matmuls(gated=False))
+@example(Matmul(case(skew="one"), 3))
+@example(Matmul(case((4, 0, 40), 9, 4, dtype=FP16, dropped=0.3), 4))
+def test_integers_give_the_formula_of_the_tokens(law):
+    world(len(law.case.sizes)).run(laws.equals_dense, law)
+
+
+@settings(max_examples=1)
+@given(matmuls(gated=True))
+@example(Matmul(case((4, 0, 40), 9, 4), 4, "gelu_pytorch_tanh"))
+def test_gated_integers_give_the_formula_of_the_tokens(law):
+    world(len(law.case.sizes)).run(laws.equals_dense, law)
+
+
+@pytest.mark.parametrize("act", ["", "silu"])
+def test_a_layer_of_experts_takes_it_and_fills_main_grads(act):
+    world(3).run(laws.layer, Matmul(case(), 4, act))
+
+
+@pytest.mark.parametrize("act", ["", "gelu"])
+def test_a_compiled_graph_equals_eager_code(act):
+    world(3).run(laws.compiled, Matmul(case(), 4, act), timeout=120)
+
+
+def test_more_rows_than_there_is_room_for_are_noticed_by_every_rank():
+    with pytest.raises(WorldError, match="has room for max_rows = 1") as raised:
+        world(2).run(laws.refuses, Matmul(case((9, 4), 4), 3))
+    assert str(raised.value).count("TooManyRows: rank") >= 2
+
+
+def check_op(group, act: str) -> None:
+    """Three rows a rank and room for no more: all of what the op returns is defined."""
+    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    routed = [torch.tensor(ids).view(-1, 2) for ids in ([[0, 2], [1, 4]], [], [[0, 3], [2, 5], [4, -1]])]
+    ids = routed[group.rank()].int()
+    sorted_ = [sort_slots(each.int(), 6) for each in routed]
+    table, orders = torch.stack([counts for counts, _ in sorted_]), torch.cat([order for _, order in sorted_])
+    at = Exchange(group.group_name, group.rank(), (2, 0, 3), 6, 2, 3, "triton")
+    x, weights = torch.ones(len(ids), 4, requires_grad=True), torch.ones(ids.shape)
+    matrices = [torch.ones(2, 3, 4, requires_grad=True) for _ in range(2 if act else 1)]
+    plan = table, orders, packed(table, at)
+    given = (x, weights, matrices, offsets_of(table, at), act, bool(act), *plan, *at.flat)
+    torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul.default, given)
+
+
+@pytest.mark.parametrize("act", ["", "silu"])
+def test_opcheck(act):
+    world(3).run(check_op, act)
