@@ -34,6 +34,19 @@ class _AllToAll(torch.autograd.Function):
         return dx, None, None, None
 
 
+class _Permute(torch.autograd.Function):
+    """x[order]; backward by the inverse, where indexing would add up rows in a buffer of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy.index_select(0, ctx.inverse), None, None
+
+
 def layer(x: Tensor, ids: Tensor, weights: Tensor, own: Sequence[Tensor], group: Any) -> Tensor:
     """x [T_r, H], ids and weights [T_r, k], gate and up [E_r, F, H] and down [E_r, H, F] of this rank -> [T_r, H]."""
     world, here, k = dist.get_world_size(group), own[0].shape[0], ids.shape[1]
@@ -45,15 +58,19 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, own: Sequence[Tensor], group:
     received = theirs.view(world, here).sum(1).tolist()
     arrived = _AllToAll.apply(x[order // k], sent, received, group)
     by_expert = torch.arange(here).repeat(world).repeat_interleave(theirs).argsort(stable=True)
-    rows = arrived[by_expert].split(theirs.view(world, here).sum(0).tolist())
+    back, places = _inverse(by_expert), _inverse(order)
+    rows = _Permute.apply(arrived, by_expert, back).split(theirs.view(world, here).sum(0).tolist())
     outs = [_expert(part, *each) for part, *each in zip(rows, *own, strict=True)]
-    back = torch.empty_like(by_expert)
-    back[by_expert] = torch.arange(len(by_expert))
-    returned = _AllToAll.apply(torch.cat(outs)[back], received, sent, group)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    parts = returned[places].view(*ids.shape, -1)
+    returned = _AllToAll.apply(_Permute.apply(torch.cat(outs), back, by_expert), received, sent, group)
+    parts = _Permute.apply(returned, places, order).view(*ids.shape, -1)
     return (parts * weights[..., None].to(parts.dtype)).sum(1)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Of a permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return inverse
 
 
 def _expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -41,7 +41,12 @@ class Layer:
     top_k: int
 
 
-LAYERS = {"cuda": Layer("dim-7168", 7168, 2048, 64, 8), "cpu": Layer("dim-512", 512, 512, 16, 2)}
+# On a CPU two widths: hidden / dim as Qwen3-30B-A3B has it (../experts.py: 768 / 2048), where moving rows weighs most,
+# and experts as wide as the model, which matmuls fill.
+LAYERS = {
+    "cuda": (Layer("dim-7168", 7168, 2048, 64, 8),),
+    "cpu": (Layer("dim-512-fine", 512, 192, 16, 2), Layer("dim-512", 512, 512, 16, 2)),
+}
 TINY = Layer("tiny", 32, 24, 4, 2)
 
 
@@ -74,12 +79,14 @@ class Case:
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
-    """One layer for this device, whatever --shapes says, in two ways of choosing."""
-    layer = TINY if plan.smoke else LAYERS[plan.device]
-    if layer.experts % tp:
-        raise ValueError(f"{NAME} wants ranks that divide {layer.experts} experts, not {tp}")
+    """The layers of this device, whatever --shapes says, in two ways of choosing."""
+    layers = (TINY,) if plan.smoke else LAYERS[plan.device]
+    for layer in layers:
+        if layer.experts % tp:
+            raise ValueError(f"{NAME} wants ranks that divide {layer.experts} experts, not {tp}")
     return [
         Case(layer, skew, tokens, tp, dtype)
+        for layer in layers
         for tokens in sorted(plan.tokens)
         for dtype in plan.dtypes
         for skew in SKEWS

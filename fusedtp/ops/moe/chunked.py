@@ -1,12 +1,15 @@
 """Rows to the experts' owners and back over the workspace, on CPU: owners read in their peers' memory.
 
     move   rank r       copy x to slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
-    pull   rank r       copy rows to slot | publish | own rows | wait r+1 | its rows for my slots | wait r+2 | ...
+    collect rank r      copy the peers' rows to slot | publish | wait r+1 | wait r+2 | ... | rows from everywhere
 
-Tokens are published, not their k copies: an owner picks the rows that it wants.
+Tokens are published, not their k copies: an owner picks the rows that it wants. What is done with rows is done to some
+at a time, while they are in the core's cache: brought, weighed, added up.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,18 +17,25 @@ from torch import Tensor
 from fusedtp.comm import Communicator
 
 from ..local import ring
+from . import weigh
 from .plan import Blocks, Exchange, Plan
 
 
 def move(
-    comm: Communicator, x: Tensor, scalars: Tensor | None, plan: Plan, at: Exchange
+    comm: Communicator,
+    x: Tensor,
+    scalars: Tensor | None,
+    plan: Plan,
+    at: Exchange,
+    then: Callable[[Tensor, slice], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [T_r, K], scalars [T_r, k] of the slots -> rows [max_rows, K] and the scalars of each [max_rows], else [0].
 
-    What lies past the owner's rows is undefined.
+    What lies past the owner's rows is undefined. `then` is called with the rows and which of them have come, as long
+    as they are in the core's cache.
     """
-    blocks = Blocks(plan.table, at)
-    rows = x.new_empty(at.max_rows, x.shape[1])
+    blocks, width = Blocks(plan.table, at), x.shape[1]
+    rows = x.new_empty(at.max_rows, width)
     of_rows = x.new_empty(0) if scalars is None else scalars.new_empty(at.max_rows)
 
     def take(source: int, theirs: Tensor, their_scalars: Tensor | None) -> None:
@@ -34,11 +44,15 @@ def move(
         tokens = slots // at.top_k
         for row, slot, n in blocks.between(at.rank, source):
             here = slice(slot - begin, slot - begin + n)
-            torch.index_select(theirs, 0, tokens[here], out=rows[row : row + n])
+            for some in weigh.stretches(n, width, x.dtype, x.device):
+                arrived = slice(row + some.start, row + some.stop)
+                torch.index_select(theirs, 0, tokens[here][some], out=rows[arrived])
+                if then is not None:
+                    then(rows, arrived)
             if their_scalars is not None:
                 torch.index_select(their_scalars.view(-1), 0, slots[here], out=of_rows[row : row + n])
 
-    most, width = max(at.sizes), x.shape[1]
+    most = max(at.sizes)
     after = -(-most * width * x.element_size() // 16) * 16
     nbytes = after + (0 if scalars is None else most * at.top_k * scalars.element_size())
     signature = at.signature("moe_move", "chunked", x.dtype, width, with_bias=int(scalars is not None))
@@ -62,29 +76,65 @@ def move(
     return rows, of_rows
 
 
-def pull(comm: Communicator, rows: Tensor, plan: Plan, at: Exchange) -> Tensor:
-    """rows [max_rows, N] of every owner -> [T_r * k, N] of this rank's slots in its order; dropped ones are zero."""
-    blocks, width = Blocks(plan.table, at), rows.shape[1]
-    out = rows.new_empty(at.tokens * at.top_k, width)
-    out[blocks.sent[at.rank] :].zero_()
-
-    def take(owner: int, theirs: Tensor) -> None:
-        for row, slot, n in blocks.between(owner, at.rank):
-            out[slot : slot + n].copy_(theirs[row : row + n])
-
-    a_row, mine = width * rows.element_size(), blocks.rows[at.rank]
+def collect(
+    comm: Communicator, y: Tensor, choices: Tensor, weights: Tensor | None, plan: Plan, at: Exchange
+) -> Tensor:
+    """y [max_rows, N] of every owner, choices [T, k'] (places in this rank's order) -> [T, N], their weighted sums."""
+    blocks, width = Blocks(plan.table, at), y.shape[1]
+    a_row = width * y.element_size()
     nbytes = _round_up(max(blocks.rows) * a_row)
     room = nbytes // a_row if a_row else max(blocks.rows)
-    with comm.workspace.call(at.signature("moe_pull", "chunked", rows.dtype, width), nbytes) as call:
-        shared = [call.buffer(p, (room, width), rows.dtype) for p in range(at.world_size)]
-        shared[at.rank][:mine].copy_(rows[:mine])
+    with comm.workspace.call(at.signature("moe_pull", "chunked", y.dtype, width), nbytes) as call:
+        owners = [call.buffer(p, (room, width), y.dtype) for p in range(at.world_size)]
+        for some in blocks.of_peers(at.rank):
+            owners[at.rank][some].copy_(y[some])
         call.publish_all()
-        take(at.rank, rows)
+        owners[at.rank] = y
+        rows = _Rows(blocks, choices, width, y.dtype, at)
         for p in ring(comm, own="first")[1:]:
             with comm.span(f"wait {p}"):
                 call.wait(p)
-            take(p, shared[p])
-    return out
+        return rows.summed(owners, weights)
+
+
+class _Rows:
+    """Where the rows of a rank's choices lie, by stretches of tokens; in a stretch by owner, the dropped ones last.
+
+    A stretch's rows are brought into a buffer that the core's cache holds, and are added up from there.
+    """
+
+    def __init__(self, blocks: Blocks, choices: Tensor, width: int, dtype: torch.dtype, at: Exchange) -> None:
+        (self.tokens, self.k), self.width, self.dtype = choices.shape, width, dtype
+        self.wide, owners = weigh.accumulator(dtype), at.world_size
+        self.stretches = list(weigh.stretches(self.tokens, self.k * width, self.wide, choices.device))
+        each = self.stretches[0].stop if self.stretches else 1
+        rows, owner = blocks.sought(at.rank, self.tokens * self.k)
+        slots = choices.reshape(-1)
+        stretch = torch.arange(len(slots)) // (self.k * each)
+        kind = stretch * (owners + 1) + owner[slots]
+        by_kind = kind.argsort(stable=True)
+        self.rows = rows[slots[by_kind]]
+        self.counts = torch.bincount(kind, minlength=len(self.stretches) * (owners + 1)).tolist()
+        self.places = (weigh.places_of(by_kind) - stretch * (self.k * each)).view(choices.shape)
+
+    def summed(self, owners: Sequence[Tensor], weights: Tensor | None) -> Tensor:
+        """The rows of `owners` -> [T, N]."""
+        out = owners[0].new_empty(self.tokens, self.width)
+        buffer = out.new_empty(self.k * (self.stretches[0].stop if self.stretches else 0), self.width)
+        if weights is not None:
+            weights = weights.to(self.wide)
+        counts, begin = iter(self.counts), 0
+        for some in self.stretches:
+            filled = 0
+            for theirs in owners:
+                n = next(counts)
+                torch.index_select(theirs, 0, self.rows[begin : begin + n], out=buffer[filled : filled + n])
+                begin, filled = begin + n, filled + n
+            n = next(counts)
+            buffer[filled : filled + n].zero_()
+            begin += n
+            weigh.sum_into(out[some], buffer, self.places[some], None if weights is None else weights[some])
+        return out
 
 
 def _round_up(nbytes: int) -> int:

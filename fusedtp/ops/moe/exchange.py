@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,10 +60,23 @@ def make_plan(expert_ids: Tensor, at: Exchange) -> Plan:
     return Plan(table, orders, words)
 
 
-def scatter(x: Tensor, scalars: Tensor | None, at_plan: Plan, at: Exchange) -> tuple[Tensor, Tensor]:
-    """x [T_r, K], scalars [T_r, k] -> rows [max_rows, K] and theirs [max_rows], or [0]."""
+def scatter(
+    x: Tensor,
+    scalars: Tensor | None,
+    at_plan: Plan,
+    at: Exchange,
+    then: Callable[[Tensor, slice], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [T_r, K], scalars [T_r, k] -> rows [max_rows, K] and theirs [max_rows], or [0].
+
+    `then` is called with the rows and which of them it may look at: once for each.
+    """
     _count(at, "moe_dispatch")
+    if at.engine == "chunked":
+        return chunked.move(communicator(at.group), x, scalars, at_plan, at, then)
     rows, of_rows = _sibling(at).move(_comm(at), x, scalars, at_plan, at)
+    if then is not None:
+        then(rows, slice(0, known_rows(at_plan, at)))
     return rows, of_rows
 
 
@@ -119,8 +132,9 @@ def _places(at_plan: Plan, at: Exchange) -> Tensor:
 
 def _collect(y: Tensor, choices: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Tensor:
     _count(at, "moe_combine")
-    if at.engine == "triton":
-        return fused.collect(communicator(at.group), y, choices, weights, at_plan, at)
+    if at.engine in ("chunked", "triton"):
+        summed: Tensor = _sibling(at).collect(communicator(at.group), y, choices, weights, at_plan, at)
+        return summed
     return weigh.weighted_sum(_sibling(at).pull(_comm(at), y, at_plan, at), choices, weights)
 
 

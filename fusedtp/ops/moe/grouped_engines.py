@@ -4,8 +4,8 @@
     triton    the kernels of kernels/grouped_matmul.py and grouped_wgrad.py
 
 Rows from offsets[E] on belong to no expert. No engine lets them show in what is defined: the same rows of an output
-are left as they were allocated (grouped_mm and elementwise operations on a GPU may store something there), and the
-gradients of weights and biases leave them out.
+are left as they were allocated (grouped_mm and elementwise operations on a GPU, and 16-bit matmuls on a CPU, may store
+something there), and the gradients of weights and biases leave them out.
 
 On a GPU nothing here reads offsets on the host: a loop over experts would have to, and so there is none.
 """
@@ -23,9 +23,10 @@ from fusedtp.comm.device_view import runs_kernels
 
 from .. import launch
 from ..engines import has_triton, interpreting
-from ..local import joined, sum_linear_into
 from ..matmul import is_16_bit, matmul_add, matmul_into
 from ..profile import record_function
+from . import gate as gate_in_torch
+from . import ragged
 
 ENGINES = ("auto", "chunked", "triton")
 ALIGNED = 8  # bf16 elements in the 16 bytes of which grouped_mm wants strides to be multiples
@@ -62,11 +63,7 @@ def matmul(
             return _vendor_matmul(xs, weights, offsets, bias)
         y = xs[0].new_empty(xs[0].shape[0], weights[0].shape[1])
         for e, rows in _experts(offsets):
-            x, w = joined([x[rows] for x in xs], [w[e] for w in weights])
-            if bias is None:
-                sum_linear_into(y[rows], x, w)
-            else:
-                matmul_into(y[rows], x, [each.t() for each in w], bias[e])
+            ragged.linear_into(y, rows, xs, [w[e] for w in weights], None if bias is None else bias[e])
         return y
 
 
@@ -79,9 +76,10 @@ def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtyp
         if x.is_cuda:
             return _vendor_wgrad(dy, x, offsets).to(dtype)
         dw = x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype)
+        dys, xs = (ragged.Padded(t, offsets.tolist()) for t in (dy, x))
         for e, rows in _experts(offsets, empty=True):
             if dtype == x.dtype and rows.stop > rows.start:
-                matmul_into(dw[e], [dy[rows].t()], [x[rows]])
+                matmul_into(dw[e], [dys[rows].t()], [xs[rows]])
             else:
                 matmul_add(dw[e].zero_(), dy[rows].t(), x[rows])
         return dw
@@ -115,13 +113,18 @@ def gated(
             return [y] if g is None or u is None else [y, g, u]
         if x.is_cuda:
             g, u = (_vendor_matmul([x], [w], offsets, None) for w in (gate, up))
-            return [_gate(g, u, act), g, u] if keep else [_gate(g, u, act)]
+            y = gate_in_torch.forward(g, u, act)
+            return [y, g, u] if keep else [y]
         outs = [x.new_empty(x.shape[0], gate.shape[1]) for _ in range(3 if keep else 1)]
         for e, rows in _experts(offsets):
-            g, u = (out[rows] for out in outs[1:]) if keep else x.new_empty(2, *outs[0][rows].shape)
-            matmul_into(g, [x[rows]], [gate[e].t()])
-            matmul_into(u, [x[rows]], [up[e].t()])
-            _gate(g, u, act, outs[0][rows])
+            here, there, products = rows, x, outs[1:]
+            if not keep:  # products of this expert alone
+                wide = ragged.window(rows, x.shape[0], x)
+                here, there = slice(rows.start - wide.start, rows.stop - wide.start), x[wide]
+                products = [x.new_empty(there.shape[0], gate.shape[1]) for _ in range(2)]
+            for product, weight in zip(products, (gate[e], up[e]), strict=True):
+                ragged.linear_into(product, here, [there], [weight])
+            gate_in_torch.forward(products[0][here], products[1][here], act, outs[0][rows])
         return outs
 
 
@@ -131,12 +134,9 @@ def gated_backward(engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets: Tenso
     with record_function(f"fusedtp.grouped_gated_backward.{chosen}"):
         if chosen == "triton":
             return [*launch.grouped.grouped_gated_backward(dy.contiguous(), g, u, offsets, act)]
-        if g.is_cuda:
-            return [*_gate_backward(dy, g, u, act)]
-        outs = [g.new_empty(g.shape), u.new_empty(u.shape)]
-        rows = slice(0, int(offsets[-1]))
-        for out, gradient in zip(outs, _gate_backward(dy[rows], g[rows], u[rows], act), strict=True):
-            out[rows] = gradient
+        outs = [torch.empty_like(g), torch.empty_like(u)]
+        rows = slice(0, g.shape[0] if g.is_cuda else int(offsets[-1]))
+        gate_in_torch.backward(dy[rows], g[rows], u[rows], act, *(out[rows] for out in outs))
         return outs
 
 
@@ -213,30 +213,3 @@ def _aligned(x: Tensor) -> Tensor:
     outer = [*x.stride()[:-2], *inner]
     fits = len(inner) < 2 and all(s % ALIGNED == 0 and s > 0 for s in outer) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
-
-
-# -- the gate in torch -----------------------------------------------------------------------------------------------
-
-
-def _gate(g: Tensor, u: Tensor, act: str, out: Tensor | None = None) -> Tensor:
-    """act(g) * u in fp32 (fp64), rounded once."""
-    wide = g.float() if is_16_bit(g.dtype) else g
-    value = F.silu(wide) if act == "silu" else F.gelu(wide, approximate=_approximate(act))
-    return torch.mul(value, u, out=torch.empty_like(g) if out is None else out)
-
-
-def _gate_backward(dy: Tensor, g: Tensor, u: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """(dy u act'(g), dy act(g)) in fp32 (fp64), each rounded once."""
-    dtype = g.dtype
-    if is_16_bit(dtype):
-        dy, g, u = dy.float(), g.float(), u.float()
-    if act == "silu":
-        dg, value = torch.ops.aten.silu_backward(dy * u, g), F.silu(g)
-    else:
-        how = _approximate(act)
-        dg, value = torch.ops.aten.gelu_backward(dy * u, g, approximate=how), F.gelu(g, approximate=how)
-    return dg.to(dtype), value.mul_(dy).to(dtype)
-
-
-def _approximate(act: str) -> str:
-    return "tanh" if act == "gelu_pytorch_tanh" else "none"

@@ -143,13 +143,16 @@ def moe_combine_backward(
     plan = Plan(table, orders, words)
     at = Exchange.of(group, engine, layer, numbers)
     with record_function(f"fusedtp.moe_combine_backward.{engine}"):
-        dy, _ = exchange.scatter(dout, None, plan, at)
-        count = exchange.known_rows(plan, at)
-        dw = dout.new_empty(0)
-        if needs_weights:
-            dw = exchange.gather_slots(weigh.dots(dy, y, count), plan, at)
-        if row_weights is not None:
-            weigh.weighted_rows(dy, row_weights, count)
+        dots = torch.empty(
+            at.max_rows if needs_weights else 0, dtype=weigh.accumulator(y.dtype), device=y.device
+        )
+
+        def weigh_rows(dy: Tensor, some: slice) -> None:
+            weights = None if row_weights is None else row_weights[some]
+            weigh.weigh_rows(dy[some], weights, y[some], dots[some] if needs_weights else None)
+
+        dy, _ = exchange.scatter(dout, None, plan, at, weigh_rows)
+        dw = exchange.gather_slots(dots, plan, at) if needs_weights else dout.new_empty(0)
         return dy, dw
 
 

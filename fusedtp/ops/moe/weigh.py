@@ -31,38 +31,41 @@ def stretches(rows: int, width: int, wide: torch.dtype, device: torch.device) ->
 def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """parts [T * k, N], places [T, k] of each slot in it, weights [T, k] or None for ones -> [T, N] of parts' dtype."""
     wide = accumulator(parts.dtype)
-    (tokens, k), width = places.shape, parts.shape[1]
-    out = parts.new_empty(tokens, width)
+    out = parts.new_empty(places.shape[0], parts.shape[1])
     if weights is not None:
         weights = weights.to(wide)
-    for some in stretches(tokens, width, wide, parts.device):
-        total = None
-        for j in range(k):
-            part = parts.index_select(0, places[some, j]).to(wide)
-            weight = None if weights is None else weights[some, j : j + 1]
-            if total is None:
-                total = part if weight is None else part.mul_(weight)
-            elif weight is None:
-                total.add_(part)
-            else:
-                total.addcmul_(part, weight)
-        assert total is not None
-        out[some] = total
+    for some in stretches(out.shape[0], out.shape[1], wide, parts.device):
+        sum_into(out[some], parts, places[some], None if weights is None else weights[some])
     return out
 
 
-def weighted_rows(rows: Tensor, weights: Tensor, count: int) -> Tensor:
-    """rows [R, N] times weights [R], of which the first `count` count, in place; the others stay as they are."""
+def sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None) -> None:
+    """out [n, N] = sum_j weights[:, j] * parts[places[:, j]], j ascending; weights in the accumulator's dtype."""
+    wide = accumulator(out.dtype)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    for j in range(places.shape[1]):
+        part = parts.index_select(0, places[:, j])
+        if weights is None:
+            total.copy_(part) if j == 0 else total.add_(part)
+        elif j == 0:
+            torch.mul(part.to(wide), weights[:, j : j + 1], out=total)
+        else:
+            total.addcmul_(part.to(wide), weights[:, j : j + 1])
+    if total is not out:
+        out.copy_(total)
+
+
+def weigh_rows(rows: Tensor, weights: Tensor | None, others: Tensor, dots: Tensor | None) -> None:
+    """rows [R, N] times weights [R], in place; before that dots [R] = the inner products of rows and others [R, N].
+
+    Both in fp32 (fp64); weights and dots may be None.
+    """
     wide = accumulator(rows.dtype)
-    for some in stretches(count, rows.shape[1], wide, rows.device):
-        rows[some] = rows[some].to(wide) * weights[some, None]
-    return rows
-
-
-def dots(a: Tensor, b: Tensor, count: int) -> Tensor:
-    """a [R, N], b [R, N] -> [R] of the rows' inner products, in fp32 (fp64); past `count` undefined."""
-    wide = accumulator(a.dtype)
-    out = torch.empty(a.shape[0], dtype=wide, device=a.device)
-    for some in stretches(count, a.shape[1], wide, a.device):
-        out[some] = (a[some].to(wide) * b[some].to(wide)).sum(1)
-    return out
+    for some in stretches(rows.shape[0], rows.shape[1], wide, rows.device):
+        mine = rows[some].to(wide)
+        if dots is not None:
+            torch.sum(mine * others[some].to(wide), 1, out=dots[some])
+        if weights is not None:
+            torch.mul(mine, weights[some, None], out=mine)
+            if mine.dtype != rows.dtype:
+                rows[some] = mine

@@ -1,5 +1,7 @@
 """Dispatch, then combine: no row or gradient is lost or doubled, for any world, routing and engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,6 +35,13 @@ def cases(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", 
 @given(cases())
 def test_rows_are_conserved(case):
     world(len(case.sizes)).run(conserves_rows, case)
+
+
+@settings(max_examples=15)
+@given(cases(engines=("chunked",)), st.sampled_from([2500, 9000, 30000]))
+def test_wide_rows_are_conserved(case, width):
+    """Of which a core's cache holds a few, so that they are brought and added up in several stretches."""
+    world(len(case.sizes)).run(conserves_rows, replace(case, width=width))
 
 
 @settings(max_examples=50)

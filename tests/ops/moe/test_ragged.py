@@ -1,0 +1,81 @@
+"""Matmuls of as many rows as an expert gets: rounding rows up, working in stretches, and what must not show of it."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fusedtp
+from fusedtp.ops.moe import gate, ragged, weigh
+from tests.properties.laws import assert_same
+
+COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1, max_size=5)
+
+
+@given(st.integers(1, 1 << 20))
+def test_rows_are_rounded_to_few_numbers(n):
+    """At most a sixteenth more, or to a multiple of 32; at most 16 numbers between a power of two and the next."""
+    most = ragged.rounded(n)
+    assert n <= most < n + max(32, n / 16 + 1)
+    octave = {ragged.rounded(m) for m in range(1 << n.bit_length(), (2 << n.bit_length()) + 1, 1 + n // 50)}
+    assert len(octave) <= 17
+
+
+def whole(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=20)
+@given(counts=COUNTS, past=st.integers(0, 70), seed=st.integers(0, 2**31))
+def test_rounding_does_not_show(dtype, counts, past, seed):
+    """Products and gradients are those of each expert's own rows; NaN of one expert, or past all, stay there."""
+    offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    x, dy = (whole(int(offsets[-1]) + past, n, seed=seed, dtype=dtype) for n in (5, 4))
+    for t in (x, dy):
+        t[int(offsets[-1]) :] = float("nan")
+    ill = seed % len(counts)
+    x[int(offsets[ill]) : int(offsets[ill + 1])] = float("nan")
+    x.requires_grad_()
+    gates, ups = (whole(len(counts), 4, 5, seed=seed + i, dtype=dtype).requires_grad_() for i in (1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged, "compiles", lambda x: True)
+        y = fusedtp.grouped_matmul(x, gates, offsets)
+        dx, dw = torch.autograd.grad(y, [x, gates], dy)
+        hidden = fusedtp.grouped_gated(x, gates, ups, offsets)
+        dx_gated, *_ = torch.autograd.grad(hidden, [x, gates, ups], dy)
+        with torch.no_grad():
+            alone = fusedtp.grouped_gated(x, gates, ups, offsets)
+    for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        rows, w = x[begin:end].detach(), gates[e].detach()
+        products = [rows @ each[e].detach().t() for each in (gates, ups)]
+        assert_same(f"y of {e}", y[begin:end].detach(), products[0])
+        assert_same(f"gated of {e}", hidden[begin:end].detach(), gate.forward(*products, "silu"))
+        assert_same(f"gated of {e} alone", alone[begin:end], gate.forward(*products, "silu"))
+        assert_same(f"dx of {e}", dx[begin:end], dy[begin:end] @ w)
+        assert_same(f"dw of {e}", dw[e], dy[begin:end].t() @ rows if end > begin else torch.zeros_like(w))
+        assert e == ill or not dx_gated[begin:end].isnan().any()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gate_in_stretches(act, dtype, monkeypatch):
+    """The gate and its gradients equal torch's of the whole tensors in fp64, whatever a core's cache holds."""
+    monkeypatch.setattr(weigh, "_BLOCK_BYTES", 3 * 7 * 8)
+    g, u, dy = (3 * torch.randn(10, 7, dtype=torch.float64).to(dtype) for _ in range(3))
+    wide_g, wide_u = (t.to(torch.float64, copy=True).requires_grad_() for t in (g, u))
+    how = "tanh" if act.endswith("tanh") else "none"
+    value = torch.nn.functional.silu(wide_g) if act == "silu" else None
+    if value is None:
+        value = torch.nn.functional.gelu(wide_g, approximate=how)
+    want = value * wide_u
+    want_g, want_u = torch.autograd.grad(want, [wide_g, wide_u], dy.double())
+    dg, du = torch.empty_like(g), torch.empty_like(u)
+    gate.backward(dy, g, u, act, dg, du)
+    # fp64: 16 roundings of terms up to 100; bf16: one rounding of the result, fp32's before it do not count
+    rtol, atol = (1e-13, 1e-12) if dtype == torch.float64 else (2**-8, 1e-4)
+    for got, wanted in ((gate.forward(g, u, act), want), (dg, want_g), (du, want_u)):
+        torch.testing.assert_close(got.double(), wanted.detach(), rtol=rtol, atol=atol)
