@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from fusedtp.comm import Communicator, communicator
+from fusedtp.nn.experts import Experts
 from fusedtp.ops import engines
 from fusedtp.ops.launch import tuned
+from fusedtp.ops.moe import exchange
 from fusedtp.ops.rows import Rows, split
 
 from .expert_parallel import ExpertParallel
@@ -81,7 +83,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
         replicas += isinstance(parallel, Replica)
         if isinstance(parallel, Member):
             comm = groups.setdefault(parallel.group, communicator(parallel.group))
-            layers.append(_explained(name, module, parallel, comm, tokens, dtype or module.weight.dtype))
+            layers.append(_explained(name, module, parallel, comm, tokens, dtype or weight_of(module).dtype))
     if not layers and not replicas:
         raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
     calls = {name: engines.calls(comm) for name, comm in groups.items()}
@@ -98,10 +100,11 @@ def _explained(
         return Layer(
             name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"
         )
+    if isinstance(parallel, ExpertParallel):
+        chosen = exchange.choose(comm, parallel.engine, dtype)
+        return Layer(name, operation, chosen.engine, chosen.reason)
     asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    width = weight.shape[1 if isinstance(parallel, ColumnParallel) else 0]
+    width = weight_of(module).shape[1 if isinstance(parallel, ColumnParallel) else 0]
     known = (
         "" if isinstance(parallel, VocabParallel) else OPERATIONS[type(parallel), parallel.sequence_parallel]
     )
@@ -110,6 +113,13 @@ def _explained(
     if choice.engine == "triton" and known == "all_gather_matmul":
         transport = choice.transport if comm.workspace.can_copy else "programs"
     return Layer(name, operation, choice.engine, choice.reason, transport)
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """A parallel layer's weight; of experts, which have several, one of those."""
+    weight = module.up_proj if isinstance(module, Experts) else module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def _row(layer: Layer) -> tuple[str, str, str, str]:

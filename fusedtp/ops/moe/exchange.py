@@ -13,6 +13,7 @@ from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import runs_kernels
 
 from .. import engines
+from ..engines import Choice
 from . import alone, chunked, collective, fused, layout, plan, weigh
 from .plan import Blocks, Exchange, Plan
 
@@ -21,23 +22,32 @@ FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @constant_to_compiler
 def engine_of(group: str | None, engine: str, dtype: torch.dtype) -> str:
-    """Which sibling runs; a constant to torch.compile. Raises ValueError for one that is not to be had here."""
+    """Which sibling runs; a constant to torch.compile. Raises as `choose`."""
+    return choose(None if group is None else communicator(group), engine, dtype).engine
+
+
+def choose(comm: Communicator | None, engine: str, dtype: torch.dtype) -> Choice:
+    """Which sibling runs, and why. Raises ValueError for one that is not to be had here."""
     if engine not in engines.ENGINES:
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(engines.ENGINES)}")
-    comm = None if group is None else communicator(group)
     if comm is None or comm.world_size == 1:
-        return "local"
+        return Choice("local", "a group of one rank has nothing to communicate")
     on_cpu = comm.device.type == "cpu"
-    if not comm.has_workspace or engine == "collective":
-        return "collective"
+    if not comm.has_workspace:
+        return Choice("collective", f"no shared memory: {comm.fallback}")
     if engine == "auto":
-        fits = runs_kernels(comm.device) and dtype in FUSED_DTYPES
-        return "chunked" if on_cpu else "triton" if fits else "collective"
+        if on_cpu:
+            return Choice("chunked", "CPU ranks read their peers' tokens in place")
+        if runs_kernels(comm.device) and dtype in FUSED_DTYPES:
+            return Choice("triton", "kernels read on the device what goes where")
+        return Choice(
+            "collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where"
+        )
     if engine == "triton":
         engines.check_triton(comm, dtype)
-    elif not on_cpu:
+    elif engine == "chunked" and not on_cpu:
         raise ValueError("engine 'chunked' of a mixture of experts reads peers' memory on the host: CPU only")
-    return engine
+    return Choice(engine, "asked for")
 
 
 def _comm(at: Exchange) -> Communicator | None:
