@@ -41,6 +41,7 @@ class Call:
     tile     rows and columns of one
     copied   ranks whose rows travel by copies beside the kernel, of a gather
     tma      what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
+    routing  of an exchange's tokens, one of exchange_cases.ROUTINGS
     """
 
     operation: str
@@ -56,6 +57,7 @@ class Call:
     tile: int = TILE
     copied: tuple[int, ...] = ()
     tma: bool = False
+    routing: str = "any"
 
     def k_of(self, rank: int) -> int:
         """Columns of x of a rank that has its own."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 OPERATIONS = ("moe_dispatch", "moe_combine", "moe_dispatch_matmul", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2
+ROUTINGS = ("any", "first", "last", "none")  # which experts tokens choose; of "none" every choice is dropped
 
 
 def exchange_of(call: Call, rank: int = 0) -> Exchange:
@@ -71,7 +72,7 @@ def routed(call: Call, seed: int) -> Routed:
     world, experts = len(call.sizes), EXPERTS * len(call.sizes)
     tokens = sum(call.sizes)
     width = call.widths[0] if call.operation == "moe_combine" else call.k
-    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP_K]
+    ids = _chosen(torch.rand(tokens, experts, generator=generator), call.routing)
     ids = torch.where(torch.rand(tokens, TOP_K, generator=generator) < 1 / 6, -1, ids)
     weights = 2.0 ** torch.randint(-1, 2, (tokens, TOP_K), generator=generator)
     x = torch.randint(-4, 5, (tokens, width), generator=generator).to(call.dtype)
@@ -106,6 +107,15 @@ def routed(call: Call, seed: int) -> Routed:
 def gated(call: Call) -> bool:
     """Whether two matrices an expert make a gated MLP's first half."""
     return call.operation == "moe_dispatch_matmul" and call.keep
+
+
+def _chosen(scores: Tensor, routing: str) -> Tensor:
+    """scores [T, E] -> ids [T, TOP_K]; all choose the same where routing says so, and other experts get no row."""
+    if routing == "any":
+        return scores.argsort(1)[:, :TOP_K]
+    first = {"first": 0, "last": scores.shape[1] - TOP_K, "none": 0}[routing]
+    ids = torch.arange(first, first + TOP_K).repeat(scores.shape[0], 1)
+    return ids.fill_(-1) if routing == "none" else ids
 
 
 def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int]]:

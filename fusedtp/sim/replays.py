@@ -3,7 +3,8 @@
     stream of a rank     new inputs | the graph's launches | results kept | eager call | new inputs | the same launches
 
 Nothing that the host knows changes from replay to replay; the number of a call lives on the device and is counted
-there. So an odd number of calls, captured or eager, moves the slots on as it should.
+there. So an odd number of calls, captured or eager, moves the slots on as it should. What an exchange of a mixture of
+experts sends where is on the device too, and another with every replay: of the host's are the tokens and the room.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.ops.launch import Launch as Planned
+
 from .case import Case, Copy, Run, Work
 from .cases import Call, Given, Operands, checker, issue, operands, plan
+from .exchange_cases import ROUTINGS, Routed
 from .worlds import SimulatedWorld, launches
 
 FLAGS = 64  # of a source
+EXCHANGED = (
+    "x", "y", "index", "begins", "places", "sources", "arrivals", "totals", "choices", "weights",
+)  # fmt: skip
 
 
 def replayed_case(
@@ -43,10 +50,14 @@ def replayed_case(
         ]
         for number, call in enumerate(eager):
             for i, made in enumerate(graph):
-                inputs = operands(captured[i], seed + 10 * number + i)
+                routing = ROUTINGS[(number + i) % len(ROUTINGS)]
+                inputs = operands(replace(captured[i], routing=routing), seed + 10 * number + i)
                 kept: list[dict[str, Tensor]] = []
                 for rank, (planned, outs) in enumerate(made):
-                    work[rank] += _refreshed(planned.args, inputs, rank)
+                    work[rank] += _refreshed(captured[i], planned, inputs, world, rank)
+                    work[rank] += [
+                        Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()
+                    ]
                     both = launches(planned, world.epochs.tensors[rank])
                     work[rank] += both if counted or number == 0 else both[1:]
                     kept.append({name: out.clone() for name, out in outs.items()})
@@ -60,18 +71,27 @@ def replayed_case(
     return Case("replays", make, tuple(dict.fromkeys(call.operation for call in every)))
 
 
-def _refreshed(args: dict[str, Any], inputs: Given, rank: int) -> Iterator[Work]:
+def _refreshed(call: Call, made: Planned, inputs: Given, world: SimulatedWorld, rank: int) -> Iterator[Work]:
     """Copies of new inputs to where the captured launch finds its own."""
-    assert isinstance(inputs, Operands), "replays are of the fused matmuls"
+    if isinstance(inputs, Routed):
+        other, _outs = plan(call, inputs, world, rank, 0)
+        pairs = [(made.args[name], other.args[name]) for name in EXCHANGED if name in made.args]
+    else:
+        pairs = _operands(made.args, inputs, rank)
+    for old, fresh in pairs:
+        if old is not None and fresh is not None and old.numel():
+            yield Copy(old, fresh.clone())
+
+
+def _operands(args: dict[str, Any], inputs: Operands, rank: int) -> list[tuple[Any, Any]]:
+    """Of a fused matmul: where its launch has each operand, and the new one."""
     weights = args["weights"] if "weights" in args else (args["w"],)
     biases = args["biases"] if "biases" in args else (args["bias"],)
     new = (inputs.x[rank], *inputs.weights[rank], *inputs.biases[rank])
     held = (
         getattr(each, "base", each) for each in (args["x"], *weights, *biases)
     )  # of a TMA descriptor its tensor
-    for old, fresh in zip(held, new, strict=True):
-        if old is not None and fresh is not None and old.numel():
-            yield Copy(old, fresh.clone())
+    return list(zip(held, new, strict=True))
 
 
 def graph_cases(world_size: int) -> list[Case]:
@@ -84,4 +104,15 @@ def graph_cases(world_size: int) -> list[Case]:
     eager = Call("two_shot_all_reduce", (2,) * w, (5,), k=4, chunk=1)
     one = replayed_case([gather], [None, eager, replace(gather, sizes=(1,) * w), None])
     three = replayed_case([gather, scatter, reduce], [None, eager, None])
-    return [replace(one, name="one call"), replace(three, name="three calls")]
+    return [replace(one, name="one call"), replace(three, name="three calls"), *exchange_cases(w)]
+
+
+def exchange_cases(world_size: int) -> list[Case]:
+    """A captured dispatch, and one with its combine; other tokens and routing in each replay, one rank without any."""
+    ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(world_size))
+    dispatch = Call("moe_dispatch", ragged, k=5, chunk=2)
+    combine = Call("moe_combine", ragged, (5,), chunk=2)
+    fewer = replace(dispatch, sizes=(1,) * world_size)
+    one = replayed_case([dispatch], [None, fewer, combine, None])
+    both = replayed_case([dispatch, combine], [None, fewer, None])
+    return [replace(one, name="a dispatch"), replace(both, name="a dispatch and a combine")]

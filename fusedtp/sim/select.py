@@ -58,9 +58,10 @@ def case_of(name: str, world_size: int | None = None) -> Case:
 def _own(name: str, world_size: int | None) -> tuple[Case, ...]:
     from .cases import fused_cases
     from .meetings import meeting_case
+    from .turns import turns_case
 
     w = world_size or WORLD_SIZE
-    cases = {case.name: case for case in (*fused_cases(w), meeting_case(w))}
+    cases = {case.name: case for case in (*fused_cases(w), turns_case(w), meeting_case(w))}
     if name and name not in cases:
         raise ValueError(
             f"no fused kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case"

@@ -1,10 +1,12 @@
 """Replayed launches, whose arguments never change: right under any schedule, since the device counts the calls."""
 
+from unittest.mock import patch
+
 import pytest
 
-from fusedtp.sim import explore
+from fusedtp.sim import explore, replays
 from fusedtp.sim.cases import Call
-from fusedtp.sim.replays import graph_cases, replayed_case
+from fusedtp.sim.replays import exchange_cases, graph_cases, replayed_case
 from tests.sim.support import interpreted
 
 
@@ -19,12 +21,26 @@ def test_replays_between_eager_calls_show_no_fault(world_size, schedules):
         assert (done, fault) == (schedules, "None"), name
 
 
-def baked_in() -> str:
-    calls = [Call("all_gather_matmul", (3, 2), (5,), k=4, chunk=2)]
+def baked_in(operation: str) -> str:
+    calls = [Call(operation, (3, 2), (5,), k=4, chunk=2)]
     outcome = explore(replayed_case(calls, [None] * 3, counted=False), 20, shrink=False)
     return "" if outcome.fault is None else outcome.fault.rule
 
 
-def test_a_number_that_the_replay_does_not_count_is_found():
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "moe_dispatch", "moe_combine"])
+def test_a_number_that_the_replay_does_not_count_is_found(operation):
     """Its waits pass on flags of the replay before."""
-    assert interpreted(baked_in) in ("read-write race", "wrong value")
+    assert interpreted(baked_in, operation) in ("read-write race", "wrong value")
+
+
+def with_a_baked_in(name: str) -> str:
+    """What is found where one of a dispatch's index tensors stays as it was when the graph was captured."""
+    (case, *_) = exchange_cases(3)
+    with patch.object(replays, "EXCHANGED", tuple(each for each in replays.EXCHANGED if each != name)):
+        outcome = explore(case, 2, shrink=False)
+    return "" if outcome.fault is None else outcome.fault.rule
+
+
+@pytest.mark.parametrize("name", ["index", "begins", "places", "sources", "arrivals"])
+def test_a_plan_that_the_replay_does_not_read_anew_is_found(name):
+    assert interpreted(with_a_baked_in, name)
