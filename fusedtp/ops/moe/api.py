@@ -26,7 +26,7 @@ ALONE = Place("", 0, 1, "")  # without a group
 class MoEHandle:
     """What a combine needs of its dispatch.
 
-    weights       [T_r, k]    as given, with their graph
+    weights       [T_r, k]    as given, with their graph; zero where a choice is dropped
     row_weights   [max_rows]  of the rows that this rank's experts got
     plan, at                  see plan.py
     offsets       [E_r + 1]   int32
@@ -62,7 +62,7 @@ def moe_dispatch(
 
         x            [T_r, K]  this rank's tokens, which may be none
         expert_ids   [T_r, k]  integers below num_experts, those of a token all different; -1 drops a choice
-        weights      [T_r, k]  what the combine multiplies the experts' outputs by
+        weights      [T_r, k]  what the combine multiplies the experts' outputs by; of dropped choices never looked at
         group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None where all experts are here
         max_rows               room for rows of this rank's experts, the same on all ranks; default what any routing
                                needs, T * min(k, E / W), or on CPU in eager code what did come
@@ -88,7 +88,7 @@ def moe_dispatch(
         )
         if host_knows(plan, where):
             where = _known_room(plan, where)
-        return send(x, weights, plan, where)
+        return send(x, without_dropped(weights, expert_ids), plan, where)
 
 
 def planned(
@@ -112,6 +112,11 @@ def planned(
         if weights_sum is not None:
             _check_sums(ids, weights.detach(), weights_sum, at)
     return Plan(*torch.ops.fusedtp.moe_plan(ids, *where.flat)), where
+
+
+def without_dropped(weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """Zero, whatever was given, where a choice is dropped: a NaN there would come out of a product with nothing."""
+    return weights.masked_fill(expert_ids < 0, 0.0)
 
 
 def send(x: Tensor, weights: Tensor, plan: Plan, at: Exchange) -> tuple[Tensor, Tensor, MoEHandle]:

@@ -29,7 +29,7 @@ from fusedtp.comm import Group, place
 
 from ..api import in_step
 from . import weigh
-from .api import ALONE, check_outputs, host_knows, moe_combine, planned, send
+from .api import ALONE, check_outputs, host_knows, moe_combine, planned, send, without_dropped
 from .layout import packed
 from .plan import Blocks, Exchange, Plan, offsets_of
 
@@ -87,6 +87,7 @@ def moe_rounds(
         plan, where = planned(
             x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum, wire
         )
+    weights = without_dropped(weights, expert_ids)
     room = _room(plan, where)
     found = Blocks(plan.table, where).rows if host_knows(plan, where) else None
     most = where.most_rows if found is None else max(found)
