@@ -1,7 +1,8 @@
 """What a rank does with a drawn dispatch and combine, and what must hold; these functions run in workers of a world.
 
 The oracle is a loop over tokens and choices on one process. Entries are small integers and weights powers of two, so
-that no sum rounds and results are equal bit for bit.
+that no sum rounds and results are equal bit for bit. What nobody may see is NaN: rows past the last expert's, weights
+of dropped choices, and tokens, with their gradients, of which every choice was dropped.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ def build(case: Case) -> Data:
     ids = torch.where(torch.rand(tokens, k, generator=g) < case.dropped, -1, ids)
     weights = 2.0 ** torch.randint(-1, 2, (tokens, k), generator=g)
     factors = torch.randint(1, 3, (n,), generator=g).to(case.dtype)
-    return Data(whole(tokens, case.width), ids, weights, factors, whole(tokens, case.width))
+    alone = (ids < 0).all(1, keepdim=True)
+    x, gradients = (whole(tokens, case.width).masked_fill(alone, torch.nan) for _ in range(2))
+    return Data(x, ids, weights.masked_fill(ids < 0, torch.nan), factors, gradients)
 
 
 def mine(case: Case, rank: int) -> slice:
@@ -79,10 +82,10 @@ def rows_wanted(case: Case, data: Data, rank: int) -> tuple[Tensor, Tensor]:
 
 def wanted(case: Case, data: Data) -> tuple[Tensor, Tensor, Tensor]:
     """(out, dx, dweights) of all tokens, by the definition."""
-    x, dy = data.x.double(), data.gradients.double()
+    x, dy, weights = (t.double().nan_to_num(0.0) for t in (data.x, data.gradients, data.weights))
     kept = data.ids >= 0
     factors = torch.where(kept, data.factors.double()[data.ids.clamp(min=0)], 0.0)
-    times = (factors * data.weights).sum(1, keepdim=True)
+    times = (factors * weights).sum(1, keepdim=True)
     return x * times, dy * times, factors * (x * dy).sum(1, keepdim=True)
 
 
