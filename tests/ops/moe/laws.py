@@ -31,6 +31,7 @@ class Case:
     dropped: float
     seed: int
     room: int | None = None  # None: what any routing needs; else so much more than this one needs
+    device: str = "cpu"
 
     @property
     def most(self) -> int:
@@ -101,33 +102,34 @@ def conserves_rows(group, case: Case) -> None:
     """Rows arrive where and in the order they should; combined they are the sum over choices; gradients likewise."""
     rank, data = group.rank(), build(case)
     here = mine(case, rank)
-    x = data.x[here].clone().requires_grad_()
-    weights = data.weights[here].clone().requires_grad_()
+    x, weights = (t[here].to(case.device, copy=True).requires_grad_() for t in (data.x, data.weights))
     communicator(group).engine_calls.clear()
     poison(group)
     rows, offsets, handle = fusedtp.moe_dispatch(
-        x, data.ids[here], weights, case.num_experts, group, sizes=case.sizes, engine=case.engine,
+        x, data.ids[here].to(case.device), weights, case.num_experts, group, sizes=case.sizes, engine=case.engine,
         max_rows=room_of(case, data),
     )  # fmt: skip
     who = f"{case.engine} rank {rank}: "
     want_rows, want_offsets = rows_wanted(case, data, rank)
-    assert_same(who + "offsets", offsets, want_offsets)
+    assert_same(who + "offsets", offsets.cpu(), want_offsets)
     count = int(offsets[-1])
-    assert_same(who + "rows", rows[:count].detach(), want_rows)
-    if case.room is None and handle.at.engine != "triton":
+    assert_same(who + "rows", rows[:count].detach().cpu(), want_rows)
+    if case.room is None and case.device == "cpu" and handle.at.engine != "triton":
         assert len(rows) == count, "on CPU there is room for what came"
     each = case.num_experts // len(case.sizes)
-    factors = data.factors[rank * each : (rank + 1) * each].repeat_interleave(offsets.diff())
+    factors = (
+        data.factors[rank * each : (rank + 1) * each].repeat_interleave(want_offsets.diff()).to(case.device)
+    )
     y = _Experts.apply(rows, factors)
     poison(group)
     out = fusedtp.moe_combine(y, handle)
     poison(group)
-    out.backward(data.gradients[here])
+    out.backward(data.gradients[here].to(case.device))
     for name, got, want in zip(
         ("out", "dx", "dweights"), (out.detach(), x.grad, weights.grad), wanted(case, data), strict=True
     ):
         dtype = torch.float32 if name == "dweights" else case.dtype
-        assert_same(who + name, got, want[here].to(dtype))
+        assert_same(who + name, got.cpu(), want[here].to(dtype))
     ran = {engine for _operation, engine in communicator(group).engine_calls}
     assert ran == {"local" if len(case.sizes) == 1 else case.engine} or case.engine == "auto", ran
 

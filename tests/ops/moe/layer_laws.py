@@ -75,6 +75,7 @@ def drawn(layer: Layer, number: int, skew: float = 0.0, dropped: float = 0.1) ->
     )
 
 
+@torch.enable_grad()
 def wanted(given: Drawn) -> list[Tensor]:
     """out and the gradients of x, weights, up and down."""
     leaves = [t.clone().requires_grad_() for t in (given.x, given.weights, given.up, given.down)]
