@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import fusedtp
+from fusedtp.comm import VirtualGroup
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.moe import MoEHandle
 from fusedtp.ops.moe.plan import Exchange, Plan, offsets_of
@@ -114,18 +117,20 @@ def on_device(layer: Layer, rank: int, given: Drawn) -> tuple[Tensor, ...]:
 def experts_law(group: Any, layer: Layer, numbers: range) -> None:
     """A parallel layer of experts, several batches one after another, of ever another skew."""
     rank = group.rank()
+    mesh = group if isinstance(group, VirtualGroup) else DeviceMesh.from_group(group, layer.device)
     for number in numbers:
         given = drawn(layer, number, (number % 3) / 2, 0.1 if number % 4 else 1.0)
-        x, weights, up, down, dy, ids = on_device(layer, rank, given)
-        leaves = [t.requires_grad_() for t in (x, weights, up, down)]
-        shape = (layer.dim, layer.hidden, layer.num_experts)
+        x, weights, _up, _down, dy, ids = on_device(layer, rank, given)
         experts = Experts(
-            *shape, act="relu", gated=False, device="meta"
-        )  # what it computes, with weights given
-        out = experts.compute(
-            x, ids, weights, [None, up, down], group, sizes=layer.sizes, engine=layer.engine
+            layer.dim, layer.hidden, layer.num_experts, act="relu", gated=False, dtype=layer.dtype
         )
-        check(layer, rank, given, [out, *torch.autograd.grad(out, leaves, dy)], f"batch {number}")
+        experts.load_state_dict({"up_proj": given.up, "down_proj": given.down})
+        style = fusedtp.FusedExperts(sizes=layer.sizes, engine=layer.engine)
+        fusedtp.parallelize(experts, mesh, plan={"": style})
+        out = experts(x.requires_grad_(), ids, weights.requires_grad_())
+        out.backward(dy)
+        whole = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in experts.parameters()]
+        check(layer, rank, given, [out, x.grad, weights.grad, *whole], f"batch {number}")
 
 
 class Planned:
