@@ -33,14 +33,15 @@ def test_a_number_that_the_replay_does_not_count_is_found(operation):
     assert interpreted(baked_in, operation) in ("read-write race", "wrong value")
 
 
-def with_a_baked_in(name: str) -> str:
-    """What is found where one of a dispatch's index tensors stays as it was when the graph was captured."""
-    (case, *_) = exchange_cases(3)
-    with patch.object(replays, "EXCHANGED", tuple(each for each in replays.EXCHANGED if each != name)):
-        outcome = explore(case, 2, shrink=False)
-    return "" if outcome.fault is None else outcome.fault.rule
+def with_a_baked_in(names: list[str]) -> list[str]:
+    """Of which of a dispatch's index tensors no fault is found where it stays as it was when the graph was captured."""
+    (case, *_), unseen = exchange_cases(3), []
+    for name in names:
+        with patch.object(replays, "EXCHANGED", tuple(each for each in replays.EXCHANGED if each != name)):
+            if explore(case, 1, shrink=False).fault is None:
+                unseen.append(name)
+    return unseen
 
 
-@pytest.mark.parametrize("name", ["index", "begins", "places", "sources", "arrivals"])
-def test_a_plan_that_the_replay_does_not_read_anew_is_found(name):
-    assert interpreted(with_a_baked_in, name)
+def test_a_plan_that_the_replay_does_not_read_anew_is_found():
+    assert not interpreted(with_a_baked_in, ["index", "begins", "places", "sources", "arrivals"])

@@ -25,7 +25,7 @@ def share_of_schedules(group, world_size: int, count: int) -> str:
     return str(outcome.fault)
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (3, 3)])
 def test_no_schedule_of_exchanges_in_turn_shows_a_fault(world_size, count):
     assert world(2).run(share_of_schedules, world_size, count, timeout=300) == ["None"] * 2
 
@@ -49,7 +49,7 @@ def exchanges(draw) -> list[Call]:
     return calls
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(exchanges(), schedules)
 def test_any_exchanges_on_one_workspace_under_any_schedule(calls: list[Call], schedule: Schedule):
     fault = interpreted(fault_of, calls, schedule, timeout=300)
