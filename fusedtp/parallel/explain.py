@@ -25,6 +25,7 @@ OPERATIONS = {
     (VocabParallel, True): "lookup, reduce_scatter",
     (VocabParallel, False): "lookup, all_reduce",
     (ExpertParallel, True): "moe_dispatch, moe_combine",
+    (ExpertParallel, False): "moe_dispatch, moe_combine, all_gather",
 }
 
 
