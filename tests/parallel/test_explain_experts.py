@@ -27,7 +27,7 @@ def said_and_ran(group, engine: str, dtype: torch.dtype | None) -> tuple[str, st
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("engine", ["auto", *ENGINES])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_engine_of_experts_is_the_one_that_runs(engine: str, dtype: torch.dtype | None):
     for name, chosen, reason, ran in world(2).run(said_and_ran, engine, dtype):
         assert name == "layers.1.mlp.experts" and ran == {chosen}
@@ -35,17 +35,23 @@ def test_the_engine_of_experts_is_the_one_that_runs(engine: str, dtype: torch.dt
         assert reason == ("CPU ranks read their peers' tokens in place" if engine == "auto" else "asked for")
 
 
-def of_a_layer(group, dtype: torch.dtype | None) -> str:
+def of_a_layer(group, dtype: torch.dtype | None, sequence_parallel: bool) -> str:
     """A layer alone has no config that says in what it computes: its weights do."""
-    moe = parallelize(MoE(6, 5, 2 * group.size(), 2, dtype=torch.float64), tp_mesh(group))
+    moe = MoE(6, 5, 2 * group.size(), 2, dtype=torch.float64)
+    parallelize(moe, tp_mesh(group), sequence_parallel=sequence_parallel)
     return str(explain(moe, dtype=dtype))
 
 
 @pytest.mark.parametrize("world_size, engine", [(1, "local"), (2, "chunked")])
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 def test_a_layer_without_a_config_is_explained(world_size: int, engine: str, dtype: torch.dtype | None):
-    for text in world(world_size).run(of_a_layer, dtype):
+    for text in world(world_size).run(of_a_layer, dtype, True):
         assert f"experts  moe_dispatch, moe_combine  {engine}" in text
+
+
+def test_experts_whose_tokens_are_whole_on_every_rank_are_explained():
+    for text in world(2).run(of_a_layer, None, False):
+        assert "experts  moe_dispatch, moe_combine, all_gather  chunked" in text
 
 
 def fp64_by_kernels(group) -> None:
