@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fusedtp
 from fusedtp.comm import VirtualWorld
 from tests.harness import world
 from tests.ops.moe.laws import SKEWS, Case, conserves_rows
@@ -55,3 +56,13 @@ def test_rows_are_conserved_between_threads(case):
 def test_rows_are_conserved_by_kernels(case):
     pytest.importorskip("triton")
     world(len(case.sizes)).run(conserves_rows, case)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 10])
+def test_rounds_never_look_at_the_weight_of_a_dropped_choice(max_rows):
+    ids = torch.tensor([[0, -1], [-1, 1], [0, 1], [-1, -1]])
+    weights = torch.full(ids.shape, 0.5).masked_fill(ids < 0, torch.nan)
+    y, _room = fusedtp.moe_rounds(
+        torch.ones(4, 3), ids, weights, 2, None, lambda rows, _: rows, max_rows=max_rows
+    )
+    assert y[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0]
