@@ -3,6 +3,7 @@
 Tokens choose `top_k` different experts: "balanced" all with equal chance, "skewed" expert e with a chance like
 1 / (1 + e). Gradients reach x, the weights and all of the experts' parameters; the router is not in it. `peak` is the
 largest memory a rank held during a call beyond what it held before, and stands beside tokens x k x dim of a rank.
+By engine triton rows travel while matmuls run, forward; "one by one" is the same layer without that, in four kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedtp
+from fusedtp.ops.moe import moe_dispatch_gated, moe_matmul_combine
 from fusedtp.ops.rows import split
 
 from .. import errors, memory, moe_by_hand
@@ -126,15 +128,21 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         x = rank.randn(mine, layer.dim, dtype=case.dtype, seed=seed)
         return x.requires_grad_(), ids, weights.requires_grad_()
 
-    def ours(engine: str) -> Callable[..., Tensor]:
+    def ours(engine: str, overlapped: bool = True) -> Callable[..., Tensor]:
+        how: dict[str, Any] = dict(sizes=sizes, engine=engine)
+
         def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            rows, offsets, handle = fusedtp.moe_dispatch(
-                x, ids, weights, layer.experts, rank.group, sizes=sizes, engine=engine
+            hidden, _, handle = moe_dispatch_gated(
+                x, ids, weights, own[0], own[1], layer.experts, rank.group, **how
             )
+            return moe_matmul_combine(hidden, own[2], handle)
+
+        def one_by_one(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            rows, offsets, handle = fusedtp.moe_dispatch(x, ids, weights, layer.experts, rank.group, **how)
             hidden = fusedtp.grouped_gated(rows, own[0], own[1], offsets)
             return fusedtp.moe_combine(fusedtp.grouped_matmul(hidden, own[2], offsets), handle)
 
-        return run
+        return run if overlapped else one_by_one
 
     functions: dict[str, Callable[..., Tensor]] = {}
     absent: dict[str, str] = {}
@@ -150,6 +158,8 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             absent["fusedtp triton"] = "engine triton is interpreted on a CPU: its time says nothing"
             continue
         functions[f"fusedtp {engine}"] = ours(engine)
+        if engine == "triton":
+            functions["fusedtp triton, one by one"] = ours(engine, overlapped=False)
     sets = rank.copies(operands)
     ways: dict[str, Way] = {name: Rotating(_both(fn, own), sets) for name, fn in functions.items()}
     drop_what_fails(rank, ways, functions, absent)

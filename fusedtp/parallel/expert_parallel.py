@@ -8,16 +8,19 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
 
-from fusedtp.comm import Place, place
+from fusedtp.comm import Place, communicator, place
+from fusedtp.ops.api import in_step
 from fusedtp.ops.main_grad import main_grad_of
 from fusedtp.ops.moe import moe_in_stages
+from fusedtp.ops.moe.api import check_choices
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import gather_tokens, take_tokens
 
 from .expert_split import Shares
 from .layers import Member, with_main_grad
-from .placement import local, read
+from .placement import Mesh, local, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,10 @@ class ExpertParallel(Member):
     def _exchanged(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, sizes: tuple[int, ...] | None
     ) -> Tensor:
+        if self.shares.are_finer:  # afterwards nobody knows the ids that were given
+            at = place(self.group)
+            with in_step(at):
+                check_choices(x, expert_ids, weights, module.num_experts, at)
         choices = self.shares.choices(expert_ids, weights, module.num_experts)
         own = [
             None if w is None else self._own(w, x)
@@ -117,3 +124,11 @@ class _Averaged(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy / ctx.n, None
+
+
+def stages_of(mesh: Mesh, nodes: int) -> tuple[str, str]:
+    """The communicators of the ranks at this one's place of every node, and of those of its node. Collective."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"{nodes} nodes need a DeviceMesh")
+    both = mesh._unflatten(0, (nodes, mesh.size() // nodes), ("nodes", "places"))
+    return communicator(both["nodes"]).name, communicator(both["places"]).name

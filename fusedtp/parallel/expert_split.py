@@ -36,6 +36,11 @@ class Shares(NamedTuple):
     tensor_parallel: int
 
     @property
+    def are_finer(self) -> bool:
+        """Whether an expert is several of the mixture that travels."""
+        return self.replicas * self.tensor_parallel > 1
+
+    @property
     def named(self) -> dict[str, int]:
         """The dimensions that have more than one rank; the first one where none has."""
         sizes = dict(zip(DIMS, self, strict=True))
@@ -55,7 +60,7 @@ class Shares(NamedTuple):
 
         The t-th token of a rank goes to copy t % replicas.
         """
-        if self.replicas * self.tensor_parallel == 1:
+        if not self.are_finer:
             return expert_ids, weights, num_experts
         each = num_experts // self.blocks
         turns = torch.arange(expert_ids.shape[0], device=expert_ids.device)[:, None] % self.replicas

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .expert_parallel import ExpertParallel
+from .expert_parallel import ExpertParallel, stages_of
 from .expert_split import ExpertSplit, Shares
 from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
 from .placement import Mesh, Placement, Way, place_parameters
@@ -243,14 +243,6 @@ class Replicated(Style):
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, Replica(comm.name, self.partial), with_plain_parameters)
-
-
-def stages_of(mesh: Mesh, nodes: int) -> tuple[str, str]:
-    """The communicators of the ranks at this one's place of every node, and of those of its node. Collective."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"{nodes} nodes need a DeviceMesh")
-    both = mesh._unflatten(0, (nodes, mesh.size() // nodes), ("nodes", "places"))
-    return communicator(both["nodes"]).name, communicator(both["places"]).name
 
 
 def already_parallel(module: Any) -> list[str]:

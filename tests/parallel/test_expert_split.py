@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fusedtp
-from fusedtp.comm import VirtualWorld, communicator
+from fusedtp.comm import PeerFailed, VirtualWorld, communicator
 from fusedtp.nn import MoEConfig
 from fusedtp.nn.experts import Experts
 from fusedtp.parallel.expert_split import ExpertSplit, Shares
@@ -276,6 +276,23 @@ def test_what_cannot_be_shared_is_refused_before_anything_changes():
             assert "experts of 1 features leave one of 2 ranks without any" in narrow
             assert "2 ranks are not as many of each of 3 nodes" in nodes
             assert "[1, 0] of the experts' mesh hold those of the model's, [0, 1], not one after" in order
+
+
+def choose_one_too_many(group, split: ExpertSplit) -> str:
+    module, ids = Experts(3, 4, 6, gated=False, act="none"), torch.tensor([[0], [5 + (group.rank() == 1)]])
+    fusedtp.parallelize(module, tp_mesh(group), plan={"": fusedtp.FusedExperts(split=split)})
+    with pytest.raises((ValueError, PeerFailed)) as raised:
+        module(torch.ones(2, 3), ids, torch.ones(2, 1))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "split", [ExpertSplit(), ExpertSplit(tensor_parallel=2), ExpertSplit(replicas=2)], ids=str
+)
+def test_an_expert_that_there_is_not_is_named_as_it_was_chosen(split):
+    first, second = world(2).run(choose_one_too_many, split)
+    assert second == "rank 1: expert_ids[1, 0] is 6; there are 6 experts"
+    assert "rank 1" in first
 
 
 def refuse_(rank: int) -> list[str]:
