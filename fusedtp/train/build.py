@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from fusedtp.comm import communicator
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
+from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.plan import ways_of
-from fusedtp.train.config import VOCAB_SIZE, TrainConfig, faults
+from fusedtp.train.config import VOCAB_SIZE, TrainConfig, sharing_faults
 from fusedtp.train.shard import empty_shards, shard
 from fusedtp.train.world import World
 
@@ -62,7 +63,10 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
     A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
     """
-    if dp < 2 or faults(config, dp, tp):
+    model = config.model
+    if dp < 2 or model.faults() or not heads_split(tp, model.heads, model.kv_heads):
+        return []
+    if model.experts and sharing_faults(config, dp, tp):
         return []
     on_meta = CausalLM(model_config(config), device="meta")
     ep = config.parallel.ep or tp

@@ -273,7 +273,7 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
     if model.experts > 0 and min(dp, tp) > 0:
-        found += _sharing_faults(config, dp, tp)
+        found += sharing_faults(config, dp, tp)
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
             f"--batch {data.batch} does not divide over {dp} data-parallel ranks "
@@ -282,7 +282,7 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     return found
 
 
-def _sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
+def sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     """Whether the ranks can share the experts as asked."""
     model, parallel = config.model, config.parallel
     ep = parallel.ep or tp

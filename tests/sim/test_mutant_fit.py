@@ -170,6 +170,7 @@ CASES: dict[str, tuple[list[Evidence], list[Evidence]]] = {
     "flag awaited": ([NO_DATA, EARLY], [NO_ARRIVAL, RAN_AHEAD]),
     "place of flag signalled": ([NO_ARRIVAL, EARLY_BELOW], [OVERSHOT, ONE_AHEAD]),
     "place of flag awaited": ([deadlock(waits(1, 0, source=0)), EARLY], [NO_ARRIVAL, ONE_AHEAD]),
+    "no receiving": ([wrong("nan")], [wrong("nan", 1), wrong("2.0"), NO_ARRIVAL, EARLY]),
     "tail": (
         [NO_DATA_BELOW, never(1, here=0), EARLY, wrong("nan")],
         [NO_ARRIVAL, wrong("nan", 1), wrong("2.0")],

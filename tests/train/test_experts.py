@@ -22,9 +22,7 @@ EXPERTS = (
     "ranks",
     [
         "--tp 2",
-        "--dp 2 --tp 2 --accumulate 2",
-        "--dp 2 --tp 2 --ep 4 --no-sequence-parallel",
-        "--dp 4 --tp 1 --ep 2 --expert-tp 2",
+        "--dp 2 --tp 2 --ep 4 --expert-tp 2 --accumulate 2",
     ],
 )
 def test_ranks_with_experts_train_like_one_process(tmp_path, ranks):

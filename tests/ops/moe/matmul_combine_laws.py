@@ -86,7 +86,9 @@ def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
 
 def dense(data: Data, every: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """(out, dx, dweights, dexperts) of all tokens and experts, by autograd of the definition in fp64."""
-    leaves = [t.double().requires_grad_() for t in (data.x, data.weights, every)]
+    leaves = [
+        t.double().nan_to_num(0.0).requires_grad_() for t in (data.x, data.weights, every)
+    ]  # what nobody sees
     x, weights, w = leaves
     out = x.new_zeros(x.shape[0], every.shape[1])
     for j in range(weights.shape[1]):

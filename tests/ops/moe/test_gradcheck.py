@@ -5,6 +5,8 @@ As tests/properties/test_gradcheck.py: every rank passes the same full tensors a
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -140,17 +142,16 @@ def test_no_token_of_the_layer_is_near_a_tie():
 
 
 def of_one_choice_alone(group) -> None:
-    """A dispatch whose backward brings home only the first choice."""
-    from fusedtp.ops.moe import weigh
+    """A dispatch whose backward brings home the first choice in the place of each."""
+    from fusedtp.ops.moe import exchange
 
-    weighted_sum = weigh.weighted_sum
-    weigh.weighted_sum = lambda parts, places, weights: weighted_sum(
-        parts, places[:, :1] if weights is None else places, weights
-    )
-    try:
+    def first_alone(y, choices, weights, *where):
+        first = choices[:, :1].expand_as(choices).contiguous()
+        return collect(y, choices if weights is not None else first, weights, *where)
+
+    collect = exchange._collect
+    with patch.object(exchange, "_collect", first_alone):
         check_dispatch(group, (2, 3), "chunked")
-    finally:
-        weigh.weighted_sum = weighted_sum
 
 
 def test_a_gradient_that_loses_a_choice_is_seen():
