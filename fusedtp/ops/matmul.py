@@ -7,10 +7,9 @@ about a hundredth of the matmul, so there operands are widened, a block of rows 
 the result is rounded once. It is never less accurate than the loop, which also accumulates in fp32.
 
 Note [Odd K on CPU]
-Where a CPU has AMX, oneDNN multiplies 16-bit pairs along K. If K is odd and rows of the left operand are further apart
-than K, it takes what stands behind each row for the missing half of a pair (torch 2.13): times zero, which is NaN if a
-NaN or an infinity stands there. So such an operand is copied. Dense rows, transposed ones and right operands are read
-rightly.
+Where a CPU has AMX, oneDNN multiplies 16-bit pairs along K. If K is odd it may take what stands behind a row of the
+left operand for the missing half of a pair (torch 2.13): times zero, which is NaN if a NaN or an infinity stands there.
+So matmuls of an odd K are widened as well.
 """
 
 from __future__ import annotations
@@ -47,16 +46,15 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if widens(x) else x
 
 
-def _closed(x: Tensor) -> Tensor:
-    """x [M, K] as the left operand of a matmul that is not widened; see Note [Odd K on CPU]."""
-    gaps = x.device.type == "cpu" and x.shape[1] % 2 == 1 and x.stride(0) != 1 and not x.is_contiguous()
-    return x.contiguous() if gaps and is_16_bit(x.dtype) else x
+def _by_fp32(*xs: Tensor) -> bool:
+    """Whether matmuls with these left operands run in fp32; see Note [Odd K on CPU]."""
+    odd = any(x.shape[1] % 2 for x in xs) and xs[0].device.type == "cpu" and is_16_bit(xs[0].dtype)
+    return odd or widens(xs[0])
 
 
 def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: Tensor | None = None) -> None:
     """out [M, N] = sum_j xs[j] [M, K_j] @ ys[j] [K_j, N] + bias, in place. `ys` may be widened already."""
-    if not widens(out):
-        xs = [_closed(x) for x in xs]
+    if not _by_fp32(*xs):
         if bias is None:
             torch.mm(xs[0], ys[0], out=out)
         else:
@@ -77,8 +75,7 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
 
 def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], y [K, N] -> a new [M, N], rounded once."""
-    if not widens(x):
-        x = _closed(x)
+    if not _by_fp32(x):
         return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
     out = x.new_empty(x.shape[0], y.shape[1])
     matmul_into(out, [x], [y], bias)
@@ -102,7 +99,10 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
     """total [M, N] += x [M, K] @ y [K, N], without a copy; an fp32 total of 16-bit operands takes them unrounded."""
     if total.dtype == x.dtype:
-        total.addmm_(_closed(x), y)
+        if x.device.type == "cpu" and _by_fp32(x):
+            total.copy_(total.float().addmm_(x.float(), y.float()))
+        else:
+            total.addmm_(x, y)
         return
     assert total.dtype == torch.float32 and is_16_bit(x.dtype), (x.dtype, total.dtype)
     if x.is_cuda and torch.version.hip is None:

@@ -1,6 +1,5 @@
 """Local matmuls read their operands and nothing beside them."""
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -9,7 +8,7 @@ from fusedtp.ops.matmul import matmul, matmul_add, matmul_into
 
 
 @given(
-    st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.booleans(),
+    st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.booleans(),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )  # fmt: skip
 @example(21, 7, 28, 1, False, torch.bfloat16)
@@ -25,11 +24,3 @@ def test_what_stands_beside_an_operand_never_shows(m, k, n, gap, transposed, dty
     matmul_into(out, [x], [y])
     matmul_add(out, x, y)
     assert torch.equal(out, torch.full((m, n), 2.0 * k, dtype=dtype))
-
-
-@pytest.mark.parametrize("k", [7, 8])
-def test_rows_with_gaps_are_copied_only_where_k_is_odd(k):
-    from fusedtp.ops.matmul import _closed
-
-    x = torch.ones(5, k + 2, dtype=torch.bfloat16)[:, :k]
-    assert (_closed(x) is x) == (k == 8) and _closed(x.t()).stride() == x.t().stride()
