@@ -24,3 +24,17 @@ def test_what_stands_beside_an_operand_never_shows(m, k, n, gap, transposed, dty
     matmul_into(out, [x], [y])
     matmul_add(out, x, y)
     assert torch.equal(out, torch.full((m, n), 2.0 * k, dtype=dtype))
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+)
+@example(32, 37, 5, torch.bfloat16)
+def test_a_row_of_nan_stays_a_row(m, k, n, dtype):
+    """Dense rows too: nobody's rows stand right behind those of an expert."""
+    x = torch.cat([torch.ones(m, k, dtype=dtype), torch.full((2, k), torch.nan, dtype=dtype)])
+    y = matmul(x, torch.ones(k, n, dtype=dtype))
+    assert torch.equal(y[:m], torch.full((m, n), float(k), dtype=dtype)) and y[m:].isnan().all()
