@@ -4,6 +4,7 @@ Tokens choose `top_k` different experts: "balanced" all with equal chance, "skew
 1 / (1 + e). Gradients reach x, the weights and all of the experts' parameters; the router is not in it. `peak` is the
 largest memory a rank held during a call beyond what it held before, and stands beside tokens x k x dim of a rank.
 By engine triton rows travel while matmuls run, forward; "one by one" is the same layer without that, in four kernels.
+"experts alone" has its rows already, and nothing travels: no exchange, however fast, makes a layer faster than that.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..sample import Rotating, Way
 from .common import drop_what_fails, rows_of
 
 NAME, RANKS = "moe", "several"
+ALONE = "experts alone"
 SAMPLED = 32  # tokens of a rank that are held against fp64
 
 
@@ -144,6 +146,11 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 
         return run if overlapped else one_by_one
 
+    def arrived(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, offsets) of this rank's experts, by the engine that `auto` takes."""
+        rows, offsets, _ = fusedtp.moe_dispatch(x, ids, weights, layer.experts, rank.group, sizes=sizes)
+        return rows.detach().requires_grad_(), offsets
+
     functions: dict[str, Callable[..., Tensor]] = {}
     absent: dict[str, str] = {}
     by_hand = f"{'nccl' if rank.device.type == 'cuda' else 'gloo'} all_to_all + torch"
@@ -162,7 +169,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             functions["fusedtp triton, one by one"] = ours(engine, overlapped=False)
     sets = rank.copies(operands)
     ways: dict[str, Way] = {name: Rotating(_both(fn, own), sets) for name, fn in functions.items()}
-    drop_what_fails(rank, ways, functions, absent)
+    ways[ALONE] = Rotating(_alone(own), [arrived(*each) for each in sets])
+    drop_what_fails(rank, ways, dict.fromkeys(ways), absent)
+    functions = {name: fn for name, fn in functions.items() if name in ways}
     some = slice(0, min(SAMPLED, mine))
     x, ids, weights = (t.detach()[some].cpu() for t in sets[0])
     every = [
@@ -183,6 +192,17 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             "peak_bytes": memory.peak_bytes(rank, ways[name]),
         }
     return rows_of(rank, NAME, case, ways, found, absent, flops=case.flops, roof=rank.roofs[case.dtype])
+
+
+def _alone(own: list[Tensor]) -> Callable[..., object]:
+    """The experts' matmuls, forward and backward, of rows that are here."""
+
+    def run(rows: Tensor, offsets: Tensor) -> object:
+        hidden = fusedtp.grouped_gated(rows, own[0], own[1], offsets)
+        y = fusedtp.grouped_matmul(hidden, own[2], offsets)
+        return torch.autograd.grad(y, [rows, *own], y.detach())
+
+    return run
 
 
 def _both(fn: Callable[..., Tensor], own: list[Tensor]) -> Callable[..., object]:

@@ -99,6 +99,14 @@ def test_figures_follow_from_the_times_and_the_shape(results: dict[str, dict[str
     assert swiglu and all(row["moved_bytes"] == 3 * 64 * 80 * 2 for row in swiglu)
 
 
+def test_a_layer_of_experts_stands_beside_its_matmuls_alone(results: dict[str, dict[str, Any]]) -> None:
+    timed = [row for row in rows_of(results) if row["suite"] == "moe" and row["seconds"]]
+    engines = {(str(row["shape"]), row["dtype"], row["world"]): set[str]() for row in timed}
+    for row in timed:
+        engines[str(row["shape"]), row["dtype"], row["world"]].add(row["engine"])
+    assert engines and all({"experts alone", "fusedtp chunked"} <= found for found in engines.values())
+
+
 def test_rows_are_shared_out_among_experts_evenly_and_unevenly() -> None:
     assert shared_out(10, 4, "balanced") == (2, 3, 3, 2)
     assert shared_out(10, 4, "skewed") == (5, 2, 2, 1)
