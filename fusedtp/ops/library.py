@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from fusedtp.comm import communicator
 
@@ -33,6 +32,7 @@ from . import matmul_all_reduce as _mmar
 from . import matmul_reduce_scatter as _mmrs
 from .first_order import first_order
 from .matmul import matmul
+from .ordered import ordered
 from .rows import Rows
 
 
@@ -295,15 +295,7 @@ all_gather_rows.register_autograd(_gather_backward, setup_context=_save_where)
 reduce_scatter_rows.register_autograd(_scatter_backward, setup_context=_save_where)
 all_reduce_rows.register_autograd(_all_reduce_backward, setup_context=_save_where)
 
-# Calls of a group have one order on all ranks; a compiler that sees no data flow between two of them may swap them, and
-# would not on all ranks alike where their sizes differ. (Older torch has no such mark.)
-_ordered = None
-if hasattr(CustomOpDef, "register_effect"):
-    from torch.library import EffectType  # type: ignore[attr-defined]
-
-    _ordered = EffectType.ORDERED
-
-for _op in (
+_OPS = (
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
@@ -311,7 +303,6 @@ for _op in (
     all_gather_rows,
     reduce_scatter_rows,
     all_reduce_rows,
-):
-    gradients.BODIES[_op._init_fn.__name__] = _op._init_fn
-    if _ordered is not None:
-        _op.register_effect(_ordered)
+)
+gradients.BODIES.update({op._init_fn.__name__: op._init_fn for op in _OPS})
+ordered(*_OPS)

@@ -17,132 +17,71 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from ..first_order import first_order
+from ..ordered import ordered
 from ..profile import record_function
 from . import exchange, weigh, wire
+from .declare import AT, PLAN, PLAN_LENGTH, custom_op, taken
 from .layout import layout_size
-from .plan import Exchange, Plan
+from .plan import Exchange
 
 
-@torch.library.custom_op("fusedtp::moe_plan", mutates_args=())
-def moe_plan(
-    expert_ids: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    at = Exchange.of(group, engine, layer, numbers)
-    table, orders, words = exchange.make_plan(expert_ids, at)
+@custom_op("moe_plan", f"Tensor expert_ids, {AT}", "(Tensor, Tensor, Tensor)")
+def moe_plan(expert_ids: Tensor, *at: Any) -> tuple[Tensor, Tensor, Tensor]:
+    table, orders, words = exchange.make_plan(expert_ids, Exchange.of(*at))
     return table, orders, words
 
 
 @moe_plan.register_fake
-def _(
-    expert_ids: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    at = Exchange.of(group, engine, layer, numbers)
-    words = layout_size(at) if engine == "triton" else 0
+def _(expert_ids: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
+    at = Exchange.of(*numbers)
+    words = layout_size(at) if at.engine == "triton" else 0
     shapes = ((at.world_size, at.num_experts), (sum(at.sizes) * at.top_k,), (words,))
     table, orders, packed = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
     return table, orders, packed
 
 
-@torch.library.custom_op("fusedtp::moe_dispatch", mutates_args=())
-def moe_dispatch(
-    x: Tensor,
-    weights: Tensor | None,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    at = Exchange.of(group, engine, layer, numbers)
-    with record_function(f"fusedtp.moe_dispatch.{engine}"):
+@custom_op("moe_dispatch", f"Tensor x, Tensor? weights, {PLAN}", "(Tensor, Tensor)")
+def moe_dispatch(x: Tensor, weights: Tensor | None, *of_all: Any) -> tuple[Tensor, Tensor]:
+    plan, at = taken(*of_all)
+    with record_function(f"fusedtp.moe_dispatch.{at.engine}"):
         travels = wire.pack(x) if at.wire else x
-        rows, of_rows = exchange.scatter(travels, weights, Plan(table, orders, words), at)
+        rows, of_rows = exchange.scatter(travels, weights, plan, at)
         rows = wire.unpack(rows, x.shape[1], x.dtype) if at.wire else rows
         return rows, x.new_empty(0) if weights is None else of_rows
 
 
 @moe_dispatch.register_fake
-def _(
-    x: Tensor,
-    weights: Tensor | None,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    at = Exchange.of(group, engine, layer, numbers)
+def _(x: Tensor, weights: Tensor | None, *of_all: Any) -> tuple[Tensor, Tensor]:
+    _plan, at = taken(*of_all)
     of_rows = x.new_empty(0) if weights is None else weights.new_empty(at.max_rows)
     return x.new_empty(at.max_rows, x.shape[1]), of_rows
 
 
-@torch.library.custom_op("fusedtp::moe_combine", mutates_args=())
-def moe_combine(
-    y: Tensor,
-    weights: Tensor | None,
-    row_weights: Tensor | None,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-) -> Tensor:
-    at = Exchange.of(group, engine, layer, numbers)
-    with record_function(f"fusedtp.moe_combine.{engine}"):
-        return exchange.gather(y, weights, Plan(table, orders, words), at)
+@custom_op("moe_combine", f"Tensor y, Tensor? weights, Tensor? row_weights, {PLAN}", "Tensor")
+def moe_combine(y: Tensor, weights: Tensor | None, row_weights: Tensor | None, *of_all: Any) -> Tensor:
+    plan, at = taken(*of_all)
+    with record_function(f"fusedtp.moe_combine.{at.engine}"):
+        return exchange.gather(y, weights, plan, at)
 
 
 @moe_combine.register_fake
-def _(
-    y: Tensor,
-    weights: Tensor | None,
-    row_weights: Tensor | None,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-) -> Tensor:
-    at = Exchange.of(group, engine, layer, numbers)
+def _(y: Tensor, weights: Tensor | None, row_weights: Tensor | None, *of_all: Any) -> Tensor:
+    _plan, at = taken(*of_all)
     return y.new_empty(at.tokens, y.shape[1])
 
 
-@torch.library.custom_op("fusedtp::moe_combine_backward", mutates_args=())
+@custom_op(
+    "moe_combine_backward",
+    f"Tensor dout, Tensor y, Tensor? row_weights, bool needs_weights, {PLAN}",
+    "(Tensor, Tensor)",
+)
 def moe_combine_backward(
-    dout: Tensor,
-    y: Tensor,
-    row_weights: Tensor | None,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-    needs_weights: bool,
+    dout: Tensor, y: Tensor, row_weights: Tensor | None, needs_weights: bool, *of_all: Any
 ) -> tuple[Tensor, Tensor]:
-    plan = Plan(table, orders, words)
-    at = Exchange.of(group, engine, layer, numbers)
-    with record_function(f"fusedtp.moe_combine_backward.{engine}"):
+    plan, at = taken(*of_all)
+    with record_function(f"fusedtp.moe_combine_backward.{at.engine}"):
         dots = torch.empty(
             at.max_rows if needs_weights else 0, dtype=weigh.accumulator(y.dtype), device=y.device
         )
@@ -158,19 +97,9 @@ def moe_combine_backward(
 
 @moe_combine_backward.register_fake
 def _(
-    dout: Tensor,
-    y: Tensor,
-    row_weights: Tensor | None,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
-    needs_weights: bool,
+    dout: Tensor, y: Tensor, row_weights: Tensor | None, needs_weights: bool, *of_all: Any
 ) -> tuple[Tensor, Tensor]:
-    at = Exchange.of(group, engine, layer, numbers)
+    _plan, at = taken(*of_all)
     dw = dout.new_empty(0)
     if needs_weights:
         dw = dout.new_empty(at.tokens, at.top_k, dtype=weigh.accumulator(y.dtype))
@@ -189,7 +118,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 @first_order
 def _dispatch_backward(ctx: Any, drows: Tensor, _: Any) -> tuple[Any, ...]:
     dx = torch.ops.fusedtp.moe_combine(drows, None, None, *ctx.saved_tensors, *ctx.at)
-    return dx, *([None] * 8)
+    return dx, None, *([None] * PLAN_LENGTH)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -205,23 +134,16 @@ def combine_gradients(
     y, weights, row_weights, *plan = saved
     dout = dout.contiguous()
     y = dout if y is None else y
-    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout, y, row_weights, *plan, *at, needs_weights)
+    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout, y, row_weights, needs_weights, *plan, *at)
     return dy, dw.to(weights.dtype) if needs_weights else None
 
 
 @first_order
 def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     needs = ctx.saved_tensors[1] is not None and ctx.needs_input_grad[1]
-    return *combine_gradients(dout, ctx.saved_tensors, ctx.at, needs), *([None] * 8)
+    return *combine_gradients(dout, ctx.saved_tensors, ctx.at, needs), None, *([None] * PLAN_LENGTH)
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 moe_combine.register_autograd(_combine_backward, setup_context=_save_combine)
-
-if hasattr(
-    CustomOpDef, "register_effect"
-):  # calls of a group keep their order under a compiler, as in ../library.py
-    from torch.library import EffectType  # type: ignore[attr-defined]
-
-    for _op in (moe_plan, moe_dispatch, moe_combine, moe_combine_backward):
-        _op.register_effect(EffectType.ORDERED)
+ordered(moe_plan, moe_dispatch, moe_combine, moe_combine_backward)

@@ -58,7 +58,7 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
                 f"rank {at.rank}: h has shape {tuple(h.shape)}, wanted [{at.max_rows}, K] as it was dispatched"
             )
         keep = torch.is_grad_enabled() and weights.requires_grad
-        given = (offsets, weights, handle.row_weights, *handle.plan, *at.flat, keep, engine)
+        given = (offsets, keep, engine, weights, handle.row_weights, *handle.plan, *at.flat)
         if torch.compiler.is_compiling() or not _mask(h, experts, weights):
             outs: list[Tensor] = gradients.op("moe_matmul_combine")(h, experts, *given)
             return outs[0]

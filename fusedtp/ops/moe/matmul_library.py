@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from ..first_order import first_order
 from ..library import as_given
+from ..ordered import ordered
 from ..profile import record_function
 from . import exchange
+from .declare import PLAN, PLAN_LENGTH, custom_op, taken
 from .grouped_library import any_of, grouped_gated_backward, grouped_matmul, grouped_wgrad
-from .plan import Exchange, Plan
 
 
-@torch.library.custom_op("fusedtp::moe_dispatch_matmul", mutates_args=())
+@custom_op(
+    "moe_dispatch_matmul",
+    f"Tensor x, Tensor weights, Tensor[] matrices, Tensor offsets, str act, bool keep, {PLAN}",
+    "Tensor[]",
+)
 def moe_dispatch_matmul(
     x: Tensor,
     weights: Tensor,
@@ -34,17 +38,10 @@ def moe_dispatch_matmul(
     offsets: Tensor,
     act: str,
     keep: bool,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
+    *of_all: Any,
 ) -> list[Tensor]:
-    at = Exchange.of(group, engine, layer, numbers)
-    with record_function(f"fusedtp.moe_dispatch_matmul.{engine}"), as_given(x):
-        plan = Plan(table, orders, words)
+    plan, at = taken(*of_all)
+    with record_function(f"fusedtp.moe_dispatch_matmul.{at.engine}"), as_given(x):
         return exchange.scatter_matmul(x, weights, matrices, offsets, act, keep, plan, at)
 
 
@@ -56,17 +53,11 @@ def _(
     offsets: Tensor,
     act: str,
     keep: bool,
-    table: Tensor,
-    orders: Tensor,
-    words: Tensor,
-    group: str,
-    engine: str,
-    layer: str,
-    numbers: Sequence[int],
+    *of_all: Any,
 ) -> list[Tensor]:
-    most = Exchange.of(group, engine, layer, numbers).max_rows
-    products = [x.new_empty(most, matrices[0].shape[1]) for _ in range(3 if keep else 1)]
-    return [x.new_empty(most, x.shape[1]), weights.new_empty(most), *products]
+    _plan, at = taken(*of_all)
+    products = [x.new_empty(at.max_rows, matrices[0].shape[1]) for _ in range(3 if keep else 1)]
+    return [x.new_empty(at.max_rows, x.shape[1]), weights.new_empty(at.max_rows), *products]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -93,12 +84,8 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     if ctx.needs_input_grad[0]:
         drows = grouped_matmul(dys, [w.mT for w in matrices], offsets, None, engine)
         dx = torch.ops.fusedtp.moe_combine(drows, None, None, table, orders, words, *ctx.at)
-    return dx, None, dws, *([None] * 10)
+    return dx, None, dws, None, None, None, *([None] * PLAN_LENGTH)
 
 
 moe_dispatch_matmul.register_autograd(_backward, setup_context=_save)
-
-if hasattr(CustomOpDef, "register_effect"):  # see library.py
-    from torch.library import EffectType  # type: ignore[attr-defined]
-
-    moe_dispatch_matmul.register_effect(EffectType.ORDERED)
+ordered(moe_dispatch_matmul)

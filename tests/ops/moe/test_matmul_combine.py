@@ -81,10 +81,10 @@ def check_op(group) -> None:
     h, experts, weights = (
         torch.ones(*shape, requires_grad=True) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2))
     )
-    given = (h, experts, offsets_of(table, at), weights, torch.ones(4), *plan, *at.flat)
+    given = (h, experts, offsets_of(table, at), True, "chunked", weights, torch.ones(4), *plan, *at.flat)
     op = torch.ops.fusedtp.moe_matmul_combine.default
-    torch.library.opcheck(op, (*given, True, "chunked"))
-    alone = (h, experts, given[2], weights.detach(), *given[4:], False, "chunked")
+    torch.library.opcheck(op, given)
+    alone = (*given[:3], False, "chunked", weights.detach(), *given[6:])
     torch.library.opcheck(op, alone, test_utils="test_faketensor")
 
 

@@ -36,7 +36,7 @@ def check_op(group, name: str, engine: str, wire: str = "") -> None:
         "moe_plan": (ids, *at.flat),
         "moe_dispatch": (x, weights.detach(), *plan, *at.flat),
         "moe_combine": (y, weights, of_rows, *plan, *at.flat),
-        "moe_combine_backward": (x.detach(), y.detach(), of_rows, *plan, *at.flat, True),
+        "moe_combine_backward": (x.detach(), y.detach(), of_rows, True, *plan, *at.flat),
     }[name]
     torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, given)
 
