@@ -12,7 +12,8 @@ from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
 from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.plan import ways_of
-from fusedtp.train.config import VOCAB_SIZE, TrainConfig, sharing_faults
+from fusedtp.train.config import TrainConfig, sharing_faults
+from fusedtp.train.options import VOCAB_SIZE
 from fusedtp.train.shard import empty_shards, shard
 from fusedtp.train.world import World
 

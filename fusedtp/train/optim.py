@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedtp.train.config import OptimOptions
+from fusedtp.train.options import OptimOptions
 
 
 def learning_rate(options: OptimOptions, step: int) -> float:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fusedtp.train.build import model_config
-from fusedtp.train.config import ModelOptions, OptimOptions, TrainConfig, faults, layout, parse
+from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.optim import adamw, learning_rate, set_learning_rate
+from fusedtp.train.options import ModelOptions, OptimOptions
 
 
 def test_the_defaults_are_without_fault():

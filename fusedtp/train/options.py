@@ -1,0 +1,224 @@
+"""Options of a training run by what they are about; each dataclass lists its own faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+VOCAB_SIZE = 256  # byte tokens: a token is a byte of the text
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Shape of the Llama-style byte-level model."""
+
+    width: int = 256
+    """Features of a token between the layers."""
+    layers: int = 4
+    """Transformer blocks."""
+    heads: int = 8
+    """Query heads of a block."""
+    kv_heads: int = 4
+    """Key and value heads of a block; each serves heads / kv_heads query heads."""
+    mlp_width: int = 704
+    """Features inside the SwiGLU MLP; need not divide by tp."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output projection too."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head."""
+    dropout: float = 0.0
+    """Probability of dropping a feature of the embedding and of each residual branch."""
+    experts: int = 0
+    """Experts in the place of each layer's MLP, split over the tensor-parallel ranks; 0: none."""
+    top_k: int = 2
+    """Experts that a token goes to."""
+    expert_width: int = 352
+    """Features inside each expert."""
+    shared_width: int = 0
+    """Features inside an expert that all tokens go to; 0: none."""
+    dense_layers: int = 0
+    """First layers that keep their MLP."""
+    balance: float = 0.01
+    """Coefficient of the loss that evens out the experts' load."""
+    balance_bias: float = 0.0
+    """Or without a loss: what an expert's bias changes by in a step in which it had more or less than its share."""
+    capacity: float | None = None
+    """Rows an expert takes, as a multiple of an even share; further ones are dropped. Default: all."""
+    room: float | None = None
+    """Rows a rank's experts take at a time, as a multiple of an even share; further ones come in rounds after the
+    first. Default: all at once."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "width", "layers", "heads", "kv_heads", "mlp_width")
+        if found:
+            return found
+        if self.width % self.heads:
+            found.append(f"--width {self.width} does not divide into --heads {self.heads}")
+        elif self.head_dim % 2:
+            found.append(
+                f"--width {self.width} with --heads {self.heads} gives heads of {self.head_dim} "
+                "features; rotary positions need an even number"
+            )
+        if self.heads % self.kv_heads:
+            found.append(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
+        if not 0 <= self.dropout < 1:
+            found.append(f"--dropout {self.dropout} is not in [0, 1)")
+        return found + self._expert_faults()
+
+    def _expert_faults(self) -> list[str]:
+        found = [
+            f"--{name.replace('_', '-')} {getattr(self, name)} is negative"
+            for name in ("experts", "shared_width", "dense_layers", "balance", "balance_bias")
+            if not getattr(self, name) >= 0
+        ]
+        if found or not self.experts:
+            return found
+        found = _not_positive(self, "top_k", "expert_width")
+        if self.capacity is not None and not self.capacity > 0:
+            found.append(f"--capacity {self.capacity} is not positive")
+        if self.room is not None and not self.room > 0:
+            found.append(f"--room {self.room} is not positive")
+        if self.top_k > self.experts:
+            found.append(f"--top-k {self.top_k} of only {self.experts} --experts")
+        if self.dense_layers >= self.layers:
+            found.append(
+                f"--dense-layers {self.dense_layers} of {self.layers} --layers leaves none for experts"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is trained on, and how much of it in a step."""
+
+    data: tuple[Path, ...] = ()
+    """Text files or folders; default: the source of the Python standard library of this machine."""
+    length: int = 256
+    """Tokens of a sequence."""
+    batch: int = 16
+    """Sequences of a step, over all ranks and accumulated microbatches."""
+    accumulate: int = 1
+    """Microbatches whose gradients are summed before a step."""
+    val_batches: int = 12
+    """Batches of held-out text that measure the validation loss."""
+
+    def faults(self) -> list[str]:
+        return _not_positive(self, "length", "batch", "accumulate", "val_batches")
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """AdamW with linear warm-up, cosine decay and clipping of the gradient's norm."""
+
+    steps: int = 80
+    """Optimizer steps."""
+    lr: float = 3e-3
+    """Highest learning rate, reached after the warm-up."""
+    warmup: int = 30
+    """Steps over which the learning rate rises linearly."""
+    min_lr: float = 0.1
+    """Learning rate of the last step, as a share of the highest."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norm weights, biases) have none."""
+    beta1: float = 0.9
+    """Decay of AdamW's running mean of gradients."""
+    beta2: float = 0.95
+    """Decay of AdamW's running mean of squared gradients."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "steps", "lr", "clip")
+        if self.warmup < 0:
+            found.append(f"--warmup {self.warmup} is negative")
+        if not 0 <= self.min_lr <= 1:
+            found.append(f"--min-lr {self.min_lr} is not in [0, 1]: it is a share of --lr")
+        if not self.weight_decay >= 0:
+            found.append(f"--weight-decay {self.weight_decay} is negative")
+        found += [
+            f"--{name} {value} is not in [0, 1)"
+            for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
+            if not 0 <= value < 1
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How ranks share the model and the batch: data parallel x tensor parallel on one device mesh."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
+    dp: int | None = None
+    """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
+    ep: int | None = None
+    """Ranks that share the experts: the tensor-parallel ones of so many / tp data-parallel ranks; default: tp."""
+    expert_tp: int = 1
+    """Of those, ranks that share each expert."""
+    sequence_parallel: bool = True
+    """Shard the tokens between the sharded matmuls too."""
+    engine: Literal["auto", "collective", "chunked", "triton"] = "auto"
+    """Implementation of the fused operations."""
+
+    def faults(self) -> list[str]:
+        return [
+            f"--{name} {value} is not positive"
+            for name, value in (
+                ("tp", self.tp),
+                ("dp", self.dp),
+                ("ep", self.ep),
+                ("expert-tp", self.expert_tp),
+            )
+            if value is not None and value < 1
+        ]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The run itself: where it writes, what it proves, and what it draws."""
+
+    name: str = "main"
+    """Name of the run; a run of the same name is replaced."""
+    runs: Path = Path("runs")
+    """Folder of all runs and of the token cache."""
+    seed: int = 0
+    """Seed of parameters, batches and the sample."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of activations and matmuls; parameters and optimizer stay fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPUs if there are any."""
+    verify: bool = False
+    """Train the first steps again in one plain process and compare; exit 1 if they differ."""
+    verify_steps: int = 20
+    """Steps that --verify compares."""
+    val_every: int = 40
+    """Steps between validations; the last step always validates."""
+    sample: int = 200
+    """Bytes that the trained model writes at the end."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "verify_steps", "val_every")
+        if not self.name or self.name != Path(self.name).name or self.name.startswith("."):
+            found.append(f"--name {self.name!r} is no plain folder name")
+        if not 0 <= self.seed < 2**63:
+            found.append(f"--seed {self.seed} is not in [0, 2**63)")
+        if self.sample < 0:
+            found.append(f"--sample {self.sample} is negative")
+        return found
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.name
+
+
+def _not_positive(options: object, *names: str) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(options, name)} is not positive"
+        for name in names
+        if not getattr(options, name) > 0
+    ]
