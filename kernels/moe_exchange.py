@@ -115,10 +115,11 @@ def push_segments(
 @inline
 def publish_rows(
     peers,
+    sizes,
+    slots_per_row,
     x,
     stride_xm,
     stride_xk,
-    count,  # rows of x
     K,
     chunk_rows,
     programs,
@@ -130,6 +131,8 @@ def publish_rows(
     if pid == 0:
         signals.arrive(peers)
     rank = signals.rank_of(peers)
+    size, _offset = shard(sizes, rank, peers.world_size)
+    count = size // slots_per_row
     out = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
     for chunk in range(pid, cdiv(count, chunk_rows), programs):
         last = tl.minimum((chunk + 1) * chunk_rows, count)
@@ -194,13 +197,12 @@ def moe_dispatch_kernel(
     if overflows(peers, totals, max_rows):
         return
     world: tl.constexpr = peers.world_size
-    rank = signals.rank_of(peers)
     if tl.program_id(0) < send_programs:
-        size, _offset = shard(sizes, rank, world)
         publish_rows(
-            peers, x, stride_xm, stride_xk, size // slots_per_row, K, chunk_rows, send_programs, BLOCK_M, BLOCK_K
+            peers, sizes, slots_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M, BLOCK_K
         )  # fmt: skip
     else:
+        rank = signals.rank_of(peers)
         start = tl.program_id(0) - send_programs
         programs = tl.num_programs(0) - send_programs
         leader = start == 0
