@@ -10,15 +10,15 @@ every peer; an owner reads the rows that it wants where they lie and stores them
     pull       from x_1    from slot 2    from slot 3    from slot 0
                no wait     all of x_2     all of x_3     all of x_0
 
-A row that many experts want is in symmetric memory once, and moves to each owner in one copy. What an owner wants of a
-source is one piece of that source's order, which all ranks have, but its tokens lie all over x: so it waits for all
-chunks before its first row of a source. The plan says where each row belongs.
+What an owner wants of a source is one piece of that source's order, which all ranks have; but its tokens lie all over
+x, so a program waits for all chunks of a source before it reads one. Rows that are pushed, k to a token, are copied
+twice, as their receiver must bring them in order, and a slot must have room for all that a routing may send to one.
 
     orders     slots of one source by (expert, slot)   ->  slot // (slots a row of x stands for): its row of x
     arrivals   rows by (source, expert, slot)          ->  by (expert, source, slot)
 
-Peers read a slot after its owner has left the call, and until they leave it themselves. They arrive in the next call
-after that, and nobody writes the slot again before everybody has: Note [Two rotating buffers] in signals.py holds.
+Peers may still read a slot when its rank has left the call. They arrive in the next call when they have left this one
+too, and no rank writes the slot again before all have arrived there: see Note [Two rotating buffers] in signals.py.
 
 A combine pushes segments: what one rank has for another lies in one piece in the receiver's slot, in an order that both
 know, and travels in chunks as above. An index says from where the sender takes each row. Its own rows go through its
