@@ -14,8 +14,9 @@ readiness. Skipping the signal of an empty shard breaks this.
 
 Note [After a fused kernel]
 On a GPU a rank that reads nothing, such as one without columns, leaves a fused kernel before its peers' rows have
-landed in its slot, or before its peers have read there. The next fused kernel writes to the other slot. But the host counts calls and the device epochs,
-so that copies of `chunked` may go to that very slot: all ranks meet before them.
+landed in its slot, and any rank may leave it before its peers have read there. The next fused kernel writes to the
+other slot. But the host counts calls and the device epochs, so that copies of `chunked` may go to that very slot: all
+ranks meet before them.
 
 Note [Slot bytes]
 What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] of which rank p has R_p rows, in
