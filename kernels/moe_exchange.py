@@ -3,22 +3,37 @@
     dispatch   x [T_r, K]        -> rows [max_rows, K] of this rank's experts
     combine    y [max_rows, N]   -> out [T_r, N], the weighted sum of each token's choices
 
-Both send segments: what one rank has for another lies in one piece in the receiver's slot, in an order that both know,
-and travels in chunks of whole rows with a flag each. An index says from where the sender takes each row, another where
-the receiver puts it; both were made on the device from the plan that all ranks share (fusedtp/ops/moe/plan.py).
+In a dispatch owners pull. Every rank publishes its x once, in its own slot, in chunks of whole rows with a flag each at
+every peer; an owner reads the rows that it wants where they lie and stores them where they belong. Rank 1 of 4:
 
-    dispatch   tokens by (expert, slot)   ->  by (source, expert, slot)   ->  rows by (expert, source, slot)
+    publish    x_1 to the own slot, chunk by chunk         waits for nobody
+    pull       from x_1    from slot 2    from slot 3    from slot 0
+               no wait     all of x_2     all of x_3     all of x_0
+
+What an owner wants of a source is one piece of that source's order, which all ranks have; but its tokens lie all over
+x, so a program waits for all chunks of a source before it reads one. Rows that are pushed, k to a token, are copied
+twice, as their receiver must bring them in order, and a slot must have room for all that a routing may send to one.
+
+    orders     slots of one source by (expert, slot)   ->  slot // (slots a row of x stands for): its row of x
+    arrivals   rows by (source, expert, slot)          ->  by (expert, source, slot)
+
+Peers may still read a slot when its rank has left the call. They arrive in the next call when they have left this one
+too, and no rank writes the slot again before all have arrived there: see Note [Two rotating buffers] in signals.py.
+
+A combine pushes segments: what one rank has for another lies in one piece in the receiver's slot, in an order that both
+know, and travels in chunks as above. An index says from where the sender takes each row. Its own rows go through its
+own slot too, so that a token's choices are all in one place.
+
     combine    rows of one source         ->  by (expert, slot)           ->  a token's choices, one by one
 
-Programs 0 .. S-1 send and wait for nobody, the others receive: one resident program a rank is enough. A combine's own
-rows go through its own slot too, so that a token's choices are all in one place.
+Programs 0 .. S-1 publish or send and wait for nobody, the others receive: one resident program a rank is enough.
 """
 
 import triton
 import triton.language as tl
 
 from . import signals
-from .tiles import cdiv, copy_rows, inline, narrow, next_start, wide, widen
+from .tiles import cdiv, copy_rows, inline, narrow, next_start, shard, wide, widen
 
 
 @inline
@@ -79,15 +94,14 @@ def push_segments(
     K,
     chunk_rows,
     programs,
-    last_step,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage: program_id < programs copies chunks to rank + 1, ..., rank + last_step."""
+    """Send stage: program_id < programs copies chunks to rank + 1, ..., and to this rank last."""
     pid = tl.program_id(0)
     if pid == 0:
         signals.arrive(peers)
-    for step in range(1, last_step + 1):
+    for step in range(1, peers.world_size + 1):
         dst = (signals.rank_of(peers) + step) % peers.world_size
         begin, count = segment(begins, dst)
         out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
@@ -98,17 +112,75 @@ def push_segments(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])
-def moe_dispatch_kernel(
+@inline
+def publish_rows(
     peers,
+    sizes,
+    slots_per_row,
     x,
     stride_xm,
     stride_xk,
-    index,  # int32, row of x for each row that this rank sends, by (expert, slot)
-    begins,  # int32 [W + 1], which of those go to each owner
-    places,  # int32 [W], where this rank's rows begin in each owner's slot
-    sources,  # int32 [W + 1], which rows of this rank's slot are of each source
-    arrivals,  # int32 [max_rows], where each row of the slot belongs
+    K,
+    chunk_rows,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every peer; flag 1 + c."""
+    pid = tl.program_id(0)
+    if pid == 0:
+        signals.arrive(peers)
+    rank = signals.rank_of(peers)
+    size, _offset = shard(sizes, rank, peers.world_size)
+    count = size // slots_per_row
+    out = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    for chunk in range(pid, cdiv(count, chunk_rows), programs):
+        last = tl.minimum((chunk + 1) * chunk_rows, count)
+        for first in range(chunk * chunk_rows, last, BLOCK_M):
+            at = first + tl.arange(0, BLOCK_M)
+            rows = at.to(tl.int64)
+            copy_rows(x, rows, stride_xm, stride_xk, out, rows, K, at < last, K, BLOCK_K)
+        for step in range(1, peers.world_size):
+            signals.publish(peers, (rank + step) % peers.world_size, 1 + chunk)
+
+
+@inline
+def pull_rows(
+    x,  # of the source: its x, or its slot
+    stride_xm,
+    stride_xk,
+    wanted,  # its slots that chose this rank's experts
+    slots_per_row,
+    arrivals,  # of its rows
+    count,
+    rows,
+    K,
+    start,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Copy every `programs`-th block of the rows that are wanted of a source, from `start` on, to where they belong."""
+    for block in range(start, cdiv(count, BLOCK_M), programs):
+        at = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = at < count
+        taken = tl.load(wanted + at, mask=inside, other=0) // slots_per_row
+        to = tl.load(arrivals + at, mask=inside, other=0).to(tl.int64)
+        copy_rows(x, taken.to(tl.int64), stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
+
+
+@triton.jit(do_not_specialize=["slots_per_row", "max_rows", "chunk_rows", "send_programs"])
+def moe_dispatch_kernel(
+    peers,
+    sizes,  # slots of every rank, a tuple, see Note [Odd integers] in signals.py
+    x,
+    stride_xm,
+    stride_xk,
+    slots_per_row,  # how many neighbouring slots a row of x stands for
+    orders,  # int32, every rank's slots by (expert, slot), one rank after another
+    in_sources,  # int32 [W], where this rank's rows begin in each source's order
+    sources,  # int32 [W + 1], which of this rank's rows, by (source, expert, slot), are of each source
+    arrivals,  # int32 [max_rows], where each of them belongs
     totals,  # int32 [W], rows of each owner
     max_rows,
     rows,  # contiguous
@@ -116,60 +188,45 @@ def moe_dispatch_kernel(
     chunk_rows,
     send_programs,
     BLOCK_M: tl.constexpr,
+    PULL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """A slot holds [T_r, K], this rank's x; flag 1 + c is chunk c of it."""
     if signals.failed(peers):
         return
     if overflows(peers, totals, max_rows):
         return
     world: tl.constexpr = peers.world_size
     if tl.program_id(0) < send_programs:
-        push_segments(
-            peers,
-            x,
-            stride_xm,
-            stride_xk,
-            index,
-            begins,
-            places,
-            K,
-            chunk_rows,
-            send_programs,
-            world - 1,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        publish_rows(
+            peers, sizes, slots_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M, BLOCK_K
+        )  # fmt: skip
     else:
         rank = signals.rank_of(peers)
         start = tl.program_id(0) - send_programs
         programs = tl.num_programs(0) - send_programs
         leader = start == 0
-        pushed = signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty))
-        pushed = tl.multiple_of(pushed, 16)
         for step in range(world):
-            src = (rank - step + world) % world
+            src = (rank + step) % world
+            size, offset = shard(sizes, src, world)
+            wanted = orders + offset + tl.load(in_sources + src)
             begin, count = segment(sources, src)
-            chunks = cdiv(count, chunk_rows)
-            if src != rank:
-                if start < chunks:
+            blocks = cdiv(count, PULL_M)
+            if src == rank:
+                pull_rows(
+                    x, stride_xm, stride_xk, wanted, slots_per_row, arrivals + begin, count, rows, K, start, programs,
+                    PULL_M, BLOCK_K,
+                )  # fmt: skip
+            else:
+                if start < blocks:
                     signals.wait_arrival(peers, src)
-            for chunk in range(start, chunks, programs):
-                if src != rank:
-                    signals.wait(peers, src, 1 + chunk)
-                last = tl.minimum((chunk + 1) * chunk_rows, count)
-                for first in range(chunk * chunk_rows, last, BLOCK_M):
-                    at = first + tl.arange(0, BLOCK_M)
-                    inside = at < last
-                    to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
-                    if src == rank:
-                        own = tl.load(begins + rank)
-                        taken = tl.load(index + own + at, mask=inside, other=0).to(tl.int64)
-                        copy_rows(x, taken, stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
-                    else:
-                        copy_rows(
-                            pushed, (begin + at).to(tl.int64), wide(K), 1, rows, to, K, inside, K, BLOCK_K
-                        )
-            start = next_start(start, chunks, programs)
+                    signals.wait_chunks(peers, src, 1, 1 + cdiv(size // slots_per_row, chunk_rows))
+                published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
+                pull_rows(
+                    tl.multiple_of(published, 16), wide(K), 1, wanted, slots_per_row, arrivals + begin, count, rows,
+                    K, start, programs, PULL_M, BLOCK_K,
+                )  # fmt: skip
+            start = next_start(start, blocks, programs)
         if leader:
             signals.wait_all_arrivals(peers)
 
@@ -250,7 +307,6 @@ def moe_combine_kernel(
             N,
             chunk_rows,
             send_programs,
-            world,
             BLOCK_M,
             BLOCK_N,
         )

@@ -2,8 +2,9 @@
 
 Bytes are the payload, which a copy reads once and writes once: T k rows there, T k rows back. The roof is a copy of all
 ranks at once in the same run, so a share of one is an exchange that takes no longer than copying its rows in place.
-What else it does is in its time and not in its bytes: a second copy out of the slot, the sums, and in a dispatch the
-plan, for which choices are sorted and their counts exchanged.
+What else it does is in its time and not in its bytes: in a dispatch the tokens' one copy to where peers read them, the
+choices' weights, and the plan, for which choices are sorted and their counts exchanged; in a combine the second pass
+over its rows, which are summed out of the slot.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ readiness. Skipping the signal of an empty shard breaks this.
 
 Note [After a fused kernel]
 On a GPU a rank that reads nothing, such as one without columns, leaves a fused kernel before its peers' rows have
-landed in its slot. The next fused kernel pushes into the other slot. But the host counts calls and the device epochs,
-so that copies of `chunked` may go to that very slot: all ranks meet before them.
+landed in its slot, and any rank may leave it before its peers have read there. The next fused kernel writes to the
+other slot. But the host counts calls and the device epochs, so that copies of `chunked` may go to that very slot: all
+ranks meet before them.
 
 Note [Slot bytes]
 What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] of which rank p has R_p rows, in
@@ -27,6 +28,8 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
     movers (all_gather, ...)           as the matmul   -
+    moe_dispatch, of k choices         max R_p (K + k) max R_p * K
+    moe_combine                        owners' rows    max R_p * k * N
     collective: none
 
 So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push

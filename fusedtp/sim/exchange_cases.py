@@ -44,8 +44,10 @@ def row_width(call: Call) -> int:
 def slot_bytes(call: Call) -> int:
     """What the call needs in a slot."""
     at = exchange_of(call)
-    if call.operation.startswith("moe_dispatch"):
-        return launch.moe.dispatch_bytes(at.max_rows, row_width(call), call.dtype)
+    if call.operation == "moe_dispatch":
+        return launch.moe.dispatch_bytes(at, TOP_K, row_width(call), call.dtype)
+    if call.operation == "moe_dispatch_matmul":
+        return launch.moe_matmul.dispatch_matmul_bytes(at.max_rows, row_width(call), call.dtype)
     return launch.moe.combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
 
 
@@ -164,7 +166,7 @@ def plan_exchange(
     x, end = given.x[rank].clone(), (layout, at, signature, call.config)
     choices = places_of(order).view(-1, TOP_K).to(torch.int32)
     if call.operation == "moe_dispatch":
-        planned, rows = launch.moe.plan_dispatch(view, rank, x, order // TOP_K, *end, HOST)
+        planned, rows = launch.moe.plan_dispatch(view, rank, x, TOP_K, torch.cat(given.orders), *end, HOST)
         return planned, {"rows": rows}
     matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []
     offsets = offsets_of(given.table, at)

@@ -25,7 +25,7 @@ from .worlds import SimulatedWorld, launches
 
 FLAGS = 64  # of a source
 EXCHANGED = (
-    "x", "y", "index", "begins", "places", "sources", "arrivals", "totals", "choices", "weights",
+    "x", "y", "orders", "in_sources", "begins", "places", "sources", "arrivals", "totals", "choices", "weights",
 )  # fmt: skip
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fusedtp.ops.launch import moe
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.gather import even_columns
 from fusedtp.ops.launch.run import Launch
+from fusedtp.ops.launch.tuned_entries import REGISTERS
+from fusedtp.ops.moe.plan import Exchange
 from fusedtp.sim.lint import TARGETS
 
 
@@ -30,3 +37,28 @@ def test_columns_are_evened_with_zeros_and_only_where_they_must_be():
         assert made.shape == (3, -(-width // 16) * 16) and made.stride(0) % 16 == 0
         assert torch.equal(made[:, :width], dy) and not made[:, width:].any()
         assert (made is dy) == (width % 16 == 0)
+
+
+@given(
+    st.lists(st.integers(0, 20000), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.booleans(),
+    st.integers(0, 9000),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    st.integers(2, 4096),
+)
+def test_a_dispatch_fits_its_flags_and_its_part_of_a_gpu(sizes, top_k, scalars, width, dtype, flags):
+    """And ranks whose GPUs have not the same multiprocessors, or tokens, agree on what a flag covers."""
+    at, per_row = Exchange("", 0, tuple(sizes), 8 * len(sizes), top_k, 0, "triton"), 1 if scalars else top_k
+    for target in TARGETS.values():
+        chunks = set()
+        for programs in (2, 16, 132):
+            for rank, tokens in enumerate(sizes):
+                x = torch.empty(tokens * top_k // per_row, width, dtype=dtype, device="meta")
+                machine = replace(target.machine, programs=programs)
+                config = moe.pulling(machine, at._replace(rank=rank), per_row, x, flags)
+                chunks.add(config.chunk)
+                assert config.send_programs + config.other_programs == programs
+                assert 32 * config.num_warps * config.max_registers <= REGISTERS
+        (chunk,) = chunks
+        assert -(-max(sizes) * top_k // per_row // chunk) <= flags - 1

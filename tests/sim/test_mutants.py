@@ -101,7 +101,7 @@ def test_equivalence_falls_with_what_it_rests_on(sources: Sources) -> None:
     other = edited(
         sources,
         "moe_exchange.py",
-        "if start < chunks:\n                    signals",
+        "if start < blocks:\n                    signals",
         "if src >= 0:\n                    signals",
     )
     assert equivalence(named(other, *words), other) is None

@@ -44,4 +44,4 @@ def with_a_baked_in(names: list[str]) -> list[str]:
 
 
 def test_a_plan_that_the_replay_does_not_read_anew_is_found():
-    assert not interpreted(with_a_baked_in, ["index", "begins", "places", "sources", "arrivals"])
+    assert not interpreted(with_a_baked_in, ["orders", "in_sources", "sources", "arrivals"])

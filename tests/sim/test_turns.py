@@ -77,7 +77,7 @@ def broken(name: str) -> Fault | None:
     [
         ("slot", "read-write race"),
         ("wait_all_arrivals", "read-write race"),
-        ("wait_chunks", "read-write race"),
+        ("wait_chunks", "never written"),
         ("arrive", "deadlock"),
     ],
 )

@@ -89,8 +89,8 @@ def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool
     holds an address for each row of its part of the tile: 32 of them fit its registers, 64 do not.
     """
     if machine.clock == "host":  # a step costs the same up to 64
-        return Config(_block(rows, 16, 64), _block(cols, 16, 64), 64)
-    block_m = _block(rows, 16, 128)
+        return Config(block(rows, 16, 64), block(cols, 16, 64), 64)
+    block_m = block(rows, 16, 128)
     if machine.clock == "cuda":
         config = _cuda_tiles(machine, dtype, rows, cols, block_m, even)
         return replace(config, tma=machine.capability >= 90 and dtype != torch.float32)
@@ -145,9 +145,9 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _block(extent: int, low: int, high: int) -> int:
+def block(extent: int, low: int, high: int) -> int:
     """The power of two in [low, high] that covers `extent`, or high."""
-    block = low
-    while block < min(extent, high):
-        block *= 2
-    return block
+    size = low
+    while size < min(extent, high):
+        size *= 2
+    return size

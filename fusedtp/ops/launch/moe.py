@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.device_view import odd, peers_of
 
-from .config import ALL_REGISTERS, Config, Machine, gather_chunk, gather_programs
+from .config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
 from .run import DTYPES, Launch, check, machine_for
 
+# bytes of x by which a flag more, and a sender fewer, cost the same: about 5 us, what 7 polls take, by 50 GB/s
+BALANCED = 256 * 1024
 
-def dispatch_bytes(max_rows: int, k: int, dtype: torch.dtype) -> int:
-    """What a dispatch needs in a slot: an owner's rows."""
-    return max_rows * k * dtype.itemsize
+
+def dispatch_bytes(at: Any, slots_per_row: int, k: int, dtype: torch.dtype) -> int:
+    """What a dispatch needs in a slot: x of the rank that has most, a row of it for so many slots."""
+    return _most_rows(at, slots_per_row) * k * dtype.itemsize
+
+
+def _most_rows(at: Any, slots_per_row: int) -> int:
+    return max(at.sizes) * at.top_k // slots_per_row
 
 
 def combine_bytes(tokens: int, top_k: int, n: int, dtype: torch.dtype) -> int:
@@ -27,7 +35,8 @@ def dispatch(
     view: Any,
     rank: int,
     x: Tensor,
-    index: Tensor,
+    slots_per_row: int,
+    orders: Tensor,
     layout: Any,
     at: Any,
     sig: int,
@@ -35,33 +44,37 @@ def dispatch(
 ) -> Tensor:
     """rows [max_rows, K] from x, see kernels/moe_exchange.py.
 
-    x       [M, K]     any strides; bytes too
-    index   int32      the row of x for each row that this rank sends
-    layout             of the plan, see ops/moe/layout.py; `at` is its Exchange
+    x               [M, K]   any strides; bytes too
+    slots_per_row            a row of x is of so many neighbouring slots: M of them are all slots of this rank
+    orders          int32    of all ranks, as the plan has them
+    layout                   of the plan, see ops/moe/layout.py; `at` is its Exchange
     """
-    check(view, dispatch_bytes(at.max_rows, x.shape[1], x.dtype), x, [], dtypes=(*DTYPES, torch.uint8))
-    launch, rows = plan_dispatch(view, rank, x, index, layout, at, sig, config, machine_for(view, x))
+    nbytes = dispatch_bytes(at, slots_per_row, x.shape[1], x.dtype)
+    check(view, nbytes, x, [], dtypes=(*DTYPES, torch.uint8))
+    machine = machine_for(view, x)
+    launch, rows = plan_dispatch(view, rank, x, slots_per_row, orders, layout, at, sig, config, machine)
     launch.run(view, x.device)
     return rows
 
 
 def plan_dispatch(
-    view: Any, rank: int, x: Tensor, index: Tensor, layout: Any, at: Any, sig: int, config: Config | None,
-    machine: Machine,
+    view: Any, rank: int, x: Tensor, slots_per_row: int, orders: Tensor, layout: Any, at: Any, sig: int,
+    config: Config | None, machine: Machine,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     """The launch of a dispatch, not yet run, and its rows."""
     from fusedtp.kernels.moe_exchange import moe_dispatch_kernel
 
-    config = config or moving(machine, at, x, view.flags_per_source)
+    config = config or pulling(machine, at, slots_per_row, x, view.flags_per_source)
     rows = x.new_empty(at.max_rows, x.shape[1])
     args = dict(
         peers=peers_of(view, rank, at.world_size, sig, machine.clock),
+        sizes=tuple(odd(n * at.top_k) for n in at.sizes),
         x=x,
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
-        index=index,
-        begins=layout.begins,
-        places=layout.at_owners,
+        slots_per_row=slots_per_row,
+        orders=orders,
+        in_sources=layout.in_sources,
         sources=layout.sources,
         arrivals=layout.arrivals,
         totals=layout.totals,
@@ -71,6 +84,7 @@ def plan_dispatch(
         chunk_rows=config.chunk,
         send_programs=config.send_programs,
         BLOCK_M=config.block_m,
+        PULL_M=_pulled_at_once(at, config),
         BLOCK_K=config.block_k,
     )
     return Launch(moe_dispatch_kernel, config.send_programs + config.other_programs, args, config), rows
@@ -144,3 +158,36 @@ def moving(machine: Machine, at: Any, x: Tensor, flags: int) -> Config:
     wide, every = 2048 // max(2, x.element_size()), ALL_REGISTERS if machine.clock == "cuda" else 0
     programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
     return Config(8, 0, wide, num_warps=4, chunk=chunk, max_registers=every, **programs)
+
+
+def pulling(machine: Machine, at: Any, slots_per_row: int, x: Tensor, flags: int) -> Config:
+    """Of a dispatch: one large program for each multiprocessor of this rank, a quarter of them to publish.
+
+    Programs do not wait side by side, so that ranks which share a GPU have room for their other kernels; each has
+    bytes enough on their way to keep memory busy, where rows are many. Chunks are what all ranks agree on: of sizes,
+    top_k, and the row's bytes.
+    """
+    most, width, itemsize = _most_rows(at, slots_per_row), x.shape[1], x.element_size()
+    if machine.clock == "host":
+        senders, others = gather_programs(machine)
+        chunk = gather_chunk(most, flags)
+        return Config(64, 0, 256, send_programs=senders, other_programs=others, chunk=chunk)
+    senders = max(1, machine.programs // 4)
+    others = max(1, machine.programs - senders)
+    # One chunk more is one flag more that every program polls; one less, longer until all is there.
+    chunks = max(1, min(isqrt(most * width * itemsize // BALANCED), flags - 1))
+    chunk = max(1, -(-most // chunks))
+    columns = 2048 // max(2, itemsize)
+    block_k = block(width, 1, columns)
+    fits = 32 if width % VECTOR == 0 else 16  # rows in registers, which addresses of single elements take too
+    block_m = min(256, fits * columns // block_k)
+    registers = 128 if machine.clock == "cuda" else 0  # what 512 threads can have
+    warps = 16 if machine.clock == "cuda" else 8
+    programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
+    return Config(block_m, 0, block_k, warps, chunk=chunk, max_registers=registers, **programs)
+
+
+def _pulled_at_once(at: Any, config: Config) -> int:
+    """Rows of a puller's block: as large as the publishers', unless pullers then had fewer than 16 each, if even."""
+    each = sum(at.sizes) * at.top_k // at.world_size // config.other_programs
+    return block(each // 16, min(4, config.block_m), config.block_m)

@@ -13,8 +13,13 @@ from fusedtp.comm.device_view import peers_of
 
 from .config import Config, Machine
 from .grouped import group_config, of_one_layout
-from .moe import dispatch_bytes, moving
+from .moe import moving
 from .run import Launch, check, machine_for
+
+
+def dispatch_matmul_bytes(max_rows: int, k: int, dtype: torch.dtype) -> int:
+    """What it needs in a slot: an owner's rows."""
+    return max_rows * k * dtype.itemsize
 
 
 def dispatch_matmul(
@@ -43,7 +48,7 @@ def dispatch_matmul(
     act       of a gated matmul; keep: return gate's and up's products too
     return    rows, y [max_rows, N], and the two products if `keep`
     """
-    check(view, dispatch_bytes(at.max_rows, x.shape[1], x.dtype), x, weights)
+    check(view, dispatch_matmul_bytes(at.max_rows, x.shape[1], x.dtype), x, weights)
     launch, outs = plan_dispatch_matmul(
         view, rank, x, index, weights, offsets, layout, at, sig, act, keep, config, precision,
         machine_for(view, x),

@@ -22,9 +22,8 @@ def move(
     comm: Communicator, x: Tensor, scalars: Tensor | None, plan: Plan, at: Exchange
 ) -> tuple[Tensor, Tensor]:
     """As `move` of chunked.py; the scalars travel in a call of their own."""
-    order = plan.orders[at.slots_of(comm.rank)]
-    rows = _dispatch(comm, x, order // at.top_k, plan, at)
-    return rows, x.new_empty(0) if scalars is None else _of_rows(comm, scalars, order, plan, at)
+    rows = _dispatch(comm, x, at.top_k, plan, at)
+    return rows, x.new_empty(0) if scalars is None else _of_rows(comm, scalars, plan, at)
 
 
 def move_matmul(
@@ -46,28 +45,28 @@ def move_matmul(
 
     order = plan.orders[at.slots_of(comm.rank)]
     signature = at.signature("moe_move_matmul", "triton", x.dtype, x.shape[1])
-    nbytes = launch.moe.dispatch_bytes(at.max_rows, x.shape[1], x.dtype)
+    nbytes = launch.moe_matmul.dispatch_matmul_bytes(at.max_rows, x.shape[1], x.dtype)
     with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
         rows, *products = launch.moe_matmul.dispatch_matmul(
             view, comm.rank, x, order // at.top_k, weights, offsets, unpacked(plan.words, at), at,
             signature.hash32(), act, keep, precision=fp32_precision(),
         )  # fmt: skip
-    return [rows, _of_rows(comm, scalars, order, plan, at), *products]
+    return [rows, _of_rows(comm, scalars, plan, at), *products]
 
 
-def _of_rows(comm: Communicator, scalars: Tensor, order: Tensor, plan: Plan, at: Exchange) -> Tensor:
+def _of_rows(comm: Communicator, scalars: Tensor, plan: Plan, at: Exchange) -> Tensor:
     """[max_rows]: the scalars, of the slots, where their rows are."""
-    return _dispatch(comm, scalars.reshape(-1, 1), order, plan, at)[:, 0]
+    return _dispatch(comm, scalars.reshape(-1, 1), 1, plan, at)[:, 0]
 
 
-def _dispatch(comm: Communicator, x: Tensor, index: Tensor, plan: Plan, at: Exchange) -> Tensor:
+def _dispatch(comm: Communicator, x: Tensor, slots_per_row: int, plan: Plan, at: Exchange) -> Tensor:
     from .. import launch
 
     signature = at.signature("moe_move", "triton", x.dtype, x.shape[1])
-    nbytes = launch.moe.dispatch_bytes(at.max_rows, x.shape[1], x.dtype)
+    nbytes = launch.moe.dispatch_bytes(at, slots_per_row, x.shape[1], x.dtype)
     with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
         return launch.moe.dispatch(
-            view, comm.rank, x, index, unpacked(plan.words, at), at, signature.hash32()
+            view, comm.rank, x, slots_per_row, plan.orders, unpacked(plan.words, at), at, signature.hash32()
         )
 
 

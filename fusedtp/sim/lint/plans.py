@@ -87,8 +87,8 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     words = unpacked(torch.empty(layout_size(at), dtype=torch.int32), at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
-    index = torch.empty(t * at.top_k, dtype=torch.int32)
     if kernel in ARRIVING:
+        index = torch.empty(t * at.top_k, dtype=torch.int32)
         gated = len(variant.widths) > 1
         shape, offsets = (8, variant.widths[0], variant.k), torch.empty(9, dtype=torch.int32)
         matrices = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(1 + gated)]
@@ -97,7 +97,8 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
             variant.activation if gated else "", gated and variant.keep, None, variant.precision, machine,
         )[0]  # fmt: skip
     if kernel == "moe_dispatch_kernel":
-        return moe.plan_dispatch(_view(w), 1, torch.empty(t, width, dtype=dtype), index, *end)[0]
+        orders = torch.empty(w * t * at.top_k, dtype=torch.int32)
+        return moe.plan_dispatch(_view(w), 1, torch.empty(t, width, dtype=dtype), at.top_k, orders, *end)[0]
     choices = torch.empty(t, at.top_k, dtype=torch.int32)
     weights = torch.empty(t, at.top_k) if variant.bias else None
     if kernel == "moe_matmul_combine_kernel":

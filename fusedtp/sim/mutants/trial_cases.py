@@ -21,6 +21,7 @@ WORLD = 3
 LAST_NUMBER = 2**31 - 2
 EPS = torch.finfo(torch.float32).eps
 FLAGS = 64  # of a source
+PULLED = "moe_dispatch"  # whose data peers read in the slot
 ONE_PROGRAM = Machine(clock="host", programs=0, shared_bytes=0)  # walks all rows
 
 
@@ -124,7 +125,10 @@ def late(call: Call) -> Case:
 
 
 def mixed(operation: str, parity: int) -> Case:
-    """A gather by copies after a fused call and before another. Its slot is the host's choice, not the epoch's."""
+    """A gather by copies after a fused call and before another. Its slot is the host's choice, not the epoch's.
+
+    Ranks meet first where peers may still read a slot, see Note [After a fused kernel] in comm/workspace.py.
+    """
     first, _, last = calls(operation)
 
     def make() -> Run:
@@ -138,6 +142,9 @@ def mixed(operation: str, parity: int) -> Case:
                 work[rank] += launches(planned, world.epochs.tensors[rank])
             checks.append((given.wanted, [outs for _planned, outs in made]))
             if i == 0:
+                if operation == PULLED:
+                    for rank in range(WORLD):
+                        work[rank] += meeting(world, rank, 200)
                 copied = [_gathered(world, work[rank], rank, parity) for rank in range(WORLD)]
 
         def check() -> list[Mismatch]:

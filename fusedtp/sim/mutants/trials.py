@@ -9,7 +9,7 @@
     other     rank 1 is in another call, with less to send: every rank must notice and none may wait in vain; once in
               a call of which rank 1 would have no rows
     late      rank 2 alone: rank 1 is in another call and rank 0 is not there yet; it must notice without waiting for 0
-    mixed     a fused call, a gather by copies between two meetings in either slot, a fused call
+    mixed     a fused call, a gather by copies and its two meetings in either slot, a fused call
     nothing   the same with two ranks and no rows: only arrivals are exchanged; by either transport
     local     the matmuls that have no peers, by pointers and by descriptors
     grouped   the matmuls of ragged groups, with tiles stored whole and by halves
