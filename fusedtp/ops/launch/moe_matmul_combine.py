@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from fusedtp.comm.device_view import peers_of
 
 from .config import Config, Machine
-from .grouped import group_config
+from .grouped import group_config, of_one_layout
 from .moe import combine_bytes
 from .run import Launch, check, machine_for
 
@@ -21,54 +22,57 @@ PARTS = 4  # of the columns, where there are so many tiles
 def matmul_combine(
     view: Any,
     rank: int,
-    h: Tensor,
-    weight: Tensor,
+    hs: Sequence[Tensor],
+    matrices: Sequence[Tensor],
     offsets: Tensor,
     homes: Any,
     choices: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     layout: Any,
     at: Any,
     sig: int,
-    keep: bool,
     config: Config | None = None,
     *,
     precision: str = "ieee",
-) -> tuple[Tensor, Tensor | None]:
-    """(out [T, N] = sum_j weights[:, j] y[row of (:, j)], y [max_rows, N] = h @ weight[e].T if `keep`).
+) -> Tensor:
+    """out [T, N] = sum_j weights[:, j] y[row of (:, j)], of y [max_rows, N] = sum_i hs[i] @ matrices[i][e].T.
 
-    h          [max_rows, K]  any strides, as weight [E_r, N, K] may have
+    hs         [max_rows, K]  one or two, any strides, as their matrices [E_r, N, K] may have
     offsets    int32 [E_r + 1]
     homes      of the plan, see ops/moe/homes.py, as `layout` is, see layout.py; `at` is its Exchange
     choices    int32 [T, k]   where in this rank's order each choice stands
-    weights    fp32 [T, k]
+    weights    fp32 [T, k], or None for ones
     precision  of fp32 operands: "ieee" or "tf32", the same on all ranks
     """
-    check(view, combine_bytes(max(at.sizes), at.top_k, weight.shape[1], h.dtype), h, [weight])
-    where, sums = (view, rank, h, weight, offsets, homes), (choices, weights, layout, at, sig, keep)
-    launch, out, y = plan_matmul_combine(*where, *sums, config, precision, machine_for(view, h))
+    h, n = hs[0], matrices[0].shape[1]
+    check(view, combine_bytes(max(at.sizes), at.top_k, n, h.dtype), h, [*hs[1:], *matrices])
+    where, sums = (view, rank, hs, matrices, offsets, homes), (choices, weights, layout, at, sig)
+    launch, out = plan_matmul_combine(*where, *sums, config, precision, machine_for(view, h))
     launch.run(view, h.device)
-    return out, y
+    return out
 
 
 def plan_matmul_combine(
-    view: Any, rank: int, h: Tensor, weight: Tensor, offsets: Tensor, homes: Any, choices: Tensor, weights: Tensor,
-    layout: Any, at: Any, sig: int, keep: bool, config: Config | None, precision: str, machine: Machine,
-) -> tuple[Launch, Tensor, Tensor | None]:  # fmt: skip
-    """The launch of a matmul and combine, not yet run, and its outputs."""
+    view: Any, rank: int, hs: Sequence[Tensor], matrices: Sequence[Tensor], offsets: Tensor, homes: Any,
+    choices: Tensor, weights: Tensor | None, layout: Any, at: Any, sig: int, config: Config | None,
+    precision: str, machine: Machine,
+) -> tuple[Launch, Tensor]:  # fmt: skip
+    """The launch of a matmul and combine, not yet run, and its output."""
     from fusedtp.kernels.moe_matmul_combine import moe_matmul_combine_kernel
 
-    (r, k), (e, n, _) = h.shape, weight.shape
+    assert 1 <= len(hs) == len(matrices) <= 2
+    (h, *h2), (w, *w2) = of_one_layout(hs), of_one_layout(matrices)
+    (r, k), (e, n, _) = h.shape, w.shape
     config = config or returning(machine, h.dtype, precision, at, n, k, view.flags_per_source)
-    y = h.new_empty(r, n) if keep else None
     out = h.new_empty(choices.shape[0], n)
     chunk_rows = config.chunk * config.block_m
     args = dict(
         peers=peers_of(view, rank, at.world_size, sig, machine.clock),
         x=h,
-        w=weight,
-        strides=(*h.stride(), *weight.stride()),
-        y=y,
+        w=w,
+        x2=h2[0] if h2 else None,
+        w2=w2[0] if w2 else None,
+        strides=(*h.stride(), *w.stride()),
         offsets=offsets.contiguous(),
         to=homes.to,
         at=homes.at,
@@ -77,7 +81,7 @@ def plan_matmul_combine(
         totals=layout.totals,
         max_rows=at.max_rows,
         choices=choices,
-        weights=weights.contiguous(),
+        weights=None if weights is None else weights.contiguous(),
         out=out,
         E=e,
         R=r,
@@ -97,7 +101,7 @@ def plan_matmul_combine(
         PRECISION=precision,
     )
     programs = config.send_programs + config.other_programs
-    return Launch(moe_matmul_combine_kernel, programs, args, config), out, y
+    return Launch(moe_matmul_combine_kernel, programs, args, config), out
 
 
 def items_of(counts: Tensor, world_size: int, chunk_rows: int) -> Tensor:
