@@ -16,6 +16,7 @@ from .grouped import group_config, of_one_layout
 from .moe import combine_bytes
 from .run import Launch, check, machine_for
 
+NARROW = 128  # columns
 PARTS = 4  # of the columns, where there are so many tiles
 
 
@@ -63,7 +64,7 @@ def plan_matmul_combine(
     assert 1 <= len(hs) == len(matrices) <= 2
     (h, *h2), (w, *w2) = of_one_layout(hs), of_one_layout(matrices)
     (r, k), (e, n, _) = h.shape, w.shape
-    config = config or returning(machine, h.dtype, precision, at, n, k, view.flags_per_source)
+    config = config or returning(machine, h.dtype, precision, at, n, k, view.flags_per_source, len(hs))
     out = h.new_empty(choices.shape[0], n)
     chunk_rows = config.chunk * config.block_m
     args = dict(
@@ -112,13 +113,17 @@ def items_of(counts: Tensor, world_size: int, chunk_rows: int) -> Tensor:
 
 
 def returning(
-    machine: Machine, dtype: torch.dtype, precision: str, at: Any, n: int, k: int, flags: int
+    machine: Machine, dtype: torch.dtype, precision: str, at: Any, n: int, k: int, flags: int, products: int = 1
 ) -> Config:
     """The tiles of the grouped matmul; items and parts of what all ranks share alone.
 
-    Items are as small as the flags allow. An eighth of the machine sums beside the others, which multiply.
+    Items are as small as the flags allow. An eighth of the machine sums beside the others, which multiply. The sum of
+    two products would spill in the widest tile, by what the lint shows.
     """
     config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n, k)
+    if products > 1:
+        widest = NARROW // 2 if 0 < machine.capability < 90 else NARROW
+        config = replace(config, block_n=min(config.block_n, widest))
     tiles = max(1, -(-n // config.block_n))
     part, room = tiles, flags - 1 - at.experts_here  # an expert's last item may be a smaller one
     assert room > 0, (flags, at)
