@@ -4,6 +4,8 @@
     w     [E, N, K]    of this rank's experts
     out   [T_r, N]     sum over a token's choices of weight * (h[row] @ w[e].T), as moe_exchange.py has it
 
+or, of a gated MLP's two gradients on their way back, of (h[row] @ w[e].T + h2[row] @ w2[e].T), without weights.
+
 An item is a few row blocks of one expert by a part of the columns; one program does it, and announces it to every
 rank by a flag. A tile's epilogue stores each row where it belongs: in the slot of the rank whose token it is, where the
 choice stands in that rank's order. Columns are cut into parts, and the first part of all rows comes before the second.
@@ -30,7 +32,6 @@ import triton.language as tl
 
 from . import signals
 from .grouped_matmul import first_row, last_row, sum_tile
-from .matmul import store_tile
 from .matmul_all_reduce import publish_to_all
 from .moe_exchange import overflows, segment, sum_choices
 from .tiles import cdiv, halves, inline, narrow, next_start
@@ -45,12 +46,10 @@ def homes(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
 
 
 @inline
-def send_tile(home, y, acc, rows, inside, cols, N, ELEMENT: tl.constexpr):
-    """Columns of rows to their homes, and to y where it is wanted; rounded once."""
+def send_tile(home, acc, inside, cols, N, ELEMENT: tl.constexpr):
+    """Columns of rows to their homes, rounded once."""
     mask = inside[:, None] & (cols < N)[None, :]
     tl.store(home[:, None] + cols[None, :], narrow(acc, ELEMENT), mask=mask)
-    if y is not None:
-        store_tile(y, acc, rows, cols, N, mask)
 
 
 @inline
@@ -58,8 +57,9 @@ def multiply_and_send(
     peers,
     x,
     w,
+    x2,
+    w2,
     strides,
-    y,
     offsets,
     to,
     at,
@@ -107,8 +107,8 @@ def multiply_and_send(
                     acc = sum_tile(
                         x,
                         w,
-                        None,
-                        None,
+                        x2,
+                        w2,
                         strides,
                         expert,
                         rows,
@@ -127,10 +127,10 @@ def multiply_and_send(
                     if HALVES:
                         left, right = halves(acc)
                         half = col + tl.arange(0, BLOCK_N // 2)
-                        send_tile(home, y, left, rows, inside, half, N, ELEMENT)
-                        send_tile(home, y, right, rows, inside, half + BLOCK_N // 2, N, ELEMENT)
+                        send_tile(home, left, inside, half, N, ELEMENT)
+                        send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
                     else:
-                        send_tile(home, y, acc, rows, inside, cols, N, ELEMENT)
+                        send_tile(home, acc, inside, cols, N, ELEMENT)
                 stored = done + item
             start = next_start(start, own, programs)
             done += own
@@ -143,8 +143,9 @@ def moe_matmul_combine_kernel(
     peers,
     x,
     w,
+    x2,  # a second product, added to the first, with the strides of that; or None, as w2
+    w2,
     strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
-    y,  # contiguous [R, N], the products of this rank's rows; or None where nobody wants them
     offsets,  # int32 [E + 1], of this rank's experts
     to,  # int32 [R], the rank whose token each row is
     at,  # int32 [R], where the row belongs in that rank's slot
@@ -153,7 +154,7 @@ def moe_matmul_combine_kernel(
     totals,  # int32 [W], rows of each owner
     max_rows,
     choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
-    weights,  # fp32 [T, TOP_K]
+    weights,  # fp32 [T, TOP_K], or None for ones
     out,  # contiguous [T, N]
     E,
     R,
@@ -180,7 +181,7 @@ def moe_matmul_combine_kernel(
     element: tl.constexpr = out.dtype.element_ty
     if tl.program_id(0) < send_programs:
         multiply_and_send(
-            peers, x, w, strides, y, offsets, to, at, items, E, R, N, K, chunk_rows, part_tiles, send_programs,
+            peers, x, w, x2, w2, strides, offsets, to, at, items, E, R, N, K, chunk_rows, part_tiles, send_programs,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, element,
         )  # fmt: skip
     else:

@@ -264,9 +264,10 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         "moe_dispatch": calls("moe_dispatch"),
         "moe_combine": calls("moe_combine"),
         "moe_dispatch_matmul": calls("moe_dispatch_matmul"),
-        "moe_matmul_combine": calls("moe_matmul_combine", keep=True, chunk=1),
+        "moe_matmul_combine": calls("moe_matmul_combine", chunk=1),
     }
-    plain, gated, few = cases["moe_dispatch_matmul"]
-    cases["moe_dispatch_matmul"] = [plain, replace(gated, keep=True), few]
+    for name in ("moe_dispatch_matmul", "moe_matmul_combine"):
+        plain, two, few = cases[name]
+        cases[name] = [plain, replace(two, keep=True), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
     return [fused_case(name, each, seed=7) for name, each in cases.items()]

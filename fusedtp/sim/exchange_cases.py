@@ -3,7 +3,8 @@
 A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has. With a
 matmul in the same kernel rows of `k` become rows of the first width, by the experts' [width, k]. Every rank owns
 EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN. Of a
-dispatch with its matmul `keep` means a gated one, of which the two products are compared: no rounding is in them.
+dispatch with its matmul `keep` means a gated one, of which the two products are compared: no rounding is in them. Of a
+matmul with its combine it means the sum of two products, of the rows and of the rows plus one, without weights.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def routed(call: Call, seed: int) -> Routed:
         wanted = {"y": list((x * factors.sum(1, keepdim=True)).to(call.dtype).split(list(call.sizes)))}
     every: list[Tensor] = []
     if "matmul" in call.operation:
-        shape = (2 if gated(call) else 1, experts, call.widths[0], width)
+        shape = (2 if call.keep else 1, experts, call.widths[0], width)
         every = [*torch.randint(-2, 3, shape, generator=generator).to(call.dtype)]
     split = [each.split(EXPERTS) for each in every]
     own = [[each[rank] for each in split] for rank in range(world)]
@@ -99,9 +100,7 @@ def routed(call: Call, seed: int) -> Routed:
         for i, name in enumerate(("gate", "up") if gated(call) else ("y",)):
             wanted[name] = [_products(of[r], own[r][i], at[r], ids) for r in range(world)]
     elif every:
-        given, wanted = of, {"y": _summed(call, x, ids, weights, every[0])}
-        if call.keep:
-            wanted["products"] = [_products(of[r], own[r][0], at[r], ids) for r in range(world)]
+        given, wanted = of, {"y": _summed(call, x, ids, weights, every)}
     orders = [order for _counts, order in sorted_]
     return Routed(given, orders, words, list(weights.split(list(call.sizes))), wanted, table, own)
 
@@ -135,9 +134,13 @@ def _rows(x: Tensor, ids: Tensor, at: Exchange) -> Tensor:
     return rows
 
 
-def _summed(call: Call, x: Tensor, ids: Tensor, weights: Tensor, experts: Tensor) -> list[Tensor]:
+def _summed(call: Call, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Tensor]) -> list[Tensor]:
     """[T_r, N] of every rank: the weighted sum of its tokens' choices."""
-    each = torch.einsum("tk,tjnk->tjn", x.double(), experts.double()[ids.clamp(min=0)])
+    each = torch.zeros(*ids.shape, call.widths[0], dtype=torch.float64)
+    for more, matrices in enumerate(experts):
+        each += torch.einsum("tk,tjnk->tjn", x.double() + more, matrices.double()[ids.clamp(min=0)])
+    if call.keep:
+        weights = torch.ones_like(weights)
     out = (each * torch.where(ids >= 0, weights, 0.0)[:, :, None]).sum(1).to(call.dtype)
     return [*out.split(list(call.sizes))]
 
@@ -178,10 +181,11 @@ def plan_exchange(
         return planned, dict(zip(("rows", "y", "gate", "up"), outs, strict=False))
     if call.operation == "moe_matmul_combine":
         config = replace(call.config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
-        planned, y, products = launch.moe_matmul_combine.plan_matmul_combine(
-            view, rank, x, matrices[0], offsets, homes(given.table, at), choices, given.weights[rank], layout, at,
-            signature, call.keep, config, "ieee", HOST,
+        factors = None if call.keep else given.weights[rank]
+        planned, y = launch.moe_matmul_combine.plan_matmul_combine(
+            view, rank, [x + more for more in range(len(matrices))], matrices, offsets, homes(given.table, at), choices,
+            factors, layout, at, signature, config, "ieee", HOST,
         )  # fmt: skip
-        return planned, {"y": y} | ({} if products is None else {"products": products})
+        return planned, {"y": y}
     planned, y = launch.moe.plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)
     return planned, {"y": y}

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from fusedtp.comm import Group, Place, place
 
+from .. import gradients
 from ..api import _mask, in_step
 from ..first_order import first_order
 from ..main_grad import main_grads_of
@@ -23,7 +24,7 @@ from . import matmul_library as _library  # registers the custom op
 from . import weigh
 from .api import ALONE, MoEHandle, _known_room, host_knows, moe_dispatch, planned
 from .exchange import engine_of
-from .grouped import _check, gated_nodes, grouped_gated, grouped_matmul, plain_nodes
+from .grouped import _check, activated, grouped_gated, grouped_matmul, with_wgrad
 from .plan import Exchange, Plan, offsets_of
 
 assert _library
@@ -51,7 +52,7 @@ def moe_dispatch_matmul(
         matrices   [E / W, N, K]  of this rank's experts, of x's dtype
         return     y [max_rows, N], offsets, handle; rows of y past offsets[-1] are undefined
 
-    dgrad  dx = combine of grouped_matmul(dy, matrices.mT), without weights
+    dgrad  dx = combine of grouped_matmul(dy, matrices.mT), without weights; in one kernel, see matmul_combine.py
     wgrad  of the rows that were dispatched, which are kept
     Raises ValueError as the two functions do.
     """
@@ -137,27 +138,34 @@ def _fused(
         handle = MoEHandle(weights, row_weights, plan, where, offsets)
         if torch.compiler.is_compiling() or not wanted:
             return products[0], offsets, handle
-        made = dict(zip("ygu", products, strict=False))
-        rows = _Arrived.apply([rows], x, plan, where)
-        if act:
-            gate, up = matrices
-            y = gated_nodes("triton", act, sinks, rows, gate, up, offsets, made)
-        else:
-            y = plain_nodes("triton", sinks[0], rows, matrices[0], None, offsets, made)
-        return y, offsets, handle
+    made = dict(zip("ygu", products, strict=False))
+    cell = [made.pop(name) for name in ("gu" if act else "y")]
+    ys = _Products.apply(x, offsets, plan, where, cell, *(w.detach() for w in matrices))
+    if act:
+        (g, u), (gate, up) = ys, matrices
+        y = activated(g, u, "triton", act, sinks, rows, gate, up, offsets, made)
+    else:
+        y = with_wgrad(ys, "triton", sinks[0], rows, matrices[0], None, offsets)
+    return y, offsets, handle
 
 
-class _Arrived(Function):
-    """Rows that came already, with the graph of a dispatch."""
+class _Products(Function):
+    """What a dispatch with its matmul made already: one product, or gate's and up's."""
 
     @staticmethod
-    def forward(ctx: Any, rows: list[Tensor], x: Tensor, plan: Plan, at: Exchange) -> Tensor:
-        ctx.save_for_backward(*plan)
+    def forward(
+        ctx: Any, x: Tensor, offsets: Tensor, plan: Plan, at: Exchange, cell: list[Tensor], *matrices: Tensor
+    ) -> Any:
+        ctx.save_for_backward(offsets, *plan, *matrices)
         ctx.at = at.flat
-        return rows.pop()
+        ys = tuple(cell)
+        cell.clear()
+        return ys if len(ys) > 1 else ys[0]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
-        dx = torch.ops.fusedtp.moe_combine(drows, None, None, *ctx.saved_tensors, *ctx.at)
-        return None, dx, None, None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        offsets, table, orders, words, *matrices = ctx.saved_tensors
+        plan = table, orders, words
+        dx = gradients.op("moe_dispatch_matmul_backward")(dys, matrices, offsets, *plan, *ctx.at)
+        return dx, *([None] * (4 + len(matrices)))

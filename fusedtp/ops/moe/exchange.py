@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedtp.comm import Communicator, communicator
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import runs_kernels
+from fusedtp.comm.regions import FLAGS_PER_SOURCE
 
 from .. import engines
 from ..engines import Choice
@@ -92,7 +93,7 @@ def scatter(
 
 def scatter_matmul(
     x: Tensor,
-    scalars: Tensor,
+    scalars: Tensor | None,
     weights: Sequence[Tensor],
     offsets: Tensor,
     act: str,
@@ -112,21 +113,23 @@ def gather(y: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Te
 
 
 def multiply_and_gather(
-    h: Tensor,
-    experts: Tensor,
+    hs: Sequence[Tensor],
+    experts: Sequence[Tensor],
     offsets: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     at_plan: Plan,
     at: Exchange,
-    keep: bool,
     precision: str,
-) -> tuple[Tensor, Tensor | None]:
-    """h [max_rows, K], experts [E_r, N, K], weights [T_r, k] -> [T_r, N], and h @ experts[e].T if `keep`."""
+) -> Tensor:
+    """hs [max_rows, K], experts [E_r, N, K], one each, weights [T_r, k] or None for ones -> [T_r, N]; by kernels."""
     _count(at, "moe_matmul_combine")
     comm, places = communicator(at.group), _places(at_plan, at)
-    return fused.multiply_and_collect(
-        comm, h, experts, offsets, places, weights, at_plan, at, keep, precision
-    )
+    return fused.multiply_and_collect(comm, hs, experts, offsets, places, weights, at_plan, at, precision)
+
+
+def multiplies_and_gathers(at: Exchange, dtype: torch.dtype) -> bool:
+    """Whether one kernel does both: by what all ranks share."""
+    return at.engine == "triton" and dtype in FUSED_DTYPES and at.experts_here < FLAGS_PER_SOURCE - 1
 
 
 def gather_slots(scalars: Tensor, at_plan: Plan, at: Exchange) -> Tensor:

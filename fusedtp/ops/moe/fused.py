@@ -29,7 +29,7 @@ def move(
 def move_matmul(
     comm: Communicator,
     x: Tensor,
-    scalars: Tensor,
+    scalars: Tensor | None,
     weights: Sequence[Tensor],
     offsets: Tensor,
     act: str,
@@ -38,6 +38,8 @@ def move_matmul(
     at: Exchange,
 ) -> list[Tensor]:
     """x [T_r, K], scalars [T_r, k], weights [E_r, N, K] -> rows [max_rows, K], scalars [max_rows], and y [max_rows, N].
+
+    Without scalars those of the rows are [0].
 
     weights   one, or gate and up, with the activation `act`; with `keep` both products come after y
     """
@@ -51,7 +53,8 @@ def move_matmul(
             view, comm.rank, x, order // at.top_k, weights, offsets, unpacked(plan.words, at), at,
             signature.hash32(), act, keep, precision=fp32_precision(),
         )  # fmt: skip
-    return [rows, _of_rows(comm, scalars, plan, at), *products]
+    of_rows = x.new_empty(0) if scalars is None else _of_rows(comm, scalars, plan, at)
+    return [rows, of_rows, *products]
 
 
 def _of_rows(comm: Communicator, scalars: Tensor, plan: Plan, at: Exchange) -> Tensor:
@@ -93,27 +96,27 @@ def collect(
 
 def multiply_and_collect(
     comm: Communicator,
-    h: Tensor,
-    experts: Tensor,
+    hs: Sequence[Tensor],
+    experts: Sequence[Tensor],
     offsets: Tensor,
     choices: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     plan: Plan,
     at: Exchange,
-    keep: bool,
     precision: str,
-) -> tuple[Tensor, Tensor | None]:
-    """h [max_rows, K] by the experts' [E_r, N, K], collected: [T, N], and the products [max_rows, N] if `keep`."""
+) -> Tensor:
+    """hs [max_rows, K] by their experts [E_r, N, K], added up, rounded and collected: [T, N]."""
     from .. import launch
 
-    n = experts.shape[1]
+    n, dtype = experts[0].shape[1], hs[0].dtype
     signature = at.signature(
-        "moe_matmul_pull", "triton", h.dtype, n, weights=choices.shape[1], tables=int(precision == "tf32")
-    )
-    nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, n, h.dtype)
+        "moe_matmul_pull", "triton", dtype, n, weights=0 if weights is None else choices.shape[1], batch=len(hs),
+        tables=int(precision == "tf32"),
+    )  # fmt: skip
+    nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, n, dtype)
     where, sig = homes(plan.table, at), signature.hash32()
     with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
         return launch.moe_matmul_combine.matmul_combine(
-            view, comm.rank, h, experts, offsets, where, choices.to(torch.int32), weights,
-            unpacked(plan.words, at), at, sig, keep, precision=precision,
+            view, comm.rank, hs, experts, offsets, where, choices.to(torch.int32), weights,
+            unpacked(plan.words, at), at, sig, precision=precision,
         )  # fmt: skip

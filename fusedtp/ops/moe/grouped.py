@@ -63,21 +63,21 @@ def grouped_matmul(
     if torch.compiler.is_compiling() or not _mask(rows, weights, bias):
         y: Tensor = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
         return y
-    return plain_nodes(engine, sinks[0], rows, weights, bias, offsets, {})
+    fixed = None if bias is None else bias.detach()
+    y = _Rows.apply(engine, rows, weights.detach(), fixed, offsets)
+    return with_wgrad(y, engine, sinks[0], rows, weights, bias, offsets)
 
 
-def plain_nodes(
+def with_wgrad(
+    y: Tensor,
     engine: str,
     sink: Sink | None,
     rows: Tensor,
     weights: Tensor,
     bias: Tensor | None,
     offsets: Tensor,
-    made: dict[str, Tensor],
 ) -> Tensor:
-    """grouped_matmul with its graph, in eager code. made: what was computed already, of "y"; it is taken out."""
-    fixed = None if bias is None else bias.detach()
-    y: Tensor = _Rows.apply(engine, made, rows, weights.detach(), fixed, offsets)
+    """y, from whose gradient those of weights and bias follow too."""
     if weights.requires_grad or (bias is not None and bias.requires_grad):
         y = _Join.apply(y, _Weights.apply(engine, sink, rows.detach(), offsets, weights, bias))
     return y
@@ -114,10 +114,14 @@ def grouped_gated(
         keep = wanted != 0
         outs: list[Tensor] = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, keep)
         return outs[0]
-    return gated_nodes(engine, act, sinks, rows, gate, up, offsets, {})
+    made: dict[str, Tensor] = {}
+    g, u = _Pair.apply(engine, act, made, rows, gate.detach(), up.detach(), offsets)
+    return activated(g, u, engine, act, sinks, rows, gate, up, offsets, made)
 
 
-def gated_nodes(
+def activated(
+    g: Tensor,
+    u: Tensor,
     engine: str,
     act: str,
     sinks: Sequence[Sink | None],
@@ -127,8 +131,7 @@ def gated_nodes(
     offsets: Tensor,
     made: dict[str, Tensor],
 ) -> Tensor:
-    """grouped_gated with its graph, in eager code. made: what was computed already, of "y", "g" and "u", or nothing."""
-    g, u = _Pair.apply(engine, act, made, rows, gate.detach(), up.detach(), offsets)
+    """act(g) * u, which is made["y"], from whose gradient those of gate and up follow too."""
     if gate.requires_grad or up.requires_grad:
         g, u = _Join.apply(g, u, *_PairWeights.apply(engine, sinks, rows.detach(), offsets, gate, up))
     y: Tensor = _Gate.apply(engine, act, made, offsets, g, u)
@@ -138,26 +141,19 @@ def gated_nodes(
 class _Rows(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        engine: str,
-        made: dict[str, Tensor],
-        rows: Tensor,
-        weights: Tensor,
-        bias: Tensor | None,
-        offsets: Tensor,
+        ctx: Any, engine: str, rows: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor
     ) -> Tensor:
         ctx.save_for_backward(weights, offsets)
         ctx.engine = engine
-        if "y" not in made:
-            made["y"] = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
-        return made.pop("y")
+        y: Tensor = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         weights, offsets = ctx.saved_tensors
         drows = gradients.op("grouped_matmul")([dy], [weights.mT], offsets, None, ctx.engine)
-        return None, None, drows, None, None, None
+        return None, drows, None, None, None
 
 
 class _Weights(Function):
@@ -201,10 +197,8 @@ class _Pair(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(gate, up, offsets)
         ctx.engine = engine
-        if "y" not in made:
-            outs = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
-            made.update(zip("ygu", outs, strict=True))
-        return made.pop("g"), made.pop("u")
+        made["y"], g, u = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
+        return g, u
 
     @staticmethod
     @first_order

@@ -12,7 +12,6 @@ gradient, times the weights for dy; the weights' gradients are inner products ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,21 +126,16 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.at = inputs[6:]
 
 
-def combine_gradients(
-    dout: Tensor, saved: Sequence[Any], at: Sequence[Any], needs_weights: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(dy, dweights) of a combine; saved: its y (None where dweights are not wanted), weights, row_weights and plan."""
-    y, weights, row_weights, *plan = saved
-    dout = dout.contiguous()
-    y = dout if y is None else y
-    dy, dw = torch.ops.fusedtp.moe_combine_backward(dout, y, row_weights, needs_weights, *plan, *at)
-    return dy, dw.to(weights.dtype) if needs_weights else None
-
-
 @first_order
 def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    needs = ctx.saved_tensors[1] is not None and ctx.needs_input_grad[1]
-    return *combine_gradients(dout, ctx.saved_tensors, ctx.at, needs), None, *([None] * PLAN_LENGTH)
+    y, weights, row_weights, *plan = ctx.saved_tensors
+    needs_weights = weights is not None and ctx.needs_input_grad[1]
+    dout = dout.contiguous()
+    dy, dweights = torch.ops.fusedtp.moe_combine_backward(
+        dout, dout if y is None else y, row_weights, needs_weights, *plan, *ctx.at
+    )
+    dweights = dweights.to(weights.dtype) if needs_weights else None
+    return dy, dweights, None, *([None] * PLAN_LENGTH)
 
 
 moe_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)

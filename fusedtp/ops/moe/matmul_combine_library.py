@@ -1,16 +1,22 @@
-"""The last matmul of a mixture of experts with its combine as a torch custom op, with fake and autograd.
+"""The last matmul of a mixture of experts with its combine as torch custom ops, with fakes and autograd.
 
-    fusedtp::moe_matmul_combine   h [max_rows, K], experts [E_r, N, K], weights [T_r, k] -> out [T_r, N], and the
-                                  products [max_rows, N] if `keep`
+    fusedtp::moe_matmul_combine            h [max_rows, K], experts [E_r, N, K], weights [T_r, k] -> out [T_r, N]
+    fusedtp::moe_matmul_combine_backward   dout [T_r, N], h, experts -> dh [max_rows, K], dweights [T_r, k], and the
+                                           rows of dout times their weights [max_rows, N], from which dexperts follow
+
+Backward is a dispatch of dout with its matmul by experts.mT, in one kernel too. A choice's weight is a factor of its
+row, so rows travel without it: dweights are the inner products of what the matmul makes of them with h, and no product
+of the forward pass is kept.
 
 As in grouped_library.py, the autograd registered here is what torch.compile and opcheck see; eager code goes through
-the nodes of matmul_combine.py. `local` is the engine of the matmuls of backward.
+the nodes of matmul_combine.py. `local` is the engine of the weights' gradient.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import gradients
@@ -18,61 +24,105 @@ from ..first_order import first_order
 from ..library import as_given
 from ..ordered import ordered
 from ..profile import record_function
-from . import exchange
+from . import exchange, weigh
 from .declare import PLAN, PLAN_LENGTH, custom_op, taken
 from .grouped_engines import fp32_precision
-from .library import combine_gradients
 
 
 @custom_op(
     "moe_matmul_combine",
-    f"Tensor h, Tensor experts, Tensor offsets, bool keep, str local, Tensor weights, Tensor row_weights, {PLAN}",
-    "Tensor[]",
+    f"Tensor h, Tensor experts, Tensor offsets, str local, Tensor weights, Tensor row_weights, {PLAN}",
+    "Tensor",
 )
 def moe_matmul_combine(
-    h: Tensor, experts: Tensor, offsets: Tensor, keep: bool, local: str, weights: Tensor, row_weights: Tensor,
+    h: Tensor,
+    experts: Tensor,
+    offsets: Tensor,
+    local: str,
+    weights: Tensor,
+    row_weights: Tensor,
     *of_all: Any,
-) -> list[Tensor]:  # fmt: skip
+) -> Tensor:
     plan, at = taken(*of_all)
     with as_given(h), record_function(f"fusedtp.moe_matmul_combine.{at.engine}"):
-        out, y = exchange.multiply_and_gather(h, experts, offsets, weights, plan, at, keep, fp32_precision())
-    return [out] if y is None else [out, y]
+        return exchange.multiply_and_gather([h], [experts], offsets, weights, plan, at, fp32_precision())
 
 
 @moe_matmul_combine.register_fake
 def _(
-    h: Tensor, experts: Tensor, offsets: Tensor, keep: bool, local: str, weights: Tensor, row_weights: Tensor,
+    h: Tensor,
+    experts: Tensor,
+    offsets: Tensor,
+    local: str,
+    weights: Tensor,
+    row_weights: Tensor,
     *of_all: Any,
-) -> list[Tensor]:  # fmt: skip
+) -> Tensor:
     _plan, at = taken(*of_all)
-    n = experts.shape[1]
-    return [h.new_empty(rows, n) for rows in ((at.tokens, at.max_rows) if keep else (at.tokens,))]
+    return h.new_empty(at.tokens, experts.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    h, experts, offsets, ctx.keep, ctx.local, *combined = inputs[:10]
-    products = output[1] if ctx.keep else h
-    ctx.save_for_backward(h, experts, offsets, products, *combined)
-    ctx.at = inputs[10:]
-    if ctx.keep:
-        ctx.mark_non_differentiable(output[1])
+@custom_op(
+    "moe_matmul_combine_backward",
+    "Tensor dout, Tensor h, Tensor experts, Tensor offsets, Tensor row_weights, bool needs_rows, bool needs_weights, "
+    + PLAN,
+    "(Tensor, Tensor, Tensor)",
+)
+def moe_matmul_combine_backward(
+    dout: Tensor, h: Tensor, experts: Tensor, offsets: Tensor, row_weights: Tensor, needs_rows: bool,
+    needs_weights: bool, *of_all: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    plan, at = taken(*of_all)
+    with as_given(h), record_function(f"fusedtp.moe_matmul_combine_backward.{at.engine}"):
+        dy, _, dh = exchange.scatter_matmul(dout, None, [experts.mT], offsets, "", False, plan, at)
+        some = slice(0, exchange.known_rows(plan, at))
+        dots = dh.new_empty(at.max_rows if needs_weights else 0, dtype=weigh.accumulator(h.dtype))
+        weigh.weigh_rows(dh[some], row_weights[some], h[some], dots[some] if needs_weights else None)
+        if needs_rows:
+            weigh.weigh_rows(dy[some], row_weights[some], dy[some], None)
+        dweights = exchange.gather_slots(dots, plan, at) if needs_weights else dots
+        return dh, dy, dweights
+
+
+@moe_matmul_combine_backward.register_fake
+def _(
+    dout: Tensor, h: Tensor, experts: Tensor, offsets: Tensor, row_weights: Tensor, needs_rows: bool,
+    needs_weights: bool, *of_all: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _plan, at = taken(*of_all)
+    shape = (at.tokens, at.top_k) if needs_weights else (0,)
+    dweights = dout.new_empty(shape, dtype=weigh.accumulator(h.dtype))
+    return h.new_empty(h.shape), dout.new_empty(at.max_rows, dout.shape[1]), dweights
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, experts, offsets, ctx.local, weights, row_weights, *plan = inputs[:9]
+    ctx.save_for_backward(h, experts, offsets, row_weights, *plan)
+    ctx.at, ctx.wide = inputs[9:], weights.dtype
 
 
 @first_order
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    h, experts, offsets, *combined = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    if wanted[5] and not ctx.keep:
-        raise RuntimeError("fusedtp::moe_matmul_combine has no gradients of weights without `keep`")
-    dy, dweights = combine_gradients(grads[0], combined, ctx.at, wanted[5])
-    dh = dexperts = None
-    if wanted[0]:
-        dh = gradients.op("grouped_matmul")([dy], [experts.mT], offsets, None, ctx.local)
-    if wanted[1]:
+def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    h, experts, offsets, row_weights, *plan = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dh, dy, dweights = torch.ops.fusedtp.moe_matmul_combine_backward(
+        dout.contiguous(), h, experts, offsets, row_weights, needs[1], needs[4], *plan, *ctx.at
+    )
+    dexperts = None
+    if needs[1]:
         dexperts = gradients.op("grouped_wgrad")(dy, h, offsets, ctx.local, h.dtype)
-    return dh, dexperts, None, None, None, dweights, None, *([None] * PLAN_LENGTH)
+    return (
+        dh,
+        dexperts,
+        None,
+        None,
+        dweights.to(ctx.wide) if needs[4] else None,
+        None,
+        *([None] * PLAN_LENGTH),
+    )
 
 
 moe_matmul_combine.register_autograd(_backward, setup_context=_save)
-gradients.BODIES["moe_matmul_combine"] = moe_matmul_combine._init_fn
-ordered(moe_matmul_combine)
+for _op in (moe_matmul_combine, moe_matmul_combine_backward):
+    gradients.BODIES[_op._init_fn.__name__] = _op._init_fn
+ordered(moe_matmul_combine, moe_matmul_combine_backward)

@@ -4,8 +4,10 @@
                                    -> rows [max_rows, K], their weights [max_rows], y [max_rows, N], and both products
                                    [max_rows, N] if `keep`
 
-matrices are one, or gate and up with the activation `act`. Backward: what the two operations by themselves do, the
-grouped matmuls and then a combine of the rows' gradients. As in grouped_library.py, torch.compile and opcheck see the
+    fusedtp::moe_dispatch_matmul_backward   dy_i [max_rows, N], matrices -> dx [T_r, K]
+
+matrices are one, or gate and up with the activation `act`. Backward: the products' matmuls with the combine of their
+sum, in one kernel where there is one for it. As in grouped_library.py, torch.compile and opcheck see the
 autograd registered here; eager code goes through the nodes of dispatch_matmul.py.
 """
 
@@ -17,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import gradients
 from ..first_order import first_order
 from ..library import as_given
 from ..ordered import ordered
 from ..profile import record_function
-from . import exchange
+from . import exchange, grouped_engines
 from .declare import PLAN, PLAN_LENGTH, custom_op, taken
-from .grouped_library import any_of, grouped_gated_backward, grouped_matmul, grouped_wgrad
+from .grouped_engines import fp32_precision
+from .grouped_library import any_of, grouped_gated_backward, grouped_wgrad
 
 
 @custom_op(
@@ -60,6 +64,26 @@ def _(
     return [x.new_empty(at.max_rows, x.shape[1]), weights.new_empty(at.max_rows), *products]
 
 
+@custom_op(
+    "moe_dispatch_matmul_backward", f"Tensor[] dys, Tensor[] matrices, Tensor offsets, {PLAN}", "Tensor"
+)
+def moe_dispatch_matmul_backward(
+    dys: Sequence[Tensor], matrices: Sequence[Tensor], offsets: Tensor, *of_all: Any
+) -> Tensor:
+    plan, at = taken(*of_all)
+    turned = [w.mT for w in matrices]
+    with record_function(f"fusedtp.moe_dispatch_matmul_backward.{at.engine}"), as_given(dys[0]):
+        if exchange.multiplies_and_gathers(at, dys[0].dtype):
+            return exchange.multiply_and_gather(dys, turned, offsets, None, plan, at, fp32_precision())
+        return exchange.gather(grouped_engines.matmul(at.engine, dys, turned, offsets, None), None, plan, at)
+
+
+@moe_dispatch_matmul_backward.register_fake
+def _(dys: Sequence[Tensor], matrices: Sequence[Tensor], offsets: Tensor, *of_all: Any) -> Tensor:
+    _plan, at = taken(*of_all)
+    return dys[0].new_empty(at.tokens, matrices[0].shape[2])
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _x, _weights, matrices, offsets, ctx.act, ctx.keep, *plan = inputs[:9]
     rows, row_weights, _y, *products = output
@@ -82,10 +106,11 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     if any_of(ctx.needs_input_grad[2]):
         dws = [grouped_wgrad(dy, rows, offsets, engine, rows.dtype) for dy in dys]
     if ctx.needs_input_grad[0]:
-        drows = grouped_matmul(dys, [w.mT for w in matrices], offsets, None, engine)
-        dx = torch.ops.fusedtp.moe_combine(drows, None, None, table, orders, words, *ctx.at)
+        plan = table, orders, words
+        dx = torch.ops.fusedtp.moe_dispatch_matmul_backward(dys, matrices, offsets, *plan, *ctx.at)
     return dx, None, dws, None, None, None, *([None] * PLAN_LENGTH)
 
 
 moe_dispatch_matmul.register_autograd(_backward, setup_context=_save)
-ordered(moe_dispatch_matmul)
+gradients.BODIES["moe_dispatch_matmul_backward"] = moe_dispatch_matmul_backward._init_fn
+ordered(moe_dispatch_matmul, moe_dispatch_matmul_backward)

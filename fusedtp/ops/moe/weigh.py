@@ -60,11 +60,14 @@ def weigh_rows(rows: Tensor, weights: Tensor | None, others: Tensor, dots: Tenso
 
     Both in fp32 (fp64); weights and dots may be None.
     """
+    if dots is None:
+        if weights is not None:
+            rows.mul_(weights[:, None])  # one pass; the product of both dtypes is made in the wider one
+        return
     wide = accumulator(rows.dtype)
     for some in stretches(rows.shape[0], rows.shape[1], wide, rows.device):
         mine = rows[some].to(wide)
-        if dots is not None:
-            torch.sum(mine * others[some].to(wide), 1, out=dots[some])
+        torch.sum(mine * others[some].to(wide), 1, out=dots[some])
         if weights is not None:
             torch.mul(mine, weights[some, None], out=mine)
             if mine.dtype != rows.dtype:

@@ -39,6 +39,7 @@ OWN = (
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel", "moe_matmul_combine_kernel")  # nothing comes by TMA
 ARRIVING = ("moe_dispatch_matmul_kernel",)  # products of rows that travel
+RETURNING = ("moe_matmul_combine_kernel",)  # and that travel home
 LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index(EXCHANGES[0])]  # in more variants: those of one device
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
@@ -127,6 +128,9 @@ ARRIVING_VARIANTS = VARIANTS | {
     )
 }
 
+# With weights where there is a bias; else the sum of two products, without.
+RETURNING_VARIANTS = VARIANTS | {"bf16-pair": Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096)}
+
 ELEMENTWISE_VARIANTS = {
     variant.name: variant
     for variant in (
@@ -177,6 +181,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     if kernel in GROUPED:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
+    if kernel in RETURNING:
+        return RETURNING_VARIANTS
     if kernel in EXCHANGES:
         return VARIANTS
     if kernel in ARRIVING:

@@ -105,8 +105,9 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         h, n, e = torch.empty(at.max_rows, variant.k, dtype=dtype), variant.widths[0], at.experts_here
         experts, offsets = torch.empty(e, n, variant.k, dtype=dtype), torch.empty(e + 1, dtype=torch.int32)
         back = homes(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
-        sums = (choices, torch.empty(t, at.top_k), words, at, 12345, variant.bias, None, variant.precision)
-        given = (_view(w), 1, h, experts, offsets, back, *sums)
+        pairs = 1 if variant.bias else 2  # of a product with weights, and of the gradients of gate and up
+        sums = (choices, weights, words, at, 12345, None, variant.precision)
+        given = (_view(w), 1, [h] * pairs, [experts] * pairs, offsets, back, *sums)
         return moe_matmul_combine.plan_matmul_combine(*given, machine)[0]
     return moe.plan_combine(
         _view(w), 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end

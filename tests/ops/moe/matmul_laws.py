@@ -145,7 +145,7 @@ def equals_dense(group, law: Matmul) -> None:
 
 
 def layer(group, law: Matmul) -> None:
-    """Experts takes the fused kernel: the same output and gradients as by two calls, and main_grad in place of grad."""
+    """Experts takes the fused kernels, in backward too: output and gradients as by two calls, those by main_grad."""
     inputs, case, rank = whole(law), law.case, group.rank()
     experts = Experts(case.width, law.out, case.num_experts, act=law.act or "relu", gated=bool(law.act))
     each = case.num_experts // len(case.sizes)
@@ -162,8 +162,12 @@ def layer(group, law: Matmul) -> None:
         out.sum().backward()
         assert all(w.grad is None for w in own)
         results.append([out.detach(), x.grad, weights.grad, *(w.main_grad for w in own)])
-        fused = ("moe_dispatch_matmul", "triton") in communicator(group).engine_calls
-        assert fused == (engine == "triton")
+        calls = {
+            name: n for (name, by), n in communicator(group).engine_calls.items() if by == engine == "triton"
+        }
+        # Forward and backward, each one for the rows' way there and one for the way back; and a weight's for itself.
+        wanted = {"moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
+        assert calls == (wanted if engine == "triton" else {}), calls
     for got, want in zip(*results, strict=True):
         assert_same(f"rank {rank}", got, want)
 

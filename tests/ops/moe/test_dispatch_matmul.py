@@ -14,7 +14,7 @@ from tests.ops.moe import matmul_laws as laws
 from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_laws import Matmul
 
-OPS = ["moe_dispatch_matmul"]
+OPS = ["moe_dispatch_matmul", "moe_dispatch_matmul_backward"]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(not fusedtp.ops.engines.has_triton(), reason="needs triton")
 
@@ -101,6 +101,9 @@ def check_op(group, act: str) -> None:
     plan = table, orders, packed(table, at)
     given = (x, weights, matrices, offsets_of(table, at), act, bool(act), *plan, *at.flat)
     torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul.default, given)
+    dys = [torch.ones(3, 3) for _ in matrices]
+    back = dys, [w.detach() for w in matrices], given[3], *plan, *at.flat
+    torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul_backward.default, back)
 
 
 @pytest.mark.parametrize("act", ["", "silu"])

@@ -18,7 +18,7 @@ from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
-OPS = ["moe_matmul_combine"]
+OPS = ["moe_matmul_combine", "moe_matmul_combine_backward"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,7 +62,7 @@ def test_out_and_all_gradients_are_those_of_the_formula(case, width, cut):
 @example(Case("triton", (9, 4), 4, 2, 7, torch.float32, "uniform", 0.0, 0), 24, Cut())
 @example(Case("triton", (3, 20), 4, 2, 7, torch.bfloat16, "skewed", 0.3, 0, 3), 17, Cut(halves=True))
 @given(cases(), widths, cuts)
-def test_the_bits_are_those_of_two_kernels(case, width, cut):
+def test_the_bits_are_those_of_two_kernels_and_gradients_within_a_rounding(case, width, cut):
     world(len(case.sizes)).run(same_bits, case, width, cut)
 
 
@@ -81,11 +81,20 @@ def check_op(group) -> None:
     h, experts, weights = (
         torch.ones(*shape, requires_grad=True) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2))
     )
-    given = (h, experts, offsets_of(table, at), True, "chunked", weights, torch.ones(4), *plan, *at.flat)
-    op = torch.ops.fusedtp.moe_matmul_combine.default
-    torch.library.opcheck(op, given)
-    alone = (*given[:3], False, "chunked", weights.detach(), *given[6:])
-    torch.library.opcheck(op, alone, test_utils="test_faketensor")
+    given = (h, experts, offsets_of(table, at), "chunked", weights, torch.ones(4), *plan, *at.flat)
+    torch.library.opcheck(torch.ops.fusedtp.moe_matmul_combine.default, given)
+    for needs_weights in (False, True):
+        back = (
+            torch.ones(at.tokens, 5),
+            h.detach(),
+            experts.detach(),
+            given[2],
+            torch.ones(4),
+            True,
+            needs_weights,
+        )
+        op = torch.ops.fusedtp.moe_matmul_combine_backward.default
+        torch.library.opcheck(op, (*back, *plan, *at.flat))
 
 
 def test_opcheck():
