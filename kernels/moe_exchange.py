@@ -59,11 +59,14 @@ def push_chunk(
 ):
     """Copy a chunk of a segment to `dst`, and say so: flag 1 + c is chunk c."""
     last = tl.minimum((chunk + 1) * chunk_rows, count)
+    leaving = signals.abroad(peers, dst, last - chunk * chunk_rows)
+    due = signals.book_link(peers, leaving, K, x.dtype.element_ty)
     for first in range(chunk * chunk_rows, last, BLOCK_M):
         at = first + tl.arange(0, BLOCK_M)
         inside = at < last
         rows = tl.load(index + at, mask=inside, other=0).to(tl.int64)
         copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
+    signals.leave_link(peers, due)
     signals.publish(peers, dst, 1 + chunk)
 
 

@@ -69,6 +69,7 @@ class World:
             flags_per_source=FLAGS,
             timeout_s=60.0,
             ranks_per_device=1,
+            link=None,
             meet=None,
         )
         self.view.failure = self.view.status
