@@ -242,7 +242,7 @@ def book_link(peers, rows, cols, ELEMENT: tl.constexpr):
         nbytes = wide(rows) * cols * (ELEMENT.primitive_bitwidth // 8)
         if nbytes > 0:
             took = (nbytes * decoded(peers.link) + 999999) // 1000000
-            raised(peers, LINK_FREE, wide(_clock(peers)))
+            raised(peers, LINK_FREE, wide(_ticks(peers)))
             due += added(peers, LINK_FREE, took) + took
             added(peers, LINK_BYTES, nbytes)
     return due
@@ -252,10 +252,11 @@ def book_link(peers, rows, cols, ELEMENT: tl.constexpr):
 def leave_link(peers, due):
     """After they have moved, and before they are published: stay until a held link has carried them.
 
-    That ends, whatever became of the call: a booking waits for no program, only for those before it.
+    That ends, whatever became of the call: a booking waits for no program, only for those before it. What is compared
+    is what some program of the rank last saw of the clock, which is older than the present: one atomic a look.
     """
     if peers.link is not None:
-        while wide(_clock(peers)) < due:
+        while raised(peers, CLOCK_WORD, wide(_ticks(peers))) < due:
             _pause()
 
 
@@ -273,9 +274,11 @@ def record(peers, code, peer, index, wanted, seen):
 
 if INTERPRETED.value:
 
-    def _clock(peers):
+    def _ticks(peers):
         """Nanoseconds of a clock that runs while others compute."""
         return time.monotonic_ns()
+
+    _clock = _ticks
 
     def _pause():
         """Yield the core: the rank that is waited for may need it."""
@@ -284,19 +287,24 @@ if INTERPRETED.value:
 else:
 
     @inline
-    def _clock(peers):
-        """Nanoseconds, the same for all threads of the program.
-
-        Threads read the timer at different moments, and a branch on it must not divide a program. An atomic is
-        done by one thread and its result handed to all; so the timer's maximum goes through a word of memory.
-        """
+    def _ticks(peers):
+        """Nanoseconds, not the same for all threads of the program: they read the timer at different moments."""
         if peers.clock == "cuda":
             ticks = tl.inline_asm_elementwise(
                 "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
             )
         else:
             ticks = tl.extra.hip.memrealtime() * 10  # 100 MHz
-        raised(peers, CLOCK_WORD, ticks)
+        return ticks
+
+    @inline
+    def _clock(peers):
+        """Nanoseconds, the same for all threads of the program, which a branch on them must not divide.
+
+        An atomic is done by one thread and its result handed to all; so the timer's maximum goes through a word of
+        memory.
+        """
+        raised(peers, CLOCK_WORD, _ticks(peers))
         return raised(peers, CLOCK_WORD, wide(0))
 
     @inline
