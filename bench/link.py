@@ -1,6 +1,7 @@
-"""Holding the copies of virtual ranks to a rate, so that one GPU's memory passes for a link.
+"""Holding what virtual ranks send to a rate, so that one GPU's memory passes for a link.
 
     virtual rank's copy stream    | piece | spin .... | piece | spin .... |        piece / (copy + spin) = rate held
+    virtual rank's kernels        books, stores, spins until the link is done      all programs of a rank together
 
 One GPU copies between its ranks at the speed of its memory, many times that of a link, and each of its W ranks has
 1/W of the processors: a node whose links carry R is imitated by R / W a rank. The copy stream moves pieces of limited
@@ -11,13 +12,20 @@ measured copy bandwidth, the rest is left to the matmuls; more is refused.
 The spin counts the processors' clock. Under load that clock falls, and copies beside matmuls are then slower than the
 rate that was held when nothing else ran, never faster: what is hidden is understated.
 
-Stores of a reduce-scatter's epilogue are not copies: nothing holds them. Not measured on a GPU yet.
+Rows that kernels store at a peer from inside, or fetch from one, are held by the kernels themselves, to the rate that
+was asked for: Note [A held link] in kernels/signals.py. They tell the time by a clock of nanoseconds, which no load
+slows. What they reach is measured by a gather whose matmul is next to nothing, from the bytes that the kernels counted;
+more than the rate is refused. A rank's copies and its kernels' rows are held each by itself: engines use one or the
+other. In both a link has one direction, what a rank sends or what it fetches. What comes in meanwhile is not held.
+
+Not measured on a GPU yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +42,14 @@ SHARE = 0.5  # of the measured copy bandwidth
 ROUNDS = 6  # of calibration
 
 
+@dataclass(frozen=True)
+class Held:
+    """GB/s that a rank's sending reached under the hold, while all ranks did nothing else; None of kernels not here."""
+
+    copies: float
+    kernels: float | None
+
+
 def check_total(link_gbps: float, ranks: int, copy_gbps: float) -> None:
     """Raise Refused, a ValueError, where `ranks` copies at `link_gbps` take more than half of what the device can copy.
 
@@ -45,6 +61,12 @@ def check_total(link_gbps: float, ranks: int, copy_gbps: float) -> None:
             f"{ranks} ranks at {link_gbps:g} GB/s copy {total:g} GB/s; the device copies {copy_gbps:.0f} GB/s, and "
             f"more than half of that ({most:.0f}) would slow the matmuls down: at most {most / ranks:.1f} GB/s a rank"
         )
+
+
+def check_kernels(held: float, rate: float, within: float = 0.02) -> None:
+    """Raise Refused where kernels moved `held` bytes/s over a link that was to be held to `rate`. Less is no fault."""
+    if held > (1 + within) * rate:
+        raise Refused(f"wanted kernels held to {rate / 1e9:.1f} GB/s, they moved {held / 1e9:.1f}")
 
 
 def piece_bytes(rate: float) -> int:

@@ -75,7 +75,7 @@ class Options(Shared):
     engine: str = ""
     """Engines of the fused operations."""
     link_gbps: float | None = None
-    """Virtual world on a GPU: hold each rank's copies to so many GB/s (a node's link divided by its ranks)."""
+    """Virtual world on a GPU: hold what each rank sends to so many GB/s (a node's link divided by its ranks)."""
     minutes: float | None = None
     """About how long all samples take together. Default: 5; 0.05 with --smoke."""
     compile: bool = True
@@ -131,7 +131,9 @@ def plan_of(options: Options) -> Plan:
         faults.append("--device cuda: torch sees no GPU here")
     world = world_of(options.world, device)
     if options.link_gbps is not None and (world != "virtual" or device != "cuda"):
-        faults.append("--link-gbps holds the copies of a virtual world on a GPU; here is none")
+        faults.append("--link-gbps holds what ranks of a virtual world on a GPU send; here is none")
+    if options.link_gbps is not None and ranks and max(ranks) < 2:
+        faults.append("--link-gbps holds what ranks send each other: --tp must be more than 1")
     if options.link_gbps is not None and not options.link_gbps > 0:
         faults.append(f"--link-gbps is {options.link_gbps}, must be positive")
     minutes = options.minutes if options.minutes is not None else 0.05 if options.smoke else 5.0

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import fusedtp
 from fusedtp.comm import VirtualWorld, communicator
+from fusedtp.comm.device_view import runs_kernels
 from fusedtp.ops.engines import interpreting
 
 from . import link, sample
@@ -31,6 +33,10 @@ TIMEOUT_SECONDS = (
     90.0  # of a virtual world: what eight threads take to compile a kernel, and less than a part of a run
 )
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+PUSHED = (
+    1024,
+    8192,
+)  # of a rank in bf16: at 50 GB/s they take 2 ms to seven peers, a hundred times what starting a kernel does
 SQUARES = {"cuda": (4096, 8192), "cpu": (1024, 1536)}
 
 
@@ -39,6 +45,7 @@ class Rank:
     """One rank of a world. All ranks call the same methods in the same order.
 
     seconds    what the samples of one case may take
+    link       what its sending is held to, if it is
     roofs      dtype -> FLOP/s, "copy" -> bytes read and written a second: of all ranks at once
     """
 
@@ -46,7 +53,7 @@ class Rank:
     group: Any = None
     seconds: float = 0.0
     roofs: dict[str, float] = field(default_factory=dict)
-    link_gbps: float | None = None
+    link: link.Held | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,7 +194,7 @@ def _held(plan: Plan, link_gbps: float, ranks: int, fn: Callable[..., Any], args
     world = VirtualWorld(ranks, plan.device, TIMEOUT_SECONDS)
     held, piece, cycles = hold(world, plan, link_gbps)
     with link.paced(piece, cycles):
-        return world.run(lambda group: fn(Rank(plan, group, link_gbps=held), *args))[0]
+        return world.run(lambda group: fn(Rank(plan, group, link=held), *args))[0]
 
 
 @contextmanager
@@ -200,10 +207,13 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def hold(world: VirtualWorld, plan: Plan, link_gbps: float) -> tuple[float, int, int]:
-    """(GB/s held, bytes of a piece, cycles of a spin) for every rank's copies at once. Not measured on a GPU yet."""
+def hold(world: VirtualWorld, plan: Plan, link_gbps: float) -> tuple[link.Held, int, int]:
+    """(what is held, bytes of a piece, cycles of a spin) for every rank at once. Not measured on a GPU yet.
 
-    def body(group: Any) -> tuple[float, int, int]:
+    Kernels of this world's group are held from then on.
+    """
+
+    def body(group: Any) -> tuple[link.Held, int, int]:
         rank = Rank(plan, group)
         source = torch.empty(64 << 20, dtype=torch.uint8, device=rank.device)
         target, clock = torch.empty_like(source), sample.cycles_per_second(rank.device)
@@ -221,7 +231,28 @@ def hold(world: VirtualWorld, plan: Plan, link_gbps: float) -> tuple[float, int,
             return rate_of(lambda: link.paced_copy(target, source, piece, int(spin * clock)))
 
         piece, spin, held = link.calibrate(link_gbps * 1e9, alone, held_with)
-        return held / 1e9, piece, int(spin * clock)
+        kernels = _hold_kernels(rank, link_gbps * 1e9) if runs_kernels(rank.device) else None
+        return link.Held(held / 1e9, kernels), piece, int(spin * clock)
 
-    found: tuple[float, int, int] = world.run(body)[0]
+    found: tuple[link.Held, int, int] = world.run(body)[0]
     return found
+
+
+def _hold_kernels(rank: Rank, rate: float) -> float:
+    """Hold this rank's kernels to `rate` bytes/s, and return what they then move, in GB/s. Collective."""
+    assert rank.comm is not None
+    workspace = rank.comm.workspace
+    workspace.hold_link(rate)
+    x, w = rank.randn(*PUSHED, dtype="bfloat16", seed=1), rank.randn(16, PUSHED[1], dtype="bfloat16", seed=2)
+
+    def push() -> None:
+        fusedtp.all_gather_matmul(x, [w], rank.group, engine="triton")
+
+    rank.warm(push)
+    before, count = workspace.carried(), 5
+    times = [rank.worst(rank.clock(rank.meeting, push))[0] for _ in range(count)]
+    of_call = (workspace.carried() - before) / count
+    assert of_call == (rank.world_size - 1) * x.numel() * x.element_size(), of_call
+    held = of_call / statistics.median(times)
+    link.check_kernels(held, rate)
+    return held / 1e9

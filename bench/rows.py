@@ -25,7 +25,8 @@ class Row:
     t_plain              of a fused kernel whose data is all there: the same work without flags
     error                largest absolute difference from an fp64 reference on sampled rows
     error_share          the largest share of what the dtype allows there; above 1 the result is wrong
-    link_gbps            what the copies of a rank reached where --link-gbps held them
+    t_apart              of a layer that communicates while it computes: the same without that, one by one
+    link_gbps            what a rank's copies, or its kernels, reached where --link-gbps held them and they did no more
     """
 
     suite: str
@@ -41,6 +42,7 @@ class Row:
     t_comm: float | None = None
     t_matmul: float | None = None
     t_plain: float | None = None
+    t_apart: float | None = None
     host_seconds: float | None = None
     error: float | None = None
     error_share: float | None = None
@@ -82,6 +84,11 @@ class Row:
         """Time over that of the plain matmul: what flags and order cost."""
         return None if self.seconds is None or not self.t_plain else self.seconds.median / self.t_plain
 
+    @property
+    def gain(self) -> float | None:
+        """Time one by one over time: above 1 where overlap pays."""
+        return None if self.seconds is None or not self.t_apart else self.t_apart / self.seconds.median
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         rate = self.rate
@@ -105,6 +112,8 @@ class Row:
             "over_slower": self.over_slower,
             "t_plain": self.t_plain,
             "overhead": self.overhead,
+            "t_apart": self.t_apart,
+            "gain": self.gain,
             "host_seconds": self.host_seconds,
             "error": self.error,
             "error_share": self.error_share,

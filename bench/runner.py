@@ -56,7 +56,9 @@ def run_cases(rank: Rank, jobs: Sequence[Job], seconds: float, path: str, key: d
     rank.seconds = seconds
     rank.measure_roofs()
     if journal is not None:
-        journal.add(world=f"{rank.world}x{rank.world_size}", roofs=rank.roofs, link_gbps=rank.link_gbps)
+        journal.add(
+            world=f"{rank.world}x{rank.world_size}", roofs=rank.roofs, link=rank.link and vars(rank.link)
+        )
     for suite, case in jobs:
         rows = suite_module(suite).measure(rank, case)
         if journal is not None:

@@ -188,11 +188,33 @@ def rows_of(
             name,
             seconds=spread,
             host_seconds=rank.host(ways[name], spread),
-            **{"note": rank.notes.get(name, ""), **figures, **each.get(name, {})},
+            **{**link_of(rank, name), **figures, **each.get(name, {})},
         )
         for name, spread in rank.measure(ways).items()
     ]
     return rows + [made(name, note=why) for name, why in absent.items()]
+
+
+COPIED = ("communication alone: ours", "fusedtp chunked", "fusedtp triton-copy")  # by the paced copy stream
+
+
+def held_gbps(rank: Rank, name: str) -> float | None:
+    """What all that this way moves was held to; None where there is no link, or nothing holds it."""
+    if rank.link is None:
+        return None
+    if name in COPIED:
+        return rank.link.copies
+    return rank.link.kernels if name.startswith("fusedtp triton") else None
+
+
+def link_of(rank: Rank, name: str) -> dict[str, Any]:
+    """What a way was held to, and what is to be said of that, or of its last sample."""
+    notes, held = [rank.notes.get(name, "")], held_gbps(rank, name)
+    if held is not None:
+        return {"link_gbps": held, "note": notes[0]}
+    if rank.link is not None and name.startswith("fusedtp"):
+        notes.insert(0, "not held to the link: only copies by the copy engine and rows that kernels move are")
+    return {"note": "; ".join(filter(None, notes))}
 
 
 def median(spreads: dict[str, Spread], *names: str) -> float:

@@ -3,14 +3,15 @@
 Tokens choose `top_k` different experts: "balanced" all with equal chance, "skewed" expert e with a chance like
 1 / (1 + e). Gradients reach x, the weights and all of the experts' parameters; the router is not in it. `peak` is the
 largest memory a rank held during a call beyond what it held before, and stands beside tokens x k x dim of a rank.
-By engine triton rows travel while matmuls run, forward; "one by one" is the same layer without that, in four kernels.
+By engine triton rows travel while matmuls run; "one by one" is the same layer without that, in four kernels forward,
+and `gain` its time over that of the layer with overlap.
 "experts alone" has its rows already, and nothing travels: no exchange, however fast, makes a layer faster than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .common import drop_what_fails, rows_of
 
 NAME, RANKS = "moe", "several"
 ALONE = "experts alone"
+ONE_BY_ONE = ", one by one"
 SAMPLED = 32  # tokens of a rank that are held against fp64
 
 
@@ -45,6 +47,8 @@ class Layer:
     top_k: int
 
 
+# On a GPU DeepSeek-V3's widths and top-8, with 64 experts: that of a virtual world holds the experts of all ranks, and
+# their gradients, 11 GB instead of 45 GB with 256. Rows that travel are as many.
 # On a CPU two widths: hidden / dim as Qwen3-30B-A3B has it (../experts.py: 768 / 2048), where moving rows weighs most,
 # and experts as wide as the model, which matmuls fill.
 LAYERS = {
@@ -166,7 +170,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             continue
         functions[f"fusedtp {engine}"] = ours(engine)
         if engine == "triton":
-            functions["fusedtp triton, one by one"] = ours(engine, overlapped=False)
+            functions["fusedtp triton" + ONE_BY_ONE] = ours(engine, overlapped=False)
     sets = rank.copies(operands)
     ways: dict[str, Way] = {name: Rotating(_both(fn, own), sets) for name, fn in functions.items()}
     ways[ALONE] = Rotating(_alone(own), [arrived(*each) for each in sets])
@@ -191,7 +195,14 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             "error": errors.Error(*rank.worst(off, off / allowed)),
             "peak_bytes": memory.peak_bytes(rank, ways[name]),
         }
-    return rows_of(rank, NAME, case, ways, found, absent, flops=case.flops, roof=rank.roofs[case.dtype])
+    rows = rows_of(rank, NAME, case, ways, found, absent, flops=case.flops, roof=rank.roofs[case.dtype])
+    return with_gain(rows)
+
+
+def with_gain(rows: list[Row]) -> list[Row]:
+    """The same, the time of each engine's layer one by one entered in the row of its layer with overlap."""
+    apart = {row.engine: row.seconds.median for row in rows if row.seconds is not None}
+    return [replace(row, t_apart=apart.get(row.engine + ONE_BY_ONE)) for row in rows]
 
 
 def _alone(own: list[Tensor]) -> Callable[..., object]:

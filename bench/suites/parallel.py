@@ -23,9 +23,9 @@ from ..errors import Error
 from ..ranks import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
-from .common import Case, drop_what_fails, median, row
+from .common import COPIED, Case, drop_what_fails, held_gbps, link_of, median, row
 
-MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
+MATMUL, OURS_ALONE = "matmul alone", COPIED[0]
 ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
 Function = Callable[..., Tensor]
 LocalError = Callable[[Tensor], Error]
@@ -85,7 +85,7 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
         else:
             functions[name] = _bound(parts.ours, engine)
     operands, is_wrong = rank.copies(parts.operands), {}
-    if parts.there is not None and "triton" in engines.values() and rank.link_gbps is None:
+    if parts.there is not None and "triton" in engines.values() and rank.link is None:
         why = _cannot(rank, suite, "triton")
         if why:
             absent[ARRIVED] = why
@@ -119,9 +119,9 @@ def measure(rank: Rank, suite: str, case: Case, parts: Parts) -> list[Row]:
             figures |= dict(flops=ranks * of_rank, roof=rank.roofs[dtype], error=errors.get(name))
         if name == ARRIVED:
             figures |= dict(t_plain=spreads[PLAIN].median if PLAIN in spreads else None)
-        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN) and _is_held(rank, name):
+        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN) and _whole_link(rank, name):
             figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
-        rows.append(row(rank, suite, shape, dtype, name, **figures, **_link(rank, name)))
+        rows.append(row(rank, suite, shape, dtype, name, **figures, **link_of(rank, name)))
     return rows + [row(rank, suite, shape, dtype, name, note=why) for name, why in absent.items()]
 
 
@@ -142,18 +142,6 @@ def _cannot(rank: Rank, suite: str, engine: str) -> str:
     return ""
 
 
-def _link(rank: Rank, name: str) -> dict[str, Any]:
-    """What the rank's copies were held to, and what is to be said of that, or of the sample."""
-    note = rank.notes.get(name, "")
-    if rank.link_gbps is None or name == MATMUL:
-        return {"note": note}
-    if _is_held(rank, name):
-        return {"link_gbps": rank.link_gbps, "note": note}
-    return {
-        "note": "; ".join(filter(None, ("not held to the link: only copies by the copy engine are", note)))
-    }
-
-
-def _is_held(rank: Rank, name: str) -> bool:
-    """Whether all that this way moves goes through the paced copy stream, where there is a link to hold."""
-    return rank.link_gbps is None or name in (OURS_ALONE, "fusedtp chunked", "fusedtp triton-copy")
+def _whole_link(rank: Rank, name: str) -> bool:
+    """Whether all that this way moves takes the link that the communication alone took, or there is none to hold."""
+    return rank.link is None or held_gbps(rank, name) is not None

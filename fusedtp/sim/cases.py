@@ -197,14 +197,14 @@ def issue(
     return made
 
 
-def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
-    """A case of these calls, one after another on one workspace."""
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, link: int | None = None) -> Case:
+    """A case of these calls, one after another on one workspace; `link` as SimulatedWorld takes it."""
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
         flags = 1 + max(2 * _chunks(call) for call in calls)
-        world = SimulatedWorld(w, max(call.slot_bytes() for call in calls), flags)
+        world = SimulatedWorld(w, max(call.slot_bytes() for call in calls), flags, link)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):

@@ -18,10 +18,13 @@ class SimulatedWorld:
 
     slot_bytes         of one slot; every rank's data region holds two
     flags_per_source   chunks that one source can announce, chunk 0 being its arrival
+    link               femtoseconds that a byte takes where links are held, see kernels/signals.py
     """
 
-    def __init__(self, world_size: int, slot_bytes: int, flags_per_source: int) -> None:
-        w = world_size
+    def __init__(
+        self, world_size: int, slot_bytes: int, flags_per_source: int, link: int | None = None
+    ) -> None:
+        w, self.link = world_size, link
         self.world_size, self.slot_bytes, self.flags_per_source = (
             w,
             -(-slot_bytes // 16) * 16,
@@ -50,6 +53,7 @@ class SimulatedWorld:
             slot_bytes=self.slot_bytes,
             flags_per_source=self.flags_per_source,
             timeout_s=600.0,
+            link=self.link,
         )
 
     def recorded(self) -> list[str]:

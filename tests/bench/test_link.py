@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,9 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.bench import link
+from fusedtp.bench import link, ranks
+from fusedtp.bench.options import Options, plan_of
+from fusedtp.bench.rows import Row
+from fusedtp.bench.sample import Spread
+from fusedtp.bench.suites import common, moe
 from fusedtp.comm import streams
 from fusedtp.ops import local
+from fusedtp.ops.engines import has_triton
+from tests.harness import world
 
 RATES = st.floats(1e9, 400e9)
 
@@ -99,3 +106,62 @@ def test_the_copy_stream_carries_what_a_link_can_hold(monkeypatch: pytest.Monkey
     copies.stream = mock.MagicMock()
     copies.fetch(torch.ones(5))
     assert carried == [5]
+
+
+def test_kernels_may_be_slower_than_their_link_but_not_faster() -> None:
+    for held in (1.0, 50e9, 51e9):
+        link.check_kernels(held, 50e9)
+    with pytest.raises(ValueError, match=r"held to 50\.0 GB/s, they moved 52\.0"):
+        link.check_kernels(52e9, 50e9)
+
+
+def _push(group: Any) -> float:
+    rank = ranks.Rank(plan_of(Options(device="cpu", world="processes", smoke=True)), group)
+    with mock.patch.object(ranks, "PUSHED", (32, 64)):
+        return ranks._hold_kernels(rank, 1e5)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+def test_what_kernels_reach_is_measured_and_no_more_than_the_rate() -> None:
+    for gbps in world(2).run(_push, timeout=300):
+        assert 0 < gbps <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "gbps"),
+    [
+        ("communication alone: ours", 5.0),
+        ("fusedtp chunked", 5.0),
+        ("fusedtp triton-copy", 5.0),
+        ("fusedtp triton", 4.0),
+        ("fusedtp triton, one by one", 4.0),
+    ],
+)
+def test_a_row_says_what_its_link_reached(name: str, gbps: float) -> None:
+    rank = mock.MagicMock(link=link.Held(5.0, 4.0), notes={name: "late"})
+    assert common.link_of(rank, name) == {"link_gbps": gbps, "note": "late"}
+    rank.link = None
+    assert common.link_of(rank, name) == {"note": "late"}
+
+
+def test_a_row_that_nothing_holds_says_so() -> None:
+    rank = mock.MagicMock(link=link.Held(5.0, None), notes={})
+    for name in ("fusedtp collective", "fusedtp triton"):
+        found = common.link_of(rank, name)
+        assert "link_gbps" not in found and "not held" in found["note"]
+    assert common.link_of(rank, "matmul alone") == {"note": ""}
+
+
+def test_a_layer_with_overlap_stands_beside_the_one_without() -> None:
+    def made(engine: str, seconds: float | None) -> Row:
+        spread = None if seconds is None else Spread.of([seconds] * 2)
+        return Row("moe", {}, "bfloat16", engine, "virtual", 8, seconds=spread)
+
+    rows = [
+        made("fusedtp triton", 2.0),
+        made("fusedtp triton, one by one", 3.0),
+        made("fusedtp collective", None),
+    ]
+    first, *others = moe.with_gain(rows)
+    assert first.gain == 1.5 and Row.from_dict(first.as_dict()) == first
+    assert others == rows[1:] and all(row.gain is None for row in others)

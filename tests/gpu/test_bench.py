@@ -33,11 +33,22 @@ def test_every_suite_runs(tmp_path: Path) -> None:
     }
 
 
-def test_a_link_is_held_and_too_much_is_refused(tmp_path: Path) -> None:
-    held = ["--world", "virtual", "--tp", "2", "--engine", "chunked", "--link-gbps"]
+def test_a_link_is_held(tmp_path: Path) -> None:
+    held = ["--world", "virtual", "--tp", "2", "--engine", "chunked,triton", "--link-gbps"]
     rows = _rows(tmp_path / "held.json", "all-gather-matmul", *held, "50")
-    rates = [row["link_gbps"] for row in rows if row["link_gbps"] is not None]
-    assert rates and all(rate == pytest.approx(50, rel=0.02) for rate in rates)
+    rates = {row["engine"]: row["link_gbps"] for row in rows if row["link_gbps"] is not None}
+    assert rates["fusedtp chunked"] == pytest.approx(50, rel=0.02)
+    assert 0 < rates["fusedtp triton"] <= 51
+
+
+def test_a_layer_of_experts_with_overlap_stands_beside_the_one_without_under_a_link(tmp_path: Path) -> None:
+    held = ["--world", "virtual", "--tp", "2", "--engine", "triton", "--link-gbps", "50"]
+    rows = {row["engine"]: row for row in _rows(tmp_path / "moe.json", "moe", *held)}
+    assert rows["fusedtp triton"]["gain"] > 0 and rows["fusedtp triton"]["link_gbps"] <= 51
+
+
+def test_too_much_for_a_link_is_refused(tmp_path: Path) -> None:
+    held = ["--world", "virtual", "--tp", "2", "--engine", "chunked", "--link-gbps"]
     assert cli.main(["all-gather-matmul", *RUN, *held, "100000", "--out", str(tmp_path / "much.json")]) == 2
 
 

@@ -113,7 +113,14 @@ def items_of(counts: Tensor, world_size: int, chunk_rows: int) -> Tensor:
 
 
 def returning(
-    machine: Machine, dtype: torch.dtype, precision: str, at: Any, n: int, k: int, flags: int, products: int = 1
+    machine: Machine,
+    dtype: torch.dtype,
+    precision: str,
+    at: Any,
+    n: int,
+    k: int,
+    flags: int,
+    products: int = 1,
 ) -> Config:
     """The tiles of the grouped matmul; items and parts of what all ranks share alone.
 

@@ -56,6 +56,7 @@ class Variant:
     precision, activation   of matmuls on one device
     tma      not: by pointers, whatever the target
     batch    runs of rows that each rank of a fused operation has
+    link     femtoseconds a byte takes on a link that is held; None: none is
     """
 
     name: str
@@ -72,6 +73,7 @@ class Variant:
     activation: str = "silu"
     tma: bool = True
     batch: int = 1
+    link: int | None = None
 
 
 # Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
@@ -86,9 +88,12 @@ VARIANTS = {
     )
 }
 
+# As benchmarks of ranks that share a GPU run them, see Note [A held link] in kernels/signals.py.
+HELD = replace(VARIANTS["bf16"], name="bf16-link", targets=("sm_90",), link=17778)
+EXCHANGE_VARIANTS = VARIANTS | {HELD.name: HELD}
 
 # Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
-FUSED_VARIANTS = VARIANTS | {
+FUSED_VARIANTS = EXCHANGE_VARIANTS | {
     variant.name: variant
     for variant in (
         replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
@@ -120,7 +125,7 @@ GROUPED_VARIANTS = {
 }
 
 # Gated where there are two weights.
-ARRIVING_VARIANTS = VARIANTS | {
+ARRIVING_VARIANTS = EXCHANGE_VARIANTS | {
     variant.name: variant
     for variant in (
         Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
@@ -184,7 +189,7 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     if kernel in RETURNING:
         return RETURNING_VARIANTS
     if kernel in EXCHANGES:
-        return VARIANTS
+        return EXCHANGE_VARIANTS
     if kernel in ARRIVING:
         return ARRIVING_VARIANTS
     return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS

@@ -45,7 +45,7 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     weights = [empty(width, k) for width in widths]
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     batch = variant.batch
-    rows, sig, view = Rows((t // w // batch,) * w, batch), 12345, _view(w)
+    rows, sig, view = Rows((t // w // batch,) * w, batch), 12345, _view(w, variant.link)
     x, full = empty(t // w, k), empty(t, k)
     if kernel not in LOCAL and not variant.tma:  # as on a GPU that has none
         machine = replace(machine, capability=0)
@@ -87,18 +87,19 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     words = unpacked(torch.empty(layout_size(at), dtype=torch.int32), at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
+    view = _view(w, variant.link)
     if kernel in ARRIVING:
         index = torch.empty(t * at.top_k, dtype=torch.int32)
         gated = len(variant.widths) > 1
         shape, offsets = (8, variant.widths[0], variant.k), torch.empty(9, dtype=torch.int32)
         matrices = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(1 + gated)]
         return moe_matmul.plan_dispatch_matmul(
-            _view(w), 1, torch.empty(t, variant.k, dtype=dtype), index, matrices, offsets, words, at, 12345,
+            view, 1, torch.empty(t, variant.k, dtype=dtype), index, matrices, offsets, words, at, 12345,
             variant.activation if gated else "", gated and variant.keep, None, variant.precision, machine,
         )[0]  # fmt: skip
     if kernel == "moe_dispatch_kernel":
         orders = torch.empty(w * t * at.top_k, dtype=torch.int32)
-        return moe.plan_dispatch(_view(w), 1, torch.empty(t, width, dtype=dtype), at.top_k, orders, *end)[0]
+        return moe.plan_dispatch(view, 1, torch.empty(t, width, dtype=dtype), at.top_k, orders, *end)[0]
     choices = torch.empty(t, at.top_k, dtype=torch.int32)
     weights = torch.empty(t, at.top_k) if variant.bias else None
     if kernel == "moe_matmul_combine_kernel":
@@ -107,11 +108,9 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         back = homes(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
         pairs = 1 if variant.bias else 2  # of a product with weights, and of the gradients of gate and up
         sums = (choices, weights, words, at, 12345, None, variant.precision)
-        given = (_view(w), 1, [h] * pairs, [experts] * pairs, offsets, back, *sums)
+        given = (view, 1, [h] * pairs, [experts] * pairs, offsets, back, *sums)
         return moe_matmul_combine.plan_matmul_combine(*given, machine)[0]
-    return moe.plan_combine(
-        _view(w), 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end
-    )[0]
+    return moe.plan_combine(view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end)[0]
 
 
 def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -215,7 +214,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
     return pointwise.plan_rotate(q, k, table, table, 1)[0]
 
 
-def _view(world_size: int) -> SimpleNamespace:
+def _view(world_size: int, link: int | None = None) -> SimpleNamespace:
     """A workspace's device view, of which a plan takes nothing but types."""
     words = torch.zeros(max(8, world_size), dtype=torch.int64)
     return SimpleNamespace(
@@ -227,6 +226,7 @@ def _view(world_size: int) -> SimpleNamespace:
         slot_bytes=1 << 30,
         flags_per_source=4096,
         ranks_per_device=1,
+        link=link,
         meet=None,
         failure=words,
         timeout_s=600.0,

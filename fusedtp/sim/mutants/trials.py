@@ -5,7 +5,8 @@
     none      a call without any row between two others
     idle      rank 0 has no columns of its own and so reads nothing of its peers
     tma       one of the calls, its operands by TMA where no peer writes them
-    wrap      the same with a call number that wraps from 2**31 - 1 to -2**31
+    held      the calls, what a rank sends held to a link and counted
+    wrap      the calls with a number that wraps from 2**31 - 1 to -2**31
     other     rank 1 is in another call, with less to send: every rank must notice and none may wait in vain; once in
               a call of which rank 1 would have no rows
     late      rank 2 alone: rank 1 is in another call and rank 0 is not there yet; it must notice without waiting for 0
@@ -34,6 +35,7 @@ from ..case import Case
 from ..cases import Call, fused_case
 from ..exchange_cases import OPERATIONS as EXCHANGED
 from ..explore import Schedule
+from ..link_cases import held_case
 from ..lint.cases import ELEMENTWISE, GROUPED, LOCAL
 from ..strategies import DEFAULT
 from .grouped_cases import grouped_case
@@ -134,6 +136,10 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
     for kernel, operation in known.items():
         made = by_tma(operation)
         yield Trial(kernel, fused_case(f"tma of {operation}", made, seed=3), schedules(2), calls=tuple(made))
+    for kernel, operation in known.items():
+        made = [replace(call, programs=(2, 2)) for call in calls(operation)]
+        case = held_case(f"held of {operation}", made, seed=3)
+        yield Trial(kernel, case, schedules(2), calls=tuple(made))
     for kernel, operation in known.items():
         yield Trial(kernel, wrapping(operation), schedules(2), calls=tuple(calls(operation)))
     for kernel, operation in known.items():
