@@ -18,7 +18,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe check mutants test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe check lint-kernels mutants test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ train-moe: venv ## train a small mixture of experts on two ranks, and check it a
 
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)
+
+lint-kernels: venv ## compile every kernel for every target in every variant: rules, and figures of the baseline
+	$(BIN)/python -m fusedtp.sim.lint $(ARGS)
 
 mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found
 	$(BIN)/fusedtp check --mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)

@@ -7,7 +7,6 @@ are told of caches, and in what they have beside these operations.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 
 from .clocks import Order
 from .faults import SimulationFault, UnsupportedKernel
+from .quick import quick
 from .sites import raised_at, site
 
 EXTERN = "a call of an external library"
@@ -212,11 +212,7 @@ class Builder:
                 stack.callback(module._patch_lang(function).restore)
             for name, operation in operations.items():
                 stack.enter_context(patch.object(builder, name, operation, create=True))
-            stack.enter_context(patch.object(module, "_get_np_dtype", _remembered(module._get_np_dtype)))
-            stack.enter_context(patch.object(module.tl.core.tensor, "__init__", _shaped_once(module.tl.core)))
-            # a second evaluation of every integer operation, in int64; nearly half of the interpreter's time
-            calm = dataclasses.replace(builder.options, sanitize_overflow=False)
-            stack.enter_context(patch.object(builder, "options", calm))
+            stack.enter_context(quick(module))
             yield
 
     def _order(self, sem: Any, scope: Any) -> Order:
@@ -251,34 +247,3 @@ def _mask(mask: Any) -> np.ndarray:
 
 def _all(module: Any, ptr: Any) -> Any:
     return module.TensorHandle(np.ones(ptr.data.shape, bool), module.tl.int1)
-
-
-def _shaped_once(core: Any) -> Callable[..., None]:
-    """A tensor's constructor that builds what follows from its type once a type, not once an operation."""
-    own = core.tensor.__init__
-    known: dict[Any, dict[str, Any]] = {}
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        key = (type.scalar.name, *type.shape) if type.is_block() else None
-        made = known.get(key)
-        if made is None:
-            own(self, handle, type)
-            known[key] = {k: v for k, v in vars(self).items() if k not in ("handle", "type", "dtype")}
-        else:
-            vars(self).update(made, handle=handle, type=type, dtype=type.scalar)
-
-    return init
-
-
-def _remembered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter builds a table at every call of this."""
-    known: dict[Any, Any] = {}
-
-    def remembered(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        key = "pointer" if scalar.is_ptr() else scalar.name
-        if key not in known:
-            known[key] = function(dtype)
-        return known[key]
-
-    return remembered

@@ -19,12 +19,14 @@ from types import SimpleNamespace
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from fusedtp.comm.copies import Copies
 from fusedtp.kernels import signals, tiles
 from fusedtp.ops import launch
 from fusedtp.ops.launch import operands
 from fusedtp.ops.rows import Rows
+from fusedtp.sim.quick import quick
 
 SLOT = 1 << 19
 FLAGS = 4096
@@ -331,6 +333,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.Tensor.new_empty = poisoned
     operands.described = counted
+    with quick(interpreter):
+        fork(sockets, files)
+
+
+def fork(sockets: list[int], files: list[int]) -> None:
     for rank, mine in enumerate(sockets):
         if os.fork() == 0:
             for other in sockets:

@@ -136,8 +136,9 @@ def compiled_by_inductor(group) -> None:
         )
         leaves = [t.detach().clone().requires_grad_() for t in given]
         # its cache on disk knows a graph by torch's version, not by what our operations take in this one; and each rank
-        # would start processes that compile, for a graph that one compiles sooner
-        with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
+        # would start processes that compile, for a graph that one compiles sooner, and try what vectors the machine has
+        alone = {"force_disable_caches": True, "compile_threads": 1, "cpp.vec_isa_ok": False}
+        with torch._inductor.config.patch(alone):
             y = function(*leaves)
             y.backward(torch.ones_like(y))
         found.append([y.detach(), *(leaf.grad for leaf in leaves)])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fusedtp.sim import RULES
+from fusedtp.sim import RULES, Outcome
 from fusedtp.sim.known_bugs import hoisted, judge, known_bugs
 from fusedtp.sim.lint import TARGETS, Compiler, compiler
 from fusedtp.sim.workers import Pool, pool
@@ -19,9 +19,16 @@ def workers() -> Iterator[Pool]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def judged(workers: Pool) -> dict[str, tuple[Outcome, list[str]]]:
+    """What exploring each bug shows."""
+    running = {name: workers.submit(judge, name, False, SCHEDULES) for name in NAMES}
+    return {name: each.result(timeout=300) for name, each in running.items()}
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bug_is_found_with_its_rule_memory_and_lines(workers: Pool, name: str) -> None:
-    outcome, objections = workers.submit(judge, name, False, SCHEDULES).result(timeout=120)
+def test_the_bug_is_found_with_its_rule_memory_and_lines(judged, name: str) -> None:
+    outcome, objections = judged[name]
     assert not objections, "\n".join(objections)
     assert outcome.schedules <= SCHEDULES, "found by a schedule that the twin need not pass"
 
@@ -33,9 +40,9 @@ def test_the_twin_passes_every_schedule(workers: Pool, name: str) -> None:
     assert outcome.schedules == SCHEDULES
 
 
-def test_a_report_of_something_else_does_not_count(workers: Pool) -> None:
+def test_a_report_of_something_else_does_not_count(judged) -> None:
     """Every bug's own expectation refuses every other bug's report."""
-    faults = {name: workers.submit(judge, name, False).result(timeout=120)[0].fault for name in NAMES}
+    faults = {name: outcome.fault for name, (outcome, _) in judged.items()}
     for bug in known_bugs():
         assert bug.rule in RULES
         assert bug.objections(None)

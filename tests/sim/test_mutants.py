@@ -162,11 +162,19 @@ def test_a_run_goes_on_where_it_was_broken_off(sources: Sources, tmp_path: Path)
     assert Kept(file, changed, "12").verdict(named(changed, "equality"), "schedules") is None
     asked: list[Verdict] = []
     matrix = run(
-        wanted=lambda m: m == mutant, judges=("schedules",), keep=file, progress=lambda v, *_: asked.append(v)
+        wanted=lambda m: m == mutant,
+        judges=("schedules",),
+        workers=1,
+        keep=file,
+        progress=lambda v, *_: asked.append(v),
     )
     assert [v.result for v in matrix.verdicts] == ["killed"] and len(asked) == 1  # kept under another `how`
     again = run(
-        wanted=lambda m: m == mutant, judges=("schedules",), keep=file, progress=lambda v, *_: asked.append(v)
+        wanted=lambda m: m == mutant,
+        judges=("schedules",),
+        workers=1,
+        keep=file,
+        progress=lambda v, *_: asked.append(v),
     )
     assert again.verdicts == matrix.verdicts and len(asked) == 1
 

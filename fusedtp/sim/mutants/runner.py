@@ -24,7 +24,7 @@ from .verdict import EQUIVALENT, SURVIVED, Verdict
 
 SCHEDULES = 12  # of the three calls of each operation; the other trials take half as many
 CPU_SECONDS = 300.0  # of one mutant; one that no schedule shows goes through all trials of all kernels
-QUICK = 9  # every so many mutants
+QUICK = 18  # every so many mutants
 
 
 def quick(chosen: Sequence[Mutant], sources: Sources) -> list[Mutant]:
