@@ -1,7 +1,7 @@
 """Calls of fused kernels whose links are held (Note [A held link] in kernels/signals.py), and what they must book.
 
 Simulated time stands still, so that a link on which a byte takes no time is all that a kernel can leave again. What it
-carried is counted: every byte that goes to another rank, once, and none that stays.
+carried is counted: every byte that goes to another rank or, of a dispatch, comes from one, once, and none that stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AT_ONCE = 0  # femtoseconds a byte
 def held_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
     """A fused case of these calls: the same results, and the bytes that each rank's link has carried."""
     case = fused_case(name, calls, seed=seed, link=AT_ONCE)
-    wanted = sum(crossing(call, operands(call, seed + i)) for i, call in enumerate(calls))
+    wanted = torch.stack([crossing(call, operands(call, seed + i)) for i, call in enumerate(calls)]).sum(0)
 
     def make() -> Run:
         run = case.make()
@@ -49,7 +49,7 @@ def crossing(call: Call, given: Given) -> torch.Tensor:
             [of_owner.sum(1) for of_owner in given.table.split(EXPERTS, 1)], 1
         )  # [source, owner]
         rows = rows.long() - torch.diag(rows.diagonal())
-        return rows.sum(1 if call.operation.startswith("moe_dispatch") else 0) * row_width(call) * itemsize
+        return rows.sum(1 if call.operation == "moe_dispatch_matmul" else 0) * row_width(call) * itemsize
     own, every = torch.tensor(call.sizes) * call.batch, call.rows.total
     if call.operation.startswith("all_gather"):
         sends = torch.tensor([rank not in call.copied for rank in range(world)])
