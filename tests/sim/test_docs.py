@@ -19,8 +19,6 @@ from tests.sim.test_api import plain_pytest
 DOC = Path(__file__).resolve().parents[2] / "docs" / "checking-kernels.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
 
-FEW = "from hypothesis import settings\nsettings.register_profile('few', max_examples=25)\nsettings.load_profile('few')"
-
 
 def block(language: str, index: int = 0) -> str:
     return [text for name, text in BLOCKS if name == language][index]
@@ -73,7 +71,6 @@ def test_the_words_about_lines_and_ranks_fit_the_report():
 @pytest.mark.slow
 def test_the_tests_of_the_page_fail_on_the_race_and_pass_on_the_repair(ring, tmp_path_factory):
     (ring.parent / "test_ring.py").write_text(block("python", 1))
-    (ring.parent / "conftest.py").write_text(FEW)
     repaired = shutil.copytree(ring.parent, tmp_path_factory.mktemp("repaired") / "page")
     repair(repaired / "ring.py")
     with ThreadPoolExecutor() as both:
