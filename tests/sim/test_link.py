@@ -22,6 +22,7 @@ from fusedtp.sim import (
     SimulationFault,
     compare,
     explore,
+    machine,
     run_schedule,
 )  # fmt: skip
 from fusedtp.sim.link_cases import held_case
@@ -88,6 +89,41 @@ def wrong_bookings(torn: bool) -> int:
 def test_programs_of_a_rank_share_its_link_under_any_schedule():
     assert interpreted(wrong_bookings, False) == 0
     assert interpreted(wrong_bookings, True) > 0
+
+
+@triton.jit
+def travelling(peers, COLS: tl.constexpr):
+    """Each program sends as many rows as its number says, and one more."""
+    due = signals.book_link(peers, tl.program_id(0) + 1, COLS, tl.float16)
+    signals.leave_link(peers, due)
+
+
+class Sleeping:
+    """A clock that only sleep moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 1
+
+
+def time_of_travel(stays: bool) -> int:
+    """Nanoseconds that pass until all programs have left their link."""
+    world, clock = SimulatedWorld(1, 16, 4, link=1_000_000 * NS_OF_BYTE), Sleeping()
+    launch = Launch(travelling, PROGRAMS, dict(peers=peers_of(world.view(0), 0, 1, 7, "host"), COLS=COLS))
+    leave = signals.leave_link if stays else lambda peers, due: None
+    with patch.object(machine, "FROZEN", clock), patch.object(signals, "leave_link", leave):
+        run_schedule(Run([[launch]], world.memory, list), Schedule("random", 3))
+    return clock.now
+
+
+def test_programs_stay_until_the_link_has_carried_all():
+    assert interpreted(time_of_travel, True) >= sum(_took(i + 1) for i in range(PROGRAMS))
+    assert interpreted(time_of_travel, False) == 0
 
 
 def carried(operation: str, broken: bool = False) -> Fault | None:
