@@ -134,7 +134,8 @@ ARRIVING_VARIANTS = EXCHANGE_VARIANTS | {
 }
 
 # With weights where there is a bias; else the sum of two products, without.
-RETURNING_VARIANTS = VARIANTS | {"bf16-pair": Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096)}
+PAIR = Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096)
+RETURNING_VARIANTS = EXCHANGE_VARIANTS | {PAIR.name: PAIR}
 
 ELEMENTWISE_VARIANTS = {
     variant.name: variant
