@@ -119,6 +119,7 @@ def push_segments(
 def publish_rows(
     peers,
     sizes,
+    begins,
     slots_per_row,
     x,
     stride_xm,
@@ -129,13 +130,16 @@ def publish_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every peer; flag 1 + c."""
+    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every peer; flag 1 + c.
+
+    Nothing is published where nothing is sent, as in most rounds of an exchange in rounds: then nobody waits for it.
+    """
     pid = tl.program_id(0)
     if pid == 0:
         signals.arrive(peers)
     rank = signals.rank_of(peers)
     size, _offset = shard(sizes, rank, peers.world_size)
-    count = size // slots_per_row
+    count = tl.where(tl.load(begins + peers.world_size) > 0, size // slots_per_row, 0)
     out = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
     for chunk in range(pid, cdiv(count, chunk_rows), programs):
         last = tl.minimum((chunk + 1) * chunk_rows, count)
@@ -185,6 +189,7 @@ def moe_dispatch_kernel(
     stride_xm,
     stride_xk,
     slots_per_row,  # how many neighbouring slots a row of x stands for
+    begins,  # int32 [W + 1], which of this rank's rows go to each owner
     orders,  # int32, every rank's slots by (expert, slot), one rank after another
     in_sources,  # int32 [W], where this rank's rows begin in each source's order
     sources,  # int32 [W + 1], which of this rank's rows, by (source, expert, slot), are of each source
@@ -207,7 +212,7 @@ def moe_dispatch_kernel(
     world: tl.constexpr = peers.world_size
     if tl.program_id(0) < send_programs:
         publish_rows(
-            peers, sizes, slots_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M, BLOCK_K
+            peers, sizes, begins, slots_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M, BLOCK_K
         )  # fmt: skip
     else:
         rank = signals.rank_of(peers)

@@ -30,6 +30,8 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     movers (all_gather, ...)           as the matmul   -
     moe_dispatch, of k choices         max R_p (K + k) max R_p * K
     moe_combine                        owners' rows    max R_p * k * N
+    moe_dispatch_matmul                -               max_rows * K
+    moe_matmul_combine                 -               max R_p * k * N, and max_rows * N backward
     collective: none
 
 So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push

@@ -73,6 +73,7 @@ def plan_dispatch(
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         slots_per_row=slots_per_row,
+        begins=layout.begins,
         orders=orders,
         in_sources=layout.in_sources,
         sources=layout.sources,

@@ -5,13 +5,12 @@
                and is multiplied in one launch; dweights from that and h
     wgrad      dexperts[e] = dy[rows of e].T @ h[rows of e], dy[row] = weight * dout[token of row]
 
-Where no kernel does both, the graph is that of the two operations. See Note [Split backward] in ../autograd.py of how
-wgrad gets dy.
+Where no kernel does both, the graph is that of the two operations. Nodes as in Note [Split backward] of ../autograd.py:
+wgrad is one of its own, to which that of dgrad leaves dy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +21,14 @@ from fusedtp.comm import place
 
 from .. import gradients
 from ..api import _autocast, _mask, in_step
+from ..autograd import _Join, _token
 from ..first_order import first_order
-from ..main_grad import main_grads_of
+from ..main_grad import Sink, main_grads_of
 from . import matmul_combine_library as _library
 from .api import MoEHandle, moe_combine
 from .exchange import multiplies_and_gathers
-from .grouped import _check, _Weights, grouped_matmul
+from .grouped import _check, _wgrad, grouped_matmul
+from .plan import Exchange
 
 assert _library
 
@@ -63,39 +64,67 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
             return out
         with torch.no_grad():
             made = gradients.op("moe_matmul_combine")(h, experts, *given)
-    token = None
+    cell: dict[str, Any] = {}
+    token, where = None, (offsets, handle.row_weights, *handle.plan)
     if experts.requires_grad:
-        token = _Weights.apply(engine, sinks[0], h.detach(), offsets, experts, None)
-    out = _Home.apply(
-        h, token, weights, experts.detach(), offsets, handle.row_weights, *handle.plan, at.flat, [made]
-    )
-    return out
+        token = _HomeWeights.apply(engine, sinks[0], cell, at, h.detach(), experts, *where)
+    out = _Home.apply(h, weights, experts.detach(), *where, at, token is not None, cell, [made])
+    return out if token is None else _Join.apply(out, token)
 
 
 def _fuses(h: Tensor, handle: MoEHandle, engine: str) -> bool:
-    """Whether one kernel does both: by what all ranks share."""
-    return engine in ("auto", "triton") and multiplies_and_gathers(handle.at, h.dtype)
+    """Whether one kernel does both: by what all ranks share. Not in fp16, whose gradients may leave its range before
+    they are weighed."""
+    by_kernels = engine in ("auto", "triton") and h.dtype != torch.float16
+    return by_kernels and multiplies_and_gathers(handle.at, h.dtype)
 
 
 class _Home(Function):
-    """A matmul and combine that was already done. The token's gradient is dy, for the node that makes dexperts."""
+    """A matmul and combine that was already done; backward leaves dy in the cell for the weight node, made before."""
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, token: Tensor | None, weights: Tensor, experts: Tensor, offsets: Tensor,
-        row_weights: Tensor, table: Tensor, orders: Tensor, words: Tensor, at: Sequence[Any], cell: list[Tensor],
+        ctx: Any, h: Tensor, weights: Tensor, experts: Tensor, offsets: Tensor, row_weights: Tensor, table: Tensor,
+        orders: Tensor, words: Tensor, at: Exchange, keep: bool, cell: dict[str, Any], made: list[Tensor],
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(h, experts, offsets, row_weights, table, orders, words)
-        ctx.at, ctx.wide = at, weights.dtype
-        return cell.pop()
+        ctx.at, ctx.keep, ctx.cell, ctx.wide = at.flat, keep, cell, weights.dtype
+        return made.pop()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         h, experts, offsets, row_weights, *plan = ctx.saved_tensors
-        _, needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        needs_weights = ctx.needs_input_grad[1]
         dh, dy, dweights = gradients.op("moe_matmul_combine_backward")(
-            dout.contiguous(), h, experts, offsets, row_weights, needs_rows, needs_weights, *plan, *ctx.at
+            dout.contiguous(), h, experts, offsets, row_weights, ctx.keep, needs_weights, *plan, *ctx.at
         )
-        dweights = dweights.to(ctx.wide) if needs_weights else None
-        return dh, dy if needs_rows else None, dweights, *([None] * 8)
+        if ctx.keep:
+            ctx.cell["dy"] = dout, dout._version, dy
+        return dh, dweights.to(ctx.wide) if needs_weights else None, *([None] * 10)
+
+
+class _HomeWeights(Function):
+    """dexperts, by the dy that the node of the inputs had; rows travel again where that did not run in this pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: str, sink: Sink | None, cell: dict[str, Any], at: Exchange, h: Tensor, experts: Tensor,
+        offsets: Tensor, row_weights: Tensor, table: Tensor, orders: Tensor, words: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(h, offsets, row_weights, table, orders, words)
+        ctx.engine, ctx.sink, ctx.cell, ctx.at = engine, sink, cell, at.flat
+        return _token(h, at.tokens, experts.shape[1])
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        h, offsets, row_weights, *plan = ctx.saved_tensors
+        kept = ctx.cell.pop("dy", None)
+        if kept is not None and kept[0] is dout and kept[1] == dout._version:  # else of another backward pass
+            dy = kept[2]
+        else:
+            dout = dout.contiguous()
+            dy, _ = torch.ops.fusedtp.moe_combine_backward(dout, dout, row_weights, False, *plan, *ctx.at)
+        dexperts = _wgrad(ctx.engine, dy, h, offsets, ctx.sink)
+        return None, None, None, None, None, dexperts, *([None] * 5)

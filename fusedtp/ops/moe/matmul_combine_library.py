@@ -2,7 +2,8 @@
 
     fusedtp::moe_matmul_combine            h [max_rows, K], experts [E_r, N, K], weights [T_r, k] -> out [T_r, N]
     fusedtp::moe_matmul_combine_backward   dout [T_r, N], h, experts -> dh [max_rows, K], dweights [T_r, k], and the
-                                           rows of dout times their weights [max_rows, N], from which dexperts follow
+                                           rows of dout times their weights [max_rows, N], from which dexperts follow,
+                                           or [0, N]
 
 Backward is a dispatch of dout with its matmul by experts.mT, in one kernel too. A choice's weight is a factor of its
 row, so rows travel without it: dweights are the inner products of what the matmul makes of them with h, and no product
@@ -80,6 +81,8 @@ def moe_matmul_combine_backward(
         weigh.weigh_rows(dh[some], row_weights[some], h[some], dots[some] if needs_weights else None)
         if needs_rows:
             weigh.weigh_rows(dy[some], row_weights[some], dy[some], None)
+        else:
+            dy = dy.new_empty(0, dy.shape[1])
         dweights = exchange.gather_slots(dots, plan, at) if needs_weights else dots
         return dh, dy, dweights
 
@@ -92,7 +95,7 @@ def _(
     _plan, at = taken(*of_all)
     shape = (at.tokens, at.top_k) if needs_weights else (0,)
     dweights = dout.new_empty(shape, dtype=weigh.accumulator(h.dtype))
-    return h.new_empty(h.shape), dout.new_empty(at.max_rows, dout.shape[1]), dweights
+    return h.new_empty(h.shape), dout.new_empty(at.max_rows if needs_rows else 0, dout.shape[1]), dweights
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -77,7 +77,7 @@ def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
         out = moe_matmul_combine(rows, experts, handle)
     poison(group)
     fused = ("moe_matmul_combine", "triton") in communicator(group).engine_calls
-    assert fused == (case.engine == "triton" and len(case.sizes) > 1)
+    assert fused == (case.engine == "triton" and len(case.sizes) > 1 and case.dtype != torch.float16)
     out.backward(dout[here])
     got = (out.detach(), x.grad, weights.grad, experts.main_grad if case.seed % 2 else experts.grad)
     assert (experts.grad is None) == case.seed % 2

@@ -4,12 +4,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.engines import has_triton
-from fusedtp.ops.moe import moe_matmul_combine
+from fusedtp.ops.moe import moe_dispatch_gated, moe_matmul_combine
 from fusedtp.ops.moe.homes import homes
 from fusedtp.ops.moe.layout import packed
 from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
@@ -148,6 +150,46 @@ def experts_by_kernels(group) -> None:
 
 def test_experts_take_the_one_kernel():
     world(3).run(experts_by_kernels)
+
+
+def split(group) -> None:
+    """A layer's backward in an input pass and a weight pass, see tests/ops/test_split_backward.py."""
+    rank, g, comm = group.rank(), torch.Generator().manual_seed(0), communicator(group)
+    x, weights = (
+        torch.randint(-2, 3, (6, n), generator=g).float().split(list(SIZES))[rank].clone() for n in (3, 2)
+    )
+    gate, up, down = own = [
+        nn.Parameter(torch.randint(-2, 3, shape, generator=g).float())
+        for shape in ((2, 4, 3), (2, 4, 3), (2, 3, 4))
+    ]
+
+    def layer() -> torch.Tensor:
+        given = (x, IDS.split(list(SIZES))[rank], weights, gate, up, EXPERTS, group)
+        hidden, _, handle = moe_dispatch_gated(*given, sizes=SIZES, engine="triton")
+        return moe_matmul_combine(hidden, down, handle)
+
+    def calls() -> dict[str, int]:
+        return {name: n for (name, _), n in comm.engine_calls.items()}
+
+    x.requires_grad_()
+    layer().sum().backward()
+    whole = [t.grad.clone() for t in (x, *own)]
+    for t in (x, *own):
+        t.grad = None
+    y = layer()
+    comm.engine_calls.clear()
+    (dx,), groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(own))
+    assert calls() == {"moe_dispatch_matmul": 1, "moe_matmul_combine": 1}
+    stage_backward_weight(iter(own), groups)
+    assert calls() == {"moe_dispatch_matmul": 1, "moe_matmul_combine": 1}, "the weight pass is local"
+    for name, one, other in zip(
+        ("dx", "gate", "up", "down"), (dx, *(w.grad for w in own)), whole, strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+def test_a_split_backward_communicates_in_its_first_pass_alone():
+    world(3).run(split)
 
 
 def test_homes_are_where_a_combine_looks():
