@@ -210,13 +210,13 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
 
 def test_a_row_has_a_cell_for_each_column() -> None:
     full = replace(
-        ROW, t_comm=0.5, t_matmul=1.0, t_plain=1.6, roof=8.0, host_seconds=1e-4, peak_bytes=3_000_000,
+        ROW, t_comm=0.5, t_matmul=1.0, t_plain=1.6, t_apart=3.0, roof=8.0, host_seconds=1e-4, peak_bytes=3_000_000,
         error=0.1, error_share=0.25, note="n",
     )  # fmt: skip
     found = dict(zip(output.COLUMNS, output.cells(full), strict=True))
     assert found | {"ms": "", "TFLOP/s": "", "GB/s": ""} == {
         "engine": "e", "ms": "", "TFLOP/s": "", "GB/s": "", "roof": "50%", "hidden": "-100%", "/ slower": "2.000",
-        "/ plain": "1.250", "host us": "100", "peak MB": "3", "error": "0.25", "note": "n",
+        "/ plain": "1.250", "gain": "1.500", "host us": "100", "peak MB": "3", "error": "0.25", "note": "n",
     }  # fmt: skip
 
 
