@@ -38,7 +38,8 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
 
         h        [max_rows, K]  in the order of the dispatched rows; rows past handle.offsets[-1] are never read
         experts  [E / W, N, K]  of this rank
-        handle                  of the dispatch; where its engine is "triton" rows travel as they are computed
+        handle                  of the dispatch; where its engine is "triton" rows travel as they are computed;
+                                not in fp16
         engine                  of matmuls by themselves, see grouped_matmul; "chunked" leaves the two operations apart
         return   [T_r, N]       the same bits as of the two operations by engine "triton"
 
