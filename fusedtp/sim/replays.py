@@ -24,8 +24,9 @@ from .exchange_cases import ROUTINGS, Routed
 from .worlds import SimulatedWorld, launches
 
 FLAGS = 64  # of a source
-EXCHANGED = (
-    "x", "y", "orders", "in_sources", "begins", "places", "sources", "arrivals", "totals", "choices", "weights",
+EXCHANGED = (  # what a replay of an exchange reads anew
+    "x", "y", "x2", "w", "w2", "weights", "orders", "in_sources", "index", "begins", "places", "sources", "blocks",
+    "arrivals", "origins", "offsets", "totals", "choices", "to", "at", "items",
 )  # fmt: skip
 
 
@@ -108,11 +109,20 @@ def graph_cases(world_size: int) -> list[Case]:
 
 
 def exchange_cases(world_size: int) -> list[Case]:
-    """A captured dispatch, and one with its combine; other tokens and routing in each replay, one rank without any."""
+    """Captured exchanges, alone, in pairs, with matmuls; other tokens in each replay, one rank without any."""
     ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(world_size))
     dispatch = Call("moe_dispatch", ragged, k=5, chunk=2)
     combine = Call("moe_combine", ragged, (5,), chunk=2)
     fewer = replace(dispatch, sizes=(1,) * world_size)
+    first = Call("moe_dispatch_matmul", ragged, (5,), k=4, chunk=2, keep=True)
+    last = Call("moe_matmul_combine", ragged, (5,), k=4, chunk=1)
     one = replayed_case([dispatch], [None, fewer, combine, None])
     both = replayed_case([dispatch, combine], [None, fewer, None])
-    return [replace(one, name="a dispatch"), replace(both, name="a dispatch and a combine")]
+    layer = replayed_case([first, last], [None, fewer, None])
+    gradients = replayed_case([replace(first, keep=False), replace(last, keep=True)], [None, fewer, None])
+    return [
+        replace(one, name="a dispatch"),
+        replace(both, name="a dispatch and a combine"),
+        replace(layer, name="both with their matmuls"),
+        replace(gradients, name="their gradients"),
+    ]
