@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import os
 import threading
 import warnings
@@ -26,35 +27,71 @@ from .memory import Region, allocate_plain
 _ids = itertools.count()
 
 
-class VirtualWorld:
-    """W ranks on one device."""
+class Ranks:
+    """Threads that meet as the ranks of one device: all of a VirtualWorld, or some of them.
 
-    def __init__(self, world_size: int, device: str | torch.device = "cpu", timeout_s: float = 60.0) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; it must be at least 1")
-        self.world_size, self.timeout_s = world_size, timeout_s
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
-            prepare_cuda(world_size)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+    on_device   how many there are in all, which must run side by side
+    """
+
+    def __init__(self, world_size: int, device: torch.device, timeout_s: float, on_device: int) -> None:
+        self.world_size, self.device, self.timeout_s = world_size, device, timeout_s
+        self.on_device = on_device
         self.id = next(_ids)
         self.barrier = threading.Barrier(world_size)
         self.board: list[Any] = [None] * world_size
         self.arrivals = [0] * world_size  # at the barrier, by rank
         self.raised: list[int] = []  # in time's order
         self.groups = [VirtualGroup(self, rank) for rank in range(world_size)]
-        self._streams = (
-            [torch.cuda.Stream(self.device) for _ in self.groups] if self.device.type == "cuda" else []
-        )
+        self._parts: dict[tuple[int, ...], Ranks] = {}
+        self._lock = threading.Lock()
+
+    def part(self, ranks: tuple[int, ...]) -> Ranks:
+        """These of them, in this order; the same object for all who ask."""
+        with self._lock:
+            if ranks not in self._parts:
+                made = Ranks(len(ranks), self.device, self.timeout_s, self.on_device)
+                for rank in set(self.raised).intersection(ranks):
+                    made.give_up(ranks.index(rank))
+                self._parts[ranks] = made
+            return self._parts[ranks]
+
+    def ready(self) -> None:
+        """Nobody has raised, and nobody has met."""
+        self.barrier.reset()
+        self.raised.clear()
+        self.arrivals = [0] * self.world_size
+        for part in self._parts.values():
+            part.ready()
+
+    def give_up(self, rank: int) -> None:
+        """It raised: nobody shall wait for it."""
+        with self._lock:
+            self.raised.append(rank)
+            self.barrier.abort()
+            parts = [(ranks.index(rank), part) for ranks, part in self._parts.items() if rank in ranks]
+        for at, part in parts:
+            part.give_up(at)
+
+
+class VirtualWorld(Ranks):
+    """W ranks on one device."""
+
+    def __init__(self, world_size: int, device: str | torch.device = "cpu", timeout_s: float = 60.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        device = torch.device(device)
+        if device.type == "cuda":
+            prepare_cuda(world_size)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(world_size, device, timeout_s, world_size)
+        self._streams = [torch.cuda.Stream(device) for _ in self.groups] if device.type == "cuda" else []
 
     def run(self, fn: Callable[[VirtualGroup], Any]) -> list[Any]:
         """fn's results in rank order. The first rank that raised raises here, after all threads have ended."""
         results: list[Any] = [None] * self.world_size
         errors: list[BaseException | None] = [None] * self.world_size
-        self.barrier.reset()
-        self.raised.clear()
-        self.arrivals = [0] * self.world_size
+        self.ready()
         if self._streams:
             torch.cuda.synchronize(self.device)
         importlib.import_module("torch._dynamo")  # else a custom operation's first call does, in all threads
@@ -68,8 +105,7 @@ class VirtualWorld:
                         self._streams[rank].synchronize()
             except BaseException as error:
                 errors[rank] = error
-                self.raised.append(rank)
-                self.barrier.abort()
+                self.give_up(rank)
 
         threads = [
             threading.Thread(target=body, args=(r,), name=f"fusedtp rank {r}") for r in range(self.world_size)
@@ -107,9 +143,9 @@ def prepare_cuda(world_size: int) -> None:
 
 
 class VirtualGroup:
-    """One rank's end of a VirtualWorld: what operations take as `group`."""
+    """One rank's end of a VirtualWorld, or of some of its ranks: what operations take as `group`."""
 
-    def __init__(self, world: VirtualWorld, rank: int) -> None:
+    def __init__(self, world: Ranks, rank: int) -> None:
         self._world, self._rank = world, rank
         self.group_name = f"virtual/{world.id}/{rank}"
 
@@ -119,6 +155,21 @@ class VirtualGroup:
     def size(self) -> int:
         return self._world.world_size
 
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
+
+    def along(self, shape: Sequence[int], dim: int) -> VirtualGroup:
+        """The ranks that differ from this one only in `dim`, where all stand in this shape, the last dimension fastest.
+
+        It lives as long as the world. Raises ValueError for a shape of more or fewer ranks.
+        """
+        if math.prod(shape) != self.size():
+            raise ValueError(f"{self.size()} ranks do not stand in the shape {tuple(shape)}")
+        lines = torch.arange(self.size()).view(*shape).movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+        line = next(each for each in lines if self._rank in each)
+        return self._world.part(tuple(line)).groups[line.index(self._rank)]
+
 
 class ThreadWorld:
     """The same methods as ProcessWorld, between threads."""
@@ -126,13 +177,13 @@ class ThreadWorld:
     shares_process = True
 
     def __init__(self, group: VirtualGroup) -> None:
-        self._virtual: VirtualWorld = weakref.proxy(
+        self._virtual: Ranks = weakref.proxy(
             group._world
         )  # the registry holds this; the world goes with its user
         self._group = weakref.ref(group)
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
-        self.device = group._world.device
-        self.ranks_per_device = self.world_size
+        self.device = group.device
+        self.ranks_per_device = group._world.on_device
         self.timeout_s = group._world.timeout_s
 
     def is_for(self, group: Any) -> bool:

@@ -128,7 +128,21 @@ class _Averaged(Function):
 
 def stages_of(mesh: Mesh, nodes: int) -> tuple[str, str]:
     """The communicators of the ranks at this one's place of every node, and of those of its node. Collective."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"{nodes} nodes need a DeviceMesh")
-    both = mesh._unflatten(0, (nodes, mesh.size() // nodes), ("nodes", "places"))
-    return communicator(both["nodes"]).name, communicator(both["places"]).name
+    shape = (nodes, mesh.size() // nodes)
+    if isinstance(mesh, DeviceMesh):
+        both = mesh._unflatten(0, shape, ("nodes", "places"))
+        return communicator(both["nodes"]).name, communicator(both["places"]).name
+    return communicator(mesh.along(shape, 0)).name, communicator(mesh.along(shape, 1)).name
+
+
+def copies_of(mesh: Mesh, shares: Shares) -> str:
+    """The communicator of the ranks that hold the same experts as this one; "" where none does. Collective.
+
+    mesh   of all that share the experts; a DeviceMesh in the shape of `shares.named`
+    """
+    if shares.replicas == 1:
+        return ""
+    if isinstance(mesh, DeviceMesh):
+        return communicator(mesh["replicas"] if mesh.ndim > 1 else mesh).name
+    shape, dim = tuple(shares.named.values()), list(shares.named).index("replicas")
+    return communicator(mesh.along(shape, dim)).name

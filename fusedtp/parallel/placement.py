@@ -130,5 +130,5 @@ def _coordinate(mesh: Mesh, way: Way) -> Sequence[int]:
 
 
 def _on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
-    wanted = mesh.device_type if isinstance(mesh, DeviceMesh) else mesh._world.device.type
+    wanted = mesh.device_type if isinstance(mesh, DeviceMesh) else mesh.device.type
     return tensor if tensor.device.type in (wanted, "meta") else tensor.to(wanted)

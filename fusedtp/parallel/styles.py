@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .expert_parallel import ExpertParallel, stages_of
+from .expert_parallel import ExpertParallel, copies_of, stages_of
 from .expert_split import ExpertSplit, Shares
 from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
 from .placement import Mesh, Placement, Way, place_parameters
@@ -208,11 +208,7 @@ class FusedExperts(FusedStyle):
         if self.split.nodes > 1 and not self._stages:
             self._stages = stages_of(mesh, self.split.nodes)
         shares = self.split.shares(module.num_experts, mesh.size())
-        if not isinstance(mesh, DeviceMesh):
-            if shares.replicas > 1:
-                raise ValueError(f"{shares.replicas} copies of experts need a DeviceMesh")
-            return mesh
-        if len(shares.named) == 1:
+        if not isinstance(mesh, DeviceMesh) or len(shares.named) == 1:
             return mesh
         if shares not in self._meshes:  # a process group for each dimension: once for all layers
             self._meshes[shares] = mesh._unflatten(0, tuple(shares.named.values()), tuple(shares.named))
@@ -221,12 +217,9 @@ class FusedExperts(FusedStyle):
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         everyone = comm if self.split.mesh is None else communicator(self.split.mesh)
         shares = self.split.shares(module.num_experts, everyone.world_size)
-        copies = ""
-        if shares.replicas > 1:
-            assert isinstance(mesh, DeviceMesh)
-            copies = communicator(mesh["replicas"] if mesh.ndim > 1 else mesh).name
+        copies, stages = copies_of(mesh, shares), self._stages
         module.parallel = ExpertParallel(
-            **self.member(everyone), shares=shares, copies=copies, stages=self._stages, tokens=comm.place
+            **self.member(everyone), shares=shares, copies=copies, stages=stages, tokens=comm.place
         )
 
 

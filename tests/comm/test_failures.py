@@ -2,13 +2,14 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from fusedtp.comm import Signature, VirtualWorld, check, communicator, set_timeout
+from fusedtp.comm import PeerFailed, Signature, VirtualWorld, check, communicator, set_timeout
 from tests.harness import PerRank, World, world
 
 
@@ -132,3 +133,51 @@ def test_a_thread_that_raises_stops_the_virtual_world():
     with pytest.raises(KeyError):
         VirtualWorld(3).run(lambda group: call(group, "raise" if group.rank() == 1 else "well"))
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("when", ["begun", "not begun"])
+def test_a_thread_that_raises_stops_a_part_of_the_virtual_world(when):
+    """Rank 1 raises; rank 3 waits for it in their pair, whether that has met before or not."""
+    stopped = []
+
+    def body(group) -> None:
+        try:
+            if when == "begun":
+                communicator(group.along((2, 2), 0))
+            if group.rank() == 1:
+                raise KeyError("a fault")
+            while when == "not begun" and group.rank() == 3 and not group._world.raised:
+                time.sleep(0.01)
+            if group.rank() == 3:
+                communicator(group.along((2, 2), 0)).world.barrier()
+        except PeerFailed:
+            stopped.append(group.rank())
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(KeyError):
+        VirtualWorld(4).run(body)
+    assert stopped == [3] and time.monotonic() - start < 10
+
+
+def test_a_thread_that_is_stopped_stops_its_part_of_the_virtual_world():
+    """Rank 1 raises, rank 3 waits for it in the world, rank 2 for rank 3 in their pair. Afterwards all is well."""
+    virtual, met, stopped = VirtualWorld(4), threading.Barrier(4), []
+
+    def body(group) -> None:
+        pair, everyone = communicator(group.along((2, 2), 1)), communicator(group)
+        met.wait(30)
+        if group.rank() == 1:
+            raise KeyError("a fault")
+        try:
+            (pair if group.rank() == 2 else everyone).world.barrier()
+        except PeerFailed:
+            stopped.append(group.rank())
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(KeyError):
+        virtual.run(body)
+    assert sorted(stopped) == [0, 2, 3] and time.monotonic() - start < 10
+    meet = lambda group: communicator(group.along((2, 2), 1)).world.exchange(group.rank())  # noqa: E731
+    assert virtual.run(meet) == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -36,6 +36,25 @@ def test_mesh_dimensions_are_groups_whose_ranks_are_not_the_global_ones():
     assert world(4).run(pairs_of_a_mesh) == [(r // 2, r % 2, [0, 1], True, True) for r in range(4)]
 
 
+def lines_of_ranks(group) -> list[tuple]:
+    """Twice: the second time they are known already."""
+    found = []
+    for dim in (0, 1, 0):
+        comm = communicator(group.along((2, 3), dim))
+        x = torch.tensor([[float(group.rank())]])
+        found.append((comm.all_gather(x, [1] * comm.world_size).flatten().int().tolist(), comm.rank))
+        assert communicator(comm.name) is comm and comm.world.ranks_per_device == 6
+    return found
+
+
+def test_ranks_of_a_virtual_world_in_a_shape_are_groups():
+    columns, rows = [[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]]
+    wanted = [[(columns[r % 3], r // 3), (rows[r // 3], r % 3), (columns[r % 3], r // 3)] for r in range(6)]
+    assert VirtualWorld(6).run(lines_of_ranks) == wanted
+    with pytest.raises(ValueError, match="4 ranks do not stand in the shape \\(3, 2\\)"):
+        VirtualWorld(4).run(lambda group: group.along((3, 2), 0))
+
+
 def whole_mesh(group) -> None:
     communicator(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
 

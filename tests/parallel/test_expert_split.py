@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fusedtp
-from fusedtp.comm import PeerFailed, VirtualWorld, communicator
+from fusedtp.comm import PeerFailed, VirtualGroup, VirtualWorld, communicator
 from fusedtp.nn import MoEConfig
 from fusedtp.nn.experts import Experts
 from fusedtp.parallel.expert_split import ExpertSplit, Shares
@@ -73,7 +73,8 @@ def same_bits(group, seed: int, experts: int, split: ExpertSplit, sequence_paral
     style = fusedtp.FusedExperts(
         sizes=sizes if sequence_parallel else None, split=split, sequence_parallel=sequence_parallel
     )
-    fusedtp.parallelize(module, tp_mesh(group), plan={"": style})
+    mesh = group if isinstance(group, VirtualGroup) else tp_mesh(group)
+    fusedtp.parallelize(module, mesh, plan={"": style})
     x, weights = x[here].requires_grad_(), weights[here].requires_grad_()
     y = module(x, ids[here], weights)
     y.backward(dy[here])
@@ -229,23 +230,19 @@ def test_experts_across_data_parallel_ranks_without_sequence_parallelism(four):
     four.run(across, 2, 2, 4, SMALL, {}, {"sequence_parallel": False})
 
 
-def test_parts_in_the_virtual_world():
-    def body(group) -> list:
-        generator = torch.Generator().manual_seed(0)
-        draw = lambda *shape: torch.randint(-1, 2, shape, generator=generator).float()  # noqa: E731
-        module, x = Experts(4, 6, 3, act="none", gated=False), draw(5, 4)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.copy_(draw(*parameter.shape))
-        ids = torch.tensor([[0, 1], [1, 2], [2, -1], [0, 2], [1, 0]])
-        split = ExpertSplit(tensor_parallel=group.size())
-        whole = copy.deepcopy(module)(x, ids, torch.ones(5, 2))
-        style = fusedtp.FusedExperts(split=split, sequence_parallel=False)
-        fusedtp.parallelize(module, group, plan={"": style})
-        return [module(x, ids, torch.ones(5, 2)), whole]
-
-    for got, want in VirtualWorld(2).run(body):
-        assert_same("y", got.detach(), want.detach())
+@pytest.mark.parametrize("size, experts, split", SPLITS, ids=str)
+def test_any_sharing_gives_the_bits_of_one_process_in_the_virtual_world(size, experts, split):
+    """A parameter is there a plain tensor: this rank's part."""
+    (alone,) = world(1).run(same_bits, 3, experts, ExpertSplit(), True)
+    ranks = VirtualWorld(size).run(lambda group: same_bits(group, 3, experts, split, True))
+    for i, name in enumerate(("y", "dx", "dweights")):
+        assert_same(name, torch.cat([rank[i] for rank in ranks]), alone[i])
+    shares = split.shares(experts, size)
+    for i, (name, features) in enumerate((("dup", 1), ("ddown", 2))):
+        way = shares.way(features)
+        for rank, found in enumerate(ranks):
+            at = [int(each) for each in torch.unravel_index(torch.tensor(rank), way.shape)]
+            assert_same(f"{name} of rank {rank}", found[3 + i], way.part(alone[3 + i], at))
 
 
 def refuse(group) -> list[str]:
