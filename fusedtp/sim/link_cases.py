@@ -1,7 +1,9 @@
 """Calls of fused kernels whose links are held (Note [A held link] in kernels/signals.py), and what they must book.
 
-Simulated time stands still, so that a link on which a byte takes no time is all that a kernel can leave again. What it
-carried is counted: every byte that goes to another rank or, of a dispatch, comes from one, once, and none that stays.
+Simulated time stands still, and a kernel would stay on its link for ever. So the word that says what programs last saw
+of the clock says from the beginning that all is long over, and nobody stays; bookings begin at zero and a byte takes a
+nanosecond. What a link carried is counted: every byte that goes to another rank or, of a dispatch, comes from one,
+once, and none that stays; and it is free that many nanoseconds later.
 """
 
 from __future__ import annotations
@@ -17,24 +19,29 @@ from .case import Case, Mismatch, Run, compare
 from .cases import Call, Given, fused_case, operands
 from .exchange_cases import EXPERTS, Routed, row_width
 
-AT_ONCE = 0  # femtoseconds a byte
+NANOSECOND = 1_000_000  # femtoseconds, of a byte
+OVER = 1 << 40  # ns: later than all bookings
 
 
 def held_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
     """A fused case of these calls: the same results, and the bytes that each rank's link has carried."""
-    case = fused_case(name, calls, seed=seed, link=AT_ONCE)
+    case = fused_case(name, calls, seed=seed, link=NANOSECOND)
     wanted = torch.stack([crossing(call, operands(call, seed + i)) for i, call in enumerate(calls)]).sum(0)
 
     def make() -> Run:
+        from fusedtp.kernels.signals import CLOCK_WORD, LINK_BYTES, LINK_FREE
+
         run = case.make()
         check, (words,) = run.check, (memory for memory in run.memory if memory.name == "failure")
         assert check is not None
+        for of_rank in words.tensors:
+            of_rank[CLOCK_WORD.value] = OVER
 
         def also_bytes() -> Sequence[Mismatch]:
-            from fusedtp.kernels.signals import LINK_BYTES
-
             carried = [of_rank[LINK_BYTES.value].clone() for of_rank in words.tensors]
-            return [*(check() or ()), *compare("bytes carried", carried, list(wanted))]
+            free = [of_rank[LINK_FREE.value].clone() for of_rank in words.tensors]
+            of_bytes = compare("bytes carried", carried, list(wanted))
+            return [*(check() or ()), *of_bytes, *compare("ns until the link is free", free, list(wanted))]
 
         return replace(run, check=also_bytes)
 
