@@ -266,7 +266,7 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         "moe_dispatch_matmul": calls("moe_dispatch_matmul"),
         "moe_matmul_combine": calls("moe_matmul_combine", chunk=1),
     }
-    for name in ("moe_dispatch_matmul", "moe_matmul_combine"):
+    for name in ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine"):
         plain, two, few = cases[name]
         cases[name] = [plain, replace(two, keep=True), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]

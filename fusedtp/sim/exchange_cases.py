@@ -4,7 +4,8 @@ A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (
 matmul in the same kernel rows of `k` become rows of the first width, by the experts' [width, k]. Every rank owns
 EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN. Of a
 dispatch with its matmul `keep` means a gated one, of which the two products are compared: no rounding is in them. Of a
-matmul with its combine it means the sum of two products, of the rows and of the rows plus one, without weights.
+matmul with its combine it means the sum of two products, of the rows and of the rows plus one, without weights. Of a
+dispatch it means a row for each choice, as factors of its rows travel, in place of one a token.
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ def row_width(call: Call) -> int:
     return call.k if call.operation.startswith("moe_dispatch") else call.widths[0]
 
 
+def slots_per_row(call: Call) -> int:
+    """Of a dispatch: choices for which one row of x stands."""
+    return 1 if call.operation == "moe_dispatch" and call.keep else TOP_K
+
+
 def slot_bytes(call: Call) -> int:
     """What the call needs in a slot."""
     at = exchange_of(call)
     if call.operation == "moe_dispatch":
-        return launch.moe.dispatch_bytes(at, TOP_K, row_width(call), call.dtype)
+        return launch.moe.dispatch_bytes(at, slots_per_row(call), row_width(call), call.dtype)
     if call.operation == "moe_dispatch_matmul":
         return launch.moe_matmul.dispatch_matmul_bytes(at.max_rows, row_width(call), call.dtype)
     return launch.moe.combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
@@ -78,13 +84,14 @@ def routed(call: Call, seed: int) -> Routed:
     ids = _chosen(torch.rand(tokens, experts, generator=generator), call.routing)
     ids = torch.where(torch.rand(tokens, TOP_K, generator=generator) < 1 / 6, -1, ids)
     weights = 2.0 ** torch.randint(-1, 2, (tokens, TOP_K), generator=generator)
-    x = torch.randint(-4, 5, (tokens, width), generator=generator).to(call.dtype)
+    of_token = TOP_K // slots_per_row(call)  # rows of x
+    x = torch.randint(-4, 5, (tokens * of_token, width), generator=generator).to(call.dtype)
     sorted_ = [sort_slots(part, experts) for part in ids.split(list(call.sizes))]
     table = torch.stack([counts for counts, _order in sorted_])
     at = [exchange_of(call, rank) for rank in range(world)]
     words = [packed(table, each) for each in at]
-    of = [_rows(x, ids, each) for each in at]
-    given = list(x.split(list(call.sizes)))
+    of = [_rows(x.view(tokens, of_token, width), ids, each) for each in at]
+    given = list(x.split([size * of_token for size in call.sizes]))
     wanted = {"rows": of}
     if call.operation == "moe_combine":  # every expert multiplies by its number, so that each choice counts
         factors = torch.where(ids >= 0, ids + 1.0, 0.0) * weights
@@ -119,18 +126,18 @@ def _chosen(scores: Tensor, routing: str) -> Tensor:
     return ids.fill_(-1) if routing == "none" else ids
 
 
-def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int]]:
-    """(expert, token) of every row of this rank's experts, in their order."""
-    first = at.rank * at.experts_here
-    chosen = ids.tolist()
-    return [(e, t) for e in range(first, first + at.experts_here) for t, own in enumerate(chosen) if e in own]
+def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int, int]]:
+    """(expert, token, which of its choices) of every row of this rank's experts, in their order."""
+    first, chosen = at.rank * at.experts_here, list(enumerate(ids.tolist()))
+    here = range(first, first + at.experts_here)
+    return [(e, t, own.index(e)) for e in here for t, own in chosen if e in own]
 
 
 def _rows(x: Tensor, ids: Tensor, at: Exchange) -> Tensor:
-    """[max_rows, K], NaN past the last row."""
-    rows = x.new_full((at.max_rows, x.shape[1]), torch.nan)
-    for row, (_expert, token) in enumerate(_mine(ids, at)):
-        rows[row] = x[token]
+    """x [T, rows a token, K] -> [max_rows, K], NaN past the last row."""
+    rows = x.new_full((at.max_rows, x.shape[2]), torch.nan)
+    for row, (_expert, token, choice) in enumerate(_mine(ids, at)):
+        rows[row] = x[token, choice % x.shape[1]]
     return rows
 
 
@@ -148,14 +155,14 @@ def _summed(call: Call, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequen
 def _products(rows: Tensor, own: Tensor, at: Exchange, ids: Tensor) -> Tensor:
     """[max_rows, N], NaN past the last row."""
     made = rows.new_full((rows.shape[0], own.shape[1]), torch.nan)
-    for row, (expert, _token) in enumerate(_mine(ids, at)):
+    for row, (expert, _token, _choice) in enumerate(_mine(ids, at)):
         made[row] = (own[expert % at.experts_here].double() @ rows[row].double()).to(rows.dtype)
     return made
 
 
 def _times(rows: Tensor, ids: Tensor, at: Exchange) -> Tensor:
     rows = rows.clone()
-    for row, (expert, _token) in enumerate(_mine(ids, at)):
+    for row, (expert, _token, _choice) in enumerate(_mine(ids, at)):
         rows[row] *= expert + 1
     return rows
 
@@ -169,7 +176,9 @@ def plan_exchange(
     x, end = given.x[rank].clone(), (layout, at, signature, call.config)
     choices = places_of(order).view(-1, TOP_K).to(torch.int32)
     if call.operation == "moe_dispatch":
-        planned, rows = launch.moe.plan_dispatch(view, rank, x, TOP_K, torch.cat(given.orders), *end, HOST)
+        planned, rows = launch.moe.plan_dispatch(
+            view, rank, x, slots_per_row(call), torch.cat(given.orders), *end, HOST
+        )  # fmt: skip
         return planned, {"rows": rows}
     matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []
     offsets = offsets_of(given.table, at)

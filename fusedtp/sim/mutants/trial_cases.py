@@ -19,6 +19,7 @@ from .logit_cases import logit_case
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2
+KINDS = ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine")  # there are two kinds of: Call.keep
 EPS = torch.finfo(torch.float32).eps
 FLAGS = 64  # of a source
 PULLED = "moe_dispatch"  # whose data peers read in the slot
@@ -33,7 +34,7 @@ def calls(operation: str) -> list[Call]:
         first = dict(widths=(17, 5), chunk=8)
     made = [Call(operation, sizes, k=k, widths=(5,)) for sizes, k in shapes]
     made[0] = replace(made[0], keep=operation == "all_gather_matmul", **first)
-    if operation == "moe_dispatch_matmul":  # the last one gated
+    if operation in KINDS:  # the last one of the other kind
         made[2] = replace(made[2], keep=True)
     if operation == "all_gather_wgrad":  # its launcher pads rows of the result to multiples of 16
         return [replace(call, tile=32) for call in made]
