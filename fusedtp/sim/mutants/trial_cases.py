@@ -6,24 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtp.ops.launch import pointwise
-from fusedtp.ops.launch.config import HOST, Machine
-
-from ..case import Case, Copy, Launch, Mismatch, Run, Work, compare
+from ..case import Case, Copy, Mismatch, Run, Work, compare
 from ..cases import Call, fused_case, operands, plan
 from ..worlds import SimulatedWorld, launches, meeting
-from .logit_cases import logit_case
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2
 KINDS = ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine")  # there are two kinds of: Call.keep
-EPS = torch.finfo(torch.float32).eps
 FLAGS = 64  # of a source
 PULLED = "moe_dispatch"  # whose data peers read in the slot
-ONE_PROGRAM = Machine(clock="host", programs=0, shared_bytes=0)  # walks all rows
 
 
 def calls(operation: str) -> list[Call]:
@@ -236,69 +229,3 @@ def strangers() -> Case:
         return Run(work, world.memory, lambda: _noticed(world, signatures))
 
     return Case("strangers meet", make)
-
-
-def elementwise(kernel: str) -> Case:
-    """One of the kernels without peers or products, on one rank, with tails; the formula within what fp32 may lose."""
-
-    def make() -> Run:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        shape = (5, 9000) if "_wide_" in kernel else (70, 40)  # the first in three parts, each with a tail
-        x, residual, dy, dtotal, weight = (
-            draw(*shape),
-            draw(*shape),
-            draw(*shape),
-            draw(*shape),
-            draw(shape[1]),
-        )
-        h = x + residual
-        r = (h.square().mean(1) + 1e-5).rsqrt()
-        outs: tuple[Tensor, ...]
-        wanted: tuple[Tensor, ...]
-        if kernel in ("rms_norm_kernel", "rms_norm_wide_kernel"):
-            launch, outs = pointwise.plan_rms_norm(x, residual, weight, 1e-5, HOST)
-            wanted = (h * r[:, None] * weight, h, r)
-        elif kernel in ("rms_norm_backward_kernel", "rms_norm_wide_backward_kernel"):
-            launch, outs = pointwise.plan_rms_norm_backward(dy, dtotal, h, weight, r, ONE_PROGRAM)
-            normed, grad = h * r[:, None], dy * weight
-            dx = (grad - normed * (grad * normed).mean(1, keepdim=True)) * r[:, None] + dtotal
-            wanted = (dx, (dy * normed).sum(0, keepdim=True))
-        elif kernel == "swiglu_kernel":
-            launch, y = pointwise.plan_swiglu(x, dy, "silu")
-            outs, wanted = (y,), (F.silu(x) * dy,)
-        elif kernel == "swiglu_backward_kernel":
-            launch, outs = pointwise.plan_swiglu_backward(dtotal, x, dy, "silu")
-            wanted = (torch.ops.aten.silu_backward(dtotal * dy, x), dtotal * F.silu(x))
-        elif kernel.startswith("logit_"):
-            launch, outs, wanted = logit_case(kernel, x, dy[:, 0].contiguous())
-        else:
-            q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
-            launch, outs = pointwise.plan_rotate(q, k, cos, sin, 1)
-            wanted = tuple(
-                torch.cat((t[..., :6] * cos - t[..., 6:] * sin, t[..., 6:] * cos + t[..., :6] * sin), -1)
-                for t in (q, k)
-            )
-        for out in outs:
-            if out is not h:
-                out.fill_(torch.nan)
-
-        def check() -> list[Mismatch]:
-            # a sum has 70 terms at most, or as many as a row has, of factors that such sums made: 36 eps each, or 4501
-            lost = 2 * (max(70, shape[1]) + 2) / 2 * EPS
-            near = [
-                torch.where((out - want).abs() <= lost * want.abs().clamp(min=1), want, out)
-                for out, want in zip(outs, wanted, strict=True)
-            ]
-            return [
-                m
-                for i, (g, w) in enumerate(zip(near, wanted, strict=True))
-                for m in compare(f"out {i}", [g], [w])
-            ]
-
-        return Run([[Launch(launch.kernel, launch.programs, launch.args)]], check=check)
-
-    return Case(kernel, make)

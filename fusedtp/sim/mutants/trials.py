@@ -38,6 +38,7 @@ from ..explore import Schedule
 from ..link_cases import held_case
 from ..lint.cases import ELEMENTWISE, GROUPED, LOCAL
 from ..strategies import DEFAULT
+from .elementwise_cases import elementwise
 from .grouped_cases import grouped_case
 from .local_cases import local
 from .trial_cases import (
@@ -45,7 +46,6 @@ from .trial_cases import (
     beside_copies,
     by_tma,
     calls,
-    elementwise,
     idle,
     late,
     meetings,
