@@ -2,6 +2,7 @@
 
     move   rank r       copy x to slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
     collect rank r      copy the peers' rows to slot | publish | wait r+1 | wait r+2 | ... | rows from everywhere
+    multiply_and_collect      multiply into slot     | publish | wait r+1 | wait r+2 | ... | rows from everywhere
 
 Tokens are published, not their k copies: an owner picks the rows that it wants. What is done with rows is done to some
 at a time, while they are in the core's cache: brought, weighed, added up.
@@ -14,10 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Communicator
+from fusedtp.comm import Communicator, Signature
 
 from ..local import ring
-from . import weigh
+from . import grouped_engines, weigh
 from .plan import Blocks, Exchange, Plan
 
 
@@ -76,21 +77,82 @@ def move(
     return rows, of_rows
 
 
+def move_matmul(
+    comm: Communicator,
+    x: Tensor,
+    scalars: Tensor | None,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    act: str,
+    keep: bool,
+    plan: Plan,
+    at: Exchange,
+) -> list[Tensor]:
+    """As `move_matmul` of fused.py: rows and what their experts make of them."""
+    moved = move(comm, x, scalars, plan, at)
+    if act:
+        gate, up = weights
+        return [*moved, *grouped_engines.gated("chunked", moved[0], gate, up, offsets, act, keep)]
+    return [*moved, grouped_engines.matmul("chunked", moved[:1], weights, offsets, None)]
+
+
 def collect(
     comm: Communicator, y: Tensor, choices: Tensor, weights: Tensor | None, plan: Plan, at: Exchange
 ) -> Tensor:
     """y [max_rows, N] of every owner, choices [T, k'] (places in this rank's order) -> [T, N], their weighted sums."""
-    blocks, width = Blocks(plan.table, at), y.shape[1]
-    a_row = width * y.element_size()
+    signature = at.signature("moe_pull", "chunked", y.dtype, y.shape[1])
+
+    def publish(slot: Tensor, blocks: Blocks) -> Tensor:
+        for some in blocks.of_peers(at.rank):
+            slot[some].copy_(y[some])
+        return y
+
+    return _collected(comm, y.dtype, y.shape[1], publish, choices, weights, signature, plan, at)
+
+
+def multiply_and_collect(
+    comm: Communicator,
+    hs: Sequence[Tensor],
+    experts: Sequence[Tensor],
+    offsets: Tensor,
+    choices: Tensor,
+    weights: Tensor | None,
+    plan: Plan,
+    at: Exchange,
+    precision: str,
+) -> Tensor:
+    """As `collect` of sum_j hs[j] @ experts[j][e].T, hs[j] [max_rows, K], experts[j] [E_r, N, K]."""
+    dtype, width = hs[0].dtype, experts[0].shape[1]
+    signature = at.signature("moe_matmul_pull", "chunked", dtype, width, batch=len(hs))
+
+    def publish(slot: Tensor, blocks: Blocks) -> Tensor:
+        y = slot[: hs[0].shape[0]]
+        grouped_engines.matmul_into(y, hs, experts, offsets)
+        return y
+
+    return _collected(comm, dtype, width, publish, choices, weights, signature, plan, at)
+
+
+def _collected(
+    comm: Communicator,
+    dtype: torch.dtype,
+    width: int,
+    publish: Callable[[Tensor, Blocks], Tensor],
+    choices: Tensor,
+    weights: Tensor | None,
+    signature: Signature,
+    plan: Plan,
+    at: Exchange,
+) -> Tensor:
+    """[T, width]: the sums of rows of which `publish` puts the peers' into this rank's slot. It returns its own."""
+    blocks, a_row = Blocks(plan.table, at), width * dtype.itemsize
     nbytes = _round_up(max(blocks.rows) * a_row)
     room = nbytes // a_row if a_row else max(blocks.rows)
-    with comm.workspace.call(at.signature("moe_pull", "chunked", y.dtype, width), nbytes) as call:
-        owners = [call.buffer(p, (room, width), y.dtype) for p in range(at.world_size)]
-        for some in blocks.of_peers(at.rank):
-            owners[at.rank][some].copy_(y[some])
+    with comm.workspace.call(signature, nbytes) as call:
+        owners = [call.buffer(p, (room, width), dtype) for p in range(at.world_size)]
+        owners[at.rank] = publish(owners[at.rank], blocks)
         call.publish_all()
-        owners[at.rank] = y
-        rows = _Rows(blocks, choices, width, y.dtype, at)
+        rows = _Rows(blocks, choices, width, dtype, at)
         for p in ring(comm, own="first")[1:]:
             with comm.span(f"wait {p}"):
                 call.wait(p)

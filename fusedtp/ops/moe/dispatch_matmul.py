@@ -1,6 +1,7 @@
 """A dispatch and the matmul that its rows go into, in one call: by one kernel where the engine is `triton`.
 
-By the other engines it is the two calls, one after another. The result has the same bits either way, see
+By `chunked` the gradient of x is one call, which multiplies into the memory from which peers take rows; by the other
+engines it is the two calls, one after another. The result has the same bits either way, see
 kernels/moe_dispatch_matmul.py; so have gradients, which the same operations make.
 """
 
@@ -103,9 +104,10 @@ def moe_dispatch_gated(
 
 
 def _fuses(at: Place, engine: str, x: Tensor, *matrices: Tensor) -> bool:
-    """Whether one kernel does both. Not under autocast, which casts what the matmul takes and not what travels, nor
+    """Whether one call does both. Not under autocast, which casts what the matmul takes and not what travels, nor
     where the matmul has something to say against its operands."""
-    if torch.is_autocast_enabled(x.device.type) or engine_of(at.name or None, engine, x.dtype) != "triton":
+    chosen = engine_of(at.name or None, engine, x.dtype)
+    if torch.is_autocast_enabled(x.device.type) or chosen not in ("chunked", "triton"):
         return False
     first = matrices[0]
     return all(w.dtype == x.dtype and w.device == x.device and w.shape == first.shape for w in matrices)
@@ -143,9 +145,9 @@ def _fused(
     ys = _Products.apply(x, offsets, plan, where, cell, *(w.detach() for w in matrices))
     if act:
         (g, u), (gate, up) = ys, matrices
-        y = activated(g, u, "triton", act, sinks, rows, gate, up, offsets, made)
+        y = activated(g, u, where.engine, act, sinks, rows, gate, up, offsets, made)
     else:
-        y = with_wgrad(ys, "triton", sinks[0], rows, matrices[0], None, offsets)
+        y = with_wgrad(ys, where.engine, sinks[0], rows, matrices[0], None, offsets)
     return y, offsets, handle
 
 

@@ -101,10 +101,10 @@ def scatter_matmul(
     at_plan: Plan,
     at: Exchange,
 ) -> list[Tensor]:
-    """As `scatter`, then y [max_rows, N] = rows @ w[e].T, or of gate and up; engine "triton" alone."""
-    assert at.engine == "triton", at
+    """As `scatter`, then y [max_rows, N] = rows @ w[e].T, or of gate and up."""
     _count(at, "moe_dispatch_matmul")
-    return fused.move_matmul(communicator(at.group), x, scalars, weights, offsets, act, keep, at_plan, at)
+    by = {"chunked": chunked, "triton": fused}[at.engine]
+    return by.move_matmul(communicator(at.group), x, scalars, weights, offsets, act, keep, at_plan, at)
 
 
 def gather(y: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Tensor:
@@ -121,15 +121,17 @@ def multiply_and_gather(
     at: Exchange,
     precision: str,
 ) -> Tensor:
-    """hs [max_rows, K], experts [E_r, N, K], one each, weights [T_r, k] or None for ones -> [T_r, N]; by kernels."""
+    """hs [max_rows, K], experts [E_r, N, K], one each, weights [T_r, k] or None for ones -> [T_r, N]."""
     _count(at, "moe_matmul_combine")
     comm, places = communicator(at.group), _places(at_plan, at)
-    return fused.multiply_and_collect(comm, hs, experts, offsets, places, weights, at_plan, at, precision)
+    by = {"chunked": chunked, "triton": fused}[at.engine]
+    return by.multiply_and_collect(comm, hs, experts, offsets, places, weights, at_plan, at, precision)
 
 
 def multiplies_and_gathers(at: Exchange, dtype: torch.dtype) -> bool:
-    """Whether one kernel does both: by what all ranks share."""
-    return at.engine == "triton" and dtype in FUSED_DTYPES and at.experts_here < FLAGS_PER_SOURCE - 1
+    """Whether both are done in one call: by what all ranks share."""
+    fits = dtype in FUSED_DTYPES and at.experts_here < FLAGS_PER_SOURCE - 1
+    return at.engine == "chunked" or (at.engine == "triton" and fits)
 
 
 def gather_slots(scalars: Tensor, at_plan: Plan, at: Exchange) -> Tensor:

@@ -22,8 +22,9 @@ from torch import Tensor
 from fusedtp.comm.device_view import runs_kernels
 
 from .. import launch
+from .. import matmul as dense
 from ..engines import has_triton, interpreting
-from ..matmul import is_16_bit, matmul_add, matmul_into
+from ..matmul import is_16_bit, matmul_add
 from ..profile import record_function
 from . import gate as gate_in_torch
 from . import ragged
@@ -62,9 +63,16 @@ def matmul(
         if xs[0].is_cuda:
             return _vendor_matmul(xs, weights, offsets, bias)
         y = xs[0].new_empty(xs[0].shape[0], weights[0].shape[1])
-        for e, rows in _experts(offsets):
-            ragged.linear_into(y, rows, xs, [w[e] for w in weights], None if bias is None else bias[e])
+        matmul_into(y, xs, weights, offsets, bias)
         return y
+
+
+def matmul_into(
+    y: Tensor, xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None
+) -> None:
+    """y [R, N] = sum_j xs[j] @ weights[j][e].T + bias[e] on a CPU, an expert after the other."""
+    for e, rows in _experts(offsets):
+        ragged.linear_into(y, rows, xs, [w[e] for w in weights], None if bias is None else bias[e])
 
 
 def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,7 +87,7 @@ def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtyp
         dys, xs = (ragged.Padded(t, offsets.tolist()) for t in (dy, x))
         for e, rows in _experts(offsets, empty=True):
             if dtype == x.dtype and rows.stop > rows.start:
-                matmul_into(dw[e], [dys[rows].t()], [xs[rows]])
+                dense.matmul_into(dw[e], [dys[rows].t()], [xs[rows]])
             else:
                 matmul_add(dw[e].zero_(), dy[rows].t(), x[rows])
         return dw

@@ -1,12 +1,14 @@
 """The last matmul of a mixture of experts and its combine as one call; public function and its eager autograd.
 
-    forward    out = moe_combine(grouped_matmul(h, experts, offsets), handle), by kernels/moe_matmul_combine.py
+    forward    out = moe_combine(grouped_matmul(h, experts, offsets), handle): by kernels/moe_matmul_combine.py, or on
+               a CPU into the memory from which peers take rows
     dgrad      dh[row] = weight * (dout[token of row] @ experts[e]), by kernels/moe_dispatch_matmul.py: dout travels
                and is multiplied in one launch; dweights from that and h
-    wgrad      dexperts[e] = dy[rows of e].T @ h[rows of e], dy[row] = weight * dout[token of row]
+    wgrad      dexperts[e] = dy[rows of e].T @ (weight * h)[rows of e], dy[row] = dout[token of row]
 
-Where no kernel does both, the graph is that of the two operations. Nodes as in Note [Split backward] of ../autograd.py:
-wgrad is one of its own, to which that of dgrad leaves dy.
+The weight is a factor of h, whose rows are shorter than those of dout, and no product of forward is kept. By other
+engines the graph is that of the two operations. Nodes as in Note [Split backward] of ../autograd.py: wgrad is one of
+its own, to which that of dgrad leaves dy and the weighted h.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ assert _library
 
 
 def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine: str = "auto") -> Tensor:
-    """moe_combine(grouped_matmul(h, experts, handle.offsets), handle); where kernels run, in one of them.
+    """moe_combine(grouped_matmul(h, experts, handle.offsets), handle) in one call; where kernels run, by one of them.
 
         h        [max_rows, K]  in the order of the dispatched rows; rows past handle.offsets[-1] are never read
         experts  [E / W, N, K]  of this rank
-        handle                  of the dispatch; where its engine is "triton" rows travel as they are computed;
-                                not in fp16
-        engine                  of matmuls by themselves, see grouped_matmul; "chunked" leaves the two operations apart
-        return   [T_r, N]       the same bits as of the two operations by engine "triton"
+        handle                  of the dispatch; where its engine is "triton" rows travel as they are computed
+        engine                  of matmuls by themselves, see grouped_matmul; where it is another than the dispatch's,
+                                and in fp16, the two operations stay apart
+        return   [T_r, N]       the same bits as of the two operations by that engine
 
-    Gradients of h and of the weights differ from those of the two operations by a rounding: a choice's weight is
-    applied after the matmul of dgrad, not before.
+    Gradients differ from those of the two operations by a rounding: a choice's weight is applied after the matmul of
+    dgrad, not before, and in that of wgrad to h.
 
     Raises ValueError as grouped_matmul and moe_combine do.
     """
@@ -74,14 +76,14 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
 
 
 def _fuses(h: Tensor, handle: MoEHandle, engine: str) -> bool:
-    """Whether one kernel does both: by what all ranks share. Not in fp16, whose gradients may leave its range before
+    """Whether one call does both: by what all ranks share. Not in fp16, whose gradients may leave its range before
     they are weighed."""
-    by_kernels = engine in ("auto", "triton") and h.dtype != torch.float16
-    return by_kernels and multiplies_and_gathers(handle.at, h.dtype)
+    alike = engine in ("auto", handle.at.engine) and h.dtype != torch.float16
+    return alike and multiplies_and_gathers(handle.at, h.dtype)
 
 
 class _Home(Function):
-    """A matmul and combine that was already done; backward leaves dy in the cell for the weight node, made before."""
+    """A matmul and combine that was already done; backward leaves dy and weighted h in the cell for the weight node."""
 
     @staticmethod
     def forward(
@@ -97,16 +99,16 @@ class _Home(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         h, experts, offsets, row_weights, *plan = ctx.saved_tensors
         needs_weights = ctx.needs_input_grad[1]
-        dh, dy, dweights = gradients.op("moe_matmul_combine_backward")(
+        dh, dy, weighed, dweights = gradients.op("moe_matmul_combine_backward")(
             dout.contiguous(), h, experts, offsets, row_weights, ctx.keep, needs_weights, *plan, *ctx.at
         )
         if ctx.keep:
-            ctx.cell["dy"] = dout, dout._version, dy
+            ctx.cell["operands"] = dout, dout._version, dy, weighed
         return dh, dweights.to(ctx.wide) if needs_weights else None, *([None] * 10)
 
 
 class _HomeWeights(Function):
-    """dexperts, by the dy that the node of the inputs had; rows travel again where that did not run in this pass."""
+    """dexperts, of what the node of the inputs left; rows travel again where that did not run in this pass."""
 
     @staticmethod
     def forward(
@@ -121,11 +123,12 @@ class _HomeWeights(Function):
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         h, offsets, row_weights, *plan = ctx.saved_tensors
-        kept = ctx.cell.pop("dy", None)
+        kept = ctx.cell.pop("operands", None)
         if kept is not None and kept[0] is dout and kept[1] == dout._version:  # else of another backward pass
-            dy = kept[2]
+            _dout, _version, dy, weighed = kept
         else:
-            dout = dout.contiguous()
-            dy, _ = torch.ops.fusedtp.moe_combine_backward(dout, dout, row_weights, False, *plan, *ctx.at)
-        dexperts = _wgrad(ctx.engine, dy, h, offsets, ctx.sink)
+            dy, weighed = gradients.op("moe_matmul_combine_operands")(
+                dout.contiguous(), h, row_weights, *plan, *ctx.at
+            )
+        dexperts = _wgrad(ctx.engine, dy, weighed, offsets, ctx.sink)
         return None, None, None, None, None, dexperts, *([None] * 5)

@@ -1,9 +1,10 @@
 """The last matmul of a mixture of experts with its combine as torch custom ops, with fakes and autograd.
 
     fusedtp::moe_matmul_combine            h [max_rows, K], experts [E_r, N, K], weights [T_r, k] -> out [T_r, N]
-    fusedtp::moe_matmul_combine_backward   dout [T_r, N], h, experts -> dh [max_rows, K], dweights [T_r, k], and the
-                                           rows of dout times their weights [max_rows, N], from which dexperts follow,
-                                           or [0, N]
+    fusedtp::moe_matmul_combine_backward   dout [T_r, N], h, experts -> dh [max_rows, K], the rows of dout
+                                           [max_rows, N] and h times its weights [max_rows, K], from which dexperts
+                                           follow, or [0, ...], and dweights [T_r, k]
+    fusedtp::moe_matmul_combine_operands   dout, h -> those two alone
 
 Backward is a dispatch of dout with its matmul by experts.mT, in one kernel too. A choice's weight is a factor of its
 row, so rows travel without it: dweights are the inner products of what the matmul makes of them with h, and no product
@@ -67,35 +68,52 @@ def _(
     "moe_matmul_combine_backward",
     "Tensor dout, Tensor h, Tensor experts, Tensor offsets, Tensor row_weights, bool needs_rows, bool needs_weights, "
     + PLAN,
-    "(Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor)",
 )
 def moe_matmul_combine_backward(
     dout: Tensor, h: Tensor, experts: Tensor, offsets: Tensor, row_weights: Tensor, needs_rows: bool,
     needs_weights: bool, *of_all: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan, at = taken(*of_all)
     with as_given(h), record_function(f"fusedtp.moe_matmul_combine_backward.{at.engine}"):
         dy, _, dh = exchange.scatter_matmul(dout, None, [experts.mT], offsets, "", False, plan, at)
         some = slice(0, exchange.known_rows(plan, at))
         dots = dh.new_empty(at.max_rows if needs_weights else 0, dtype=weigh.accumulator(h.dtype))
         weigh.weigh_rows(dh[some], row_weights[some], h[some], dots[some] if needs_weights else None)
-        if needs_rows:
-            weigh.weigh_rows(dy[some], row_weights[some], dy[some], None)
-        else:
-            dy = dy.new_empty(0, dy.shape[1])
+        weighed = weigh.weighed(h, row_weights, some) if needs_rows else h.new_empty(0, h.shape[1])
+        dy = dy if needs_rows else dy.new_empty(0, dy.shape[1])
         dweights = exchange.gather_slots(dots, plan, at) if needs_weights else dots
-        return dh, dy, dweights
+        return dh, dy, weighed, dweights
 
 
 @moe_matmul_combine_backward.register_fake
 def _(
     dout: Tensor, h: Tensor, experts: Tensor, offsets: Tensor, row_weights: Tensor, needs_rows: bool,
     needs_weights: bool, *of_all: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _plan, at = taken(*of_all)
-    shape = (at.tokens, at.top_k) if needs_weights else (0,)
+    shape, rows = (at.tokens, at.top_k) if needs_weights else (0,), at.max_rows if needs_rows else 0
     dweights = dout.new_empty(shape, dtype=weigh.accumulator(h.dtype))
-    return h.new_empty(h.shape), dout.new_empty(at.max_rows if needs_rows else 0, dout.shape[1]), dweights
+    operands = dout.new_empty(rows, dout.shape[1]), h.new_empty(rows, h.shape[1])
+    return h.new_empty(h.shape), *operands, dweights
+
+
+@custom_op(
+    "moe_matmul_combine_operands", f"Tensor dout, Tensor h, Tensor row_weights, {PLAN}", "(Tensor, Tensor)"
+)
+def moe_matmul_combine_operands(
+    dout: Tensor, h: Tensor, row_weights: Tensor, *of_all: Any
+) -> tuple[Tensor, Tensor]:
+    plan, at = taken(*of_all)
+    with as_given(h), record_function(f"fusedtp.moe_matmul_combine_operands.{at.engine}"):
+        dy, _ = exchange.scatter(dout, None, plan, at)
+        return dy, weigh.weighed(h, row_weights, slice(0, exchange.known_rows(plan, at)))
+
+
+@moe_matmul_combine_operands.register_fake
+def _(dout: Tensor, h: Tensor, row_weights: Tensor, *of_all: Any) -> tuple[Tensor, Tensor]:
+    _plan, at = taken(*of_all)
+    return dout.new_empty(at.max_rows, dout.shape[1]), h.new_empty(at.max_rows, h.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -108,12 +126,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     h, experts, offsets, row_weights, *plan = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    dh, dy, dweights = torch.ops.fusedtp.moe_matmul_combine_backward(
+    dh, dy, weighed, dweights = torch.ops.fusedtp.moe_matmul_combine_backward(
         dout.contiguous(), h, experts, offsets, row_weights, needs[1], needs[4], *plan, *ctx.at
     )
     dexperts = None
     if needs[1]:
-        dexperts = gradients.op("grouped_wgrad")(dy, h, offsets, ctx.local, h.dtype)
+        dexperts = gradients.op("grouped_wgrad")(dy, weighed, offsets, ctx.local, h.dtype)
     return (
         dh,
         dexperts,
@@ -126,6 +144,6 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 moe_matmul_combine.register_autograd(_backward, setup_context=_save)
-for _op in (moe_matmul_combine, moe_matmul_combine_backward):
-    gradients.BODIES[_op._init_fn.__name__] = _op._init_fn
-ordered(moe_matmul_combine, moe_matmul_combine_backward)
+_ops = moe_matmul_combine, moe_matmul_combine_backward, moe_matmul_combine_operands
+gradients.BODIES.update({each._init_fn.__name__: each._init_fn for each in _ops})
+ordered(*_ops)

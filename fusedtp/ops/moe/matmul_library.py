@@ -1,4 +1,5 @@
-"""A dispatch with the matmul that its rows go into as a torch custom op, with its fake and autograd; engine "triton".
+"""A dispatch with the matmul that its rows go into as a torch custom op, with its fake and autograd; engines "triton"
+and "chunked".
 
     fusedtp::moe_dispatch_matmul   x [T_r, K], weights [T_r, k], matrices [E_r, N, K], offsets [E_r + 1]
                                    -> rows [max_rows, K], their weights [max_rows], y [max_rows, N], and both products
@@ -7,7 +8,7 @@
     fusedtp::moe_dispatch_matmul_backward   dy_i [max_rows, N], matrices -> dx [T_r, K]
 
 matrices are one, or gate and up with the activation `act`. Backward: the products' matmuls with the combine of their
-sum, in one kernel where there is one for it. As in grouped_library.py, torch.compile and opcheck see the
+sum, in one call where there is one for it. As in grouped_library.py, torch.compile and opcheck see the
 autograd registered here; eager code goes through the nodes of dispatch_matmul.py.
 """
 

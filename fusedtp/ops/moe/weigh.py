@@ -72,3 +72,10 @@ def weigh_rows(rows: Tensor, weights: Tensor | None, others: Tensor, dots: Tenso
             torch.mul(mine, weights[some, None], out=mine)
             if mine.dtype != rows.dtype:
                 rows[some] = mine
+
+
+def weighed(rows: Tensor, weights: Tensor, some: slice) -> Tensor:
+    """rows [R, N] times weights [R], as `weigh_rows` has it, of those in `some`; the others are undefined."""
+    out = torch.empty_like(rows)
+    torch.mul(rows[some], weights[some, None], out=out[some])
+    return out
