@@ -29,7 +29,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
     movers (all_gather, ...)           as the matmul   -
     moe_dispatch, of k choices         max R_p (K + k) max R_p * K
-    moe_combine                        owners' rows    max R_p * k * N
+    moe_combine                        max R_p * k * N max R_p * k * N
     moe_dispatch_matmul                -               max_rows * K
     moe_matmul_combine                 -               max R_p * k * N, and max_rows * N backward
     collective: none

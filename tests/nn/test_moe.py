@@ -86,7 +86,9 @@ def test_a_router_that_normalises_is_held_to_its_sum():
     x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
     moe(x)
     moe.router.scale = 2.0
-    with pytest.raises(ValueError, match=r"weights of token 0 sum to (2|2\.00000\d+|1\.99999\d+), wanted 2.5"):
+    with pytest.raises(
+        ValueError, match=r"weights of token 0 sum to (2|2\.00000\d+|1\.99999\d+), wanted 2.5"
+    ):
         moe(x)
     assert MoE(6, 5, 4, 2).experts.weights_sum is None
 

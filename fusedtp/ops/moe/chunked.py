@@ -1,16 +1,15 @@
 """Rows to the experts' owners and back over the workspace, on CPU: owners read in their peers' memory.
 
-    move   rank r       copy x to slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
-    collect rank r      copy the peers' rows to slot | publish | wait r+1 | wait r+2 | ... | rows from everywhere
-    multiply_and_collect      multiply into slot     | publish | wait r+1 | wait r+2 | ... | rows from everywhere
+    move     copy x to the own slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
+    collect  rows of expert 0 to the slots of their tokens' ranks | of expert 1 | ... | publish | wait for all | sum
 
-Tokens are published, not their k copies: an owner picks the rows that it wants. What is done with rows is done to some
-at a time, while they are in the core's cache: brought, weighed, added up.
+Tokens are published, not their k copies: an owner picks the rows that it wants. On their way back rows are pushed: an
+expert's product goes where it belongs as long as it is in the core's cache, and a token's rows end in one place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,7 +44,8 @@ def move(
         tokens = slots // at.top_k
         for row, slot, n in blocks.between(at.rank, source):
             here = slice(slot - begin, slot - begin + n)
-            for some in weigh.stretches(n, width, x.dtype, x.device):
+            few = [slice(0, n)] if then is None else weigh.stretches(n, width, x.dtype, x.device)
+            for some in few:
                 arrived = slice(row + some.start, row + some.stop)
                 torch.index_select(theirs, 0, tokens[here][some], out=rows[arrived])
                 if then is not None:
@@ -101,13 +101,7 @@ def collect(
 ) -> Tensor:
     """y [max_rows, N] of every owner, choices [T, k'] (places in this rank's order) -> [T, N], their weighted sums."""
     signature = at.signature("moe_pull", "chunked", y.dtype, y.shape[1])
-
-    def publish(slot: Tensor, blocks: Blocks) -> Tensor:
-        for some in blocks.of_peers(at.rank):
-            slot[some].copy_(y[some])
-        return y
-
-    return _collected(comm, y.dtype, y.shape[1], publish, choices, weights, signature, plan, at)
+    return _collected(comm, y.new_empty(0, y.shape[1]), [(0, y)], choices, weights, signature, plan, at)
 
 
 def multiply_and_collect(
@@ -122,83 +116,37 @@ def multiply_and_collect(
     precision: str,
 ) -> Tensor:
     """As `collect` of sum_j hs[j] @ experts[j][e].T, hs[j] [max_rows, K], experts[j] [E_r, N, K]."""
-    dtype, width = hs[0].dtype, experts[0].shape[1]
-    signature = at.signature("moe_matmul_pull", "chunked", dtype, width, batch=len(hs))
-
-    def publish(slot: Tensor, blocks: Blocks) -> Tensor:
-        y = slot[: hs[0].shape[0]]
-        grouped_engines.matmul_into(y, hs, experts, offsets)
-        return y
-
-    return _collected(comm, dtype, width, publish, choices, weights, signature, plan, at)
+    nothing = hs[0].new_empty(0, experts[0].shape[1])
+    signature = at.signature("moe_matmul_pull", "chunked", nothing.dtype, nothing.shape[1], batch=len(hs))
+    made = grouped_engines.matmul_by_expert(hs, experts, offsets)
+    return _collected(comm, nothing, made, choices, weights, signature, plan, at)
 
 
 def _collected(
     comm: Communicator,
-    dtype: torch.dtype,
-    width: int,
-    publish: Callable[[Tensor, Blocks], Tensor],
+    nothing: Tensor,
+    made: Iterable[tuple[int, Tensor]],
     choices: Tensor,
     weights: Tensor | None,
     signature: Signature,
     plan: Plan,
     at: Exchange,
 ) -> Tensor:
-    """[T, width]: the sums of rows of which `publish` puts the peers' into this rank's slot. It returns its own."""
-    blocks, a_row = Blocks(plan.table, at), width * dtype.itemsize
-    nbytes = _round_up(max(blocks.rows) * a_row)
-    room = nbytes // a_row if a_row else max(blocks.rows)
+    """The sums, [T, N] like `nothing` [0, N]. `made` are this rank's rows, whole experts at a time, and their begin."""
+    blocks, width = Blocks(plan.table, at), nothing.shape[1]
+    slots = [n * at.top_k for n in at.sizes]
+    nbytes = max(slots) * width * nothing.element_size()
     with comm.workspace.call(signature, nbytes) as call:
-        owners = [call.buffer(p, (room, width), dtype) for p in range(at.world_size)]
-        owners[at.rank] = publish(owners[at.rank], blocks)
+        parts = [call.buffer(p, (n, width), nothing.dtype) for p, n in enumerate(slots)]
+        due = blocks.of_owner(at.rank)
+        for first, rows in made:
+            while due and due[-1][1].row < first + rows.shape[0]:
+                source, (row, slot, n) = due.pop()
+                parts[source][slot : slot + n] = rows[row - first : row - first + n]
         call.publish_all()
-        rows = _Rows(blocks, choices, width, dtype, at)
+        mine = parts[at.rank]
+        mine[blocks.sent[at.rank] :].zero_()
         for p in ring(comm, own="first")[1:]:
             with comm.span(f"wait {p}"):
                 call.wait(p)
-        return rows.summed(owners, weights)
-
-
-class _Rows:
-    """Where the rows of a rank's choices lie, by stretches of tokens; in a stretch by owner, the dropped ones last.
-
-    A stretch's rows are brought into a buffer that the core's cache holds, and are added up from there.
-    """
-
-    def __init__(self, blocks: Blocks, choices: Tensor, width: int, dtype: torch.dtype, at: Exchange) -> None:
-        (self.tokens, self.k), self.width, self.dtype = choices.shape, width, dtype
-        self.wide, owners = weigh.accumulator(dtype), at.world_size
-        self.stretches = list(weigh.stretches(self.tokens, self.k * width, self.wide, choices.device))
-        each = self.stretches[0].stop if self.stretches else 1
-        rows, owner = blocks.sought(at.rank, self.tokens * self.k)
-        slots = choices.reshape(-1)
-        stretch = torch.arange(len(slots)) // (self.k * each)
-        kind = stretch * (owners + 1) + owner[slots]
-        by_kind = kind.argsort(stable=True)
-        self.rows = rows[slots[by_kind]]
-        self.counts = torch.bincount(kind, minlength=len(self.stretches) * (owners + 1)).tolist()
-        self.places = (weigh.places_of(by_kind) - stretch * (self.k * each)).view(choices.shape)
-
-    def summed(self, owners: Sequence[Tensor], weights: Tensor | None) -> Tensor:
-        """The rows of `owners` -> [T, N]."""
-        out = owners[0].new_empty(self.tokens, self.width)
-        buffer = out.new_empty(self.k * (self.stretches[0].stop if self.stretches else 0), self.width)
-        if weights is not None:
-            weights = weights.to(self.wide)
-        counts, begin = iter(self.counts), 0
-        for some in self.stretches:
-            filled = 0
-            for theirs in owners:
-                n = next(counts)
-                torch.index_select(theirs, 0, self.rows[begin : begin + n], out=buffer[filled : filled + n])
-                begin, filled = begin + n, filled + n
-            n = next(counts)
-            buffer[filled : filled + n].zero_()
-            begin += n
-            weigh.sum_into(out[some], buffer, self.places[some], None if weights is None else weights[some])
-        return out
-
-
-def _round_up(nbytes: int) -> int:
-    """To a power of two, so that batches of other routing do not each grow the workspace."""
-    return max(16, 1 << (nbytes - 1).bit_length())
+        return weigh.weighted_sum(mine, choices, weights)

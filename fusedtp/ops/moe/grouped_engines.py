@@ -24,6 +24,7 @@ from fusedtp.comm.device_view import runs_kernels
 from .. import launch
 from .. import matmul as dense
 from ..engines import has_triton, interpreting
+from ..local import joined
 from ..matmul import is_16_bit, matmul_add
 from ..profile import record_function
 from . import gate as gate_in_torch
@@ -63,16 +64,24 @@ def matmul(
         if xs[0].is_cuda:
             return _vendor_matmul(xs, weights, offsets, bias)
         y = xs[0].new_empty(xs[0].shape[0], weights[0].shape[1])
-        matmul_into(y, xs, weights, offsets, bias)
+        for e, rows in _experts(offsets):
+            ragged.linear_into(y, rows, xs, [w[e] for w in weights], None if bias is None else bias[e])
         return y
 
 
-def matmul_into(
-    y: Tensor, xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None
-) -> None:
-    """y [R, N] = sum_j xs[j] @ weights[j][e].T + bias[e] on a CPU, an expert after the other."""
-    for e, rows in _experts(offsets):
-        ragged.linear_into(y, rows, xs, [w[e] for w in weights], None if bias is None else bias[e])
+def matmul_by_expert(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """`matmul` on a CPU, expert by expert: its first row and its y [R_e, N], which lasts until the next one is made."""
+    each = list(_experts(offsets))
+    windows = [ragged.window(rows, xs[0].shape[0], xs[0]) for _, rows in each]
+    most = max((wide.stop - wide.start for wide in windows), default=0)
+    buffer = xs[0].new_empty(most, weights[0].shape[1])
+    for (e, rows), wide in zip(each, windows, strict=True):
+        y = buffer[: wide.stop - wide.start]
+        inputs, own = joined([x[wide] for x in xs], [w[e] for w in weights])
+        dense.matmul_into(y, inputs, [w.t() for w in own])
+        yield rows.start, y[rows.start - wide.start : rows.stop - wide.start]
 
 
 def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ in the order of the global tokens, however tokens and experts are split, so its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,25 +176,7 @@ class Blocks:
         """What the owner has from the source, expert by expert."""
         return self._blocks.get((owner, source), [])
 
-    def of_peers(self, owner: int) -> Iterator[slice]:
-        """The owner's rows whose sources are others."""
-        begin = 0
-        for row, _slot, n in self.between(owner, owner):
-            if row > begin:
-                yield slice(begin, row)
-            begin = row + n
-        if self.rows[owner] > begin:
-            yield slice(begin, self.rows[owner])
-
-    def sought(self, source: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Of every slot of the source's order: its row at its owner, and the owner; of dropped ones 0 and W."""
-        blocks = [block for owner in range(len(self.rows)) for block in self.between(owner, source)]
-        sizes = torch.tensor([block.size for block in blocks], dtype=torch.int64)
-        shifts = torch.tensor([block.row - block.slot for block in blocks], dtype=torch.int64)
-        sent = self.sent[source]
-        rows = torch.zeros(slots, dtype=torch.int64)
-        rows[:sent] = torch.arange(sent) + shifts.repeat_interleave(sizes)
-        of_owners = [self.spans[owner, source] for owner in range(len(self.rows))]
-        lengths = [end - begin for begin, end in of_owners] + [slots - sent]
-        owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        return rows, owners
+    def of_owner(self, owner: int) -> list[tuple[int, Block]]:
+        """(source, block) of all its rows, the last ones first."""
+        pairs = [(p, block) for p in range(len(self.rows)) for block in self.between(owner, p)]
+        return sorted(pairs, key=lambda pair: -pair[1].row)

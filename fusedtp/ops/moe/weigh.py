@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK_BYTES = 1 << 18  # of sums held at a time on CPU, so that they stay in a core's cache
@@ -31,15 +32,28 @@ def stretches(rows: int, width: int, wide: torch.dtype, device: torch.device) ->
 def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """parts [T * k, N], places [T, k] of each slot in it, weights [T, k] or None for ones -> [T, N] of parts' dtype."""
     wide = accumulator(parts.dtype)
+    if weights is None and places.shape[1] == 1:
+        return parts.index_select(0, places[:, 0])
+    weights = None if weights is None else weights.detach().to(wide)
+    if parts.device.type == "cpu" and parts.dtype == torch.float32 and parts.numel():
+        return _bags(places, parts, weights)
     out = parts.new_empty(places.shape[0], parts.shape[1])
-    if weights is not None:
-        weights = weights.to(wide)
     for some in stretches(out.shape[0], out.shape[1], wide, parts.device):
-        sum_into(out[some], parts, places[some], None if weights is None else weights[some])
+        of_some = None if weights is None else weights[some]
+        if parts.device.type == "cpu" and wide == torch.float32:
+            near = parts.index_select(0, places[some].reshape(-1)).to(wide)
+            out[some] = _bags(torch.arange(near.shape[0]).view(-1, places.shape[1]), near, of_some)
+        else:
+            _sum_into(out[some], parts, places[some], of_some)
     return out
 
 
-def sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None) -> None:
+def _bags(places: Tensor, parts: Tensor, weights: Tensor | None) -> Tensor:
+    """`_sum_into` of fp32 in one pass, bit for bit."""
+    return F.embedding_bag(places, parts, per_sample_weights=weights, mode="sum")
+
+
+def _sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None) -> None:
     """out [n, N] = sum_j weights[:, j] * parts[places[:, j]], j ascending; weights in the accumulator's dtype."""
     wide = accumulator(out.dtype)
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
