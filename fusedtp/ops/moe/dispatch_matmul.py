@@ -23,7 +23,7 @@ from ..main_grad import main_grads_of
 from ..pointwise import ACTIVATIONS
 from . import matmul_library as _library  # registers the custom op
 from . import weigh
-from .api import ALONE, MoEHandle, _known_room, host_knows, moe_dispatch, planned
+from .api import ALONE, MoEHandle, _known_room, host_knows, moe_dispatch, planned, without_dropped
 from .exchange import engine_of
 from .grouped import _check, activated, grouped_gated, grouped_matmul, with_wgrad
 from .plan import Exchange, Plan, offsets_of
@@ -128,7 +128,7 @@ def _fused(
             where = _known_room(plan, where)
         offsets = offsets_of(plan.table, where)
         _check(x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True)))
-        weights = weights.to(weigh.accumulator(x.dtype))
+        weights = without_dropped(weights, expert_ids).to(weigh.accumulator(x.dtype))
         wanted = _mask(x, *matrices) != 0
         inputs = (x, weights.detach(), matrices)
         if not torch.compiler.is_compiling():

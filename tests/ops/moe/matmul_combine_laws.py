@@ -23,6 +23,7 @@ from tests.ops.moe.laws import Case, Data, build, mine, room_of
 from tests.properties.laws import assert_same, poison
 
 NAMES = ("out", "dx", "dweights", "dexperts")
+FUSING = ("triton", "chunked")  # engines that do both in one call
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
     with cut.used():
         out = moe_matmul_combine(rows, experts, handle)
     poison(group)
-    fused = ("moe_matmul_combine", "triton") in communicator(group).engine_calls
-    assert fused == (case.engine == "triton" and len(case.sizes) > 1 and case.dtype != torch.float16)
+    fused = ("moe_matmul_combine", case.engine) in communicator(group).engine_calls
+    assert fused == (case.engine in FUSING and len(case.sizes) > 1 and case.dtype != torch.float16)
     out.backward(dout[here])
     got = (out.detach(), x.grad, weights.grad, experts.main_grad if case.seed % 2 else experts.grad)
     assert (experts.grad is None) == case.seed % 2
@@ -132,7 +133,7 @@ def allowed(case: Case, width: int, data: Data) -> tuple[Tensor, Tensor]:
 
 
 def same_bits(group, case: Case, width: int, cut: Cut) -> None:
-    """Of random numbers: the two operations by engine "triton" one after another, and in one kernel."""
+    """Of random numbers, but weights that are powers of two: the two operations one after another, and in one call."""
     rank, data, found = group.rank(), build(case), []
     made, dout, noise = drawn(case, width, rank)
     for fused in (False, True):
@@ -143,9 +144,9 @@ def same_bits(group, case: Case, width: int, cut: Cut) -> None:
         poison(group)
         with cut.used():
             if fused:
-                out = moe_matmul_combine(h, experts, handle, engine="triton")
+                out = moe_matmul_combine(h, experts, handle, engine=case.engine)
             else:
-                y = fusedtp.grouped_matmul(h, experts, handle.offsets, engine="triton")
+                y = fusedtp.grouped_matmul(h, experts, handle.offsets, engine=case.engine)
                 out = fusedtp.moe_combine(y, handle)
             out.backward(dout)
         found.append((out.detach(), x.grad, weights.grad, experts.grad))

@@ -72,7 +72,7 @@ def leaves_of(law: Matmul, inputs: Inputs, rank: int) -> tuple[Tensor, Tensor, l
 
 
 def computed(group, law: Matmul, inputs: Inputs, fused: bool, backward: bool = True) -> dict[str, Tensor]:
-    """All results of this rank by name, the fused way or by two calls; engine "triton"."""
+    """All results of this rank by name, the fused way or by two calls."""
     case, rank = law.case, group.rank()
     x, weights, own = leaves_of(law, inputs, rank)
     given = x, inputs.data.ids[mine(case, rank)], weights
@@ -81,7 +81,9 @@ def computed(group, law: Matmul, inputs: Inputs, fused: bool, backward: bool = T
     with torch.set_grad_enabled(backward):
         if not fused:
             rows, offsets, handle = moe_dispatch(*given, case.num_experts, group, **how)
-            by = "triton" if len(case.sizes) > 1 else "auto"  # of one rank there is no kernel that does both
+            by = (
+                case.engine if len(case.sizes) > 1 else "auto"
+            )  # of one rank there is no kernel that does both
             if law.act:
                 y = grouped_gated(rows, *own, offsets, act=law.act, engine=by)
             else:
@@ -106,7 +108,7 @@ def equals_two_calls(group, law: Matmul) -> None:
     communicator(group).engine_calls.clear()
     got = computed(group, law, inputs, fused=True)
     calls = communicator(group).engine_calls
-    assert ("moe_dispatch_matmul", "triton") in calls or len(law.case.sizes) == 1, calls
+    assert ("moe_dispatch_matmul", law.case.engine) in calls or len(law.case.sizes) == 1, calls
     bare = computed(group, law, inputs, fused=True, backward=False)
     for name, want in computed(group, law, inputs, fused=False).items():
         assert_same(f"rank {group.rank()}: {name}", got[name], want)
@@ -151,7 +153,7 @@ def layer(group, law: Matmul) -> None:
     each = case.num_experts // len(case.sizes)
     down = torch.ones(each, case.width, law.out).requires_grad_()
     results = []
-    for engine in ("triton", "collective"):
+    for engine in (case.engine, "collective"):
         x, weights, own = leaves_of(law, inputs, rank)
         ids = inputs.data.ids[mine(case, rank)]
         for w in own:
@@ -163,11 +165,13 @@ def layer(group, law: Matmul) -> None:
         assert all(w.grad is None for w in own)
         results.append([out.detach(), x.grad, weights.grad, *(w.main_grad for w in own)])
         calls = {
-            name: n for (name, by), n in communicator(group).engine_calls.items() if by == engine == "triton"
+            name: n
+            for (name, by), n in communicator(group).engine_calls.items()
+            if by == engine != "collective"
         }
         # Forward and backward, each one for the rows' way there and one for the way back; and a weight's for itself.
         wanted = {"moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
-        assert calls == (wanted if engine == "triton" else {}), calls
+        assert calls == (wanted if engine != "collective" else {}), calls
     for got, want in zip(*results, strict=True):
         assert_same(f"rank {rank}", got, want)
 
@@ -179,7 +183,7 @@ def compiled(group, law: Matmul) -> None:
     ids, here = inputs.data.ids[mine(case, rank)], mine(case, rank)
 
     def compute(x: Tensor, weights: Tensor, *own: Tensor) -> Tensor:
-        how = dict(sizes=case.sizes, engine="triton")
+        how = dict(sizes=case.sizes, engine=case.engine)
         if law.act:
             y, _, handle = moe_dispatch_gated(
                 x, ids, weights, *own, case.num_experts, group, act=law.act, **how

@@ -1,4 +1,4 @@
-"""A dispatch with its matmul in one kernel: the two calls bit by bit, the formula of integers, compiled, in a layer."""
+"""A dispatch with its matmul in one call: the two calls bit by bit, the formula of integers, compiled, in a layer."""
 
 import pytest
 import torch
@@ -15,22 +15,28 @@ from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_laws import Matmul
 
 OPS = ["moe_dispatch_matmul", "moe_dispatch_matmul_backward"]
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+ENGINES = ("triton", "chunked")
 pytestmark = pytest.mark.skipif(not fusedtp.ops.engines.has_triton(), reason="needs triton")
 
 
 @st.composite
-def matmuls(draw: st.DrawFn, gated: bool | None = None) -> Matmul:
+def matmuls(
+    draw: st.DrawFn,
+    gated: bool | None = None,
+    engine: str = "triton",
+    dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16),
+) -> Matmul:
     size = draw(st.integers(1, 4))
     experts = size * draw(st.integers(1, 4))
     gated = draw(st.booleans()) if gated is None else gated
     case = Case(
-        engine="triton" if size > 1 else "auto",
+        engine=engine if size > 1 else "auto",
         sizes=tuple(draw(st.one_of(st.just(0), st.integers(1, 3), st.integers(1, 20))) for _ in range(size)),
         num_experts=experts,
         top_k=draw(st.integers(1, min(4, experts))),
         width=draw(st.integers(1, 7)),
-        dtype=draw(st.sampled_from([FP32] if gated else [FP32, BF16, FP16])),
+        dtype=draw(st.sampled_from([FP32] if gated else dtypes)),
         skew=draw(st.sampled_from(SKEWS)),
         dropped=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         seed=draw(st.integers(0, 2**32)),
@@ -39,8 +45,10 @@ def matmuls(draw: st.DrawFn, gated: bool | None = None) -> Matmul:
     return Matmul(case, draw(st.integers(1, 5)), draw(st.sampled_from(ACTIVATIONS)) if gated else "")
 
 
-def case(sizes=(9, 0, 12), experts=6, top_k=2, width=5, dtype=FP32, skew="uniform", dropped=0.0, room=None):
-    return Case("triton", sizes, experts, top_k, width, dtype, skew, dropped, 3, room)
+def case(
+    sizes=(9, 0, 12), experts=6, top_k=2, width=5, dtype=FP32, skew="uniform", dropped=0.0, room=None, engine="triton"
+):  # fmt: skip
+    return Case(engine, sizes, experts, top_k, width, dtype, skew, dropped, 3, room)
 
 
 LARGE = Matmul(
@@ -72,14 +80,29 @@ def test_gated_integers_give_the_formula_of_the_tokens(law):
     world(len(law.case.sizes)).run(laws.equals_dense, law)
 
 
+@settings(max_examples=50)
+@given(matmuls(engine="chunked", dtypes=(FP32, BF16, FP16, FP64)))
+@example(Matmul(case((600, 40), 4, 2, 70, BF16, "skewed", 0.3, room=5, engine="chunked"), 80))
+def test_on_a_cpu_the_bits_are_those_of_two_calls(law):
+    world(len(law.case.sizes)).run(laws.equals_two_calls, law)
+
+
+@settings(max_examples=50)
+@given(matmuls(gated=False, engine="chunked", dtypes=(FP32, BF16, FP16, FP64)))
+def test_on_a_cpu_integers_give_the_formula_of_the_tokens(law):
+    world(len(law.case.sizes)).run(laws.equals_dense, law)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", ["", "silu"])
-def test_a_layer_of_experts_takes_it_and_fills_main_grads(act):
-    world(3).run(laws.layer, Matmul(case(), 4, act))
+def test_a_layer_of_experts_takes_it_and_fills_main_grads(act, engine):
+    world(3).run(laws.layer, Matmul(case(engine=engine), 4, act))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", ["", "gelu"])
-def test_a_compiled_graph_equals_eager_code(act):
-    world(3).run(laws.compiled, Matmul(case(), 4, act), timeout=120)
+def test_a_compiled_graph_equals_eager_code(act, engine):
+    world(3).run(laws.compiled, Matmul(case(engine=engine), 4, act), timeout=120)
 
 
 def test_more_rows_than_there_is_room_for_are_noticed_by_every_rank():
@@ -88,14 +111,14 @@ def test_more_rows_than_there_is_room_for_are_noticed_by_every_rank():
     assert str(raised.value).count("TooManyRows: rank") >= 2
 
 
-def check_op(group, act: str) -> None:
+def check_op(group, act: str, engine: str) -> None:
     """Three rows a rank and room for no more: all of what the op returns is defined."""
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
     routed = [torch.tensor(ids).view(-1, 2) for ids in ([[0, 2], [1, 4]], [], [[0, 3], [2, 5], [4, -1]])]
     ids = routed[group.rank()].int()
     sorted_ = [sort_slots(each.int(), 6) for each in routed]
     table, orders = torch.stack([counts for counts, _ in sorted_]), torch.cat([order for _, order in sorted_])
-    at = Exchange(group.group_name, group.rank(), (2, 0, 3), 6, 2, 3, "triton")
+    at = Exchange(group.group_name, group.rank(), (2, 0, 3), 6, 2, 3, engine)
     x, weights = torch.ones(len(ids), 4, requires_grad=True), torch.ones(ids.shape)
     matrices = [torch.ones(2, 3, 4, requires_grad=True) for _ in range(2 if act else 1)]
     plan = table, orders, packed(table, at)
@@ -106,6 +129,7 @@ def check_op(group, act: str) -> None:
     torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul_backward.default, back)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", ["", "silu"])
-def test_opcheck(act):
-    world(3).run(check_op, act)
+def test_opcheck(act, engine):
+    world(3).run(check_op, act, engine)

@@ -1,4 +1,4 @@
-"""The last matmul of experts in one kernel with its combine equals the two apart, and the dense formula."""
+"""The last matmul of experts in one call with its combine equals the two apart, and the dense formula."""
 
 import pytest
 import torch
@@ -17,25 +17,25 @@ from fusedtp.ops.moe.layout import packed
 from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
 from tests.harness import WorldError, world
 from tests.ops.moe.laws import SKEWS, Case
-from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
+from tests.ops.moe.matmul_combine_laws import FUSING, Cut, equals_the_formula, same_bits
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
-OPS = ["moe_matmul_combine", "moe_matmul_combine_backward"]
+OPS = ["moe_matmul_combine", "moe_matmul_combine_backward", "moe_matmul_combine_operands"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @st.composite
-def cases(draw: st.DrawFn, engines: tuple[str, ...] = ("triton",)) -> Case:
+def cases(draw: st.DrawFn, engine: str = "triton", dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
     size = draw(st.integers(1, 3))
     experts = size * draw(st.integers(1, 2))
     a_count = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 12))
     return Case(
-        engine=draw(st.sampled_from(engines)),
+        engine=engine,
         sizes=tuple(draw(a_count) for _ in range(size)),
         num_experts=experts,
         top_k=draw(st.integers(1, min(3, experts))),
         width=draw(st.integers(1, 7)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=draw(st.sampled_from(dtypes)),
         skew=draw(st.sampled_from(SKEWS)),
         dropped=draw(st.sampled_from([0.0, 0.3, 1.0])),
         seed=draw(st.integers(0, 2**32)),
@@ -55,7 +55,7 @@ widths = st.integers(0, 24)
 
 @settings(max_examples=4)
 @example(Case("triton", (7, 0, 12), 6, 3, 5, torch.bfloat16, "skewed", 0.3, 1), 37, Cut(2, 2))
-@given(cases(engines=("triton", "triton", "chunked")), widths, cuts)
+@given(cases(), widths, cuts)
 def test_out_and_all_gradients_are_those_of_the_formula(case, width, cut):
     world(len(case.sizes)).run(equals_the_formula, case, width, cut)
 
@@ -68,17 +68,33 @@ def test_the_bits_are_those_of_two_kernels_and_gradients_within_a_rounding(case,
     world(len(case.sizes)).run(same_bits, case, width, cut)
 
 
+WIDE = (*DTYPES, torch.float64)
+
+
+@settings(max_examples=60)
+@given(cases("chunked", WIDE), widths)
+def test_cpu_ranks_multiply_into_their_peers_memory(case, width):
+    world(len(case.sizes)).run(equals_the_formula, case, width, Cut())
+
+
+@settings(max_examples=30)
+@example(Case("chunked", (300, 4), 2, 2, 33, torch.bfloat16, "skewed", 0.3, 0), 40)
+@given(cases("chunked", WIDE).filter(lambda case: len(case.sizes) > 1), widths)
+def test_on_a_cpu_the_bits_are_those_of_two_calls_and_gradients_within_a_rounding(case, width):
+    world(len(case.sizes)).run(same_bits, case, width, Cut())
+
+
 SIZES, EXPERTS = (2, 0, 4), 6
 IDS = torch.tensor(
     [[2 * (t % 3), 2 * ((t + 1) % 3) + 1] for t in range(6)]
 )  # 4 rows for every rank: none undefined
 
 
-def check_op(group) -> None:
+def check_op(group, engine: str) -> None:
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
     parts = [sort_slots(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
-    at = Exchange(group.group_name, group.rank(), SIZES, EXPERTS, 2, 4, "triton")
+    at = Exchange(group.group_name, group.rank(), SIZES, EXPERTS, 2, 4, engine)
     plan = (table, torch.cat([order for _counts, order in parts]), packed(table, at))
     h, experts, weights = (
         torch.ones(*shape, requires_grad=True) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2))
@@ -97,20 +113,23 @@ def check_op(group) -> None:
         )
         op = torch.ops.fusedtp.moe_matmul_combine_backward.default
         torch.library.opcheck(op, (*back, *plan, *at.flat))
+    op = torch.ops.fusedtp.moe_matmul_combine_operands.default
+    torch.library.opcheck(op, (torch.ones(at.tokens, 5), h.detach(), torch.ones(4), *plan, *at.flat))
 
 
-def test_opcheck():
-    world(3).run(check_op)
+@pytest.mark.parametrize("engine", FUSING)
+def test_opcheck(engine):
+    world(3).run(check_op, engine)
 
 
-def compiled(group) -> None:
+def compiled(group, engine: str) -> None:
     """A compiled layer equals an eager one, with its gradients, in one graph."""
     fusedtp.reserve(group, 1 << 16)
     ids = IDS.split(list(SIZES))[group.rank()]
 
     def layer(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         rows, _offsets, handle = fusedtp.moe_dispatch(
-            x, ids, weights, EXPERTS, group, sizes=SIZES, engine="triton", max_rows=4
+            x, ids, weights, EXPERTS, group, sizes=SIZES, engine=engine, max_rows=4
         )
         return moe_matmul_combine(rows.relu(), experts, handle)
 
@@ -128,8 +147,9 @@ def compiled(group) -> None:
         assert torch.equal(eager, graph)
 
 
-def test_a_compiled_layer_equals_an_eager_one():
-    world(3).run(compiled, timeout=120)
+@pytest.mark.parametrize("engine", FUSING)
+def test_a_compiled_layer_equals_an_eager_one(engine):
+    world(3).run(compiled, engine, timeout=120)
 
 
 def experts_by_kernels(group) -> None:
@@ -152,7 +172,7 @@ def test_experts_take_the_one_kernel():
     world(3).run(experts_by_kernels)
 
 
-def split(group) -> None:
+def split(group, engine: str) -> None:
     """A layer's backward in an input pass and a weight pass, see tests/ops/test_split_backward.py."""
     rank, g, comm = group.rank(), torch.Generator().manual_seed(0), communicator(group)
     x, weights = (
@@ -165,7 +185,7 @@ def split(group) -> None:
 
     def layer() -> torch.Tensor:
         given = (x, IDS.split(list(SIZES))[rank], weights, gate, up, EXPERTS, group)
-        hidden, _, handle = moe_dispatch_gated(*given, sizes=SIZES, engine="triton")
+        hidden, _, handle = moe_dispatch_gated(*given, sizes=SIZES, engine=engine)
         return moe_matmul_combine(hidden, down, handle)
 
     def calls() -> dict[str, int]:
@@ -188,8 +208,9 @@ def split(group) -> None:
         assert torch.equal(one, other), name
 
 
-def test_a_split_backward_communicates_in_its_first_pass_alone():
-    world(3).run(split)
+@pytest.mark.parametrize("engine", FUSING)
+def test_a_split_backward_communicates_in_its_first_pass_alone(engine):
+    world(3).run(split, engine)
 
 
 def test_homes_are_where_a_combine_looks():
