@@ -35,9 +35,11 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
     if weights is None and places.shape[1] == 1:
         return parts.index_select(0, places[:, 0])
     weights = None if weights is None else weights.detach().to(wide)
-    if parts.device.type == "cpu" and parts.dtype == torch.float32 and parts.numel():
-        return _bags(places, parts, weights)
     out = parts.new_empty(places.shape[0], parts.shape[1])
+    if not out.numel():
+        return out
+    if parts.device.type == "cpu" and parts.dtype == torch.float32:
+        return _bags(places, parts, weights)
     for some in stretches(out.shape[0], out.shape[1], wide, parts.device):
         of_some = None if weights is None else weights[some]
         if parts.device.type == "cpu" and wide == torch.float32:
@@ -49,7 +51,7 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
 
 
 def _bags(places: Tensor, parts: Tensor, weights: Tensor | None) -> Tensor:
-    """`_sum_into` of fp32 in one pass, bit for bit."""
+    """`_sum_into` of fp32 on a CPU in one pass; a product may go into its sum unrounded."""
     return F.embedding_bag(places, parts, per_sample_weights=weights, mode="sum")
 
 

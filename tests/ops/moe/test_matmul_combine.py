@@ -213,6 +213,30 @@ def test_a_split_backward_communicates_in_its_first_pass_alone(engine):
     world(3).run(split, engine)
 
 
+def apart(group, engine: str) -> None:
+    """The experts' gradients of a pass that wants no others, and of one whose dout is another tensor by then."""
+    rank, g = group.rank(), torch.Generator().manual_seed(0)
+    ids = IDS.split(list(SIZES))[rank]
+    draw = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
+    x, weights, experts = (
+        draw(6, 3).split(list(SIZES))[rank],
+        draw(6, 2).split(list(SIZES))[rank],
+        draw(2, 4, 3),
+    )
+    leaves = [t.clone().requires_grad_() for t in (x, weights, experts)]
+    given = (leaves[0], ids, leaves[1], EXPERTS, group)
+    rows, _, handle = fusedtp.moe_dispatch(*given, sizes=SIZES, engine=engine)
+    y, dout = moe_matmul_combine(rows, leaves[2], handle), draw(len(ids), 4)
+    (whole,) = torch.autograd.grad(y, leaves, dout, retain_graph=True)[2:]
+    torch.autograd.grad(y, leaves[:2], 3 * dout, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(y, leaves[2], dout)[0], whole)
+
+
+@pytest.mark.parametrize("engine", FUSING)
+def test_gradients_of_experts_may_come_in_a_pass_of_their_own(engine):
+    world(3).run(apart, engine)
+
+
 def test_homes_are_where_a_combine_looks():
     """A row's place is the one that the order of its source's slots has for it."""
     parts = [sort_slots(part, EXPERTS) for part in IDS.split(list(SIZES))]

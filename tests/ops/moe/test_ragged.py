@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops.moe import gate, ragged, weigh
+from fusedtp.ops.moe import gate, grouped_engines, ragged, weigh
 from tests.properties.laws import assert_same
 
 COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1, max_size=5)
@@ -49,15 +49,44 @@ def test_rounding_does_not_show(dtype, counts, past, seed):
         dx_gated, *_ = torch.autograd.grad(hidden, [x, gates, ups], dy)
         with torch.no_grad():
             alone = fusedtp.grouped_gated(x, gates, ups, offsets)
+            made = grouped_engines.matmul_by_expert([x.detach()], [gates], offsets)
+            pieces = {first: y.clone() for first, y in made}
     for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
         rows, w = x[begin:end].detach(), gates[e].detach()
         products = [rows @ each[e].detach().t() for each in (gates, ups)]
         assert_same(f"y of {e}", y[begin:end].detach(), products[0])
+        if end > begin:
+            assert_same(f"y of {e} alone", pieces[begin], products[0])
         assert_same(f"gated of {e}", hidden[begin:end].detach(), gate.forward(*products, "silu"))
         assert_same(f"gated of {e} alone", alone[begin:end], gate.forward(*products, "silu"))
         assert_same(f"dx of {e}", dx[begin:end], dy[begin:end] @ w)
         assert_same(f"dw of {e}", dw[e], dy[begin:end].t() @ rows if end > begin else torch.zeros_like(w))
         assert e == ill or not dx_gated[begin:end].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@given(st.integers(0, 9), st.integers(1, 8), st.integers(0, 70), st.booleans(), st.integers(0, 2**31))
+def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, seed):
+    """In fp32 (fp64), whatever a core's cache holds; rounded at the end. A product may go into its sum unrounded."""
+    g = torch.Generator().manual_seed(seed)
+    parts = torch.randn(tokens * k, width, generator=g).to(dtype)
+    places = torch.randperm(tokens * k, generator=g).view(tokens, k)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.rand(tokens, k, generator=g).to(wide) if weighed else None
+    want, off = torch.zeros(tokens, width, dtype=wide), torch.zeros(tokens, width, dtype=torch.float64)
+    for j in range(k):
+        part = parts[places[:, j]].to(wide)
+        part = part if weights is None else part * weights[:, j : j + 1]
+        want, off = want + part, off + part.double().abs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weigh, "_BLOCK_BYTES", 3 * 70 * 4)
+        got = weigh.weighted_sum(parts, places, weights)
+    if not weighed:
+        assert_same("sum", got, want.to(dtype))
+        return
+    # every product's rounding or none, those of sums that differ by them, and the last one, to dtype
+    bound = off * (2 * k * torch.finfo(wide).eps + torch.finfo(dtype).eps * (dtype != wide))
+    assert got.dtype == dtype and ((got.double() - want.double()).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
