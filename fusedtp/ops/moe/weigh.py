@@ -76,12 +76,12 @@ def weigh_rows(rows: Tensor, weights: Tensor | None, others: Tensor, dots: Tenso
 
     Both in fp32 (fp64); weights and dots may be None.
     """
-    if dots is None:
-        if weights is not None:
-            rows.mul_(weights[:, None])  # one pass; the product of both dtypes is made in the wider one
-        return
     wide = accumulator(rows.dtype)
     for some in stretches(rows.shape[0], rows.shape[1], wide, rows.device):
+        if dots is None:
+            if weights is not None:
+                rows[some].mul_(weights[some, None])  # the product of both dtypes is made in the wider one
+            continue
         mine = rows[some].to(wide)
         torch.sum(mine * others[some].to(wide), 1, out=dots[some])
         if weights is not None:
@@ -93,5 +93,7 @@ def weigh_rows(rows: Tensor, weights: Tensor | None, others: Tensor, dots: Tenso
 def weighed(rows: Tensor, weights: Tensor, some: slice) -> Tensor:
     """rows [R, N] times weights [R], as `weigh_rows` has it, of those in `some`; the others are undefined."""
     out = torch.empty_like(rows)
-    torch.mul(rows[some], weights[some, None], out=out[some])
+    here, there, factors = rows[some], out[some], weights[some, None]
+    for part in stretches(here.shape[0], here.shape[1], weights.dtype, rows.device):
+        torch.mul(here[part], factors[part], out=there[part])
     return out
