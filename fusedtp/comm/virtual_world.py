@@ -50,7 +50,7 @@ class Ranks:
         with self._lock:
             if ranks not in self._parts:
                 made = Ranks(len(ranks), self.device, self.timeout_s, self.on_device)
-                for rank in set(self.raised).intersection(ranks):
+                for rank in [rank for rank in self.raised if rank in ranks]:
                     made.give_up(ranks.index(rank))
                 self._parts[ranks] = made
             return self._parts[ranks]
@@ -166,7 +166,13 @@ class VirtualGroup:
         """
         if math.prod(shape) != self.size():
             raise ValueError(f"{self.size()} ranks do not stand in the shape {tuple(shape)}")
-        lines = torch.arange(self.size()).view(*shape).movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+        lines = (
+            torch.arange(self.size(), device="cpu")
+            .view(*shape)
+            .movedim(dim, -1)
+            .reshape(-1, shape[dim])
+            .tolist()
+        )
         line = next(each for each in lines if self._rank in each)
         return self._world.part(tuple(line)).groups[line.index(self._rank)]
 
@@ -206,10 +212,18 @@ class ThreadWorld:
         except threading.BrokenBarrierError:
             here = virtual.arrivals[self.rank]
             if virtual.raised:
-                raise PeerFailed(f"rank {virtual.raised[0]} raised; rank {self.rank} stops too") from None
+                raise PeerFailed(
+                    f"rank {virtual.raised[0]} raised; rank {self.rank} stops too{self._of_some}"
+                ) from None
             absent = [p for p, times in enumerate(virtual.arrivals) if times < here]
             who = ", ".join(f"rank {p}" for p in absent) or "a rank that came too late"
-            raise SignalTimeout(f"rank {self.rank} waited {self.timeout_s:g} s for {who}") from None
+            waited = f"rank {self.rank} waited {self.timeout_s:g} s for {who}{self._of_some}"
+            raise SignalTimeout(waited) from None
+
+    @property
+    def _of_some(self) -> str:
+        """After a rank's number, where it is not the number in the world."""
+        return "" if self.world_size == self.ranks_per_device else f" (ranks of group {self.name!r})"
 
     def barrier(self) -> None:
         self._meet()

@@ -9,8 +9,8 @@
 
 Note [Two rotating buffers]
 In every call every rank signals every peer and waits for every peer, also with no rows. So when a rank begins call
-n + 2, all peers have left call n (they signalled in n + 1), and its slot can be written again; no call waits for
-readiness. Skipping the signal of an empty shard breaks this.
+n + 2, all peers have left call n (they signalled in n + 1), and its slot can be written again, its own and every
+peer's; no call waits for readiness. Skipping the signal of an empty shard breaks this.
 
 Note [After a fused kernel]
 On a GPU a rank that reads nothing, such as one without columns, leaves a fused kernel before its peers' rows have
@@ -30,8 +30,8 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     movers (all_gather, ...)           as the matmul   -
     moe_dispatch, of k choices         max R_p (K + k) max R_p * K
     moe_combine                        max R_p * k * N max R_p * k * N
-    moe_dispatch_matmul                -               max_rows * K
-    moe_matmul_combine                 -               max R_p * k * N, and max_rows * N backward
+    moe_dispatch_matmul                as moe_dispatch max_rows * K
+    moe_matmul_combine                 as moe_combine  max R_p * k * N, and max_rows * N backward
     collective: none
 
 So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push

@@ -205,7 +205,7 @@ class FusedExperts(FusedStyle):
 
     def mesh(self, module: Any, device_mesh: Mesh) -> Mesh:
         mesh = self.split.mesh or device_mesh
-        if self.split.nodes > 1 and not self._stages:
+        if isinstance(mesh, DeviceMesh) and self.split.nodes > 1 and not self._stages:
             self._stages = stages_of(mesh, self.split.nodes)
         shares = self.split.shares(module.num_experts, mesh.size())
         if not isinstance(mesh, DeviceMesh) or len(shares.named) == 1:
@@ -218,6 +218,8 @@ class FusedExperts(FusedStyle):
         everyone = comm if self.split.mesh is None else communicator(self.split.mesh)
         shares = self.split.shares(module.num_experts, everyone.world_size)
         copies, stages = copies_of(mesh, shares), self._stages
+        if not isinstance(mesh, DeviceMesh) and self.split.nodes > 1:  # virtual ranks may share this style
+            stages = stages_of(mesh, self.split.nodes)
         module.parallel = ExpertParallel(
             **self.member(everyone), shares=shares, copies=copies, stages=stages, tokens=comm.place
         )

@@ -245,6 +245,19 @@ def test_any_sharing_gives_the_bits_of_one_process_in_the_virtual_world(size, ex
             assert_same(f"{name} of rank {rank}", found[3 + i], way.part(alone[3 + i], at))
 
 
+def test_virtual_ranks_may_share_a_style():
+    """Its groups are each rank's own."""
+    style = fusedtp.FusedExperts(split=ExpertSplit(nodes=2))
+
+    def body(group) -> tuple[str, ...]:
+        module = Experts(5, 6, 4)
+        fusedtp.parallelize(module, group, plan={"": style})
+        return module.parallel.stages
+
+    stages = VirtualWorld(4).run(body)
+    assert len({name for names in stages for name in names}) == 8
+
+
 def refuse(group) -> list[str]:
     found = []
     for experts, hidden, split in (

@@ -254,11 +254,6 @@ def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
 
 def _known_room(plan: Plan, at: Exchange) -> Exchange:
     """Where the host knows the plan: ValueError on all ranks where one has too many rows, room for no more else."""
-    found = Blocks(plan.table, at).rows
-    for owner, rows in enumerate(found):
-        if rows > at.max_rows:
-            raise ValueError(
-                f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
-                f"{at.max_rows}"
-            )
-    return at if at.bound >= 0 or at.engine == "triton" else at._replace(max_rows=found[at.rank])
+    blocks = Blocks(plan.table, at)
+    blocks.check_room(at)
+    return at if at.bound >= 0 or at.engine == "triton" else at._replace(max_rows=blocks.rows[at.rank])

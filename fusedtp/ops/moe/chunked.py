@@ -1,10 +1,12 @@
-"""Rows to the experts' owners and back over the workspace, on CPU: owners read in their peers' memory.
+"""Rows to the experts' owners and back over the workspace, on CPU: each rank reads and writes in its peers' memory.
 
     move     copy x to the own slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
     collect  rows of expert 0 to the slots of their tokens' ranks | of expert 1 | ... | publish | wait for all | sum
 
 Tokens are published, not their k copies: an owner picks the rows that it wants. On their way back rows are pushed: an
 expert's product goes where it belongs as long as it is in the core's cache, and a token's rows end in one place.
+
+A compiled graph learns only here whether there is room for all rows: every rank looks, before it begins a call.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def move(
     as they are in the core's cache.
     """
     blocks, width = Blocks(plan.table, at), x.shape[1]
+    blocks.check_room(at)
     rows = x.new_empty(at.max_rows, width)
     of_rows = x.new_empty(0) if scalars is None else scalars.new_empty(at.max_rows)
 
@@ -134,6 +137,7 @@ def _collected(
 ) -> Tensor:
     """The sums, [T, N] like `nothing` [0, N]. `made` are this rank's rows, whole experts at a time, and their begin."""
     blocks, width = Blocks(plan.table, at), nothing.shape[1]
+    blocks.check_room(at)
     slots = [n * at.top_k for n in at.sizes]
     nbytes = max(slots) * width * nothing.element_size()
     with comm.workspace.call(signature, nbytes) as call:
@@ -143,6 +147,7 @@ def _collected(
             while due and due[-1][1].row < first + rows.shape[0]:
                 source, (row, slot, n) = due.pop()
                 parts[source][slot : slot + n] = rows[row - first : row - first + n]
+        assert not due, due
         call.publish_all()
         mine = parts[at.rank]
         mine[blocks.sent[at.rank] :].zero_()

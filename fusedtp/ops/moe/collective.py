@@ -20,6 +20,7 @@ def move(
     Slots travel in their source's order, which is by owner; blocks are then put where they belong.
     """
     blocks = Blocks(plan.table, at)
+    blocks.check_room(at)
     sent, received = _counts(blocks, at)
     slots = plan.orders[at.slots_of(at.rank)][: sum(sent)]
     payloads = [(x.new_empty(at.max_rows, x.shape[1]), x.index_select(0, slots // at.top_k))]

@@ -1,8 +1,8 @@
 """A dispatch and the matmul that its rows go into, in one call: by one kernel where the engine is `triton`.
 
-By `chunked` the gradient of x is one call, which multiplies into the memory from which peers take rows; by the other
-engines it is the two calls, one after another. The result has the same bits either way, see
-kernels/moe_dispatch_matmul.py; so have gradients, which the same operations make.
+By `chunked` rows are multiplied when all have come, but their gradients expert by expert, each product straight into
+the memory of its tokens' ranks; by the other engines it is the two calls, one after another. The result has the same
+bits either way, see kernels/moe_dispatch_matmul.py; so have gradients, which the same operations make.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def moe_dispatch_matmul(
         matrices   [E / W, N, K]  of this rank's experts, of x's dtype
         return     y [max_rows, N], offsets, handle; rows of y past offsets[-1] are undefined
 
-    dgrad  dx = combine of grouped_matmul(dy, matrices.mT), without weights; in one kernel, see matmul_combine.py
+    dgrad  dx = combine of grouped_matmul(dy, matrices.mT), without weights; in one call, see matmul_combine.py
     wgrad  of the rows that were dispatched, which are kept
     Raises ValueError as the two functions do.
     """

@@ -1,9 +1,9 @@
 """The last matmul of a mixture of experts and its combine as one call; public function and its eager autograd.
 
     forward    out = moe_combine(grouped_matmul(h, experts, offsets), handle): by kernels/moe_matmul_combine.py, or on
-               a CPU into the memory from which peers take rows
-    dgrad      dh[row] = weight * (dout[token of row] @ experts[e]), by kernels/moe_dispatch_matmul.py: dout travels
-               and is multiplied in one launch; dweights from that and h
+               a CPU expert by expert, each product straight into the memory of its tokens' ranks
+    dgrad      dh[row] = weight * (dout[token of row] @ experts[e]): dout travels and is multiplied in one call, on a
+               GPU by kernels/moe_dispatch_matmul.py; dweights from that and h
     wgrad      dexperts[e] = dy[rows of e].T @ (weight * h)[rows of e], dy[row] = dout[token of row]
 
 The weight is a factor of h, whose rows are shorter than those of dout, and no product of forward is kept. By other
@@ -78,7 +78,9 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
 def _fuses(h: Tensor, handle: MoEHandle, engine: str) -> bool:
     """Whether one call does both: by what all ranks share. Not in fp16, whose gradients may leave its range before
     they are weighed."""
-    alike = engine in ("auto", handle.at.engine) and h.dtype != torch.float16
+    kind = h.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    alike = engine in ("auto", handle.at.engine) and dtype != torch.float16
     return alike and multiplies_and_gathers(handle.at, h.dtype)
 
 

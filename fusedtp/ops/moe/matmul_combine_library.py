@@ -6,7 +6,7 @@
                                            follow, or [0, ...], and dweights [T_r, k]
     fusedtp::moe_matmul_combine_operands   dout, h -> those two alone
 
-Backward is a dispatch of dout with its matmul by experts.mT, in one kernel too. A choice's weight is a factor of its
+Backward is a dispatch of dout with its matmul by experts.mT, in one call too. A choice's weight is a factor of its
 row, so rows travel without it: dweights are the inner products of what the matmul makes of them with h, and no product
 of the forward pass is kept.
 

@@ -172,6 +172,16 @@ class Blocks:
             for source in range(at.world_size):
                 self.spans[owner, source] = (begin[source], sent[source])
 
+    def check_room(self, at: Exchange) -> None:
+        """Raises ValueError, on all ranks alike, where an owner has more rows than there is room for."""
+        room = at.most_rows if at.bound < 0 else min(at.bound, at.most_rows)
+        for owner, rows in enumerate(self.rows):
+            if rows > room:
+                raise ValueError(
+                    f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
+                    f"{room}"
+                )
+
     def between(self, owner: int, source: int) -> list[Block]:
         """What the owner has from the source, expert by expert."""
         return self._blocks.get((owner, source), [])

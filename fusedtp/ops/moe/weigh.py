@@ -51,7 +51,7 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
 
 
 def _bags(places: Tensor, parts: Tensor, weights: Tensor | None) -> Tensor:
-    """`_sum_into` of fp32 on a CPU in one pass; a product may go into its sum unrounded."""
+    """`_sum_into` of fp32 on a CPU in one pass, begun at zero; a product may go into its sum unrounded."""
     return F.embedding_bag(places, parts, per_sample_weights=weights, mode="sum")
 
 
@@ -92,7 +92,7 @@ def weigh_rows(rows: Tensor, weights: Tensor | None, others: Tensor, dots: Tenso
 
 def weighed(rows: Tensor, weights: Tensor, some: slice) -> Tensor:
     """rows [R, N] times weights [R], as `weigh_rows` has it, of those in `some`; the others are undefined."""
-    out = torch.empty_like(rows)
+    out = rows.new_empty(rows.shape)
     here, there, factors = rows[some], out[some], weights[some, None]
     for part in stretches(here.shape[0], here.shape[1], weights.dtype, rows.device):
         torch.mul(here[part], factors[part], out=there[part])

@@ -1,6 +1,7 @@
 """What a matmul that is one with its combine must fulfil: the bits of the two apart, the formula's numbers.
 
-Gradients of h and of the weights have other roundings than those of the two apart, see `allowed`.
+Gradients of h and of the weights have other roundings than those of the two apart, see `allowed`; those of the experts
+too, but where weights are powers of two.
 """
 
 from __future__ import annotations

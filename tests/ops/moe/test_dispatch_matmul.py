@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fusedtp
+from fusedtp.ops.moe import moe_dispatch_matmul
 from fusedtp.ops.moe.layout import packed
 from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
 from fusedtp.ops.pointwise import ACTIVATIONS
@@ -16,8 +17,8 @@ from tests.ops.moe.matmul_laws import Matmul
 
 OPS = ["moe_dispatch_matmul", "moe_dispatch_matmul_backward"]
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-ENGINES = ("triton", "chunked")
-pytestmark = pytest.mark.skipif(not fusedtp.ops.engines.has_triton(), reason="needs triton")
+needs_triton = pytest.mark.skipif(not fusedtp.ops.engines.has_triton(), reason="needs triton")
+ENGINES = [pytest.param("triton", marks=needs_triton), "chunked"]
 
 
 @st.composite
@@ -56,6 +57,7 @@ LARGE = Matmul(
 )  # several tiles an expert, chunks across experts
 
 
+@needs_triton
 @settings(max_examples=2)
 @given(matmuls())
 @example(LARGE)
@@ -65,6 +67,7 @@ def test_the_bits_are_those_of_two_calls(law):
     world(len(law.case.sizes)).run(laws.equals_two_calls, law)
 
 
+@needs_triton
 @settings(max_examples=2)
 @given(matmuls(gated=False))
 @example(Matmul(case(skew="one"), 3))
@@ -73,6 +76,7 @@ def test_integers_give_the_formula_of_the_tokens(law):
     world(len(law.case.sizes)).run(laws.equals_dense, law)
 
 
+@needs_triton
 @settings(max_examples=1)
 @given(matmuls(gated=True))
 @example(Matmul(case((4, 0, 40), 9, 4), 4, "gelu_pytorch_tanh"))
@@ -105,10 +109,36 @@ def test_a_compiled_graph_equals_eager_code(act, engine):
     world(3).run(laws.compiled, Matmul(case(engine=engine), 4, act), timeout=120)
 
 
+@needs_triton
 def test_more_rows_than_there_is_room_for_are_noticed_by_every_rank():
     with pytest.raises(WorldError, match="has room for max_rows = 1") as raised:
         world(2).run(laws.refuses, Matmul(case((9, 4), 4), 3))
     assert str(raised.value).count("TooManyRows: rank") >= 2
+
+
+def compiled_without_room(group, joined: bool) -> None:
+    """Rank 0's experts have room for two rows, and get three."""
+    ids = torch.zeros(2 - group.rank(), 1, dtype=torch.int64)
+    x, weights = torch.ones(len(ids), 3), torch.ones(len(ids), 1)
+    how = dict(sizes=(2, 1), max_rows=2, engine="chunked")
+
+    def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if joined:
+            y, _, handle = moe_dispatch_matmul(x, ids, weights, torch.ones(1, 3, 3), 2, group, **how)
+        else:
+            y, _, handle = fusedtp.moe_dispatch(x, ids, weights, 2, group, **how)
+        return fusedtp.moe_combine(y, handle)
+
+    fusedtp.reserve(group, 1 << 16)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x, weights)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_compiled_graph_on_a_cpu_notices_it_on_every_rank_too(joined):
+    with pytest.raises(WorldError) as raised:
+        world(2).run(compiled_without_room, joined, timeout=120)
+    said = "3 rows go to the experts of rank 0, which has room for max_rows = 2"
+    assert all(f"rank {rank}: {said}" in str(raised.value) for rank in range(2))
 
 
 def check_op(group, act: str, engine: str) -> None:

@@ -17,9 +17,9 @@ from fusedtp.ops.moe.layout import packed
 from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
 from tests.harness import WorldError, world
 from tests.ops.moe.laws import SKEWS, Case
-from tests.ops.moe.matmul_combine_laws import FUSING, Cut, equals_the_formula, same_bits
+from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
 
-pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
+needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 OPS = ["moe_matmul_combine", "moe_matmul_combine_backward", "moe_matmul_combine_operands"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,6 +53,7 @@ cuts = st.builds(
 widths = st.integers(0, 24)
 
 
+@needs_triton
 @settings(max_examples=4)
 @example(Case("triton", (7, 0, 12), 6, 3, 5, torch.bfloat16, "skewed", 0.3, 1), 37, Cut(2, 2))
 @given(cases(), widths, cuts)
@@ -60,6 +61,7 @@ def test_out_and_all_gradients_are_those_of_the_formula(case, width, cut):
     world(len(case.sizes)).run(equals_the_formula, case, width, cut)
 
 
+@needs_triton
 @settings(max_examples=2)
 @example(Case("triton", (9, 4), 4, 2, 7, torch.float32, "uniform", 0.0, 0), 24, Cut())
 @example(Case("triton", (3, 20), 4, 2, 7, torch.bfloat16, "skewed", 0.3, 0, 3), 17, Cut(halves=True))
@@ -68,6 +70,7 @@ def test_the_bits_are_those_of_two_kernels_and_gradients_within_a_rounding(case,
     world(len(case.sizes)).run(same_bits, case, width, cut)
 
 
+ENGINES = [pytest.param("triton", marks=needs_triton), "chunked"]
 WIDE = (*DTYPES, torch.float64)
 
 
@@ -114,10 +117,11 @@ def check_op(group, engine: str) -> None:
         op = torch.ops.fusedtp.moe_matmul_combine_backward.default
         torch.library.opcheck(op, (*back, *plan, *at.flat))
     op = torch.ops.fusedtp.moe_matmul_combine_operands.default
-    torch.library.opcheck(op, (torch.ones(at.tokens, 5), h.detach(), torch.ones(4), *plan, *at.flat))
+    for each in (h.detach(), torch.ones(3, 4).t()):  # of any strides
+        torch.library.opcheck(op, (torch.ones(at.tokens, 5), each, torch.ones(4), *plan, *at.flat))
 
 
-@pytest.mark.parametrize("engine", FUSING)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_opcheck(engine):
     world(3).run(check_op, engine)
 
@@ -147,7 +151,7 @@ def compiled(group, engine: str) -> None:
         assert torch.equal(eager, graph)
 
 
-@pytest.mark.parametrize("engine", FUSING)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_layer_equals_an_eager_one(engine):
     world(3).run(compiled, engine, timeout=120)
 
@@ -168,6 +172,7 @@ def experts_by_kernels(group) -> None:
     assert communicator(group).engine_calls["moe_matmul_combine", "triton"] == 1
 
 
+@needs_triton
 def test_experts_take_the_one_kernel():
     world(3).run(experts_by_kernels)
 
@@ -208,9 +213,25 @@ def split(group, engine: str) -> None:
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("engine", FUSING)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_split_backward_communicates_in_its_first_pass_alone(engine):
     world(3).run(split, engine)
+
+
+def under_autocast(group) -> dict:
+    """What ran of a layer of fp32 tensors under autocast to fp16, in which gradients are weighed before they travel."""
+    ids = IDS.split(list(SIZES))[group.rank()]
+    x, weights = torch.ones(len(ids), 4), torch.ones(len(ids), 2)
+    rows, _, handle = fusedtp.moe_dispatch(x, ids, weights, EXPERTS, group, sizes=SIZES)
+    calls = communicator(group).engine_calls
+    calls.clear()
+    with torch.autocast("cpu", torch.float16):
+        assert moe_matmul_combine(rows, torch.ones(2, 5, 4), handle).dtype == torch.float16
+    return dict(calls)
+
+
+def test_fp16_of_autocast_stays_apart():
+    assert world(3).run(under_autocast) == [{("moe_combine", "chunked"): 1}] * 3
 
 
 def apart(group, engine: str) -> None:
@@ -232,7 +253,7 @@ def apart(group, engine: str) -> None:
     assert torch.equal(torch.autograd.grad(y, leaves[2], dout)[0], whole)
 
 
-@pytest.mark.parametrize("engine", FUSING)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_of_experts_may_come_in_a_pass_of_their_own(engine):
     world(3).run(apart, engine)
 
@@ -261,6 +282,7 @@ def short(group) -> None:
     moe_matmul_combine(rows[1:], torch.ones(2, 5, 4), handle)
 
 
+@needs_triton
 def test_rows_of_another_number_are_refused():
     with pytest.raises(WorldError, match=r"rank \d: h has shape \(11, 4\), wanted \[12, K\] as it was"):
         world(3).run(short)
