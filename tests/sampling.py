@@ -9,5 +9,5 @@ SAMPLED = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 
 
 def examples(whole: int, sampled: int) -> int:
-    """How many examples hypothesis draws of a law that costs seconds an example."""
+    """How many examples are drawn of a law, or schedules run, where one takes seconds."""
     return sampled if SAMPLED else whole

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fusedtp
-from fusedtp.comm import PeerFailed, VirtualGroup, VirtualWorld, communicator
+from fusedtp.comm import PeerFailed, VirtualGroup, communicator
 from fusedtp.nn import MoEConfig
 from fusedtp.nn.experts import Experts
 from fusedtp.parallel.expert_split import ExpertSplit, Shares
@@ -228,34 +228,6 @@ def test_experts_across_data_parallel_ranks(case: str, four):
 
 def test_experts_across_data_parallel_ranks_without_sequence_parallelism(four):
     four.run(across, 2, 2, 4, SMALL, {}, {"sequence_parallel": False})
-
-
-@pytest.mark.parametrize("size, experts, split", SPLITS, ids=str)
-def test_any_sharing_gives_the_bits_of_one_process_in_the_virtual_world(size, experts, split):
-    """A parameter is there a plain tensor: this rank's part."""
-    (alone,) = world(1).run(same_bits, 3, experts, ExpertSplit(), True)
-    ranks = VirtualWorld(size).run(lambda group: same_bits(group, 3, experts, split, True))
-    for i, name in enumerate(("y", "dx", "dweights")):
-        assert_same(name, torch.cat([rank[i] for rank in ranks]), alone[i])
-    shares = split.shares(experts, size)
-    for i, (name, features) in enumerate((("dup", 1), ("ddown", 2))):
-        way = shares.way(features)
-        for rank, found in enumerate(ranks):
-            at = [int(each) for each in torch.unravel_index(torch.tensor(rank), way.shape)]
-            assert_same(f"{name} of rank {rank}", found[3 + i], way.part(alone[3 + i], at))
-
-
-def test_virtual_ranks_may_share_a_style():
-    """Its groups are each rank's own."""
-    style = fusedtp.FusedExperts(split=ExpertSplit(nodes=2))
-
-    def body(group) -> tuple[str, ...]:
-        module = Experts(5, 6, 4)
-        fusedtp.parallelize(module, group, plan={"": style})
-        return module.parallel.stages
-
-    stages = VirtualWorld(4).run(body)
-    assert len({name for names in stages for name in names}) == 8
 
 
 def refuse(group) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from fusedtp.sim import explore, replays
 from fusedtp.sim.cases import Call
 from fusedtp.sim.replays import exchange_cases, graph_cases, replayed_case
+from tests.sampling import examples
 from tests.sim.support import interpreted
 
 
@@ -15,7 +16,7 @@ def faults(world_size: int, schedules: int) -> list[tuple[str, int, str]]:
     return [(outcome.case, outcome.schedules, str(outcome.fault)) for outcome in outcomes]
 
 
-@pytest.mark.parametrize(("world_size", "schedules"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, examples(3, 2)), (3, examples(2, 1))])
 def test_replays_between_eager_calls_show_no_fault(world_size, schedules):
     for name, done, fault in interpreted(faults, world_size, schedules, timeout=300):
         assert (done, fault) == (schedules, "None"), name
