@@ -80,25 +80,6 @@ def move(
     return rows, of_rows
 
 
-def move_matmul(
-    comm: Communicator,
-    x: Tensor,
-    scalars: Tensor | None,
-    weights: Sequence[Tensor],
-    offsets: Tensor,
-    act: str,
-    keep: bool,
-    plan: Plan,
-    at: Exchange,
-) -> list[Tensor]:
-    """As `move_matmul` of fused.py: rows and what their experts make of them."""
-    moved = move(comm, x, scalars, plan, at)
-    if act:
-        gate, up = weights
-        return [*moved, *grouped_engines.gated("chunked", moved[0], gate, up, offsets, act, keep)]
-    return [*moved, grouped_engines.matmul("chunked", moved[:1], weights, offsets, None)]
-
-
 def collect(
     comm: Communicator, y: Tensor, choices: Tensor, weights: Tensor | None, plan: Plan, at: Exchange
 ) -> Tensor:
@@ -116,7 +97,6 @@ def multiply_and_collect(
     weights: Tensor | None,
     plan: Plan,
     at: Exchange,
-    precision: str,
 ) -> Tensor:
     """As `collect` of sum_j hs[j] @ experts[j][e].T, hs[j] [max_rows, K], experts[j] [E_r, N, K]."""
     nothing = hs[0].new_empty(0, experts[0].shape[1])

@@ -15,7 +15,7 @@ from fusedtp.comm.regions import FLAGS_PER_SOURCE
 
 from .. import engines
 from ..engines import Choice
-from . import alone, chunked, collective, fused, layout, plan, weigh
+from . import alone, chunked, collective, fused, grouped_engines, layout, plan, weigh
 from .plan import Blocks, Exchange, Plan
 
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -103,8 +103,14 @@ def scatter_matmul(
 ) -> list[Tensor]:
     """As `scatter`, then y [max_rows, N] = rows @ w[e].T, or of gate and up."""
     _count(at, "moe_dispatch_matmul")
-    by = {"chunked": chunked, "triton": fused}[at.engine]
-    return by.move_matmul(communicator(at.group), x, scalars, weights, offsets, act, keep, at_plan, at)
+    comm = communicator(at.group)
+    if at.engine == "triton":
+        return fused.move_matmul(comm, x, scalars, weights, offsets, act, keep, at_plan, at)
+    moved = chunked.move(comm, x, scalars, at_plan, at)
+    if act:
+        gate, up = weights
+        return [*moved, *grouped_engines.gated(at.engine, moved[0], gate, up, offsets, act, keep)]
+    return [*moved, grouped_engines.matmul(at.engine, moved[:1], weights, offsets, None)]
 
 
 def gather(y: Tensor, weights: Tensor | None, at_plan: Plan, at: Exchange) -> Tensor:
@@ -119,13 +125,14 @@ def multiply_and_gather(
     weights: Tensor | None,
     at_plan: Plan,
     at: Exchange,
-    precision: str,
 ) -> Tensor:
     """hs [max_rows, K], experts [E_r, N, K], one each, weights [T_r, k] or None for ones -> [T_r, N]."""
     _count(at, "moe_matmul_combine")
     comm, places = communicator(at.group), _places(at_plan, at)
-    by = {"chunked": chunked, "triton": fused}[at.engine]
-    return by.multiply_and_collect(comm, hs, experts, offsets, places, weights, at_plan, at, precision)
+    summed: Tensor = _sibling(at).multiply_and_collect(
+        comm, hs, experts, offsets, places, weights, at_plan, at
+    )
+    return summed
 
 
 def multiplies_and_gathers(at: Exchange, dtype: torch.dtype) -> bool:

@@ -103,12 +103,11 @@ def multiply_and_collect(
     weights: Tensor | None,
     plan: Plan,
     at: Exchange,
-    precision: str,
 ) -> Tensor:
     """hs [max_rows, K] by their experts [E_r, N, K], added up, rounded and collected: [T, N]."""
     from .. import launch
 
-    n, dtype = experts[0].shape[1], hs[0].dtype
+    n, dtype, precision = experts[0].shape[1], hs[0].dtype, fp32_precision()
     signature = at.signature(
         "moe_matmul_pull", "triton", dtype, n, weights=0 if weights is None else choices.shape[1], batch=len(hs),
         tables=int(precision == "tf32"),

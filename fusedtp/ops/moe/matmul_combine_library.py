@@ -28,7 +28,6 @@ from ..ordered import ordered
 from ..profile import record_function
 from . import exchange, weigh
 from .declare import PLAN, PLAN_LENGTH, custom_op, taken
-from .grouped_engines import fp32_precision
 
 
 @custom_op(
@@ -47,7 +46,7 @@ def moe_matmul_combine(
 ) -> Tensor:
     plan, at = taken(*of_all)
     with as_given(h), record_function(f"fusedtp.moe_matmul_combine.{at.engine}"):
-        return exchange.multiply_and_gather([h], [experts], offsets, weights, plan, at, fp32_precision())
+        return exchange.multiply_and_gather([h], [experts], offsets, weights, plan, at)
 
 
 @moe_matmul_combine.register_fake

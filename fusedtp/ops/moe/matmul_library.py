@@ -27,7 +27,6 @@ from ..ordered import ordered
 from ..profile import record_function
 from . import exchange, grouped_engines
 from .declare import PLAN, PLAN_LENGTH, custom_op, taken
-from .grouped_engines import fp32_precision
 from .grouped_library import any_of, grouped_gated_backward, grouped_wgrad
 
 
@@ -75,7 +74,7 @@ def moe_dispatch_matmul_backward(
     turned = [w.mT for w in matrices]
     with record_function(f"fusedtp.moe_dispatch_matmul_backward.{at.engine}"), as_given(dys[0]):
         if exchange.multiplies_and_gathers(at, dys[0].dtype):
-            return exchange.multiply_and_gather(dys, turned, offsets, None, plan, at, fp32_precision())
+            return exchange.multiply_and_gather(dys, turned, offsets, None, plan, at)
         return exchange.gather(grouped_engines.matmul(at.engine, dys, turned, offsets, None), None, plan, at)
 
 
