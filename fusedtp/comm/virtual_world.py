@@ -157,6 +157,7 @@ class VirtualGroup:
 
     @property
     def device(self) -> torch.device:
+        """Where its ranks compute."""
         return self._world.device
 
     def along(self, shape: Sequence[int], dim: int) -> VirtualGroup:
