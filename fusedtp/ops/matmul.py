@@ -14,13 +14,13 @@ So matmuls of an odd K are widened as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-_ROWS = 512  # widened at a time
+_ROWS = 512  # about as many are widened at a time
 
 
 def is_16_bit(dtype: torch.dtype) -> bool:
@@ -52,6 +52,13 @@ def _by_fp32(*xs: Tensor) -> bool:
     return odd or widens(xs[0])
 
 
+def _blocks(rows: int) -> Iterator[slice]:
+    """rows in equal parts of about _ROWS: a few rows left over would take a matmul of their own."""
+    each = -(-rows // max(1, round(rows / _ROWS)))
+    for begin in range(0, rows, max(1, each)):
+        yield slice(begin, min(begin + each, rows))
+
+
 def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: Tensor | None = None) -> None:
     """out [M, N] = sum_j xs[j] [M, K_j] @ ys[j] [K_j, N] + bias, in place. `ys` may be widened already."""
     if not _by_fp32(*xs):
@@ -63,8 +70,7 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
             out.addmm_(x, y)
         return
     ys = [y.float() for y in ys]
-    for begin in range(0, out.shape[0], _ROWS):
-        block = slice(begin, begin + _ROWS)
+    for block in _blocks(out.shape[0]):
         total = torch.mm(xs[0][block].float(), ys[0])
         for x, y in zip(xs[1:], ys[1:], strict=True):
             total.addmm_(x[block].float(), y)
@@ -91,8 +97,8 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(x, y, out_dtype=dtype)
     y = y.float()
     out = torch.empty(x.shape[0], y.shape[1], dtype=dtype, device=x.device)
-    for begin in range(0, x.shape[0], _ROWS):
-        torch.mm(x[begin : begin + _ROWS].float(), y, out=out[begin : begin + _ROWS])
+    for block in _blocks(x.shape[0]):
+        torch.mm(x[block].float(), y, out=out[block])
     return out
 
 
@@ -109,5 +115,5 @@ def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
         torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
         return
     y = y.float()
-    for begin in range(0, total.shape[0], _ROWS):
-        total[begin : begin + _ROWS].addmm_(x[begin : begin + _ROWS].float(), y)
+    for block in _blocks(total.shape[0]):
+        total[block].addmm_(x[block].float(), y)
