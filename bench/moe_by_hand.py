@@ -1,11 +1,12 @@
 """A layer of experts as it is written without a library: sort, all_to_all_single, a matmul an expert, and back.
 
-Its matmuls are those of fusedtp's single-device layers: what is compared is how rows travel and are put in order.
+Its matmuls are those of fusedtp's single-device layers, unless it is given others: what is compared is how rows travel
+and are put in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.nn.linear import linear
+
+Linear = Callable[[Tensor, Tensor], Tensor]  # x [T, K], weight [N, K] -> [T, N]
 
 
 class _AllToAll(torch.autograd.Function):
@@ -47,7 +50,9 @@ class _Permute(torch.autograd.Function):
         return dy.index_select(0, ctx.inverse), None, None
 
 
-def layer(x: Tensor, ids: Tensor, weights: Tensor, own: Sequence[Tensor], group: Any) -> Tensor:
+def layer(
+    x: Tensor, ids: Tensor, weights: Tensor, own: Sequence[Tensor], group: Any, by: Linear = linear
+) -> Tensor:
     """x [T_r, H], ids and weights [T_r, k], gate and up [E_r, F, H] and down [E_r, H, F] of this rank -> [T_r, H]."""
     world, here, k = dist.get_world_size(group), own[0].shape[0], ids.shape[1]
     order = ids.flatten().argsort(stable=True)
@@ -60,7 +65,7 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, own: Sequence[Tensor], group:
     by_expert = torch.arange(here).repeat(world).repeat_interleave(theirs).argsort(stable=True)
     back, places = _inverse(by_expert), _inverse(order)
     rows = _Permute.apply(arrived, by_expert, back).split(theirs.view(world, here).sum(0).tolist())
-    outs = [_expert(part, *each) for part, *each in zip(rows, *own, strict=True)]
+    outs = [_expert(by, part, *each) for part, *each in zip(rows, *own, strict=True)]
     returned = _AllToAll.apply(_Permute.apply(torch.cat(outs), back, by_expert), received, sent, group)
     parts = _Permute.apply(returned, places, order).view(*ids.shape, -1)
     return (parts * weights[..., None].to(parts.dtype)).sum(1)
@@ -73,8 +78,8 @@ def _inverse(order: Tensor) -> Tensor:
     return inverse
 
 
-def _expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return linear(F.silu(linear(x, gate)) * linear(x, up), down)
+def _expert(by: Linear, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return by(F.silu(by(x, gate)) * by(x, up), down)
 
 
 def reference(x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[tuple[Tensor, ...]]) -> Tensor:

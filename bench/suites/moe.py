@@ -6,6 +6,8 @@ largest memory a rank held during a call beyond what it held before, and stands 
 By engine triton rows travel while matmuls run; "one by one" is the same layer without that, in four kernels forward,
 and `gain` its time over that of the layer with overlap.
 "experts alone" has its rows already, and nothing travels: no exchange, however fast, makes a layer faster than that.
+On a CPU without 16-bit matmuls all of these multiply in fp32; "+ F.linear" leaves that to torch, which takes seconds
+there, and so is measured in the first layer only.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import fusedtp
@@ -24,6 +27,7 @@ from fusedtp.ops.moe import moe_dispatch_gated, moe_matmul_combine
 from fusedtp.ops.rows import split
 
 from .. import errors, memory, moe_by_hand
+from ..by_hand import widens
 from ..experts import SKEWS
 from ..options import Plan
 from ..ranks import Rank
@@ -34,6 +38,7 @@ from .common import drop_what_fails, rows_of
 NAME, RANKS = "moe", "several"
 ALONE = "experts alone"
 ONE_BY_ONE = ", one by one"
+TORCHS_OWN = " + F.linear"
 SAMPLED = 32  # tokens of a rank that are held against fp64
 
 
@@ -50,11 +55,12 @@ class Layer:
 
 # On a GPU DeepSeek-V3's widths and top-8, with 64 experts: that of a virtual world holds the experts of all ranks, and
 # their gradients, 11 GB instead of 45 GB with 256. Rows that travel are as many.
-# On a CPU two widths: hidden / dim as Qwen3-30B-A3B has it (../experts.py: 768 / 2048), where moving rows weighs most,
+# On a CPU three widths: hidden / dim as Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B have it (512 / 2048, defaults of their
+# configurations in transformers), where moving rows weighs most; as Qwen3-30B-A3B has it (../experts.py: 768 / 2048);
 # and experts as wide as the model, which matmuls fill.
 LAYERS = {
     "cuda": (Layer("dim-7168", 7168, 2048, 64, 8),),
-    "cpu": (Layer("dim-512-fine", 512, 192, 16, 2), Layer("dim-512", 512, 512, 16, 2)),
+    "cpu": tuple(Layer(f"dim-512-experts-{width}", 512, width, 16, 2) for width in (128, 192, 512)),
 }
 TINY = Layer("tiny", 32, 24, 4, 2)
 
@@ -161,6 +167,10 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     by_hand = f"{'nccl' if rank.device.type == 'cuda' else 'gloo'} all_to_all + torch"
     if isinstance(rank.group, dist.ProcessGroup):
         functions[by_hand] = lambda x, ids, weights: moe_by_hand.layer(x, ids, weights, own, rank.group)
+        if rank.device.type == "cpu" and widens(dtype) and layer in (TINY, LAYERS["cpu"][0]):
+            functions[by_hand + TORCHS_OWN] = lambda x, ids, weights: moe_by_hand.layer(
+                x, ids, weights, own, rank.group, F.linear
+            )
     else:
         absent[by_hand] = "a virtual world has no process group"
     for engine in rank.plan.engines:
