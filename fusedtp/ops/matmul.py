@@ -38,7 +38,7 @@ def _is_native(dtype: torch.dtype) -> bool:
 
 def widens(x: Tensor) -> bool:
     """Whether matmuls of x run in fp32."""
-    return x.device.type == "cpu" and is_16_bit(x.dtype) and not _is_native(x.dtype)
+    return is_16_bit(x.dtype) and x.device.type == "cpu" and not _is_native(x.dtype)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -48,8 +48,9 @@ def wide(x: Tensor) -> Tensor:
 
 def _by_fp32(*xs: Tensor) -> bool:
     """Whether matmuls with these left operands run in fp32; see Note [Odd K on CPU]."""
-    odd = any(x.shape[1] % 2 for x in xs) and xs[0].device.type == "cpu" and is_16_bit(xs[0].dtype)
-    return odd or widens(xs[0])
+    if not is_16_bit(xs[0].dtype) or xs[0].device.type != "cpu":
+        return False
+    return not _is_native(xs[0].dtype) or any(x.shape[1] % 2 for x in xs)
 
 
 def _blocks(rows: int) -> Iterator[slice]:
@@ -105,7 +106,7 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
     """total [M, N] += x [M, K] @ y [K, N], without a copy; an fp32 total of 16-bit operands takes them unrounded."""
     if total.dtype == x.dtype:
-        if x.device.type == "cpu" and _by_fp32(x):
+        if _by_fp32(x):
             total.copy_(total.float().addmm_(x.float(), y.float()))
         else:
             total.addmm_(x, y)

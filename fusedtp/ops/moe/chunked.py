@@ -11,6 +11,7 @@ A compiled graph learns only here whether there is room for all rows: every rank
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -42,10 +43,10 @@ def move(
     of_rows = x.new_empty(0) if scalars is None else scalars.new_empty(at.max_rows)
 
     def take(source: int, theirs: Tensor, their_scalars: Tensor | None) -> None:
-        begin, end = blocks.spans[at.rank, source]
-        slots = plan.orders[at.slots_of(source)][begin:end]
+        begin = blocks.begins[source]
+        slots = plan.orders[at.slots_of(source)][begin : begin + blocks.received[source]]
         tokens = slots // at.top_k
-        for row, slot, n in blocks.between(at.rank, source):
+        for _source, row, slot, n in blocks.of(source):
             here = slice(slot - begin, slot - begin + n)
             few = [slice(0, n)] if then is None else weigh.stretches(n, width, x.dtype, x.device)
             for some in few:
@@ -122,11 +123,11 @@ def _collected(
     nbytes = max(slots) * width * nothing.element_size()
     with comm.workspace.call(signature, nbytes) as call:
         parts = [call.buffer(p, (n, width), nothing.dtype) for p, n in enumerate(slots)]
-        due = blocks.of_owner(at.rank)
+        due = deque(blocks.each)
         for first, rows in made:
-            while due and due[-1][1].row < first + rows.shape[0]:
-                source, (row, slot, n) = due.pop()
-                parts[source][slot : slot + n] = rows[row - first : row - first + n]
+            while due and due[0].row < first + rows.shape[0]:
+                source, row, slot, n = due.popleft()
+                parts[source][slot : slot + n].copy_(rows[row - first : row - first + n])
         assert not due, due
         call.publish_all()
         mine = parts[at.rank]

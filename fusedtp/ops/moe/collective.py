@@ -21,7 +21,7 @@ def move(
     """
     blocks = Blocks(plan.table, at)
     blocks.check_room(at)
-    sent, received = _counts(blocks, at)
+    sent, received = blocks.lengths[at.rank], blocks.received
     slots = plan.orders[at.slots_of(at.rank)][: sum(sent)]
     payloads = [(x.new_empty(at.max_rows, x.shape[1]), x.index_select(0, slots // at.top_k))]
     if scalars is not None:
@@ -32,31 +32,24 @@ def move(
     with comm.agreed(signature):
         for out, payload in payloads:
             arrived = comm.all_to_all(payload, sent, received)
-            for source, part in enumerate(arrived.split(received)):
-                begin = blocks.spans[at.rank, source][0]
-                for row, slot, n in blocks.between(at.rank, source):
-                    out[row : row + n] = part[slot - begin : slot - begin + n]
+            parts = arrived.split(received)
+            for source, row, slot, n in blocks.each:
+                begin = slot - blocks.begins[source]
+                out[row : row + n] = parts[source][begin : begin + n]
     return payloads[0][0], payloads[1][0] if scalars is not None else x.new_empty(0)
 
 
 def pull(comm: Communicator, rows: Tensor, plan: Plan, at: Exchange) -> Tensor:
     """rows [max_rows, N] of every owner -> [T_r * k, N] of this rank's slots in its order; dropped ones are zero."""
     blocks, width = Blocks(plan.table, at), rows.shape[1]
-    back, received = _counts(blocks, at)
+    back, received = blocks.lengths[at.rank], blocks.received
     payload = rows.new_empty(sum(received), width)
-    for source, part in enumerate(payload.split(received)):
-        begin = blocks.spans[at.rank, source][0]
-        for row, slot, n in blocks.between(at.rank, source):
-            part[slot - begin : slot - begin + n] = rows[row : row + n]
+    parts = payload.split(received)
+    for source, row, slot, n in blocks.each:
+        begin = slot - blocks.begins[source]
+        parts[source][begin : begin + n] = rows[row : row + n]
     out = rows.new_empty(at.tokens * at.top_k, width)
     out[sum(back) :].zero_()
     with comm.agreed(at.signature("moe_pull", "collective", rows.dtype, width)):
         out[: sum(back)] = comm.all_to_all(payload, received, back)
     return out
-
-
-def _counts(blocks: Blocks, at: Exchange) -> tuple[list[int], list[int]]:
-    """Rows that this rank sends to each owner, and that it gets from each source."""
-    length = {pair: end - begin for pair, (begin, end) in blocks.spans.items()}
-    ranks = range(at.world_size)
-    return [length[p, at.rank] for p in ranks], [length[at.rank, p] for p in ranks]

@@ -139,9 +139,9 @@ def gated(
                 wide = ragged.window(rows, x.shape[0], x)
                 here, there = slice(rows.start - wide.start, rows.stop - wide.start), x[wide]
                 products = [x.new_empty(there.shape[0], gate.shape[1]) for _ in range(2)]
-            for product, weight in zip(products, (gate[e], up[e]), strict=True):
-                ragged.linear_into(product, here, [there], [weight])
-            gate_in_torch.forward(products[0][here], products[1][here], act, outs[0][rows])
+            g = ragged.linear_into(products[0], here, [there], [gate[e]])
+            u = ragged.linear_into(products[1], here, [there], [up[e]])
+            gate_in_torch.forward(g, u, act, outs[0][rows])
         return outs
 
 

@@ -139,38 +139,41 @@ def offsets_of(table: Tensor, at: Exchange) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Slots of one source for one expert: `size` rows of the owner from `row` on, from `slot` on in the order."""
+    """Slots of `source` for one expert of this rank: `size` of its rows from `row` on, from `slot` on in the order."""
 
+    source: int
     row: int
     slot: int
     size: int
 
 
 class Blocks:
-    """The table as host integers."""
+    """The table as this rank's host integers.
+
+    lengths   [source][owner]  slots that travel
+    rows      [owner]          of its experts
+    sent      [source]         slots that are not dropped
+    received  [source]         rows of this rank's experts
+    begins    [source]         where they begin in the source's order
+    each      in the order of this rank's rows: by expert, then by source; none is empty
+    """
 
     def __init__(self, table: Tensor, at: Exchange) -> None:
-        counts = table.tolist()
-        self.rows = [0] * at.world_size  # of every owner
-        self.sent = [sum(of_source) for of_source in counts]  # slots of every source that are not dropped
-        self._blocks: dict[tuple[int, int], list[Block]] = {}
-        self.spans: dict[
-            tuple[int, int], tuple[int, int]
-        ] = {}  # (owner, source) -> its part of the source's order
-        sent = [0] * at.world_size
-        for owner in range(at.world_size):
-            here = range(owner * at.experts_here, (owner + 1) * at.experts_here)
-            row, begin = 0, list(sent)
-            for e in here:
-                for source in range(at.world_size):
-                    n = counts[source][e]
-                    if n:
-                        block = Block(row, sent[source], n)
-                        self._blocks.setdefault((owner, source), []).append(block)
-                    row, sent[source] = row + n, sent[source] + n
-            self.rows[owner] = row
-            for source in range(at.world_size):
-                self.spans[owner, source] = (begin[source], sent[source])
+        counts, here = table.tolist(), at.experts_here
+        firsts = range(0, here * at.world_size, here)
+        self.lengths = [[sum(of_source[e : e + here]) for e in firsts] for of_source in counts]
+        self.rows = [sum(of_owner) for of_owner in zip(*self.lengths, strict=True)]
+        self.sent = [sum(of_source) for of_source in self.lengths]
+        self.received = [of_source[at.rank] for of_source in self.lengths]
+        self.begins = [sum(of_source[: at.rank]) for of_source in self.lengths]
+        self.each: list[Block] = []
+        row, slots = 0, list(self.begins)
+        mine = slice(firsts[at.rank], firsts[at.rank] + here)
+        for of_expert in zip(*(of_source[mine] for of_source in counts), strict=True):
+            for source, n in enumerate(of_expert):
+                if n:
+                    self.each.append(Block(source, row, slots[source], n))
+                    row, slots[source] = row + n, slots[source] + n
 
     def check_room(self, at: Exchange) -> None:
         """Raises ValueError, on all ranks alike, where an owner has more rows than there is room for."""
@@ -182,11 +185,6 @@ class Blocks:
                     f"{room}"
                 )
 
-    def between(self, owner: int, source: int) -> list[Block]:
-        """What the owner has from the source, expert by expert."""
-        return self._blocks.get((owner, source), [])
-
-    def of_owner(self, owner: int) -> list[tuple[int, Block]]:
-        """(source, block) of all its rows, the last ones first."""
-        pairs = [(p, block) for p in range(len(self.rows)) for block in self.between(owner, p)]
-        return sorted(pairs, key=lambda pair: -pair[1].row)
+    def of(self, source: int) -> list[Block]:
+        """Those of one source."""
+        return [block for block in self.each if block.source == source]

@@ -46,18 +46,23 @@ def window(rows: slice, count: int, x: Tensor) -> slice:
 
 def linear_into(
     out: Tensor, rows: slice, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None
-) -> None:
+) -> Tensor:
     """out[rows] = sum_j xs[j][rows] @ weights[j].T + bias; rows past them are overwritten, those before are not.
 
-    out [R, N], xs[j] [R, K_j], weights[j] [N, K_j]
+    out [R, N], xs[j] [R, K_j], weights[j] [N, K_j]; returned are out[rows]
     """
+    own = out[rows]
+    if not compiles(out):
+        matmul_into(own, [x[rows] for x in xs], [w.t() for w in weights], bias)
+        return own
     wide = window(rows, out.shape[0], out)
     inputs, weights = joined([x[wide] for x in xs], weights)
     into = out[wide] if wide.start == rows.start else torch.empty_like(out[wide])
     matmul_into(into, inputs, [w.t() for w in weights], bias)
     if wide.start != rows.start:
         begin = rows.start - wide.start
-        out[rows] = into[begin : begin + rows.stop - rows.start]
+        own.copy_(into[begin : begin + own.shape[0]])
+    return own
 
 
 class Padded:
@@ -70,9 +75,9 @@ class Padded:
 
     def __getitem__(self, rows: slice) -> Tensor:
         n = rows.stop - rows.start
-        wide = rounded(n) if n else 0
-        if self.buffer is None or wide == n:
+        if self.buffer is None or not n or rounded(n) == n:
             return self.x[rows]
+        wide = rounded(n)
         padded = self.buffer[:wide]
         padded[:n] = self.x[rows]
         padded[n:].zero_()
