@@ -39,32 +39,27 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
     if not out.numel():
         return out
     if parts.device.type == "cpu" and parts.dtype == torch.float32:
-        return _bags(places, parts, weights)
+        # one pass, begun at zero; a product may go into its sum unrounded
+        return F.embedding_bag(places, parts, per_sample_weights=weights, mode="sum")
     for some in stretches(out.shape[0], out.shape[1], wide, parts.device):
-        of_some = None if weights is None else weights[some]
-        if parts.device.type == "cpu" and wide == torch.float32:
-            near = parts.index_select(0, places[some].reshape(-1)).to(wide)
-            out[some] = _bags(torch.arange(near.shape[0]).view(-1, places.shape[1]), near, of_some)
-        else:
-            _sum_into(out[some], parts, places[some], of_some)
+        _sum_into(out[some], parts, places[some], None if weights is None else weights[some])
     return out
-
-
-def _bags(places: Tensor, parts: Tensor, weights: Tensor | None) -> Tensor:
-    """`_sum_into` of fp32 on a CPU in one pass, begun at zero; a product may go into its sum unrounded."""
-    return F.embedding_bag(places, parts, per_sample_weights=weights, mode="sum")
 
 
 def _sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None) -> None:
     """out [n, N] = sum_j weights[:, j] * parts[places[:, j]], j ascending; weights in the accumulator's dtype."""
+    if weights is None and places.shape[1] == 2:  # torch adds two of 16 bits in fp32 and rounds once
+        first, second = (parts.index_select(0, place) for place in places.unbind(1))
+        torch.add(first, second, out=out)
+        return
     wide = accumulator(out.dtype)
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-    for j in range(places.shape[1]):
-        part = parts.index_select(0, places[:, j])
+    for j, place in enumerate(places.unbind(1)):
+        part = parts.index_select(0, place)
         if weights is None:
             total.copy_(part) if j == 0 else total.add_(part)
         elif j == 0:
-            torch.mul(part.to(wide), weights[:, j : j + 1], out=total)
+            torch.mul(part.to(wide), weights[:, :1], out=total)
         else:
             total.addcmul_(part.to(wide), weights[:, j : j + 1])
     if total is not out:
