@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# The defaults of its functions are the default group, if there is one by then. torch imports it at the first custom op:
+# the group, its threads and this library's memory for it would stay after destroy_process_group.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from .memory import Region, allocate_memfd, allocate_symmetric, host_identity

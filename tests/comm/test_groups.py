@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -123,6 +125,27 @@ def test_memory_and_descriptors_go_with_the_group():
     for maps_before, files_before, maps_after, files_after in world(2).run(memory_of_a_destroyed_group):
         assert maps_after == maps_before
         assert files_after <= files_before + 1
+
+
+DESTROYS_THE_DEFAULT_GROUP = """
+import sys, weakref
+import torch
+import torch.distributed as dist
+import fusedtp
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+ids = torch.zeros(8, 1, dtype=torch.int64)
+fusedtp.moe_dispatch(torch.randn(8, 4), ids, torch.ones(8, 1), 1, dist.group.WORLD)
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print("alive" if group() else "gone")
+"""
+
+
+def test_the_default_group_is_gone_when_it_is_destroyed(tmp_path):
+    """Its threads too: one that lets go of a tensor after the interpreter's end aborts the process."""
+    command = [sys.executable, "-c", DESTROYS_THE_DEFAULT_GROUP, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr
 
 
 @pytest.mark.parametrize("size", [0, -1])
