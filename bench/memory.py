@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,6 +36,7 @@ def peak_bytes(rank: Rank, way: Way) -> int | None:
 
 def _profiled(way: Way) -> int:
     """The largest sum of what was allocated and not yet freed."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below it torch 2.13 tells of every profile on stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         way()
     events = found.profiler.kineto_results.events()
