@@ -103,6 +103,9 @@ def sort_slots(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """expert_ids [T, k], -1 of dropped slots -> (counts [E], order [T * k]), int32. Nothing waits for the device."""
     keys = expert_ids.reshape(-1)
     keys = torch.where(keys < 0, num_experts, keys)
+    if keys.device.type == "cpu" and num_experts <= torch.iinfo(torch.int16).max:
+        order = torch.from_numpy(keys.to(torch.int16).numpy().argsort(kind="stable"))  # by radix, for 16 bits
+        return keys.bincount(minlength=num_experts)[:num_experts].to(torch.int32), order.to(torch.int32)
     by_expert, order = torch.sort(keys, stable=True)
     bounds = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
     starts = torch.searchsorted(by_expert, bounds)
