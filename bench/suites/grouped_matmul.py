@@ -139,7 +139,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 def ours(case: Case, offsets: Tensor, engine: str) -> Callable[..., Tensor]:
     """The engine's matmul, of the operands of the case's direction."""
     if case.direction == "wgrad":
-        return lambda dy, x: engines.wgrad(engine, dy, x, offsets, x.dtype)
+        return lambda dy, x: engines.wgrad(engine, [dy], x, offsets, x.dtype)[0]
     return lambda x, w: engines.matmul(engine, [x], [w], offsets, None)
 
 

@@ -175,7 +175,7 @@ class _Weights(Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         rows, offsets = ctx.saved_tensors
-        dw = _wgrad(ctx.engine, dy, rows, offsets, ctx.sink) if ctx.needs_input_grad[4] else None
+        [dw] = wgrads(ctx.engine, [dy], rows, offsets, [ctx.sink]) if ctx.needs_input_grad[4] else [None]
         wanted = ctx.needs_input_grad[5]
         db = gradients.op("grouped_bias_grad")(dy, offsets, ctx.engine) if wanted else None
         return None, None, None, None, dw, db
@@ -227,10 +227,12 @@ class _PairWeights(Function):
     @first_order
     def backward(ctx: Any, dg: Tensor, du: Tensor) -> tuple[Any, ...]:
         rows, offsets = ctx.saved_tensors
-        dws = [
-            _wgrad(ctx.engine, dy, rows, offsets, sink) if wanted else None
-            for dy, sink, wanted in zip((dg, du), ctx.sinks, ctx.needs_input_grad[4:], strict=True)
-        ]
+        wanted = ctx.needs_input_grad[4:]
+        if all(wanted):
+            dws = wgrads(ctx.engine, [dg, du], rows, offsets, ctx.sinks)
+        else:
+            each = zip((dg, du), ctx.sinks, wanted, strict=True)
+            dws = [wgrads(ctx.engine, [dy], rows, offsets, [s])[0] if w else None for dy, s, w in each]
         return None, None, None, None, *dws
 
 
@@ -251,10 +253,19 @@ class _Gate(Function):
         return None, None, None, None, dg, du
 
 
-def _wgrad(engine: str, dy: Tensor, rows: Tensor, offsets: Tensor, sink: Sink | None) -> Tensor | None:
-    """dw [E, N, K], or None where the sink took it."""
-    dw = gradients.op("grouped_wgrad")(dy, rows, offsets, engine, _wgrad_dtype(rows, [sink]))
-    return deliver(dw, sink, rows.dtype)
+def wgrads(
+    engine: str, dys: Sequence[Tensor], rows: Tensor, offsets: Tensor, sinks: Sequence[Sink | None]
+) -> list[Tensor | None]:
+    """dw_i [E, N_i, K], or None where its sink took it; with sinks one after another, so that none waits for others."""
+    op = gradients.op("grouped_wgrad")
+    if all(sink is None for sink in sinks):
+        made: list[Tensor | None] = op(dys, rows, offsets, engine, rows.dtype)
+        return made
+    out = []
+    for dy, sink in zip(dys, sinks, strict=True):
+        [dw] = op([dy], rows, offsets, engine, _wgrad_dtype(rows, [sink]))
+        out.append(deliver(dw, sink, rows.dtype))
+    return out
 
 
 def _check(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:

@@ -84,22 +84,26 @@ def matmul_by_expert(
         yield rows.start, y[rows.start - wide.start : rows.stop - wide.start]
 
 
-def wgrad(engine: str, dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy [R, N], x [R, K] -> [E, N, K] of dtype: dy[rows of e].T @ x[rows of e], summed in fp32."""
+def wgrad(engine: str, dys: Sequence[Tensor], x: Tensor, offsets: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """dys[i] [R, N_i], x [R, K] -> [E, N_i, K] of dtype: dys[i][rows of e].T @ x[rows of e], summed in fp32."""
     chosen = choose(engine, x)
     with record_function(f"fusedtp.grouped_wgrad.{chosen}"):
         if chosen == "triton":
-            return launch.grouped.grouped_wgrad(dy, x, offsets, dtype, precision=fp32_precision())
+            precision = fp32_precision()
+            return [launch.grouped.grouped_wgrad(dy, x, offsets, dtype, precision=precision) for dy in dys]
         if x.is_cuda:
-            return _vendor_wgrad(dy, x, offsets).to(dtype)
-        dw = x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype)
-        dys, xs = (ragged.Padded(t, offsets.tolist()) for t in (dy, x))
+            return [_vendor_wgrad(dy, x, offsets).to(dtype) for dy in dys]
+        dws = [x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype) for dy in dys]
+        padded, *each = (ragged.Padded(t, offsets.tolist()) for t in (x, *dys))
         for e, rows in _experts(offsets, empty=True):
             if dtype == x.dtype and rows.stop > rows.start:
-                dense.matmul_into(dw[e], [dys[rows].t()], [xs[rows]])
+                right = dense.wide(padded[rows])  # read by all while a core's cache holds it
+                for dw, dy in zip(dws, each, strict=True):
+                    dense.matmul_into(dw[e], [dy[rows].t()], [right])
             else:
-                matmul_add(dw[e].zero_(), dy[rows].t(), x[rows])
-        return dw
+                for dw, plain in zip(dws, dys, strict=True):
+                    matmul_add(dw[e].zero_(), plain[rows].t(), x[rows])
+        return dws
 
 
 def bias_grad(engine: str, dy: Tensor, offsets: Tensor) -> Tensor:

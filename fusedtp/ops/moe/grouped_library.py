@@ -1,7 +1,7 @@
 """The grouped matmuls as torch custom ops, with fakes and autograd.
 
     fusedtp::grouped_matmul           x_j [R, K], w_j [E, N, K], offsets, b [E, N] -> y [R, N], summed over j
-    fusedtp::grouped_wgrad            dy [R, N], x [R, K], offsets -> dw [E, N, K] of x's dtype, or fp32
+    fusedtp::grouped_wgrad            dy_i [R, N_i], x [R, K], offsets -> dw_i [E, N_i, K] of x's dtype, or fp32
     fusedtp::grouped_bias_grad        dy [R, N], offsets -> db [E, N]
     fusedtp::grouped_gated            x [R, K], gate and up [E, N, K], offsets -> y [R, N], and both products if `keep`
     fusedtp::grouped_gated_backward   dy, g, u [R, N], offsets -> dg, du [R, N]
@@ -41,14 +41,16 @@ def _(
 
 
 @torch.library.custom_op("fusedtp::grouped_wgrad", mutates_args=())
-def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, engine: str, dtype: torch.dtype) -> Tensor:
+def grouped_wgrad(
+    dys: Sequence[Tensor], x: Tensor, offsets: Tensor, engine: str, dtype: torch.dtype
+) -> list[Tensor]:
     with as_given(x):
-        return engines.wgrad(engine, dy, x, offsets, dtype)
+        return engines.wgrad(engine, dys, x, offsets, dtype)
 
 
 @grouped_wgrad.register_fake
-def _(dy: Tensor, x: Tensor, offsets: Tensor, engine: str, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype)
+def _(dys: Sequence[Tensor], x: Tensor, offsets: Tensor, engine: str, dtype: torch.dtype) -> list[Tensor]:
+    return [x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype) for dy in dys]
 
 
 @torch.library.custom_op("fusedtp::grouped_bias_grad", mutates_args=())
@@ -124,7 +126,7 @@ def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if any_of(ctx.needs_input_grad[0]):
         dxs = [grouped_matmul([dy], [w.mT], offsets, None, ctx.engine) for w in weights]
     if any_of(ctx.needs_input_grad[1]):
-        dws = [grouped_wgrad(dy, x, offsets, ctx.engine, x.dtype) for x in xs]
+        dws = [grouped_wgrad([dy], x, offsets, ctx.engine, x.dtype)[0] for x in xs]
     db = grouped_bias_grad(dy, offsets, ctx.engine) if ctx.needs_input_grad[3] else None
     return dxs, dws, None, db, None
 
@@ -144,9 +146,9 @@ def _gated_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     dg, du = grouped_gated_backward(grads[0], *products, offsets, ctx.act, ctx.engine)
     wanted = ctx.needs_input_grad
     dx = grouped_matmul([dg, du], [gate.mT, up.mT], offsets, None, ctx.engine) if wanted[0] else None
-    dgate = grouped_wgrad(dg, x, offsets, ctx.engine, x.dtype) if wanted[1] else None
-    dup = grouped_wgrad(du, x, offsets, ctx.engine, x.dtype) if wanted[2] else None
-    return dx, dgate, dup, *([None] * 4)
+    dys = [dy for dy, needed in zip((dg, du), wanted[1:3], strict=True) if needed]
+    made = iter(grouped_wgrad(dys, x, offsets, ctx.engine, x.dtype) if dys else ())
+    return dx, *(next(made) if needed else None for needed in wanted[1:3]), *([None] * 4)
 
 
 def any_of(flag: Any) -> bool:

@@ -29,7 +29,7 @@ from ..main_grad import Sink, main_grads_of
 from . import matmul_combine_library as _library
 from .api import MoEHandle, moe_combine
 from .exchange import multiplies_and_gathers
-from .grouped import _check, _wgrad, grouped_matmul
+from .grouped import _check, grouped_matmul, wgrads
 from .plan import Exchange
 
 assert _library
@@ -132,5 +132,5 @@ class _HomeWeights(Function):
             dy, weighed = gradients.op("moe_matmul_combine_operands")(
                 dout.contiguous(), h, row_weights, *plan, *ctx.at
             )
-        dexperts = _wgrad(ctx.engine, dy, weighed, offsets, ctx.sink)
+        [dexperts] = wgrads(ctx.engine, [dy], weighed, offsets, [ctx.sink])
         return None, None, None, None, None, dexperts, *([None] * 5)

@@ -130,7 +130,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     )
     dexperts = None
     if needs[1]:
-        dexperts = gradients.op("grouped_wgrad")(dy, weighed, offsets, ctx.local, h.dtype)
+        [dexperts] = gradients.op("grouped_wgrad")([dy], weighed, offsets, ctx.local, h.dtype)
     return (
         dh,
         dexperts,

@@ -102,9 +102,9 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         matrices = saved[:2]
         dys = grouped_gated_backward(grads[2], *saved[2:], offsets, ctx.act, ctx.at[1])
     engine, dx = ctx.at[1], None
-    dws: Any = [None] * len(dys)
+    dws: list[Any] = [None] * len(dys)
     if any_of(ctx.needs_input_grad[2]):
-        dws = [grouped_wgrad(dy, rows, offsets, engine, rows.dtype) for dy in dys]
+        dws = grouped_wgrad(dys, rows, offsets, engine, rows.dtype)
     if ctx.needs_input_grad[0]:
         plan = table, orders, words
         dx = torch.ops.fusedtp.moe_dispatch_matmul_backward(dys, matrices, offsets, *plan, *ctx.at)
