@@ -17,9 +17,7 @@ from fusedtp.ops.moe.plan import sort_slots
 def test_slots_are_sorted_by_expert_dropped_ones_last(experts, tokens, k, dtype, seed):
     """Slots of one expert keep their order, for as many experts as there may be."""
     generator = torch.Generator().manual_seed(seed)
-    few = torch.randint(
-        -1, experts, (4,), generator=generator
-    ).tolist()  # so that several slots share an expert
+    few = torch.randint(-1, experts, (4,), generator=generator).tolist()  # which several slots share
     chosen = torch.tensor([-1, experts - 1, *few])[torch.randint(0, 6, (tokens, k), generator=generator)]
     counts, order = sort_slots(chosen.to(dtype), experts)
     slots = chosen.flatten().tolist()

@@ -84,10 +84,11 @@ def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, see
     if not weighed:
         assert_same("sum", got, want.to(dtype))
         return
-    # every product's rounding or none, those of sums that differ by them, and the last one, to dtype, which below the
-    # smallest normal number is half a step of the subnormal ones
-    to = torch.finfo(dtype)
-    bound = off * (2 * k * torch.finfo(wide).eps + to.eps * (dtype != wide)) + to.smallest_normal * to.eps / 2
+    # every product's rounding or none, those of sums that differ by them, and the last one, to dtype: half a step,
+    # which below the smallest normal number grows no smaller
+    to, bound = torch.finfo(dtype), off * 2 * k * torch.finfo(wide).eps
+    if dtype != wide:
+        bound += to.eps / 2 * (off + bound).clamp(min=to.smallest_normal)
     assert got.dtype == dtype and ((got.double() - want.double()).abs() <= bound).all()
 
 
