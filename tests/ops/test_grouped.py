@@ -210,6 +210,22 @@ def test_each_gradient_is_computed_only_where_it_is_wanted(monkeypatch):
     assert torch.equal(one, both[1])
 
 
+def test_a_frozen_weight_takes_nothing_from_the_other():
+    draw = Draw(FP32, (2, 0, 3), 4, 3, 1)
+    x, gate, up = (
+        draw.rows(3),
+        draw.weights(4, 3).requires_grad_(),
+        draw.weights(4, 3, seed=2).requires_grad_(),
+    )
+    y = fusedtp.grouped_gated(x, gate, up, draw.offsets)
+    dy = torch.ones_like(y)
+    dgate, dup = torch.autograd.grad(y, (gate, up), dy)
+    assert not torch.equal(dgate, dup)
+    for frozen, left, want in (((gate.detach(), up), up, dup), ((gate, up.detach()), gate, dgate)):
+        y = fusedtp.grouped_gated(x, *frozen, draw.offsets)
+        assert torch.equal(torch.autograd.grad(y, left, dy)[0], want)
+
+
 def test_autocast_does_to_operands_what_it_does_to_a_linear_layer():
     draw = Draw(FP32, (2, 3), 4, 3)
     w = draw.weights(4, 3).requires_grad_()
