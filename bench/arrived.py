@@ -25,8 +25,10 @@ from torch import Tensor
 
 from fusedtp.comm.device_view import DeviceView
 from fusedtp.comm.regions import FLAGS_PER_SOURCE
-from fusedtp.ops.launch import Launch, Machine, plain, plan_matmul, plan_reduce_scatter
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
+from fusedtp.ops.launch import Launch, Machine, plain
 from fusedtp.ops.launch.config import machine_of
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.rows import Rows
 
 Function = Callable[..., Tensor]
@@ -97,7 +99,9 @@ def gather(rank: int, rows: Rows, full: Tensor, w: Tensor) -> Pair:
 
     def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
         where = view, rank, world_size
-        launch, outputs, _ = plan_matmul(*where, x, [w], [None], rows, SIGNATURE, False, None, machine, True)
+        launch, outputs, _ = plan_all_gather_matmul(
+            *where, x, [w], [None], rows, SIGNATURE, False, None, machine, True
+        )
         return launch, outputs[0]
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ def scatter(rank: int, rows: Rows, parts: Tensor, x: Tensor, w: Tensor) -> Pair:
     view, held = view_of(rank, slots, parts.device)
 
     def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
-        return plan_reduce_scatter(view, rank, world_size, x, w, None, rows, SIGNATURE, None, machine)
+        return plan_matmul_reduce_scatter(view, rank, world_size, x, w, None, rows, SIGNATURE, None, machine)
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
         launch, y = plan(x, w)

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from fusedtp.comm.regions import FLAGS_PER_SOURCE
-from fusedtp.ops.launch import gather, scatter, tuned
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
+from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import Machine, machine_of
+from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.rows import Rows, split
 
 from .calls import call, operands
@@ -160,10 +164,10 @@ def plan_of(rank: Rank, machine: Machine, job: Job) -> Any:
     x, w = empty(job.rows, job.k), empty(job.n, job.k)
     shard = x[: rows.sizes[rank.rank]]
     if job.kernel in ("all_gather_matmul", "all_gather"):
-        return gather.plan_matmul(*where, shard, [w], [None], rows, 1, False, None, machine)[0]
+        return plan_all_gather_matmul(*where, shard, [w], [None], rows, 1, False, None, machine)[0]
     if job.kernel == "all_gather_wgrad":
-        return gather.plan_wgrad(*where, shard, [empty(job.rows, job.n)], rows, *end)[0]
+        return plan_all_gather_wgrad(*where, shard, [empty(job.rows, job.n)], rows, *end)[0]
     if job.kernel == "matmul_reduce_scatter":
-        return scatter.plan_reduce_scatter(*where, x, w, None, rows, *end)[0]
-    plan = scatter.plan_one_shot if job.kernel == "one_shot" else scatter.plan_two_shot
+        return plan_matmul_reduce_scatter(*where, x, w, None, rows, *end)[0]
+    plan = plan_one_shot if job.kernel == "one_shot" else plan_two_shot
     return plan(*where, x, w, None, *end)[0]

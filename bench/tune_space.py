@@ -21,7 +21,8 @@ from fusedtp.ops.launch.config import (
     tiles,
 )
 from fusedtp.ops.launch.operands import local_config, splits
-from fusedtp.ops.launch.scatter import one_shot, reduction
+from fusedtp.ops.matmul_all_reduce import is_one_shot
+from fusedtp.ops.matmul_reduce_scatter import reduction
 
 Values = dict[str, int]
 PART_OF_CLASS = 3  # jobs of a class that are measured
@@ -94,7 +95,7 @@ class Job:
 
 def reduction_kernel(rows: int, n: int, dtype: str) -> str:
     """Which kernel an all-reduce of [rows, n] is."""
-    return "one_shot" if one_shot(rows, n, getattr(torch, dtype)) else "two_shot"
+    return "one_shot" if is_one_shot(rows, n, getattr(torch, dtype)) else "two_shot"
 
 
 def candidates(job: Job, machine: Machine, limit: int) -> list[Values]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops import movers
-from fusedtp.ops.all_gather_matmul import run
 from fusedtp.ops.rows import Rows, split
+from fusedtp.ops.shards import gather_rows
 
 from .. import arrived, errors
 from ..options import Plan
@@ -38,8 +37,6 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         return x, rank.randn(case.n, case.k, dtype=case.dtype, seed=2 * seed + 1, scale=case.k**-0.5)
 
     def ours(engine: str, x: Tensor, w: Tensor) -> Tensor:
-        if engine == "triton-copy":
-            return run(comm, x, [w], [None], rows, "triton", transport="copy")[0][0]
         return fusedtp.all_gather_matmul(x, [w], group, engine=engine)[0]
 
     def by_hand(hand: Any) -> tuple[parallel.Function, parallel.Function]:
@@ -49,7 +46,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         return lambda x, w: library.fused_all_gather_matmul(x, [w.t()], 0, group.group_name)[1][0]
 
     x, w = operands(0)
-    full = movers.gathered(comm, x, rows)
+    full = gather_rows(comm, x, rows)
     sampled = errors.sampled(case.tokens)
     want = errors.product(full, w, sampled)
     del x, w
@@ -69,7 +66,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             parallel.Parts(
                 operands=operands,
                 local=lambda x, w: matmul(full, w),
-                alone=lambda x, w: movers.gathered(comm, x, rows),
+                alone=lambda x, w: gather_rows(comm, x, rows),
                 ours=ours,
                 by_hand=by_hand,
                 fused=fused,

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fusedtp.nn.linear_loss import linear_cross_entropy
-from fusedtp.ops import movers
 from fusedtp.ops.rows import Rows, split
+from fusedtp.ops.shards import gather_rows
 
 from .. import baselines, errors
 from ..memory import peak_bytes
@@ -98,7 +98,7 @@ class Unfused(Function):
 def exact(rank: Rank, rows: Rows, start: int, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     """In fp64, some rows at a time. Collective."""
     comm, weight = rank.comm, w.detach().double()
-    full = x.detach() if comm is None else movers.gathered(comm, x.detach(), rows)
+    full = x.detach() if comm is None else gather_rows(comm, x.detach(), rows)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for some, wanted in zip(full.split(1024), labels.split(1024)):
         logits = some.double() @ weight.t()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops import launch
-from fusedtp.ops import local as cpu
+from fusedtp.ops import matmul as cpu
 
 from .. import baselines, errors
 from ..options import Plan

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops import movers
 from fusedtp.ops.rows import Rows, split
+from fusedtp.ops.shards import gather_rows, scatter_rows
 
 from .. import errors
 from ..options import Plan
@@ -54,7 +54,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             parallel.Parts(
                 operands=operands,
                 local=matmul,
-                alone=lambda x, w: movers.gathered(comm, movers.scattered(comm, partial, rows), rows),
+                alone=lambda x, w: gather_rows(comm, scatter_rows(comm, partial, rows), rows),
                 ours=ours,
                 by_hand=by_hand,
                 fused=lambda library, group: None,

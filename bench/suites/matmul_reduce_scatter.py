@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops import movers
 from fusedtp.ops.rows import Rows, split
+from fusedtp.ops.shards import scatter_rows
 
 from .. import arrived, errors
 from ..options import Plan
@@ -94,7 +94,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             parallel.Parts(
                 operands=operands,
                 local=matmul,
-                alone=lambda x, w: movers.scattered(comm, partial, rows),
+                alone=lambda x, w: scatter_rows(comm, partial, rows),
                 ours=ours,
                 by_hand=by_hand,
                 fused=fused,

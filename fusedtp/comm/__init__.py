@@ -1,7 +1,18 @@
 """Worlds: symmetric memory, workspaces, signals and plain collectives of a group of ranks."""
 
 from .call import Call
-from .communicator import Communicator, Group, Place, check, communicator, place, reserve, set_timeout
+from .communicator import (
+    Communicator,
+    Group,
+    Place,
+    check,
+    communicator,
+    place,
+    propagate_errors,
+    registered,
+    reserve,
+    set_timeout,
+)
 from .device_view import DeviceView
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .signature import Signature
@@ -24,6 +35,8 @@ __all__ = [
     "check",
     "communicator",
     "place",
+    "propagate_errors",
+    "registered",
     "reserve",
     "set_timeout",
 ]  # fmt: skip

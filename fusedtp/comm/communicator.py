@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class Communicator:
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
         self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
         self.layer_calls: dict[tuple[str, str], int] = {}  # (kind of layer, engine that ran) -> calls
+        self.plans: dict[Any, Any] = {}  # how operations run here, see ops/operation.py
         self.timeline: list[tuple[str, float, float]] | None = (
             None  # a list here receives (label, begin, end)
         )
@@ -95,6 +96,15 @@ class Communicator:
     def has_workspace(self) -> bool:
         return self.fallback is None and self._workspace is not None
 
+    def calls_begun(self) -> int:
+        """Calls of this rank on the workspace, so far."""
+        return 0 if self._workspace is None else self._workspace.number
+
+    def refuse(self, begun: int) -> None:
+        """Tell the peers of an error, unless a call has begun since there were `begun`: that one has told them."""
+        if self.has_workspace and self.workspace.number == begun:
+            self.workspace.refuse()
+
     @contextmanager
     def agreed(self, signature: Signature) -> Iterator[None]:
         """A call by plain collectives: check first that every rank is in it."""
@@ -112,20 +122,12 @@ class Communicator:
                 compare(words, theirs, self.rank, p, self.world_size)
         yield
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Around one operation: a rank that raises in here before any call has begun tells its peers (CPU).
-
-        They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
-        """
-        workspace = self._workspace if self.has_workspace else None
-        begun = workspace.number if workspace is not None else 0
-        try:
-            yield
-        except Exception:
-            if workspace is not None and workspace.number == begun:
-                workspace.refuse()
-            raise
+    def count(self, operation: str, engine: str, layer: str = "") -> None:
+        """Note one call, for `engine_calls` and `layer_calls`."""
+        key = operation, engine
+        self.engine_calls[key] = self.engine_calls.get(key, 0) + 1
+        key = layer or operation, engine
+        self.layer_calls[key] = self.layer_calls.get(key, 0) + 1
 
     @contextmanager
     def span(self, label: str) -> Iterator[None]:
@@ -218,6 +220,32 @@ def place(group: Group) -> Place:
         with _disable_current_modes():
             found = communicator(group)
     return found.place
+
+
+def propagate_errors(at: Place) -> AbstractContextManager[None]:
+    """Around one operation: a rank that raises in here before any call has begun tells its peers (CPU).
+
+    They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
+    """
+    return (
+        nullcontext()
+        if torch.compiler.is_compiling() or not at.name
+        else _PropagateErrors(registered(at.name))
+    )
+
+
+class _PropagateErrors(AbstractContextManager[None]):
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.begun = comm, comm.calls_begun()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.comm.refuse(self.begun)
+
+
+def registered(name: str) -> Communicator:
+    """The Communicator of a group that `place` or `communicator` has just been given."""
+    return _registry[name]
 
 
 def reserve(group: Group, nbytes: int) -> None:

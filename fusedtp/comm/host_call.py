@@ -14,7 +14,7 @@ import numpy as np
 
 from . import semaphore
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
-from .signature import REFUSED, Signature, compare, failure_words
+from .signature import REFUSED, Signature, compare, failure_words, operation_of
 
 if TYPE_CHECKING:
     from .workspace import Workspace
@@ -129,7 +129,7 @@ class HostCall:
     def is_refused(self) -> bool:
         """After all peers' signals were taken: whether one of them refused this call."""
         records = self.ws._records[self.comm.rank][self.parity]
-        return any(int(records[p][0]) == REFUSED for p in self.peers)
+        return any(operation_of(records[p]) == REFUSED for p in self.peers)
 
     def leave_peers(self) -> None:
         """After a timeout or an interrupt: tell whoever still waits for this rank, and wait for nobody."""

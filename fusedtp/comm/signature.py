@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 
 from .errors import PeerFailed, SignatureMismatch
 
-FAILED, REFUSED = 0, 1  # a rank that raised in the middle of a call, or before it began
-OPERATIONS = (
-    "failed", "refused", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
-    "all_gather", "reduce_scatter", "all_reduce", "moe_plan", "moe_move", "moe_pull",
-    "moe_move_matmul",
-    "moe_matmul_pull",
-)  # fmt: skip
+FAILED, REFUSED = (
+    "failed",
+    "refused",
+)  # what a rank publishes that raised in the middle of a call, or before it began
 ENGINES = ("collective", "chunked", "triton")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool,
           torch.uint8)  # fmt: skip
 WIRES = ("", "fp8")  # how rows travel to their experts: as they are, or in another form
+NAME_WORDS = 4  # of an operation's name, 8 characters each
 FIELDS = (
-    "operation",
     "call number",
     "engine",
     "dtype",
@@ -43,7 +40,8 @@ FIELDS = (
     "wire",
 )
 MAX_SIZES = 64
-NUM_WORDS = len(FIELDS) + MAX_SIZES
+SIZES_AT = NAME_WORDS + len(FIELDS)
+NUM_WORDS = SIZES_AT + MAX_SIZES
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Signature:
     def words(self, call: int) -> np.ndarray:
         """[NUM_WORDS] int64."""
         out = _template(self).copy()
-        out[1] = call
+        out[NAME_WORDS] = call
         return out
 
     def hash32(self) -> int:
@@ -84,14 +82,27 @@ class Signature:
 @lru_cache(256)
 def _template(s: Signature) -> np.ndarray:
     out = np.zeros(NUM_WORDS, np.int64)
+    out[:NAME_WORDS] = _name_words(s.operation)
     dtype = DTYPES.index(s.dtype) if s.dtype in DTYPES else -1
-    out[: len(FIELDS)] = (
-        OPERATIONS.index(s.operation), 0, ENGINES.index(s.engine), dtype, s.features, s.batch,
+    out[NAME_WORDS:SIZES_AT] = (
+        0, ENGINES.index(s.engine), dtype, s.features, s.batch,
         s.weights, s.needs_grad, s.with_bias, s.tables, s.top_k, s.experts, s.max_rows, s.wire,
     )  # fmt: skip
     sizes = s.sizes[:MAX_SIZES]
-    out[len(FIELDS) : len(FIELDS) + len(sizes)] = sizes
+    out[SIZES_AT : SIZES_AT + len(sizes)] = sizes
     return out
+
+
+@cache
+def _name_words(name: str) -> np.ndarray:
+    given = name.encode()
+    assert 0 < len(given) <= 8 * NAME_WORDS, name
+    return np.frombuffer(given.ljust(8 * NAME_WORDS, b"\0"), np.int64)
+
+
+def operation_of(words: np.ndarray) -> str:
+    """The name of the operation that published these words; FAILED or REFUSED of a rank that raised."""
+    return words[:NAME_WORDS].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 @lru_cache(256)
@@ -99,24 +110,22 @@ def _hash32(s: Signature) -> int:
     return (zlib.crc32(_template(s).tobytes()) & 0x7FFFFFFF) or 1
 
 
-def failure_words(call: int, kind: int = FAILED) -> np.ndarray:
+def failure_words(call: int, kind: str = FAILED) -> np.ndarray:
     """What a rank publishes that raised in the middle of a call, or (REFUSED) in place of it."""
     out = np.zeros(NUM_WORDS, np.int64)
-    out[0], out[1] = kind, call
+    out[:NAME_WORDS] = _name_words(kind)
+    out[NAME_WORDS] = call
     return out
 
 
-def _show(index: int, words: np.ndarray) -> str:
-    value = int(words[index])
-    if index == 0:
-        return OPERATIONS[value] if 0 <= value < len(OPERATIONS) else str(value)
-    if index == 2:
+def _show(field: str, value: int) -> str:
+    if field == "engine":
         return ENGINES[value] if 0 <= value < len(ENGINES) else str(value)
-    if FIELDS[index] == "max_rows":
+    if field == "max_rows":
         return str(value - 1) if value else "None"
-    if FIELDS[index] == "wire":
+    if field == "wire":
         return repr(WIRES[value]) if 0 <= value < len(WIRES) else str(value)
-    if index == 3:
+    if field == "dtype":
         return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "another dtype"
     return str(value)
 
@@ -125,19 +134,24 @@ def compare(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_si
     """Raises SignatureMismatch naming both ranks and the first field that differs, PeerFailed if the peer raised."""
     if mine.tobytes() == theirs.tobytes():
         return
-    if theirs[0] in (FAILED, REFUSED):
-        when = "during" if theirs[0] == FAILED else "before it began"
-        raise PeerFailed(
-            f"rank {peer} raised {when} {_show(0, mine)} (call {int(mine[1])}); rank {rank} stops too"
-        )
-    for i, name in enumerate(FIELDS):
-        if mine[i] != theirs[i]:
-            detail = f"{name} is {_show(i, mine)} on rank {rank} and {_show(i, theirs)} on rank {peer}"
+    ours, other = operation_of(mine), operation_of(theirs)
+    call = int(mine[NAME_WORDS])
+    if other in (FAILED, REFUSED):
+        when = "during" if other == FAILED else "before it began"
+        raise PeerFailed(f"rank {peer} raised {when} {ours} (call {call}); rank {rank} stops too")
+    detail = f"operation is {ours} on rank {rank} and {other} on rank {peer}"
+    if ours == other:
+        detail = _difference(mine, theirs, rank, peer, world_size)
+    raise SignatureMismatch(f"ranks disagree on {ours} (call {call}): {detail}")
+
+
+def _difference(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_size: int) -> str:
+    """The first field that differs, in words."""
+    for name, a, b in zip(FIELDS, mine[NAME_WORDS:].tolist(), theirs[NAME_WORDS:].tolist(), strict=False):
+        if a != b:
+            detail = f"{name} is {_show(name, a)} on rank {rank} and {_show(name, b)} on rank {peer}"
             if name == "tables":
                 detail += " (tuned configurations differ: set FUSEDTP_TABLES to the same folder on all ranks)"
-            break
-    else:
-        n = len(FIELDS)
-        a, b = mine[n : n + world_size].tolist(), theirs[n : n + world_size].tolist()
-        detail = f"sizes is {a} on rank {rank} and {b} on rank {peer} (pass the same `sizes` on all ranks)"
-    raise SignatureMismatch(f"ranks disagree on {_show(0, mine)} (call {int(mine[1])}): {detail}")
+            return detail
+    a, b = (words[SIZES_AT : SIZES_AT + world_size].tolist() for words in (mine, theirs))
+    return f"sizes is {a} on rank {rank} and {b} on rank {peer} (pass the same `sizes` on all ranks)"

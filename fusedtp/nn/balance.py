@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Group, communicator, place
+from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.ops.tokens import all_reduce_sum, gather_tokens
 
 from .layout import TokenLayout
@@ -40,7 +40,7 @@ def in_step(group: Group | None) -> AbstractContextManager[None]:
     """Around what only this rank may find wrong: its peers then raise instead of waiting."""
     if group is None or torch.compiler.is_compiling():
         return nullcontext()
-    return communicator(group).in_step()
+    return propagate_errors(place(group))
 
 
 def count(indices: Tensor, size: int) -> Tensor:

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops.first_order import first_order
-from fusedtp.ops.gradients import op
 from fusedtp.ops.main_grad import deliver, main_grads_of
-from fusedtp.ops.matmul import matmul_add, matmul_into, wide
+from fusedtp.ops.matmul import matmul_add, matmul_into, to_fp32
+from fusedtp.ops.operation import Spec, operation
 from fusedtp.ops.rows import Rows
 
 from .loss import (
@@ -98,10 +98,10 @@ def linear_cross_entropy(
     """
     comm = None
     if group is not None:
-        from fusedtp.comm import communicator
+        from fusedtp.comm import communicator, propagate_errors
 
         comm = communicator(group)
-    with nullcontext() if comm is None else comm.in_step():
+    with nullcontext() if comm is None else propagate_errors(comm.place):
         _check(x, weight, bias, labels, comm, sizes)
         (sink,) = main_grads_of([weight])
         labels = labels.to(device=x.device, dtype=torch.int64)
@@ -149,9 +149,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> Tensor:
         comm, rows = call.comm, call.rows
-        full = x if rows is None else op("all_gather_rows")(x, comm.name, comm.rank, rows.sizes, 1, "lm_head")
+        full = (
+            x
+            if rows is None
+            else operation("all_gather_rows")(Spec(comm.name, comm.rank, rows.sizes, layer="lm_head"), x)
+        )
         wanted = [call.grad and needed for needed in ctx.needs_input_grad[:3]]
-        operand = wide(weight)  # once for all pieces
+        operand = to_fp32(weight)  # once for all pieces
         made = _Gradients(full, operand, bias, wanted)
         loss = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
         buffer = full.new_empty(min(call.piece, full.shape[0]), weight.shape[0])
@@ -170,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 made.add(piece, local_gradient(logits, own, call.start, lse, scale, inplace=True))
         dx = made.dx
         if dx is not None and rows is not None:
-            dx = op("reduce_scatter_rows")(dx, comm.name, comm.rank, rows.sizes, 1, "lm_head")
+            dx = operation("reduce_scatter_rows")(Spec(comm.name, comm.rank, rows.sizes, layer="lm_head"), dx)
         ctx.save_for_backward(dx, made.dweight, made.dbias)
         ctx.dtype, ctx.sink = x.dtype, call.sink
         return loss

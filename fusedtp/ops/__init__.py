@@ -1,6 +1,9 @@
-"""The operations: matmuls that communicate, with their siblings, their autograd and the choice between them."""
+"""The operations: matmuls that communicate, each in a file of its own, and what they are declared by."""
 
-from .api import all_gather_matmul, all_gather_wgrad, local_linear, matmul_all_reduce, matmul_reduce_scatter
+from .all_gather_matmul import all_gather_matmul
+from .all_gather_wgrad import all_gather_wgrad
+from .matmul_all_reduce import local_linear, matmul_all_reduce
+from .matmul_reduce_scatter import matmul_reduce_scatter
 from .moe.grouped import grouped_gated, grouped_matmul
 
 __all__ = [

@@ -1,64 +1,173 @@
-"""y_i [T, N_i] = gather(x [T_r, K]) @ w_i [N_i, K].T + b_i: one gather for all weights.
+"""y_i [T, N_i] = all_gather(x [T_r, K]) @ w_i [N_i, K].T + b_i: column-parallel linear layers, one gather for all.
 
-    rank r, chunked     copy x to slot | publish | x @ w      | wait r+1 | x_{r+1} @ w | wait r+2 | ...
-    rank r+1            copy x to slot | publish | x @ w      | wait r+2 | ...
-                                            ^ its flag is set long before rank r asks for it
+rank r, chunked     copy x to slot | publish | x @ w      | wait r+1 | x_{r+1} @ w | wait r+2 | ...
+rank r+1            copy x to slot | publish | x @ w      | wait r+2 | ...
+                                        ^ its flag is set long before rank r asks for it
 
-Siblings with one signature: `collective`, `chunked`, `triton`; the oracle of all is tests/properties/oracle.py.
-`keep` also returns the gathered rows, copied out of the workspace.
+rank r, triton      some programs push x to every peer; the others multiply what has arrived,
+                    own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
+
+forward  y_i = all_gather(x) @ w_i.T + b_i
+dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange
+wgrad    dw_i = all_gather_wgrad(x, dy_i), or local on a gathered x that was kept
+saved    the shard of x and the weights; with `keep_gathered` the gathered x, copied out of the workspace
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from fusedtp.comm import Communicator, Signature
+from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.communicator import copied
+from fusedtp.comm.copies import Copies, Sending
+from fusedtp.comm.device_view import odd, peers_of
 
-from . import engines
-from .local import linear, linear_into, shards_as_they_come
-from .matmul import wide
-from .profile import record_function
-from .rows import Rows
+from .launch import tuned
+from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
+from .launch.operands import picked
+from .launch.run import Launch, check, machine_for
+from .main_grad import Sink, deliver, main_grads_of, wgrad_dtype
+from .matmul import linear, linear_into, matmul_as, to_fp32
+from .operation import (
+    Operation,
+    Plan,
+    Shared,
+    Spec,
+    as_autocast,
+    check_linear,
+    needs_grad,
+    operation,
+    wanted,
+)
+from .rows import Rows, rows_of_shard
+from .shards import shards_as_they_arrive
 
-Result = tuple[list[Tensor], Tensor | None]
+Result = list[Tensor]  # y_i, and the gathered x if `keep`
+
+
+def all_gather_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: Group,
+    *,
+    biases: Sequence[Tensor | None] | None = None,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    engine: str = "auto",
+    keep_gathered: bool = False,
+    layer: str = "",
+) -> tuple[Tensor, ...]:
+    """Column-parallel linear layers on token shards, one gather for all of them.
+
+        x        [T_r, K]    this rank's rows; with dim=1 [B, S_r, K]
+        weights  [N_i, K]    this rank's rows of each full weight
+        biases   [N_i]       or None, one entry a weight
+        sizes    every rank's rows, the same list on all ranks; None: as many as here
+        engine   "auto", "collective", "chunked" or "triton"
+        layer    the kind of layer that the call and its backward are counted for
+        return   [T, N_i]    one a weight; with dim=1 [B, S, N_i]
+
+    A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
+    """
+    at = place(group)
+    with propagate_errors(at):
+        biases = [None] * len(weights) if biases is None else biases
+        if not weights or len(biases) != len(weights):
+            raise ValueError(
+                f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
+            )
+        rows = rows_of_shard(x, at, sizes, dim)
+        sinks = main_grads_of(weights)
+        x, *operands = as_autocast(at.device_type, x, *weights, *biases)
+        weights, biases = operands[: len(weights)], operands[len(weights) :]
+        check_linear(at, x, weights, biases)
+        needs = needs_grad(x, *weights, *biases)
+        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
+        flat = x if dim == 0 else x.flatten(0, -2)
+        if needs:
+            ys = _ColumnParallel.apply(spec, sinks, keep_gathered, flat, *weights, *biases)
+        else:
+            ys = tuple(op(spec, flat, weights, biases, False))
+        return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
+
+
+class _ColumnParallel(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spec: Spec, sinks: Sequence[Sink | None], keep: bool, x: Tensor, *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        n = len(sinks)
+        weights, biases = list(operands[:n]), list(operands[n:])
+        outs = op(spec, x, weights, biases, keep)
+        ctx.save_for_backward(outs[n] if keep else x, *weights)
+        ctx.spec, ctx.sinks, ctx.kept = spec.backward(), sinks, keep
+        return tuple(outs[:n])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        n = len(weights)
+        needs = wanted(ctx)[3:]
+        dx = None
+        if needs[0]:
+            transposed = [w.t() for w in weights]
+            dx = operation("matmul_reduce_scatter")(ctx.spec, list(dys), transposed, None)
+        dws: list[Tensor | None] = [None] * n
+        if any(needs[1 : n + 1]):
+            dtype = wgrad_dtype(x, ctx.sinks)
+            if ctx.kept:
+                made = [matmul_as(dy.t(), x, dtype) for dy in dys]
+            else:
+                made = operation("all_gather_wgrad")(ctx.spec, x, list(dys), dtype)
+            asked = zip(made, ctx.sinks, needs[1:], strict=False)
+            dws = [deliver(dw, sink, x.dtype) if need else None for dw, sink, need in asked]
+        dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs[n + 1 :], strict=True)]
+        return None, None, None, dx, *dws, *dbs
+
+
+# -- engines -------------------------------------------------------------------------------------------------------------
+
+
+def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Result:
+    """The formula on one device: the full x [T, K], full weights."""
+    return [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def local(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
+    """A group of one rank."""
+    outs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    return [*outs, copied(x)] if keep else outs
 
 
 def collective(
-    comm: Communicator,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    signature: Signature,
-    keep: bool,
+    plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool
 ) -> Result:
     """The process group's all_gather, then matmuls."""
-    with comm.agreed(signature):
+    rows, comm = plan.rows, plan.comm
+    with comm.agreed(plan.signature):
         counts = [rows.local(p) for p in range(comm.world_size)]
         full = rows.gather(comm.all_gather(x, counts).split(counts))
-    return [linear(full, w, b) for w, b in zip(weights, biases, strict=True)], full if keep else None
+    outs = [linear(full, w, b) for w, b in zip(weights, biases, strict=True)]
+    return [*outs, full] if keep else outs
 
 
-def chunked(
-    comm: Communicator,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    signature: Signature,
-    keep: bool,
-) -> Result:
-    """Matmul by matmul as shards are ready, own rows first; peers' shards are read in their memory."""
-    width = x.shape[1]
+def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
+    """Shard by shard as they arrive, own rows first. On a CPU a peer's rows are read where they lie."""
+    rows, comm, width = plan.rows, plan.comm, x.shape[1]
     outs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     full = x.new_empty(rows.total, width) if keep else None
-    weights = [wide(w) for w in weights]
-    most = max(rows.sizes) * rows.batch * width * x.element_size()
-    with comm.workspace.call(signature, most) as call:
-        for p, shard in shards_as_they_come(call, comm, x, rows):
+    weights = [to_fp32(w) for w in weights]
+    with comm.workspace.call(plan.signature, rows.longest * width * x.element_size()) as call:
+        for p, shard in shards_as_they_arrive(call, comm, x, rows):
             with comm.span(f"matmul {p}"):
                 for out, w, b in zip(outs, weights, biases, strict=True):
                     for block, part in rows.pairs(out, shard, p):
@@ -66,65 +175,179 @@ def chunked(
             if full is not None:
                 for block, part in rows.pairs(full, shard, p):
                     block.copy_(part)
-    return outs, full
+    return outs if full is None else [*outs, full]
 
 
-def triton(
-    comm: Communicator,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    signature: Signature,
-    keep: bool,
-    transport: str = "programs",
-) -> Result:
-    """One launch: programs push x to all peers, or copies bring it, and the others multiply what has come."""
-    from . import launch
-
-    with comm.workspace.call(signature, launch.all_gather_bytes(rows, x.shape[1], x.dtype)) as call:
-        copies = call.copies() if transport == "copy" else None
+def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
+    """One launch: programs push x to all peers, or copies bring it, while the others multiply."""
+    comm, rows = plan.comm, plan.rows
+    with comm.workspace.call(plan.signature, gather_slot_bytes(rows, x.shape[1], x.dtype)) as call:
+        copies = call.copies() if plan.copies else None
         with call.device_view() as view:
-            at, sig = (view, comm.rank, comm.world_size), signature.hash32()
-            return launch.all_gather_matmul(*at, x, weights, biases, rows, sig, keep, copies=copies)
+            at, sig = (view, comm.rank, comm.world_size), plan.signature.hash32()
+            return run_all_gather_matmul(*at, x, weights, biases, rows, sig, keep, copies=copies)
 
 
-def run(
-    comm: Communicator,
+def _fake(
+    spec: Spec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
+) -> Result:
+    total = spec.batch * sum(spec.sizes)
+    outs = [x.new_empty(total, w.shape[0]) for w in weights]
+    return [*outs, x.new_empty(total, x.shape[1])] if keep else outs
+
+
+op = Operation(
+    "all_gather_matmul",
+    "Tensor x, Tensor[] weights, Tensor?[] biases, bool keep",
+    "Tensor[]",
+    fake=_fake,
+    shared=lambda x, weights, biases, keep: Shared(x.dtype, x.shape[1], len(weights)),
+    engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+)
+
+
+# -- the launcher of the kernel; what it shares with all_gather_wgrad's --------------------------------------------------
+
+
+def gather_slot_bytes(rows: Rows, k: int, dtype: torch.dtype) -> int:
+    """What the kernel needs in a slot: the gathered tensor."""
+    return rows.total * k * dtype.itemsize
+
+
+def run_all_gather_matmul(
+    view: Any,
+    rank: int,
+    world_size: int,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     rows: Rows,
-    engine: str,
-    needs_grad: int = 0,
-    keep: bool = False,
-    layer: str = "",
-    transport: str | None = None,
+    sig: int,
+    keep: bool,
+    config: Config | None = None,
+    copies: Copies | None = None,
 ) -> Result:
-    """x [rows.local(rank), K], w_i [N_i, K] -> ([rows.total, N_i], gathered x or None). No autograd.
+    """Plan the launch and start it; `copies` bring x in place of programs. See `plan_all_gather_matmul`."""
+    check(view, gather_slot_bytes(rows, x.shape[1], x.dtype), x, [*weights, *biases], rows.total)
+    x, machine = x if copies is None else x.contiguous(), machine_for(view, x)
+    at, by_copies = (view, rank, world_size), copies is not None
+    launch, outputs, gathered = plan_all_gather_matmul(
+        *at, x, weights, biases, rows, sig, keep, config, machine, by_copies
+    )
+    launch.run(view, x.device, sending_of(copies, rank, x, rows, launch.config))
+    return outputs if gathered is None else [*outputs, gathered]
 
-    transport: of `triton`, "programs" or "copy" where copies can; None as `engines.choose` says.
+
+def plan_all_gather_matmul(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Rows,
+    sig: int,
+    keep_gathered: bool,
+    config: Config | None,
+    machine: Machine,
+    copied: bool = False,
+) -> tuple[Launch, list[Tensor], Tensor | None]:
+    """The launch, not yet run, and its outputs: y_i [T, N_i], and the gathered x [T, K] in global row order or None.
+
+    x        [R_r, K]   any strides
+    w_i      [N_i, K]   any strides
+    bias_i   [N_i] or None
+    config   None: the tuned one, or the default
+    copied   x travels beside the kernel, in copies
     """
-    choice = engines.choose(comm, engine, rows, x.dtype, "all_gather_matmul", x.shape[1])
-    engine = choice.engine
-    engines.count(comm, "all_gather_matmul", engine, layer)
-    with record_function(f"fusedtp.all_gather_matmul.{engine}"):
-        if engine == "local":
-            outs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-            return outs, copied(x) if keep else None
-        signature = Signature(
-            "all_gather_matmul",
-            engine,
-            x.dtype,
-            x.shape[1],
-            rows.sizes,
-            rows.batch,
-            len(weights),
-            needs_grad,
-            tables=engines.tables(comm, engine),
-        )
-        if engine == "triton":
-            by = engines.transport(choice, transport)
-            return triton(comm, x, weights, biases, rows, signature, keep, by)
-        sibling = {"collective": collective, "chunked": chunked}[engine]
-        return sibling(comm, x, weights, biases, rows, signature, keep)
+    from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
+
+    k, total = x.shape[1], rows.total
+    if config is None:
+        cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
+        at = dict(rows=total, cols=cols, k=k, even=even)
+        config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
+    config = without_senders(config, machine) if copied else config
+    outputs = [x.new_empty(total, w.shape[0]) for w in weights]
+    gathered = x.new_empty(total, k) if keep_gathered else None
+    args = dict(
+        **gather_args(view, rank, world_size, x, rows, sig, config, machine),
+        **(by_tma := picked(config, weights, (config.block_n, config.block_k))),
+        HALVES=by_tma["TMA"] and config.block_n == 256,
+        weights=tuple(weights),
+        widths=tuple(w.shape[0] for w in weights),
+        strides_wn=tuple(w.stride(0) for w in weights),
+        strides_wk=tuple(w.stride(1) for w in weights),
+        biases=tuple(None if b is None else b.contiguous() for b in biases),
+        outputs=tuple(outputs),
+        gathered=gathered,
+        NUM_WEIGHTS=len(weights),
+        EVEN_K=k % config.block_k == 0,
+    )
+    programs = config.send_programs + config.other_programs
+    return Launch(all_gather_matmul_kernel, programs, args, config), outputs, gathered
+
+
+@tuned.remembered
+def choose_config(
+    kernel: str, machine: Machine, dtype: torch.dtype, shards: Rows, flags: int, width: int, **output: int
+) -> Config:
+    """Of a kernel with this output, for an x of `width` columns whose rows are `shards`."""
+    found = tuned.lookup(kernel, machine, dtype, world=len(shards.sizes), **output)
+    default = tiles(machine, dtype, output["rows"], output["cols"], bool(output["even"]))
+    return with_senders(tuned.tile(default, found), machine, shards, flags, dtype, width)
+
+
+def with_senders(
+    shape: Config, machine: Machine, rows: Rows, flags: int, dtype: torch.dtype | None = None, width: int = 0
+) -> Config:
+    """Tile sizes plus how many programs send, and how many rows a flag covers: tuned for x of `dtype`, if given."""
+    senders, others = gather_programs(machine)
+    chunk = gather_chunk(rows.longest, flags)
+    if dtype is not None:
+        found = tuned.lookup("all_gather", machine, dtype, rows=rows.longest, k=width, world=len(rows.sizes))
+        senders, others = tuned.gather_split(found, machine, (senders, others))
+        chunk = tuned.chunk(found, chunk, least=-(-rows.longest // (flags - 1)))
+    return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
+
+
+def without_senders(config: Config, machine: Machine) -> Config:
+    """The same where copies send: all programs multiply. What a flag covers stays, for peers whose programs send.
+
+    On a GPU that ranks share, the senders' SMs stay free: a copy within one GPU may be a kernel of the driver's, and has to
+    find room beside kernels that wait for it.
+    """
+    others = config.other_programs + (0 if machine.shared_gpu else config.send_programs)
+    return replace(config, send_programs=0, other_programs=others)
+
+
+def sending_of(copies: Copies | None, rank: int, x: Tensor, rows: Rows, config: Config) -> Sending | None:
+    """x [R_r, K], contiguous, on its way to where the kernel looks for it: the gathered tensor in the peers' slots."""
+    if copies is None:
+        return None
+    return copies.of(x, rows.batch * rows.offset(rank) * x.shape[1] * x.element_size(), config.chunk)
+
+
+def gather_args(
+    view: Any, rank: int, world_size: int, x: Tensor, rows: Rows, sig: int, config: Config, machine: Machine
+) -> dict[str, Any]:
+    """The arguments that both gathers' kernels take. A sender's block is whole cache lines of a few rows."""
+    on_host = machine.clock == "host"
+    return dict(
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
+        sizes=tuple(odd(size) for size in rows.sizes),
+        batch=rows.batch,
+        x=x,
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        K=x.shape[1],
+        chunk_rows=config.chunk,
+        send_programs=config.send_programs,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        COPY_M=64 if on_host else 8,
+        COPY_K=256 if on_host else 2048 // x.element_size(),
+        GROUP=config.group,
+        ALIGNED=x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0,
+    )

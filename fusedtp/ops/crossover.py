@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from .measured import Faults, Table, read, wrong_number
+from .measured import Faults, Table, read, renew, wrong_number
 
 OPERATIONS = ("all_gather_matmul", "all_gather_wgrad", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -91,6 +91,7 @@ def find(machine: str, key: Key, rows: int, width: int) -> Found:
 def hold(transport: str | None) -> None:
     """From now on gathers go by this transport; None: by the table's again. To measure it: all ranks do so alike."""
     _held[:] = [] if transport is None else [transport]
+    renew()
 
 
 @lru_cache(4096)
@@ -118,6 +119,7 @@ def file_of(machine: str) -> str:
 
 def forget() -> None:
     """Read tables anew at the next call."""
+    renew()
     _table.cache_clear()
     _find.cache_clear()
 

@@ -20,7 +20,7 @@ from .measured import kind_of
 from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton")
-TRANSPORTS = ("programs", "copy")
+BY_COPY = "triton-copy"  # the fused gather with the copy engine as its transport, whatever a table says
 
 # Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
 # says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
@@ -56,6 +56,8 @@ def choose(
 
     operation, width   by which the crossover table is asked: K of a gather, N of a reduction. Without: the defaults
     """
+    if engine == BY_COPY:
+        return choose(comm, "triton", rows, dtype, operation, width)._replace(transport="copy")
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if comm.world_size == 1:
@@ -112,12 +114,12 @@ def tables(comm: Communicator, engine: str) -> int:
     return tuned.digest(machine_of(comm.device))
 
 
-def transport(choice: Choice, asked: str | None) -> str:
-    """Who brings the rows of a fused gather. Ranks may differ, see Note [Copies beside a kernel] in comm/copies.py."""
-    by = asked or choice.transport
-    if by not in TRANSPORTS:
-        raise ValueError(f"transport is {by!r}; it must be one of {', '.join(TRANSPORTS)}")
-    return by
+def choose_mover(comm: Communicator, rows: Rows, dtype: torch.dtype) -> Choice:
+    """For an operation without a matmul, which has no fused kernel: on CUDA the process group's collectives run."""
+    choice = choose(comm, "auto", rows, dtype)
+    if choice.engine == "local" or (choice.engine == "chunked" and comm.device.type == "cpu"):
+        return choice
+    return Choice("collective", choice.reason)
 
 
 def check_triton(comm: Communicator, dtype: torch.dtype) -> None:
@@ -137,12 +139,6 @@ def check_triton(comm: Communicator, dtype: torch.dtype) -> None:
         raise ValueError(
             "Triton's interpreter runs one rank a process: engine 'triton' needs the processes world on CPU"
         )
-
-
-def count(comm: Communicator, operation: str, engine: str, layer: str = "") -> None:
-    """Note one call, for `calls` and `layer_calls`."""
-    for seen, key in ((comm.engine_calls, operation), (comm.layer_calls, layer or operation)):
-        seen[key, engine] = seen.get((key, engine), 0) + 1
 
 
 def calls(comm: Communicator) -> dict[str, dict[str, int]]:

@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fusedtp.comm import communicator
 from fusedtp.comm.constant import constant_to_compiler
 
 from .first_order import first_order
-from .gradients import op
+from .matmul import is_16_bit, matmul_as
+from .operation import Spec, operation
+from .rows import split
 
 
 class Sink(Protocol):
@@ -51,7 +54,10 @@ class SharedMainGrad:
         if dw.shape != self.total.shape:
             full = dw.new_zeros(self.total.shape)
             full[self.begin : self.begin + dw.shape[0]] = dw
-        self.total.add_(op("all_reduce_rows")(full.flatten(1), self.group, "").view_as(full))
+        comm = communicator(self.group)
+        rows = full.flatten(1)
+        spec = Spec(self.group, comm.rank, split(rows.shape[0], comm.world_size))
+        self.total.add_(operation("all_reduce_rows")(spec, rows).view_as(full))
 
 
 def main_grad_of(parameter: Tensor) -> Any:
@@ -94,6 +100,16 @@ def deliver(dw: Tensor, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
         return dw.to(dtype)
     sink.add_(dw)
     return None
+
+
+def wgrad_dtype(x: Tensor, sinks: Sequence[Sink | None]) -> torch.dtype:
+    """In which dtype the weight gradients of x are made: fp32 where a sink takes what 16 bits would round."""
+    return torch.float32 if is_16_bit(x.dtype) and any(sink is not None for sink in sinks) else x.dtype
+
+
+def weight_grad(dy: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:
+    """dy [T, N], x [T, K] -> dw [N, K], or None where the sink took it."""
+    return deliver(matmul_as(dy.t(), x, wgrad_dtype(x, [sink])), sink, x.dtype)
 
 
 def accumulating(parameter: Tensor, main_grad: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Local matmuls as every engine calls them.
+"""Local matmuls and sums as every engine calls them.
 
 Note [16-bit matmuls on CPU]
 On a CPU without 16-bit instructions (x86 below AVX-512, as oneDNN counts) torch 2.13 multiplies 16-bit matrices with
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 512  # about as many are widened at a time
+_BLOCK_BYTES = 1 << 18  # of fp32 sums held at a time, so that they stay in a core's cache
 
 
 def is_16_bit(dtype: torch.dtype) -> bool:
@@ -41,8 +42,8 @@ def widens(x: Tensor) -> bool:
     return is_16_bit(x.dtype) and x.device.type == "cpu" and not _is_native(x.dtype)
 
 
-def wide(x: Tensor) -> Tensor:
-    """x as matmuls of it want it: do it once for an operand of several."""
+def to_fp32(x: Tensor) -> Tensor:
+    """x in fp32 where matmuls of it run in fp32: convert an operand of several once."""
     return x.float() if widens(x) else x
 
 
@@ -118,3 +119,59 @@ def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
     y = y.float()
     for block in _blocks(total.shape[0]):
         total[block].addmm_(x[block].float(), y)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K], weight [N, K] -> a new [M, N]."""
+    return matmul(x, weight.t(), bias)
+
+
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """out [M, N] = x [M, K] @ weight [N, K].T + bias, written in place."""
+    matmul_into(out, [x], [weight.t()], bias)
+
+
+def joined(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Operands of sum_j xs[j] @ weights[j].T such that one partial is rounded once.
+
+    Native 16-bit operands are concatenated along K; others accumulate in place, which copies nothing.
+    """
+    if len(xs) > 1 and is_16_bit(xs[0].dtype) and not widens(xs[0]):
+        return [torch.cat(list(xs), 1)], [_side_by_side(weights)]
+    return list(xs), list(weights)
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    """[N, K_j] -> [N, sum of K_j], of their layout: whole rows are copied also where they are transposed."""
+    if all(w.stride(0) == 1 for w in weights):
+        return torch.cat([w.t() for w in weights], 0).t()
+    return torch.cat(list(weights), 1)
+
+
+def sum_linear_into(out: Tensor, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """out [M, N] = sum_j xs[j] [M, K_j] @ weights[j] [N, K_j].T, written in place."""
+    matmul_into(out, xs, [w.t() for w in weights])
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """[M, N] partials of all ranks -> a new [M, N]: fp32 (fp64) sums in the order given, rounded once."""
+    first = parts[0]
+    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    if len(parts) == 2 and (bias is None or not is_16_bit(first.dtype)):
+        torch.add(parts[0], parts[1], out=out)  # 16-bit: one addition, in fp32, rounded once
+        return out if bias is None else out.add_(bias)
+    if not is_16_bit(first.dtype):
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return out if bias is None else out.add_(bias)
+    rows = max(1, _BLOCK_BYTES // (4 * max(1, first.shape[1])))
+    for begin in range(0, first.shape[0], rows):
+        block = slice(begin, begin + rows)
+        total = parts[0][block].float()
+        for part in parts[1:]:
+            total.add_(part[block])
+        if bias is not None:
+            total.add_(bias)
+        out[block] = total
+    return out

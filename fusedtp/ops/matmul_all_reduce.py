@@ -1,84 +1,272 @@
-"""y [T, N] = sum over ranks of x [T, K] @ w [N, K].T, plus bias once; the same bits on all ranks.
+"""y [T, N] = all_reduce(x [T, K_r] @ w [N, K_r].T) + b: a row-parallel linear layer without sequence parallelism.
 
-Small results are exchanged whole (one-shot: every rank sums all partials); large ones are reduce-scattered and
-gathered (two-shot). Siblings: `collective`, `chunked`, `triton`.
+one-shot    every rank sends its whole partial to every rank, and all sum: small results
+two-shot    reduce-scatter, then all-gather: large ones (kernels/matmul_all_reduce.py has both)
+
+forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b; the same bits on every rank
+dgrad    dx = dy @ w, local
+wgrad    dw = dy.T @ x, local: dy is the same on all ranks
+saved    x and the weight
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from fusedtp.comm import Communicator, Signature
+from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm.device_view import odd, peers_of
 
-from . import engines, movers
-from . import matmul_reduce_scatter as scatter
-from .local import linear, linear_into, sum_in_rank_order
-from .profile import record_function
-from .rows import Rows, split
+from .launch.config import Config, Machine
+from .launch.run import Launch, check, machine_for
+from .main_grad import Sink, main_grads_of, weight_grad
+from .matmul import linear, linear_into, matmul, sum_in_rank_order
+from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
+from .matmul_reduce_scatter import matmul_args, reduction
+from .operation import Operation, Plan, Shared, Spec, as_autocast, check_linear, needs_grad, wanted
+from .rows import split
+from .shards import gather_rows
+
+TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
+ONE_SHOT_BYTES = (
+    1 << 18
+)  # triton: of one partial; beyond it W copies of everything cost more than a second hop
 
 
-def collective(
-    comm: Communicator, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, signature: Signature
+def matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    engine: str = "auto",
+    layer: str = "",
 ) -> Tensor:
+    """A row-parallel linear layer without sequence parallelism.
+
+        x       [..., K]  all rows, this rank's columns
+        weight  [N, K]    this rank's columns of the full weight
+        bias    [N]       the full bias, added once
+        engine  "auto", "collective", "chunked" or "triton"
+        layer   the kind of layer that the call is counted for
+        return  [..., N]  the same bits on every rank
+
+    A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+    at = place(group)
+    with propagate_errors(at):
+        (sink,) = main_grads_of([weight])
+        x, weight, bias = as_autocast(at.device_type, x, weight, bias)
+        check_linear(at, x, [weight], [bias])
+        flat, needs = x.flatten(0, -2), needs_grad(x, weight, bias)
+        spec = Spec(at.name, at.rank, split(flat.shape[0], at.world_size), 1, engine, needs, layer)
+        if needs:
+            y = _AllReduced.apply(spec, sink, flat, weight, bias)
+        else:
+            y = op(spec, flat, weight, bias)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of x [..., K], w [N, K], b [N] -> [..., N], for a weight that may have a main_grad.
+
+    forward  y = x @ w.T + b          dgrad  dx = dy @ w          wgrad  dw = dy.T @ x, all local
+
+    Raises ValueError for a main_grad of another shape, RuntimeError where a weight with main_grad is compiled.
+    """
+    (sink,) = main_grads_of([weight])
+    if sink is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    x, weight, bias = as_autocast(x.device.type, x, weight, bias)
+    y = _AllReduced.apply(None, sink, x.flatten(0, -2), weight, bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _AllReduced(Function):
+    """Both gradients are local. `spec` None: so is the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, spec: Spec | None, sink: Sink | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink
+        return linear(x, weight, bias) if spec is None else op(spec, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, _, need_x, need_w, need_b = wanted(ctx)
+        dx = matmul(dy, weight) if need_x else None
+        dw = weight_grad(dy, x, ctx.sink) if need_w else None
+        return None, None, dx, dw, dy.sum(0) if need_b else None
+
+
+# -- engines -------------------------------------------------------------------------------------------------------------
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The formula on one device: the full x [T, K], the full weight."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def local(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A group of one rank."""
+    return linear(x, weight, bias)
+
+
+def collective(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Matmul, then the process group's all_reduce."""
     partial = linear(x, weight)
-    with comm.agreed(signature):
-        return comm.all_reduce(partial, bias)
+    with plan.comm.agreed(plan.signature):
+        return plan.comm.all_reduce(partial, bias)
 
 
-def chunked(
-    comm: Communicator, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, signature: Signature
-) -> Tensor:
+def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One-shot through the workspace, or `matmul_reduce_scatter` and an all-gather."""
-    nbytes = rows.total * weight.shape[0] * x.element_size()
-    if nbytes >= movers.TWO_SHOT_BYTES:
-        return movers.gathered(comm, scatter.chunked(comm, [x], [weight], bias, rows, signature), rows)
-    with comm.workspace.call(signature, nbytes) as call:
-        parts = [call.buffer(p, (rows.total, weight.shape[0]), x.dtype) for p in range(comm.world_size)]
+    comm, shape = plan.comm, (x.shape[0], weight.shape[0])
+    nbytes = x.shape[0] * weight.shape[0] * x.element_size()
+    if nbytes >= TWO_SHOT_BYTES:
+        return gather_rows(comm, reduce_scatter_chunked(plan, [x], [weight], bias), plan.rows)
+    with comm.workspace.call(plan.signature, nbytes) as call:
+        parts = [call.buffer(p, shape, x.dtype) for p in range(comm.world_size)]
         linear_into(parts[comm.rank], x, weight, None)
         call.handshake()
         return sum_in_rank_order(parts, bias)
 
 
-def triton(
-    comm: Communicator, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, signature: Signature
-) -> Tensor:
+def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One launch, one-shot or two-shot by size."""
-    from . import launch
+    comm = plan.comm
+    nbytes = all_reduce_slot_bytes(x.shape[0], weight.shape[0], comm.world_size, x.dtype)
+    with comm.workspace.call(plan.signature, nbytes) as call, call.device_view() as view:
+        at, sig = (view, comm.rank, comm.world_size), plan.signature.hash32()
+        return run_matmul_all_reduce(*at, x, weight, bias, sig)
 
-    nbytes = launch.matmul_all_reduce_bytes(rows.total, weight.shape[0], comm.world_size, x.dtype)
-    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
-        y = launch.matmul_all_reduce(view, comm.rank, comm.world_size, x, weight, bias, signature.hash32())
-    return y
+
+op = Operation(
+    "matmul_all_reduce",
+    "Tensor x, Tensor weight, Tensor? bias",
+    "Tensor",
+    fake=lambda spec, x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    shared=lambda x, weight, bias: Shared(x.dtype, weight.shape[0], 1, int(bias is not None)),
+    engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+)
 
 
-def run(
-    comm: Communicator,
+# -- the launchers of the kernels ----------------------------------------------------------------------------------------
+
+
+def is_one_shot(total: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel reduces [total, n] in one shot."""
+    return total * n * dtype.itemsize <= ONE_SHOT_BYTES
+
+
+def all_reduce_slot_bytes(
+    total: int, n: int, world_size: int, dtype: torch.dtype, in_one: bool | None = None
+) -> int:
+    """What the kernel needs in a slot: all partials, or those of the own rows and all sums."""
+    if is_one_shot(total, n, dtype) if in_one is None else in_one:
+        return world_size * total * n * dtype.itemsize
+    return _result_at(total, n, world_size, dtype) + total * n * dtype.itemsize
+
+
+def _result_at(total: int, n: int, world_size: int, dtype: torch.dtype) -> int:
+    each = -(-total // world_size)
+    return -(-world_size * each * n * dtype.itemsize // 16) * 16
+
+
+def run_matmul_all_reduce(
+    view: Any,
+    rank: int,
+    world_size: int,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    engine: str,
-    needs_grad: int = 0,
-    layer: str = "",
+    sig: int,
+    config: Config | None = None,
+    in_one: bool | None = None,
 ) -> Tensor:
-    """x [T, K], w [N, K] -> [T, N]. No autograd."""
-    rows = Rows(split(x.shape[0], comm.world_size))
-    engine = engines.choose(comm, engine, rows, x.dtype, "matmul_all_reduce", weight.shape[0]).engine
-    engines.count(comm, "matmul_all_reduce", engine, layer)
-    with record_function(f"fusedtp.matmul_all_reduce.{engine}"):
-        if engine == "local":
-            return linear(x, weight, bias)
-        signature = Signature(
-            "matmul_all_reduce",
-            engine,
-            x.dtype,
-            weight.shape[0],
-            rows.sizes,
-            1,
-            1,
-            needs_grad,
-            int(bias is not None),
-            engines.tables(comm, engine),
-        )
-        sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
-        return sibling(comm, x, weight, bias, rows, signature)
+    """Plan the launch and start it. See `plan_one_shot`."""
+    total, n = x.shape[0], weight.shape[0]
+    if in_one is None:
+        in_one = is_one_shot(total, n, x.dtype)
+    check(view, all_reduce_slot_bytes(total, n, world_size, x.dtype, in_one), x, [weight, bias])
+    at, machine = (view, rank, world_size), machine_for(view, x)
+    plan = plan_one_shot if in_one else plan_two_shot
+    launch, y = plan(*at, x, weight, bias, sig, config, machine)
+    launch.run(view, x.device)
+    return y
+
+
+def plan_one_shot(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sig: int,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, Tensor]:
+    """The one-shot launch, not yet run, and its output [T, N].
+
+    x        [T, K]     any strides; K is this rank's own
+    weight   [N, K]     any strides
+    bias     [N] or None, the same on all ranks, added once
+    """
+    from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
+
+    total, n = x.shape[0], weight.shape[0]
+    flags = view.flags_per_source - 1
+    config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
+    y = x.new_empty(total, n)
+    args = dict(
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
+        **matmul_args(x, weight, bias, config),
+        y=y,
+        M=total,
+        group=config.chunk,
+        send_programs=config.send_programs,
+    )
+    return Launch(one_shot_kernel, config.send_programs + config.other_programs, args, config), y
+
+
+def plan_two_shot(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sig: int,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, Tensor]:
+    """The two-shot launch, likewise."""
+    from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
+
+    total, n = x.shape[0], weight.shape[0]
+    each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
+    config = config or reduction(machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size)
+    y = x.new_empty(total, n)
+    collectors = config.other_programs
+    args = dict(
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
+        sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
+        **matmul_args(x, weight, bias, config),
+        y=y,
+        group=config.chunk,
+        send_programs=config.send_programs,
+        reduce_programs=config.other_programs,
+        result_at=_result_at(total, n, world_size, x.dtype),
+        flags=flags,
+    )
+    return Launch(two_shot_kernel, config.send_programs + config.other_programs + collectors, args, config), y

@@ -1,63 +1,167 @@
-"""y [T_r, N] = the rows of this rank of sum over ranks of (sum_j x_j [T, K_j] @ w_j [N, K_j].T), plus bias once.
+"""y [T_r, N] = reduce_scatter(x [T, K_r] @ w [N, K_r].T) + b: a row-parallel linear layer, its output sharded by tokens.
 
-    rank r, chunked     x[r+1] @ w | publish to r+1 | x[r+2] @ w | publish | ... | x[r] @ w | wait all | sum
-                        each owner's rows are finished while those of the next are computed; its own come last
+rank r, chunked     rows of r+1 into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
+rank r+1            rows of r+2 into slot | publish to r+2 | ...
 
-Partials travel in the working dtype and are summed in rank order, in fp32 for 16-bit types, and rounded once, so a
-result does not depend on who came first. Siblings: `collective`, `chunked`, `triton`.
+rank r, triton      tiles are pushed to their owner, r+1's first; the last programs sum what peers pushed here
+                    (kernels/matmul_reduce_scatter.py)
+
+forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b
+dgrad    dx = all_gather_matmul(dy, w.T)
+wgrad    dw = dy_full.T @ x, local, on the dy that dgrad gathered
+saved    x and the weight
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from fusedtp.comm import Communicator, Signature
+from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm.device_view import odd, peers_of
 
-from . import engines
-from .local import arrived_partials, joined, partials_of, ring, sum_in_rank_order, sum_linear_into
-from .matmul import wide
-from .profile import record_function
-from .rows import Rows
+from .launch import tuned
+from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
+from .launch.operands import unshared
+from .launch.run import Launch, check, machine_for
+from .main_grad import Sink, main_grads_of, weight_grad
+from .matmul import joined, sum_in_rank_order, sum_linear_into, to_fp32
+from .operation import (
+    Operation,
+    Plan,
+    Shared,
+    Spec,
+    as_autocast,
+    check_linear,
+    needs_grad,
+    operation,
+    wanted,
+)
+from .rows import Rows, rows_of_full
+from .shards import arrived_partials, partials_of, ring
 
 
-def collective(
-    comm: Communicator,
-    xs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    rows: Rows,
-    signature: Signature,
+def matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    engine: str = "auto",
+    layer: str = "",
 ) -> Tensor:
+    """A row-parallel linear layer whose output is sharded by tokens.
+
+        x       [T, K]    all rows, this rank's columns (K may differ between ranks); with dim=1 [B, S, K]
+        weight  [N, K]    this rank's columns of the full weight
+        bias    [N]       the full bias; added once, not W times. Its gradient is this rank's rows' part
+        sizes   every rank's rows, the same list on all ranks; None: as torch.chunk splits them
+        engine  "auto", "collective", "chunked" or "triton"
+        layer   the kind of layer that the call and its backward are counted for
+        return  [T_r, N]  summed over ranks, in rank order, rounded once; with dim=1 [B, S_r, N]
+
+    A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
+    """
+    at = place(group)
+    with propagate_errors(at):
+        if x.dim() != 2 + dim or dim not in (0, 1):
+            raise ValueError(
+                f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
+            )
+        rows = rows_of_full(x.shape, at, sizes, dim)
+        (sink,) = main_grads_of([weight])
+        x, weight, bias = as_autocast(at.device_type, x, weight, bias)
+        check_linear(at, x, [weight], [bias])
+        needs = needs_grad(x, weight, bias)
+        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
+        flat = x if dim == 0 else x.flatten(0, -2)
+        if needs:
+            y = _RowParallel.apply(spec, sink, flat, weight, bias)
+        else:
+            y = op(spec, [flat], [weight], bias)
+        return y if dim == 0 else y.view(rows.batch, rows.sizes[at.rank], y.shape[1])
+
+
+class _RowParallel(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spec: Spec, sink: Sink | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.spec, ctx.sink, ctx.kept = spec.backward(), sink, None
+        return op(spec, [x], [weight], bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, _, need_x, need_w, need_b = wanted(ctx)
+        dx = dw = full = None
+        if need_x:
+            keep = ctx.needs_input_grad[3]
+            dx, *gathered = operation("all_gather_matmul")(ctx.spec, dy, [weight.t()], [None], keep)
+            full = gathered[0] if keep else None
+            if keep and not need_w:  # a weight pass follows
+                ctx.kept = dy, dy._version, full
+        elif ctx.kept is not None:
+            (of, version, gathered_dy), ctx.kept = ctx.kept, None
+            if of is dy and version == dy._version:  # else it is of another backward pass
+                full = gathered_dy
+        if need_w:
+            full = operation("all_gather_rows")(ctx.spec, dy) if full is None else full
+            dw = weight_grad(full, x, ctx.sink)
+        return None, None, dx, dw, dy.sum(0) if need_b else None
+
+
+# -- engines -------------------------------------------------------------------------------------------------------------
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The formula on one device: the full x [T, K], the full weight."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def local(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """A group of one rank."""
+    xs, weights = joined(xs, weights)
+    y = xs[0].new_empty(plan.rows.total, weights[0].shape[0])
+    sum_linear_into(y, xs, weights)
+    return y if bias is None else y.add_(bias)
+
+
+def collective(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """Matmul, then the process group's reduce_scatter."""
+    rows, comm = plan.rows, plan.comm
+    xs, weights = joined(xs, weights)
     partial = xs[0].new_empty(rows.total, weights[0].shape[0])
     sum_linear_into(partial, xs, weights)
-    with comm.agreed(signature):
+    with comm.agreed(plan.signature):
         counts = [rows.local(p) for p in range(comm.world_size)]
         return comm.reduce_scatter(rows.ordered_by_rank(partial), counts, bias)
 
 
-def chunked(
-    comm: Communicator,
-    xs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    rows: Rows,
-    signature: Signature,
-) -> Tensor:
-    """One matmul an owner, the next rank's rows first; owners read the partials in their peers' memory."""
+def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """One matmul an owner, the next rank's rows first. On a CPU owners read the partials where they lie."""
+    rows, comm = plan.rows, plan.comm
+    xs, weights = joined(xs, weights)
     width, dtype = weights[0].shape[0], xs[0].dtype
-    weights = [wide(w) for w in weights]
-    with comm.workspace.call(signature, rows.total * width * dtype.itemsize) as call:
+    weights = [to_fp32(w) for w in weights]
+    with comm.workspace.call(plan.signature, rows.total * width * dtype.itemsize) as call:
         for p in ring(comm, own="last"):
-            place = partials_of(call, comm.rank, rows, width, dtype, p)
+            partial = partials_of(call, comm.rank, rows, width, dtype, p)
             with comm.span(f"matmul {p}"):
-                for b in range(rows.batch):
-                    begin = b * rows.length + rows.offset(p)
-                    blocks = [x[begin : begin + rows.sizes[p]] for x in xs]
-                    sum_linear_into(place[b * rows.sizes[p] : (b + 1) * rows.sizes[p]], blocks, weights)
+                blocks = [list(rows.blocks(x, p)) for x in xs]
+                for b, out in enumerate(partial.split(rows.sizes[p]) if rows.sizes[p] else ()):
+                    sum_linear_into(out, [of_x[b] for of_x in blocks], weights)
             if p != comm.rank:
                 call.publish(p)
         parts = arrived_partials(call, comm, rows, width, dtype)
@@ -65,62 +169,142 @@ def chunked(
             return sum_in_rank_order(parts, bias)
 
 
-def triton(
-    comm: Communicator,
-    xs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    rows: Rows,
-    signature: Signature,
-) -> Tensor:
+def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """One launch: tiles are pushed to their owner, whose last programs sum them.
 
     An owner's slot holds a partial of its rows from every rank at once, so that no sender waits for room. With rows
     that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
     """
-    from . import launch
-
+    comm, rows = plan.comm, plan.rows
     x = torch.cat(list(xs), 1) if len(xs) > 1 else xs[0]
     weight = torch.cat(list(weights), 1) if len(weights) > 1 else weights[0]
-    nbytes = launch.reduce_scatter_bytes(rows, weight.shape[0], x.dtype)
-    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
-        y = launch.matmul_reduce_scatter(
-            view, comm.rank, comm.world_size, x, weight, bias, rows, signature.hash32()
-        )
+    nbytes = scatter_slot_bytes(rows, weight.shape[0], x.dtype)
+    with comm.workspace.call(plan.signature, nbytes) as call, call.device_view() as view:
+        at, sig = (view, comm.rank, comm.world_size), plan.signature.hash32()
+        return run_matmul_reduce_scatter(*at, x, weight, bias, rows, sig)
+
+
+op = Operation(
+    "matmul_reduce_scatter",
+    "Tensor[] xs, Tensor[] weights, Tensor? bias",
+    "Tensor",
+    fake=lambda spec, xs, weights, bias: xs[0].new_empty(
+        spec.batch * spec.sizes[spec.rank], weights[0].shape[0]
+    ),
+    shared=lambda xs, weights, bias: Shared(xs[0].dtype, weights[0].shape[0], len(xs), int(bias is not None)),
+    engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+)
+
+
+# -- the launcher of the kernel; what it shares with matmul_all_reduce's -------------------------------------------------
+
+
+def scatter_slot_bytes(rows: Rows, n: int, dtype: torch.dtype) -> int:
+    """What the kernel needs in a slot: every source's partial of the largest shard."""
+    return len(rows.sizes) * rows.longest * n * dtype.itemsize
+
+
+def run_matmul_reduce_scatter(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Rows,
+    sig: int,
+    config: Config | None = None,
+) -> Tensor:
+    """Plan the launch and start it. See `plan_matmul_reduce_scatter`."""
+    check(view, scatter_slot_bytes(rows, weight.shape[0], x.dtype), x, [weight, bias])
+    at, machine = (view, rank, world_size), machine_for(view, x)
+    launch, y = plan_matmul_reduce_scatter(*at, x, weight, bias, rows, sig, config, machine)
+    launch.run(view, x.device)
     return y
 
 
-def run(
-    comm: Communicator,
-    xs: Sequence[Tensor],
-    weights: Sequence[Tensor],
+def plan_matmul_reduce_scatter(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
     bias: Tensor | None,
     rows: Rows,
-    engine: str,
-    needs_grad: int = 0,
-    layer: str = "",
-) -> Tensor:
-    """x_j [rows.total, K_j], w_j [N, K_j] -> [rows.local(rank), N]. No autograd."""
-    width = weights[0].shape[0]
-    engine = engines.choose(comm, engine, rows, xs[0].dtype, "matmul_reduce_scatter", width).engine
-    engines.count(comm, "matmul_reduce_scatter", engine, layer)
-    with record_function(f"fusedtp.matmul_reduce_scatter.{engine}"):
-        xs, weights = joined(xs, weights)
-        if engine == "local":
-            y = xs[0].new_empty(rows.total, width)
-            sum_linear_into(y, xs, weights)
-            return y if bias is None else y.add_(bias)
-        signature = Signature(
-            "matmul_reduce_scatter",
-            engine,
-            xs[0].dtype,
-            width,
-            rows.sizes,
-            rows.batch,
-            len(weights),
-            needs_grad,
-            int(bias is not None),
-            engines.tables(comm, engine),
-        )
-        sibling = {"collective": collective, "chunked": chunked, "triton": triton}[engine]
-        return sibling(comm, xs, weights, bias, rows, signature)
+    sig: int,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, Tensor]:
+    """The launch, not yet run, and its output [R_r, N].
+
+    x        [T, K]     rows in global order, any strides; K is this rank's own
+    weight   [N, K]     any strides
+    bias     [N] or None, the same on all ranks, added once
+    config   None: the tuned one, or the default
+    """
+    from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+
+    n = weight.shape[0]
+    config = config or reduction(
+        machine, x.dtype, rows.longest, n, view.flags_per_source - 1,
+        kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
+    )  # fmt: skip
+    y = x.new_empty(rows.local(rank), n)
+    args = dict(
+        peers=peers_of(view, rank, world_size, sig, machine.clock),
+        sizes=tuple(odd(size) for size in rows.sizes),
+        batch=rows.batch,
+        **matmul_args(x, weight, bias, config, rows.batch),
+        y=y,
+        group=config.chunk,
+        send_programs=config.send_programs,
+    )
+    return Launch(matmul_reduce_scatter_kernel, config.send_programs + config.other_programs, args, config), y
+
+
+def matmul_args(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, batch: int = 1
+) -> dict[str, Any]:
+    """The arguments that all kernels take that end with a sum over ranks."""
+    n, k = weight.shape
+    return dict(
+        **unshared(config, x, weight, batch),
+        bias=None if bias is None else bias.contiguous(),
+        N=n,
+        K=k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        PART_M=min(config.block_m, max(1, config.part * config.num_warps // config.block_n)),
+        EVEN_K=k % config.block_k == 0,
+    )
+
+
+@tuned.remembered
+def reduction(
+    machine: Machine,
+    dtype: torch.dtype,
+    owned: int,
+    n: int,
+    flags: int,
+    *,
+    kernel: str = "",
+    world_size: int = 0,
+    owners: int = 1,
+) -> Config:
+    """Configuration for partial tiles of which each of `owners` ranks owns `owned` rows and has `flags` flags for.
+
+    A rank multiplies the rows of all owners, and these fill the machine; but no tile has rows of two. The owner sums by
+    the senders' tiles, so all of this depends only on what ranks share: not on K. Tuned values are those of `kernel`,
+    if one is named.
+    """
+    even, found = n % VECTOR == 0, tuned.NOTHING
+    if kernel:
+        found = tuned.lookup(kernel, machine, dtype, rows=owned, cols=n, even=even, world=world_size)
+    rows = owned * owners if owned >= 128 else owned
+    shape = tuned.tile(tiles(machine, dtype, rows, n, even), found)
+    senders, reducers = tuned.reduce_split(found, machine, reduce_programs(machine))
+    count = -(-owned // shape.block_m) * -(-n // shape.block_n)
+    chunk = tuned.chunk(found, 1, least=-(-count // flags))
+    return replace(shape, send_programs=senders, other_programs=min(reducers, max(1, count)), chunk=chunk)

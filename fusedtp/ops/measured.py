@@ -157,6 +157,19 @@ def wrong_number(value: Any, least: int, most: int, power_of_two: bool = False) 
     return ""
 
 
+_generation = [0]
+
+
+def generation() -> int:
+    """Changes whenever tables are read anew, or values are held in their place: what was chosen by them is stale then."""
+    return _generation[0]
+
+
+def renew() -> None:
+    """From now on nothing holds that was chosen by a table."""
+    _generation[0] += 1
+
+
 def say(message: str) -> None:
     """Warn, on the first rank only: what all ranks find alike need not be told by each."""
     if os.environ.get("RANK", "0") == "0":

@@ -40,6 +40,11 @@ class Rows:
     def total(self) -> int:
         return self.batch * self.length
 
+    @property
+    def longest(self) -> int:
+        """Rows of the rank that holds the most."""
+        return self.batch * max(self.sizes)
+
     def offset(self, p: int) -> int:
         return sum(self.sizes[:p])
 

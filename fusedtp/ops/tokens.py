@@ -3,6 +3,13 @@
 Each is a linear map on the whole world, and its backward is that map's transpose, given what the gradient is on each
 rank: a part of the sum ("partial") or the same on all ranks ("replicated"). `layer` is the kind of layer that calls
 are counted for.
+
+    forward                  backward, given a gradient that is
+    gather_tokens            this rank's rows, replicated
+    take_tokens              a gather, of each rank's own rows
+    reduce_scatter_tokens    a gather, of each rank's own rows
+    copy_to_group            a sum over ranks, partial
+    all_reduce_sum           unchanged, replicated
 """
 
 from __future__ import annotations
@@ -10,49 +17,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from fusedtp.comm import Group, place
 
-from . import library as _library
-from .rows import Rows
-
-assert _library
+from .operation import Spec
+from .rows import Rows, split
+from .shards import all_gather_rows, all_reduce_rows, reduce_scatter_rows
 
 
 def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
     """x [T_r, ...] -> [T, ...] on every rank; the gradient is replicated, and a rank takes its own rows of it."""
-    at = place(group)
-    full = _Gather.apply(_as_rows(x), at.name, at.rank, tuple(sizes), layer)
+    full = _Gather.apply(_as_rows(x), _spec(group, sizes, layer))
     return full.reshape(full.shape[0], *x.shape[1:])
 
 
 def take_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
     """x [T, ...], the same on every rank -> this rank's rows [T_r, ...]. The backward gathers the ranks' gradients."""
-    at = place(group)
-    own = _Take.apply(_as_rows(x), at.name, at.rank, tuple(sizes), layer)
+    own = _Take.apply(_as_rows(x), _spec(group, sizes, layer))
     return own.reshape(own.shape[0], *x.shape[1:])
 
 
 def reduce_scatter_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
     """x [T, ...], partial -> [T_r, ...], summed over ranks. The backward gathers."""
-    at = place(group)
-    flat = _as_rows(x)
-    part = torch.ops.fusedtp.reduce_scatter_rows(flat, at.name, at.rank, tuple(sizes), 1, layer)
+    part = _ReduceScatter.apply(_as_rows(x), _spec(group, sizes, layer))
     return part.reshape(part.shape[0], *x.shape[1:])
 
 
 def copy_to_group(x: Tensor, group: Group, layer: str = "") -> Tensor:
     """The identity; its backward sums the ranks' partial gradients."""
-    return _Copy.apply(x, place(group).name, layer)
+    return _Copy.apply(x, _spec_of_all(x, group, layer))
 
 
 def all_reduce_sum(x: Tensor, group: Group, layer: str = "") -> Tensor:
     """The sum over ranks; the gradient is replicated and passes unchanged."""
-    flat = _as_rows(x)
-    return torch.ops.fusedtp.all_reduce_rows(flat, place(group).name, layer).reshape(x.shape)
+    return _Sum.apply(x, _spec_of_all(x, group, layer))
+
+
+def _spec(group: Group, sizes: Sequence[int], layer: str) -> Spec:
+    at = place(group)
+    return Spec(at.name, at.rank, tuple(sizes), layer=layer)
+
+
+def _spec_of_all(x: Tensor, group: Group, layer: str) -> Spec:
+    at = place(group)
+    return Spec(at.name, at.rank, split(_as_rows(x).shape[0], at.world_size), layer=layer)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -60,37 +70,64 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x.reshape(x.numel(), 1)
 
 
+def _own(x: Tensor, spec: Spec) -> Tensor:
+    begin = Rows(spec.sizes).offset(spec.rank)
+    return x[begin : begin + spec.sizes[spec.rank]].clone()
+
+
+def _summed(x: Tensor, spec: Spec) -> Tensor:
+    return all_reduce_rows(spec, _as_rows(x)).reshape(x.shape)
+
+
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, sizes: tuple[int, ...], layer: str) -> Tensor:
-        ctx.rank, ctx.sizes = rank, sizes
-        return torch.ops.fusedtp.all_gather_rows(x, group, rank, sizes, 1, layer)
+    def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return all_gather_rows(spec, x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        begin = Rows(ctx.sizes).offset(ctx.rank)
-        return dy[begin : begin + ctx.sizes[ctx.rank]].clone(), None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _own(dy, ctx.spec), None
 
 
 class _Take(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, sizes: tuple[int, ...], layer: str) -> Tensor:
-        ctx.given = group, rank, sizes, 1, layer
-        begin = Rows(sizes).offset(rank)
-        return x[begin : begin + sizes[rank]].clone()
+    def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return _own(x, spec)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return torch.ops.fusedtp.all_gather_rows(dy.contiguous(), *ctx.given), None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(ctx.spec, dy.contiguous()), None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return reduce_scatter_rows(spec, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(ctx.spec, dy.contiguous()), None
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, layer: str) -> Tensor:
-        ctx.group, ctx.layer = group, layer
+    def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        flat = _as_rows(dy)
-        return torch.ops.fusedtp.all_reduce_rows(flat, ctx.group, ctx.layer).reshape(dy.shape), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _summed(dy, ctx.spec), None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
+        return _summed(x, spec)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None

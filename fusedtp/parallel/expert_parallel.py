@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedtp.comm import Place, communicator, place
-from fusedtp.ops.api import in_step
+from fusedtp.comm import Place, communicator, place, propagate_errors
 from fusedtp.ops.main_grad import main_grad_of
 from fusedtp.ops.moe import moe_in_stages
 from fusedtp.ops.moe.api import check_choices
@@ -75,7 +74,7 @@ class ExpertParallel(Member):
     ) -> Tensor:
         if self.shares.are_finer:  # afterwards nobody knows the ids that were given
             at = place(self.group)
-            with in_step(at):
+            with propagate_errors(at):
                 check_choices(x, expert_ids, weights, module.num_experts, at)
         choices = self.shares.choices(expert_ids, weights, module.num_experts)
         own = [

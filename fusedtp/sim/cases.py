@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.ops import launch
+from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul
+from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.matmul_all_reduce import all_reduce_slot_bytes, plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, scatter_slot_bytes
 from fusedtp.ops.rows import Rows, split
 
 from . import exchange_cases
@@ -86,12 +89,10 @@ class Call:
             return exchange_cases.slot_bytes(self)
         rows, n, w = self.rows, self.widths[0], len(self.sizes)
         if self.operation in ("all_gather_matmul", "all_gather_wgrad"):
-            return launch.all_gather_bytes(rows, self.k, self.dtype)
+            return gather_slot_bytes(rows, self.k, self.dtype)
         if self.operation == "matmul_reduce_scatter":
-            return launch.reduce_scatter_bytes(rows, n, self.dtype)
-        return launch.matmul_all_reduce_bytes(
-            rows.total, n, w, self.dtype, self.operation == "one_shot_all_reduce"
-        )
+            return scatter_slot_bytes(rows, n, self.dtype)
+        return all_reduce_slot_bytes(rows.total, n, w, self.dtype, self.operation == "one_shot_all_reduce")
 
 
 @dataclass
@@ -161,19 +162,19 @@ def plan(
     view, w = world.view(rank), world.world_size
     where, end, copied = (view, rank, w), (signature, call.config, HOST), rank in call.copied
     if call.operation == "all_gather_matmul":
-        planned, ys, gathered = launch.plan_matmul(
+        planned, ys, gathered = plan_all_gather_matmul(
             *where, x, weights, biases, call.rows, signature, call.keep, call.config, HOST, copied
         )
         outs = {f"y{i}": y for i, y in enumerate(ys)}
         outs |= {} if gathered is None else {"gathered": gathered}
     elif call.operation == "all_gather_wgrad":
-        planned, dws = launch.plan_wgrad(*where, x, weights, call.rows, *end, None, copied)
+        planned, dws = plan_all_gather_wgrad(*where, x, weights, call.rows, *end, None, copied)
         outs = {f"dw{i}": dw for i, dw in enumerate(dws)}
     elif call.operation == "matmul_reduce_scatter":
-        planned, y = launch.plan_reduce_scatter(*where, x, weights[0], biases[0], call.rows, *end)
+        planned, y = plan_matmul_reduce_scatter(*where, x, weights[0], biases[0], call.rows, *end)
         outs = {"y": y}
     else:
-        planner = launch.plan_one_shot if call.operation == "one_shot_all_reduce" else launch.plan_two_shot
+        planner = plan_one_shot if call.operation == "one_shot_all_reduce" else plan_two_shot
         planned, y = planner(*where, x, weights[0], biases[0], *end)
         outs = {"y": y}
     for out in outs.values():

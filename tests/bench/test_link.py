@@ -17,7 +17,7 @@ from fusedtp.bench.rows import Row
 from fusedtp.bench.sample import Spread
 from fusedtp.bench.suites import common, moe
 from fusedtp.comm import streams
-from fusedtp.ops import local
+from fusedtp.ops import shards
 from fusedtp.ops.engines import has_triton
 from tests.harness import world
 
@@ -102,7 +102,7 @@ def test_the_copy_stream_carries_what_a_link_can_hold(monkeypatch: pytest.Monkey
     monkeypatch.setattr(streams, "carry", lambda out, source: carried.append(source.numel()))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    copies = local.CopyStream.__new__(local.CopyStream)
+    copies = shards.CopyStream.__new__(shards.CopyStream)
     copies.stream = mock.MagicMock()
     copies.fetch(torch.ones(5))
     assert carried == [5]

@@ -11,8 +11,7 @@ from torch import Tensor
 import fusedtp
 from fusedtp import VirtualWorld
 from fusedtp.comm import VirtualGroup, communicator
-from fusedtp.ops.all_gather_matmul import run as gather_matmul
-from fusedtp.ops.rows import Rows
+from fusedtp.ops.engines import BY_COPY
 
 pytestmark = pytest.mark.gpu
 W, T, K, N = 4, 64, 128, 96
@@ -144,12 +143,13 @@ def test_growth_during_capture_raises_and_the_group_stays_usable():
 
 def by_copies(group: VirtualGroup) -> None:
     """Copies before any graph, mixed with the other transport; programs under capture and ever after."""
-    comm, rows = communicator(group), Rows((T,) * W)
+    comm = communicator(group)
     fusedtp.reserve(group, 1 << 22)
     calls = Calls(group)
 
     def call(transport: str) -> list[Tensor]:
-        return gather_matmul(comm, calls.x, [calls.up], [None], rows, "triton", transport=transport)[0]
+        engine = {"copy": BY_COPY, "programs": "triton"}[transport]
+        return list(fusedtp.all_gather_matmul(calls.x, [calls.up], group, engine=engine))
 
     def right(number: int, transport: str) -> None:
         calls.refresh(number)

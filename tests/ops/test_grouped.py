@@ -6,10 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fusedtp
-from fusedtp.ops import gradients, launch
+from fusedtp.ops import launch
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.moe import grouped_engines as engines
+from fusedtp.ops.moe import nodes
 from fusedtp.ops.pointwise import ACTIVATIONS
 from tests.ops import grouped_laws as laws
 from tests.ops.grouped_laws import LAYOUTS, Draw
@@ -194,9 +195,9 @@ def test_each_gradient_is_computed_only_where_it_is_wanted(monkeypatch):
     x, gate, up = (t.requires_grad_() for t in (draw.rows(3), draw.weights(4, 3), draw.weights(4, 3, seed=2)))
     y = fusedtp.grouped_gated(x, gate, up, draw.offsets) + fusedtp.grouped_matmul(x, gate, draw.offsets)
     ran: list[str] = []
-    for name, body in list(gradients.BODIES.items()):
+    for name, body in list(nodes.BODIES.items()):
         monkeypatch.setitem(
-            gradients.BODIES, name, lambda *a, name=name, body=body: (ran.append(name), body(*a))[1]
+            nodes.BODIES, name, lambda *a, name=name, body=body: (ran.append(name), body(*a))[1]
         )
     dy = torch.ones_like(y)
     torch.autograd.grad(y, x, dy, retain_graph=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusedtp.ops.launch import moe
 from fusedtp.ops.launch.config import HOST, tiles
-from fusedtp.ops.launch.gather import even_columns
+from fusedtp.ops.launch.operands import even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned_entries import REGISTERS
 from fusedtp.ops.moe.plan import Exchange

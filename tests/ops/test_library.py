@@ -28,19 +28,19 @@ def numbers(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
 def arguments(name: str, engine: str, group) -> tuple:
     """Of the custom op `name` on this rank; x has ragged rows, 4 features, and two weights where it may."""
     r, place = group.rank(), (group.group_name, group.rank(), list(SIZES), 1)
-    shard, full = numbers(SIZES[r], 4, seed=r), numbers(sum(SIZES), 4, seed=r)
-    weights, bias = [numbers(5, 4, seed=10 + r), numbers(2, 4, seed=20 + r)], numbers(5, seed=30)
+    shard, full = numbers(SIZES[r], 4, seed=r, grad=False), numbers(sum(SIZES), 4, seed=r, grad=False)
+    weights = [numbers(5, 4, seed=10 + r, grad=False), numbers(2, 4, seed=20 + r, grad=False)]
+    bias = numbers(5, seed=30, grad=False)
     return {
-        "all_gather_matmul": (shard, weights, [bias], 1, *place, engine, 7, False, ""),
+        "all_gather_matmul": (shard, weights, [bias, None], False, *place, engine, 7, ""),
         "matmul_reduce_scatter": ([full], weights[:1], bias, *place, engine, 7, "mlp"),
-        "matmul_all_reduce": (full, weights[0], bias, group.group_name, engine, 7, ""),
+        "matmul_all_reduce": (full, weights[0], bias, *place, engine, 7, ""),
         "all_gather_wgrad": (
-            shard.detach(), [numbers(5, 3, grad=False), numbers(5, 1, grad=False)],
-            group.group_name, list(SIZES), 1, engine, "", torch.float32,
+            shard, [numbers(5, 3, grad=False), numbers(5, 1, grad=False)], torch.float32, *place, engine, 0, "",
         ),
-        "all_gather_rows": (shard, *place, ""),
-        "reduce_scatter_rows": (full, *place, "embedding"),
-        "all_reduce_rows": (full, group.group_name, ""),
+        "all_gather_rows": (shard, *place, engine, 0, ""),
+        "reduce_scatter_rows": (full, *place, engine, 0, "embedding"),
+        "all_reduce_rows": (full, *place, engine, 0, ""),
     }[name]  # fmt: skip
 
 

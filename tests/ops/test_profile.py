@@ -25,7 +25,7 @@ def profiled(group, engine: str) -> set[str]:
 def test_profiler_ranges_carry_the_operation_and_the_engine(engine):
     operations = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad")
     want = {f"fusedtp.{operation}.{engine}" for operation in operations}
-    assert world(2).run(profiled, engine) == [want | {"fusedtp.all_gather.chunked"}] * 2
+    assert world(2).run(profiled, engine) == [want | {"fusedtp.all_gather_rows.chunked"}] * 2
 
 
 def loss_of(group, rows: int) -> None:
@@ -33,7 +33,7 @@ def loss_of(group, rows: int) -> None:
     comm.engine_calls.clear()
     logits, labels = torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.int64)
     vocab_parallel_cross_entropy(logits, labels, group, vocab_size=6)
-    assert comm.engine_calls == {("all_gather", "chunked"): 1}
+    assert comm.engine_calls == {("all_gather_rows", "chunked"): 1}
 
 
 def test_the_loss_is_counted_and_ranks_of_other_rows_are_named():

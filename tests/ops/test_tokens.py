@@ -65,9 +65,9 @@ def counted(group) -> None:
     x = torch.ones(2 - group.rank(), 4, requires_grad=True)
     big = torch.ones(3, 1 << 17, requires_grad=True)  # in two shots, which are one call
     laws = {
-        "all_gather": lambda: tokens.gather_tokens(x, group, sizes, layer="head"),
-        "reduce_scatter": lambda: tokens.reduce_scatter_tokens(big, group, sizes, layer="head"),
-        "all_reduce": lambda: tokens.all_reduce_sum(big, group, layer="head"),
+        "all_gather_rows": lambda: tokens.gather_tokens(x, group, sizes, layer="head"),
+        "reduce_scatter_rows": lambda: tokens.reduce_scatter_tokens(big, group, sizes, layer="head"),
+        "all_reduce_rows": lambda: tokens.all_reduce_sum(big, group, layer="head"),
     }
     for operation, mover in laws.items():
         comm.engine_calls.clear()

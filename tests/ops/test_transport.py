@@ -9,8 +9,8 @@ from torch import Tensor
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.comm.copies import parts
-from fusedtp.ops.all_gather_matmul import run as gather_matmul
-from fusedtp.ops.all_gather_wgrad import run as gather_wgrad
+from fusedtp.ops.engines import BY_COPY
+from fusedtp.ops.operation import Spec, operation
 from fusedtp.ops.rows import Rows
 from tests.harness import PerRank, world
 
@@ -30,10 +30,11 @@ def mixed_calls(group, transports: list[str]) -> None:
         by, x, w = transports[i % len(transports)], whole(i, rows.total, K), whole(100 + i, 17, K)
         mine, bias = x[rows.offset(comm.rank) :][: rows.local(comm.rank)], whole(200 + i, 17)
         mine = mine.t().contiguous().t() if i % 2 else mine  # a copy wants rows in one piece
-        (y,), kept = gather_matmul(comm, mine, [w], [bias], rows, "triton", keep=True, transport=by)
-        assert kept is not None and torch.equal(kept, x) and torch.equal(y, x @ w.T + bias), (i, by)
+        spec = Spec(comm.name, comm.rank, rows.sizes, engine={"copy": BY_COPY, "programs": "triton"}[by])
+        y, kept = operation("all_gather_matmul")(spec, mine, [w], [bias], True)
+        assert torch.equal(kept, x) and torch.equal(y, x @ w.T + bias), (i, by)
         dy = whole(300 + i, rows.total, 5)
-        (dw,) = gather_wgrad(comm, mine, [dy], rows, "triton", transport=by)
+        (dw,) = operation("all_gather_wgrad")(spec, mine, [dy], torch.float32)
         assert torch.equal(dw, dy.T @ x), (i, by)
         if i % 3 == 0:
             z = fusedtp.matmul_all_reduce(x, w, group, engine=("chunked", "triton", "collective")[i % 2])
@@ -52,20 +53,6 @@ def test_the_results_do_not_tell_who_brought_the_rows(transports):
     else:
         ways = (["copy", "programs"], ["programs"], ["copy", "copy", "programs"])
         world(3).run(mixed_calls, PerRank(ways))
-
-
-def unknown(group) -> str:
-    comm, x = communicator(group), torch.ones(2, 4)
-    rows = Rows((2,) * comm.world_size)
-    with pytest.raises(ValueError) as raised:
-        gather_matmul(comm, x, [x], [None], rows, "triton", transport="pigeon")
-    return str(raised.value)
-
-
-def test_an_unknown_transport_is_refused():
-    pytest.importorskip("triton")
-    for said in world(3).run(unknown):
-        assert said == "transport is 'pigeon'; it must be one of programs, copy"
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 300), st.integers(1, 50), st.integers(1, 5))

@@ -16,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.ops import measured
-from fusedtp.ops.launch import gather, plan_matmul, plan_reduce_scatter, plan_two_shot, tuned, tuned_entries
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, with_senders
+from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
+from fusedtp.ops.launch import tuned, tuned_entries
 from fusedtp.ops.launch.config import ALL_REGISTERS, HOST, Config, tiles
-from fusedtp.ops.launch.scatter import reduction
+from fusedtp.ops.matmul_all_reduce import plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint.plans import _view
 from tests.ops.tables import FILE, H200, TILE, configs, entries, entry, tables_in, write_configurations
@@ -110,11 +113,11 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
         for rank, (n, k) in enumerate(zip(ns[:world], ks[:world])):
             x, w = torch.empty(sizes[rank], shared), torch.empty(n, shared)
             at = view, rank, world
-            launch = plan_matmul(*at, x, [w], [None], rows, 1, False, None, machine)[0]
-            wgrad = gather.plan_wgrad(*at, x, [torch.empty(sum(sizes), n)], rows, 1, None, machine)[0]
+            launch = plan_all_gather_matmul(*at, x, [w], [None], rows, 1, False, None, machine)[0]
+            wgrad = plan_all_gather_wgrad(*at, x, [torch.empty(sum(sizes), n)], rows, 1, None, machine)[0]
             gathers.add((launch.args["chunk_rows"], wgrad.args["chunk_rows"]))
             x, w = torch.empty(sum(sizes), k), torch.empty(shared, k)
-            one = plan_reduce_scatter(*at, x, w, None, rows, 1, None, machine)[0]
+            one = plan_matmul_reduce_scatter(*at, x, w, None, rows, 1, None, machine)[0]
             two = plan_two_shot(*at, x, w, None, 1, None, machine)[0]
             reductions.add(
                 tuple(
@@ -138,7 +141,7 @@ def test_tuned_chunks_never_need_more_flags_than_there_are(tmp_path_factory, own
         assert (config.block_m, config.block_n) == (values["block_m"], values["block_n"])
         assert -(-tiled // config.chunk) <= flags and config.chunk >= values["chunk"]
     with tuned.trying("all_gather", {"chunk": values["chunk"], "send_programs": values["send_programs"]}):
-        config = gather.with_senders(Config(16, 16, 16), H200, Rows((owned, 3)), flags, FLOAT, 8)
+        config = with_senders(Config(16, 16, 16), H200, Rows((owned, 3)), flags, FLOAT, 8)
         assert -(-max(owned, 3) // config.chunk) <= flags - 1 and config.chunk >= values["chunk"]
         assert 1 <= config.send_programs < H200.programs
         assert config.send_programs + config.other_programs == H200.programs
@@ -151,13 +154,16 @@ def test_what_a_table_says_is_launched(empty: Path):
     table = [entry("all_gather_matmul", values, **at), entry("all_gather", split, rows=32, k=16, world=2)]
     write_configurations(empty, table)
     x, w = torch.empty(32, 16), torch.empty(64, 16)
-    launch = plan_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, None, H200)[0]
+    launch = plan_all_gather_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, None, H200)[0]
     want = Config(**values, chunk=7, send_programs=5, other_programs=H200.programs - 5)
     assert launch.config == want and launch.options == {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
     assert launch.args["chunk_rows"] == 7 and launch.args["GROUP"] == 3
     given = Config(16, 16, 16)
     assert (
-        plan_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, given, H200)[0].config is given
+        plan_all_gather_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, given, H200)[
+            0
+        ].config
+        is given
     )
     assert tuned.digest(H200) > 0 == tuned.digest(HOST)
     assert all(FILE in line and "default" not in line for line in tuned.report())

@@ -8,7 +8,7 @@ import torch
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.comm.memory import round_up
-from fusedtp.ops.movers import TWO_SHOT_BYTES
+from fusedtp.ops.shards import TWO_SHOT_BYTES
 from tests.engines import ENGINES
 from tests.harness import world
 

@@ -101,17 +101,18 @@ def test_gradients_when_the_gathered_rows_are_kept():
 
 
 def check_gather_without_reduction(group) -> None:
-    from fusedtp.ops import gradients
+    from fusedtp.ops import operation
 
-    def own_rows_only(at, dys, weights):
-        dx = sum(dy @ w for dy, w in zip(dys, weights, strict=True))
-        return dx.split(at.sizes)[at.rank].clone()
+    def own_rows_only(spec, dys, transposed, bias):
+        dx = sum(dy @ w.t() for dy, w in zip(dys, transposed, strict=True))
+        return dx.split(spec.sizes)[spec.rank].clone()
 
-    column_dgrad, gradients.column_dgrad = gradients.column_dgrad, own_rows_only
+    name = "matmul_reduce_scatter"
+    true, operation._OPERATIONS[name] = operation._OPERATIONS[name], own_rows_only
     try:
         check_gather(group, "chunked", (2, 1), False)
     finally:
-        gradients.column_dgrad = column_dgrad
+        operation._OPERATIONS[name] = true
 
 
 def test_an_input_gradient_that_is_not_summed_over_ranks_is_seen():

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import Config, Machine, machine_of
-from .gather import even_columns
-from .operands import by_pointers, local_config
+from .operands import by_pointers, even_columns, local_config
 from .pointwise import ELEMENTS
 from .run import Launch, check_tensors
 

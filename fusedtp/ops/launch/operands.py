@@ -183,3 +183,13 @@ def splits(machine: Machine, config: Config, m: int, n: int, k: int) -> int:
     tiles_of_y = -(-m // config.block_m) * -(-n // config.block_n)
     idle = machine.programs // max(1, tiles_of_y)
     return max(1, min(idle, k // (LEAST_BLOCKS * config.block_k), MOST_SPLITS))
+
+
+def even_columns(dy: Tensor) -> Tensor:
+    """dy [T, N], N a multiple of VECTOR: columns of zeros are appended where it is not.
+
+    Rows of another length cannot be copied asynchronously, so the loop over T would not be pipelined. The copy is
+    one pass over dy; the matmul reads dy once for each tile of K.
+    """
+    missing = -dy.shape[1] % VECTOR
+    return torch.nn.functional.pad(dy, (0, missing)) if missing else dy

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fusedtp.ops.measured import Table, read, say
+from fusedtp.ops.measured import Table, read, renew, say
 
 from .config import Config, Machine
 from .tuned_entries import EXACT, KERNELS, SPLIT, SWITCHES, faults, key_of
@@ -191,6 +191,7 @@ def forget() -> None:
 
 
 def _forget_remembered() -> None:
+    renew()
     for clear in _remembered:
         clear()
 

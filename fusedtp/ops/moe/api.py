@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Group, Place, place
+from fusedtp.comm import Group, Place, place, propagate_errors
 
-from ..api import in_step
 from . import library as _library
 from . import weigh
 from .exchange import engine_of
@@ -82,7 +81,7 @@ def moe_dispatch(
     naming the rank that differs in num_experts, k, max_rows, dtype or width.
     """
     at = ALONE if group is None else place(group)
-    with in_step(at):
+    with propagate_errors(at):
         plan, where = planned(
             x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum, wire
         )
@@ -152,7 +151,7 @@ def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
     Raises ValueError for a y of another number of rows.
     """
     at = handle.at
-    with in_step(ALONE if not at.group else place(at.group)):
+    with propagate_errors(ALONE if not at.group else place(at.group)):
         check_outputs(y, at)
         out: Tensor = torch.ops.fusedtp.moe_combine(
             y, handle.weights, handle.row_weights, *handle.plan, *at.flat

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedtp.comm import Communicator, Signature
 
-from ..local import ring
+from ..shards import ring
 from . import grouped_engines, weigh
 from .plan import Blocks, Exchange, Plan
 

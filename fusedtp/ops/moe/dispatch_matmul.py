@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Group, Place, place
+from fusedtp.comm import Group, Place, place, propagate_errors
 
-from .. import gradients
-from ..api import _mask, in_step
 from ..first_order import first_order
 from ..main_grad import main_grads_of
+from ..operation import needs_grad
 from ..pointwise import ACTIVATIONS
 from . import matmul_library as _library  # registers the custom op
-from . import weigh
+from . import nodes, weigh
 from .api import ALONE, MoEHandle, _known_room, host_knows, moe_dispatch, planned, without_dropped
 from .exchange import engine_of
 from .grouped import _check, activated, grouped_gated, grouped_matmul, with_wgrad
@@ -62,7 +61,7 @@ def moe_dispatch_matmul(
     how: dict[str, Any] = dict(
         max_rows=max_rows, sizes=sizes, engine=engine, layer=layer, weights_sum=weights_sum, wire=wire
     )
-    with in_step(at):
+    with propagate_errors(at):
         fuses = not wire and _fuses(at, engine, x, matrices)
     if not fuses:
         rows, offsets, handle = moe_dispatch(*given, group, **how)
@@ -93,7 +92,7 @@ def moe_dispatch_gated(
     how: dict[str, Any] = dict(
         max_rows=max_rows, sizes=sizes, engine=engine, layer=layer, weights_sum=weights_sum, wire=wire
     )
-    with in_step(at):
+    with propagate_errors(at):
         if act not in ACTIVATIONS:
             raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
         fuses = not wire and _fuses(at, engine, x, gate, up)
@@ -122,14 +121,14 @@ def _fused(
 ) -> tuple[Tensor, Tensor, MoEHandle]:
     x, expert_ids, weights, num_experts = given
     sinks = main_grads_of(matrices)
-    with in_step(at):
+    with propagate_errors(at):
         plan, where = planned(x, expert_ids, weights, num_experts, at, **how)
         if host_knows(plan, where):
             where = _known_room(plan, where)
         offsets = offsets_of(plan.table, where)
         _check(x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True)))
         weights = without_dropped(weights, expert_ids).to(weigh.accumulator(x.dtype))
-        wanted = _mask(x, *matrices) != 0
+        wanted = needs_grad(x, *matrices) != 0
         inputs = (x, weights.detach(), matrices)
         if not torch.compiler.is_compiling():
             inputs = (x.detach(), weights.detach(), [w.detach() for w in matrices])
@@ -169,5 +168,5 @@ class _Products(Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         offsets, table, orders, words, *matrices = ctx.saved_tensors
         plan = table, orders, words
-        dx = gradients.op("moe_dispatch_matmul_backward")(dys, matrices, offsets, *plan, *ctx.at)
+        dx = nodes.op("moe_dispatch_matmul_backward")(dys, matrices, offsets, *plan, *ctx.at)
         return dx, *([None] * (4 + len(matrices)))

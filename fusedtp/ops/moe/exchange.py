@@ -61,7 +61,7 @@ def _sibling(at: Exchange) -> Any:
 
 def _count(at: Exchange, operation: str) -> None:
     if at.group:
-        engines.count(communicator(at.group), operation, at.engine, at.layer)
+        communicator(at.group).count(operation, at.engine, at.layer)
 
 
 def make_plan(expert_ids: Tensor, at: Exchange) -> Plan:

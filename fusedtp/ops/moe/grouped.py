@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import gradients
-from ..api import _autocast, _mask
-from ..autograd import _Join, _token, _wgrad_dtype
 from ..first_order import first_order
-from ..main_grad import Sink, deliver, main_grads_of
+from ..main_grad import Sink, deliver, main_grads_of, wgrad_dtype
+from ..operation import as_autocast, needs_grad
 from ..pointwise import ACTIVATIONS
 from . import grouped_library as _library  # registers the custom ops
+from . import nodes
+from .nodes import Join, token
 
 assert _library
 
@@ -54,14 +54,14 @@ def grouped_matmul(
     Source: Gale et al. 2022, "MegaBlocks", section 4.
     """
     sinks = main_grads_of([weights])
-    rows, weights = (_autocast(rows.device.type, t) for t in (rows, weights))
-    bias = None if bias is None else _autocast(rows.device.type, bias)
+    rows, weights = as_autocast(rows.device.type, rows, weights)
+    (bias,) = as_autocast(rows.device.type, bias)
     _check(rows, offsets, weights=weights)
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"got a bias {tuple(bias.shape)} for weights {tuple(weights.shape)}, wanted [E, N]")
     _check_alike(rows, bias=bias)
-    if torch.compiler.is_compiling() or not _mask(rows, weights, bias):
-        y: Tensor = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
+    if torch.compiler.is_compiling() or not needs_grad(rows, weights, bias):
+        y: Tensor = nodes.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
         return y
     fixed = None if bias is None else bias.detach()
     y = _Rows.apply(engine, rows, weights.detach(), fixed, offsets)
@@ -79,7 +79,7 @@ def with_wgrad(
 ) -> Tensor:
     """y, from whose gradient those of weights and bias follow too."""
     if weights.requires_grad or (bias is not None and bias.requires_grad):
-        y = _Join.apply(y, _Weights.apply(engine, sink, rows.detach(), offsets, weights, bias))
+        y = Join.apply(y, _Weights.apply(engine, sink, rows.detach(), offsets, weights, bias))
     return y
 
 
@@ -105,14 +105,14 @@ def grouped_gated(
     if act not in ACTIVATIONS:
         raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
     sinks = main_grads_of([gate, up])
-    rows, gate, up = (_autocast(rows.device.type, t) for t in (rows, gate, up))
+    rows, gate, up = as_autocast(rows.device.type, rows, gate, up)
     _check(rows, offsets, gate=gate, up=up)
     if gate.shape != up.shape:
         raise ValueError(f"got gate {tuple(gate.shape)} and up {tuple(up.shape)}")
-    wanted = _mask(rows, gate, up)
+    wanted = needs_grad(rows, gate, up)
     if torch.compiler.is_compiling() or not wanted:
         keep = wanted != 0
-        outs: list[Tensor] = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, keep)
+        outs: list[Tensor] = nodes.op("grouped_gated")(rows, gate, up, offsets, act, engine, keep)
         return outs[0]
     made: dict[str, Tensor] = {}
     g, u = _Pair.apply(engine, act, made, rows, gate.detach(), up.detach(), offsets)
@@ -133,7 +133,7 @@ def activated(
 ) -> Tensor:
     """act(g) * u, which is made["y"], from whose gradient those of gate and up follow too."""
     if gate.requires_grad or up.requires_grad:
-        g, u = _Join.apply(g, u, *_PairWeights.apply(engine, sinks, rows.detach(), offsets, gate, up))
+        g, u = Join.apply(g, u, *_PairWeights.apply(engine, sinks, rows.detach(), offsets, gate, up))
     y: Tensor = _Gate.apply(engine, act, made, offsets, g, u)
     return y
 
@@ -145,14 +145,14 @@ class _Rows(Function):
     ) -> Tensor:
         ctx.save_for_backward(weights, offsets)
         ctx.engine = engine
-        y: Tensor = gradients.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
+        y: Tensor = nodes.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         weights, offsets = ctx.saved_tensors
-        drows = gradients.op("grouped_matmul")([dy], [weights.mT], offsets, None, ctx.engine)
+        drows = nodes.op("grouped_matmul")([dy], [weights.mT], offsets, None, ctx.engine)
         return None, drows, None, None, None
 
 
@@ -169,7 +169,7 @@ class _Weights(Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, offsets)
         ctx.engine, ctx.sink = engine, sink
-        return _token(rows, rows.shape[0], weights.shape[1])
+        return token(rows, rows.shape[0], weights.shape[1])
 
     @staticmethod
     @first_order
@@ -177,7 +177,7 @@ class _Weights(Function):
         rows, offsets = ctx.saved_tensors
         [dw] = wgrads(ctx.engine, [dy], rows, offsets, [ctx.sink]) if ctx.needs_input_grad[4] else [None]
         wanted = ctx.needs_input_grad[5]
-        db = gradients.op("grouped_bias_grad")(dy, offsets, ctx.engine) if wanted else None
+        db = nodes.op("grouped_bias_grad")(dy, offsets, ctx.engine) if wanted else None
         return None, None, None, None, dw, db
 
 
@@ -197,14 +197,14 @@ class _Pair(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(gate, up, offsets)
         ctx.engine = engine
-        made["y"], g, u = gradients.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
+        made["y"], g, u = nodes.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
         return g, u
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dg: Tensor, du: Tensor) -> tuple[Any, ...]:
         gate, up, offsets = ctx.saved_tensors
-        drows = gradients.op("grouped_matmul")([dg, du], [gate.mT, up.mT], offsets, None, ctx.engine)
+        drows = nodes.op("grouped_matmul")([dg, du], [gate.mT, up.mT], offsets, None, ctx.engine)
         return None, None, None, drows, None, None, None
 
 
@@ -221,7 +221,7 @@ class _PairWeights(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, offsets)
         ctx.engine, ctx.sinks = engine, sinks
-        return _token(rows, rows.shape[0], gate.shape[1]), _token(rows, rows.shape[0], up.shape[1])
+        return token(rows, rows.shape[0], gate.shape[1]), token(rows, rows.shape[0], up.shape[1])
 
     @staticmethod
     @first_order
@@ -249,7 +249,7 @@ class _Gate(Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         g, u, offsets = ctx.saved_tensors
-        dg, du = gradients.op("grouped_gated_backward")(dy, g, u, offsets, ctx.act, ctx.engine)
+        dg, du = nodes.op("grouped_gated_backward")(dy, g, u, offsets, ctx.act, ctx.engine)
         return None, None, None, None, dg, du
 
 
@@ -257,13 +257,13 @@ def wgrads(
     engine: str, dys: Sequence[Tensor], rows: Tensor, offsets: Tensor, sinks: Sequence[Sink | None]
 ) -> list[Tensor | None]:
     """dw_i [E, N_i, K], or None where its sink took it; with sinks one after another, so that none waits for others."""
-    op = gradients.op("grouped_wgrad")
+    op = nodes.op("grouped_wgrad")
     if all(sink is None for sink in sinks):
         made: list[Tensor | None] = op(dys, rows, offsets, engine, rows.dtype)
         return made
     out = []
     for dy, sink in zip(dys, sinks, strict=True):
-        [dw] = op([dy], rows, offsets, engine, _wgrad_dtype(rows, [sink]))
+        [dw] = op([dy], rows, offsets, engine, wgrad_dtype(rows, [sink]))
         out.append(deliver(dw, sink, rows.dtype))
     return out
 

@@ -24,11 +24,10 @@ from fusedtp.comm.device_view import runs_kernels
 from .. import launch
 from .. import matmul as dense
 from ..engines import has_triton, interpreting
-from ..local import joined
-from ..matmul import is_16_bit, matmul_add
-from ..profile import record_function
+from ..matmul import is_16_bit, joined, matmul_add
 from . import gate as gate_in_torch
 from . import ragged
+from .nodes import record_function
 
 ENGINES = ("auto", "chunked", "triton")
 ALIGNED = 8  # bf16 elements in the 16 bytes of which grouped_mm wants strides to be multiples

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import gradients
 from ..first_order import first_order
-from ..library import as_given
 from . import grouped_engines as engines
+from . import nodes
+from .nodes import autocast_disabled
 
 
 @torch.library.custom_op("fusedtp::grouped_matmul", mutates_args=())
@@ -29,7 +29,7 @@ def grouped_matmul(
     xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, engine: str
 ) -> Tensor:
     check_offsets(offsets, xs[0].shape[0])
-    with as_given(xs[0]):
+    with autocast_disabled(xs[0]):
         return engines.matmul(engine, xs, weights, offsets, bias)
 
 
@@ -44,7 +44,7 @@ def _(
 def grouped_wgrad(
     dys: Sequence[Tensor], x: Tensor, offsets: Tensor, engine: str, dtype: torch.dtype
 ) -> list[Tensor]:
-    with as_given(x):
+    with autocast_disabled(x):
         return engines.wgrad(engine, dys, x, offsets, dtype)
 
 
@@ -55,7 +55,7 @@ def _(dys: Sequence[Tensor], x: Tensor, offsets: Tensor, engine: str, dtype: tor
 
 @torch.library.custom_op("fusedtp::grouped_bias_grad", mutates_args=())
 def grouped_bias_grad(dy: Tensor, offsets: Tensor, engine: str) -> Tensor:
-    with as_given(dy):
+    with autocast_disabled(dy):
         return engines.bias_grad(engine, dy, offsets)
 
 
@@ -69,7 +69,7 @@ def grouped_gated(
     x: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, engine: str, keep: bool
 ) -> list[Tensor]:
     check_offsets(offsets, x.shape[0])
-    with as_given(x):
+    with autocast_disabled(x):
         return engines.gated(engine, x, gate, up, offsets, act, keep)
 
 
@@ -84,7 +84,7 @@ def _(
 def grouped_gated_backward(
     dy: Tensor, g: Tensor, u: Tensor, offsets: Tensor, act: str, engine: str
 ) -> list[Tensor]:
-    with as_given(g):
+    with autocast_disabled(g):
         return engines.gated_backward(engine, dy, g, u, offsets, act)
 
 
@@ -160,4 +160,4 @@ grouped_matmul.register_autograd(_matmul_backward, setup_context=_save_matmul)
 grouped_gated.register_autograd(_gated_backward, setup_context=_save_gated)
 
 for _op in (grouped_matmul, grouped_wgrad, grouped_bias_grad, grouped_gated, grouped_gated_backward):
-    gradients.BODIES[_op._init_fn.__name__] = _op._init_fn
+    nodes.BODIES[_op._init_fn.__name__] = _op._init_fn

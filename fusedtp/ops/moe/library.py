@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from ..first_order import first_order
-from ..ordered import ordered
-from ..profile import record_function
 from . import exchange, weigh, wire
 from .declare import AT, PLAN, PLAN_LENGTH, custom_op, taken
 from .layout import layout_size
+from .nodes import ordered, record_function
 from .plan import Exchange
 
 

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import place
+from fusedtp.comm import place, propagate_errors
 
-from .. import gradients
-from ..api import _autocast, _mask, in_step
-from ..autograd import _Join, _token
 from ..first_order import first_order
 from ..main_grad import Sink, main_grads_of
+from ..operation import as_autocast, needs_grad
 from . import matmul_combine_library as _library
+from . import nodes
 from .api import MoEHandle, moe_combine
 from .exchange import multiplies_and_gathers
 from .grouped import _check, grouped_matmul, wgrads
+from .nodes import Join, token
 from .plan import Exchange
 
 assert _library
@@ -54,25 +54,25 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle, *, engine:
     if not _fuses(h, handle, engine):
         return moe_combine(grouped_matmul(h, experts, offsets, engine=engine), handle)
     sinks = main_grads_of([experts])
-    h, experts = (_autocast(h.device.type, t) for t in (h, experts))
-    with in_step(place(at.group)):
+    h, experts = as_autocast(h.device.type, h, experts)
+    with propagate_errors(place(at.group)):
         _check(h, offsets, weights=experts)
         if h.shape[0] != at.max_rows:
             raise ValueError(
                 f"rank {at.rank}: h has shape {tuple(h.shape)}, wanted [{at.max_rows}, K] as it was dispatched"
             )
         given = (offsets, engine, weights, handle.row_weights, *handle.plan, *at.flat)
-        if torch.compiler.is_compiling() or not _mask(h, experts, weights):
-            out: Tensor = gradients.op("moe_matmul_combine")(h, experts, *given)
+        if torch.compiler.is_compiling() or not needs_grad(h, experts, weights):
+            out: Tensor = nodes.op("moe_matmul_combine")(h, experts, *given)
             return out
         with torch.no_grad():
-            made = gradients.op("moe_matmul_combine")(h, experts, *given)
+            made = nodes.op("moe_matmul_combine")(h, experts, *given)
     cell: dict[str, Any] = {}
     token, where = None, (offsets, handle.row_weights, *handle.plan)
     if experts.requires_grad:
         token = _HomeWeights.apply(engine, sinks[0], cell, at, h.detach(), experts, *where)
     out = _Home.apply(h, weights, experts.detach(), *where, at, token is not None, cell, [made])
-    return out if token is None else _Join.apply(out, token)
+    return out if token is None else Join.apply(out, token)
 
 
 def _fuses(h: Tensor, handle: MoEHandle, engine: str) -> bool:
@@ -101,7 +101,7 @@ class _Home(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         h, experts, offsets, row_weights, *plan = ctx.saved_tensors
         needs_weights = ctx.needs_input_grad[1]
-        dh, dy, weighed, dweights = gradients.op("moe_matmul_combine_backward")(
+        dh, dy, weighed, dweights = nodes.op("moe_matmul_combine_backward")(
             dout.contiguous(), h, experts, offsets, row_weights, ctx.keep, needs_weights, *plan, *ctx.at
         )
         if ctx.keep:
@@ -119,7 +119,7 @@ class _HomeWeights(Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(h, offsets, row_weights, table, orders, words)
         ctx.engine, ctx.sink, ctx.cell, ctx.at = engine, sink, cell, at.flat
-        return _token(h, at.tokens, experts.shape[1])
+        return token(h, at.tokens, experts.shape[1])
 
     @staticmethod
     @first_order
@@ -129,7 +129,7 @@ class _HomeWeights(Function):
         if kept is not None and kept[0] is dout and kept[1] == dout._version:  # else of another backward pass
             _dout, _version, dy, weighed = kept
         else:
-            dy, weighed = gradients.op("moe_matmul_combine_operands")(
+            dy, weighed = nodes.op("moe_matmul_combine_operands")(
                 dout.contiguous(), h, row_weights, *plan, *ctx.at
             )
         [dexperts] = wgrads(ctx.engine, [dy], weighed, offsets, [ctx.sink])

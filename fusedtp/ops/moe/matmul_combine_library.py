@@ -21,13 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import gradients
 from ..first_order import first_order
-from ..library import as_given
-from ..ordered import ordered
-from ..profile import record_function
-from . import exchange, weigh
+from . import exchange, nodes, weigh
 from .declare import PLAN, PLAN_LENGTH, custom_op, taken
+from .nodes import autocast_disabled, ordered, record_function
 
 
 @custom_op(
@@ -45,7 +42,7 @@ def moe_matmul_combine(
     *of_all: Any,
 ) -> Tensor:
     plan, at = taken(*of_all)
-    with as_given(h), record_function(f"fusedtp.moe_matmul_combine.{at.engine}"):
+    with autocast_disabled(h), record_function(f"fusedtp.moe_matmul_combine.{at.engine}"):
         return exchange.multiply_and_gather([h], [experts], offsets, weights, plan, at)
 
 
@@ -74,7 +71,7 @@ def moe_matmul_combine_backward(
     needs_weights: bool, *of_all: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plan, at = taken(*of_all)
-    with as_given(h), record_function(f"fusedtp.moe_matmul_combine_backward.{at.engine}"):
+    with autocast_disabled(h), record_function(f"fusedtp.moe_matmul_combine_backward.{at.engine}"):
         dy, _, dh = exchange.scatter_matmul(dout, None, [experts.mT], offsets, "", False, plan, at)
         some = slice(0, exchange.known_rows(plan, at))
         dots = dh.new_empty(at.max_rows if needs_weights else 0, dtype=weigh.accumulator(h.dtype))
@@ -104,7 +101,7 @@ def moe_matmul_combine_operands(
     dout: Tensor, h: Tensor, row_weights: Tensor, *of_all: Any
 ) -> tuple[Tensor, Tensor]:
     plan, at = taken(*of_all)
-    with as_given(h), record_function(f"fusedtp.moe_matmul_combine_operands.{at.engine}"):
+    with autocast_disabled(h), record_function(f"fusedtp.moe_matmul_combine_operands.{at.engine}"):
         dy, _ = exchange.scatter(dout, None, plan, at)
         return dy, weigh.weighed(h, row_weights, slice(0, exchange.known_rows(plan, at)))
 
@@ -130,7 +127,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     )
     dexperts = None
     if needs[1]:
-        [dexperts] = gradients.op("grouped_wgrad")([dy], weighed, offsets, ctx.local, h.dtype)
+        [dexperts] = nodes.op("grouped_wgrad")([dy], weighed, offsets, ctx.local, h.dtype)
     return (
         dh,
         dexperts,
@@ -144,5 +141,5 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 moe_matmul_combine.register_autograd(_backward, setup_context=_save)
 _ops = moe_matmul_combine, moe_matmul_combine_backward, moe_matmul_combine_operands
-gradients.BODIES.update({each._init_fn.__name__: each._init_fn for each in _ops})
+nodes.BODIES.update({each._init_fn.__name__: each._init_fn for each in _ops})
 ordered(*_ops)

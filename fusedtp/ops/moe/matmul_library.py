@@ -20,14 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import gradients
 from ..first_order import first_order
-from ..library import as_given
-from ..ordered import ordered
-from ..profile import record_function
-from . import exchange, grouped_engines
+from . import exchange, grouped_engines, nodes
 from .declare import PLAN, PLAN_LENGTH, custom_op, taken
 from .grouped_library import any_of, grouped_gated_backward, grouped_wgrad
+from .nodes import autocast_disabled, ordered, record_function
 
 
 @custom_op(
@@ -45,7 +42,7 @@ def moe_dispatch_matmul(
     *of_all: Any,
 ) -> list[Tensor]:
     plan, at = taken(*of_all)
-    with record_function(f"fusedtp.moe_dispatch_matmul.{at.engine}"), as_given(x):
+    with record_function(f"fusedtp.moe_dispatch_matmul.{at.engine}"), autocast_disabled(x):
         return exchange.scatter_matmul(x, weights, matrices, offsets, act, keep, plan, at)
 
 
@@ -72,7 +69,7 @@ def moe_dispatch_matmul_backward(
 ) -> Tensor:
     plan, at = taken(*of_all)
     turned = [w.mT for w in matrices]
-    with record_function(f"fusedtp.moe_dispatch_matmul_backward.{at.engine}"), as_given(dys[0]):
+    with record_function(f"fusedtp.moe_dispatch_matmul_backward.{at.engine}"), autocast_disabled(dys[0]):
         if exchange.multiplies_and_gathers(at, dys[0].dtype):
             return exchange.multiply_and_gather(dys, turned, offsets, None, plan, at)
         return exchange.gather(grouped_engines.matmul(at.engine, dys, turned, offsets, None), None, plan, at)
@@ -112,5 +109,5 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 
 moe_dispatch_matmul.register_autograd(_backward, setup_context=_save)
-gradients.BODIES["moe_dispatch_matmul_backward"] = moe_dispatch_matmul_backward._init_fn
+nodes.BODIES["moe_dispatch_matmul_backward"] = moe_dispatch_matmul_backward._init_fn
 ordered(moe_dispatch_matmul, moe_dispatch_matmul_backward)

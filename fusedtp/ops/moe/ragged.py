@@ -18,8 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..local import joined
-from ..matmul import is_16_bit, matmul_into, widens
+from ..matmul import is_16_bit, joined, matmul_into, widens
 
 LEAST = 32
 

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedtp.comm import Group, place
+from fusedtp.comm import Group, place, propagate_errors
 
-from ..api import in_step
 from . import weigh
 from .api import ALONE, check_outputs, host_knows, moe_combine, planned, send, without_dropped
 from .layout import packed
@@ -81,7 +80,7 @@ def moe_rounds(
     Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
     """
     at = ALONE if group is None else place(group)
-    with in_step(at):
+    with propagate_errors(at):
         if max_rows < 1:
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
         plan, where = planned(

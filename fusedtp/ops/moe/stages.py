@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Group, Place, place
+from fusedtp.comm import Group, Place, place, propagate_errors
 
-from ..api import in_step
 from . import weigh
 from .api import ALONE, check_choices, moe_combine, moe_dispatch
 
@@ -58,7 +57,10 @@ def moe_in_stages(
     """
     outer, inner = (ALONE if group is None else place(group) for group in (between, within))
     nodes, places = outer.world_size, inner.world_size
-    with in_step(inner), in_step(outer):  # a fault in the first stage is one of this node's too
+    with (
+        propagate_errors(inner),
+        propagate_errors(outer),
+    ):  # a fault in the first stage is one of this node's too
         if num_experts % (nodes * places):
             raise ValueError(
                 f"node {outer.rank}, place {inner.rank}: num_experts is {num_experts}, no multiple of {nodes} nodes x "

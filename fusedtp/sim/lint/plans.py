@@ -12,20 +12,22 @@ from typing import Any
 import torch
 
 from fusedtp.comm.device_view import meet_options, peers_of
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
+from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import (
     Launch,
     cross_entropy,
-    gather,
     grouped,
     moe,
     moe_matmul,
     moe_matmul_combine,
     plain,
     pointwise,
-    scatter,
 )
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
+from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.moe.homes import homes
 from fusedtp.ops.moe.layout import layout_size, unpacked
 from fusedtp.ops.moe.plan import Exchange
@@ -64,16 +66,16 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
     if kernel in (*EXCHANGES, *ARRIVING):
         launch = _exchange(kernel, variant, machine)
     elif kernel == "all_gather_matmul_kernel":
-        launch = gather.plan_matmul(*where, x, weights, biases, rows, sig, variant.keep, None, machine)[0]
+        launch = plan_all_gather_matmul(*where, x, weights, biases, rows, sig, variant.keep, None, machine)[0]
     elif kernel == "all_gather_wgrad_kernel":
         grads = getattr(torch, variant.grads) if variant.grads else None
-        launch = gather.plan_wgrad(*where, x, [empty(t, width) for width in widths], rows, *end, grads)[0]
+        launch = plan_all_gather_wgrad(*where, x, [empty(t, width) for width in widths], rows, *end, grads)[0]
     elif kernel == "matmul_reduce_scatter_kernel":
-        launch = scatter.plan_reduce_scatter(*where, full, weights[0], biases[0], rows, *end)[0]
+        launch = plan_matmul_reduce_scatter(*where, full, weights[0], biases[0], rows, *end)[0]
     elif kernel == "one_shot_kernel":
-        launch = scatter.plan_one_shot(*where, full, weights[0], biases[0], *end)[0]
+        launch = plan_one_shot(*where, full, weights[0], biases[0], *end)[0]
     elif kernel == "two_shot_kernel":
-        launch = scatter.plan_two_shot(*where, full, weights[0], biases[0], *end)[0]
+        launch = plan_two_shot(*where, full, weights[0], biases[0], *end)[0]
     else:
         raise ValueError(f"no plan for {kernel!r}")
     return launch.kernel, launch.args, launch.options

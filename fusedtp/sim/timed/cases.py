@@ -11,9 +11,20 @@ from torch import Tensor
 from fusedtp.comm.copies import PIECES, parts
 from fusedtp.comm.regions import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
+from fusedtp.ops.all_gather_matmul import (
+    gather_slot_bytes,
+    plan_all_gather_matmul,
+    with_senders,
+    without_senders,
+)
 from fusedtp.ops.launch.config import tiles
-from fusedtp.ops.launch.gather import with_senders, without_senders
-from fusedtp.ops.launch.scatter import reduction
+from fusedtp.ops.matmul_all_reduce import (
+    all_reduce_slot_bytes,
+    is_one_shot,
+    plan_one_shot,
+    plan_two_shot,
+)
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction, scatter_slot_bytes
 from fusedtp.ops.rows import Rows, split
 
 from ..case import Copy, Launch, Run, Signal, Work
@@ -67,7 +78,7 @@ class Problem:
             config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
             return without_senders(config, machine) if self.transport == ENGINE else config
         flags = FLAGS_PER_SOURCE - 1
-        if self.operation == REDUCE and not launch.scatter.one_shot(self.tokens, n, self.dtype):
+        if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
             flags = FLAGS_PER_SOURCE // 2 - 1
         elif self.operation == REDUCE:
             owned = self.tokens
@@ -109,11 +120,11 @@ def fused_run(problem: Problem, node: Node) -> Run:
         raise ValueError(f"transport {p.transport!r} of {p.operation}: the copy engine serves {GATHER} only")
     config, machine, n = p.chosen(node), node.machine, p.widths[0]
     if p.operation == GATHER:
-        nbytes = launch.all_gather_bytes(rows, p.k, p.dtype)
+        nbytes = gather_slot_bytes(rows, p.k, p.dtype)
     elif p.operation == SCATTER:
-        nbytes = launch.reduce_scatter_bytes(rows, n, p.dtype)
+        nbytes = scatter_slot_bytes(rows, n, p.dtype)
     else:
-        nbytes = launch.matmul_all_reduce_bytes(p.tokens, n, w, p.dtype)
+        nbytes = all_reduce_slot_bytes(p.tokens, n, w, p.dtype)
     world = EmptyWorld(w, nbytes)
     work: list[list[Work]] = []
     for rank in range(w):
@@ -122,16 +133,16 @@ def fused_run(problem: Problem, node: Node) -> Run:
         x = torch.empty(height, p.k, dtype=p.dtype)
         weights = [torch.empty(width, p.k, dtype=p.dtype) for width in p.widths]
         if p.operation == GATHER:
-            planned, _, _ = launch.plan_matmul(
+            planned, _, _ = plan_all_gather_matmul(
                 view, rank, w, x, weights, [None] * len(weights), rows, SIGNATURE, False, config, machine
             )
         elif p.operation == SCATTER:
-            planned, _ = launch.plan_reduce_scatter(
+            planned, _ = plan_matmul_reduce_scatter(
                 view, rank, w, x, weights[0], None, rows, SIGNATURE, config, machine
             )
         else:
-            one = launch.scatter.one_shot(p.tokens, n, p.dtype)
-            plan = launch.plan_one_shot if one else launch.plan_two_shot
+            one = is_one_shot(p.tokens, n, p.dtype)
+            plan = plan_one_shot if one else plan_two_shot
             planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
         mine: list[Work] = list(launches(planned, world.epochs.tensors[rank]))
         if p.transport == ENGINE:

@@ -1,0 +1,269 @@
+"""What an operation declares, and what follows from it.
+
+An operation is one file: its public function with the shape table, its engines side by side, the launcher of its kernel
+and its backward. It declares itself once:
+
+    op = Operation(
+        "matmul_reduce_scatter",
+        "Tensor[] xs, Tensor[] weights, Tensor? bias", "Tensor",       operands and result, as torch's schemas write them
+        fake=...,                                                      the result's shape, for torch.compile
+        shared=...,                                                    what the ranks' signatures compare, see Shared
+        engines=dict(local=..., collective=..., chunked=..., triton=...),
+    )
+
+From that follow the custom op `torch.ops.fusedtp.<name>`, the eager road, the signature that ranks compare, the choice of
+an engine and its crossover key, the counts of `explain` and the ranges of a profile. `op(spec, *operands)` runs it:
+
+    eager      Operation.run: the plan of this Spec (made once), then the engine's function
+    compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
+
+Note [One autograd path]
+The custom ops have no autograd: differentiate the public functions. Each kind of layer is one autograd.Function, eager and
+compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a Function asks
+`wanted` which gradients this pass is for, and communicates for no others. The row-parallel layer gathers dy in its input
+pass and keeps it for its weight pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
+
+from fusedtp.comm import Communicator, Place, Signature, communicator, registered
+
+from . import engines
+from .measured import generation
+from .rows import Rows
+
+SPEC = "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer"
+LIBRARY = Library("fusedtp", "FRAGMENT")
+_OPERATIONS: dict[str, Operation] = {}
+
+Engine = Callable[..., Any]  # (plan, *operands) -> the operation's result
+
+
+class Spec(NamedTuple):
+    """What every call of an operation is given beside its operands; in this order, the last arguments of its custom op.
+
+    group       the communicator's name
+    sizes       every rank's rows, per batch entry; with `batch` a row map, see Rows
+    engine      the one asked for
+    needs_grad  a bit for each input that needs a gradient; ranks compare it
+    layer       the kind of layer that the call is counted for
+    """
+
+    group: str
+    rank: int
+    sizes: tuple[int, ...]
+    batch: int = 1
+    engine: str = "auto"
+    needs_grad: int = 0
+    layer: str = ""
+
+    def backward(self) -> Spec:
+        """For the calls of a backward pass, which has no backward of its own."""
+        return self._replace(needs_grad=0)
+
+
+class Shared(NamedTuple):
+    """What operands must have in common on all ranks, beside the Spec.
+
+    dtype      in which rows travel
+    features   the width that all ranks share: K of a gathered x, N of a reduced output
+    weights    how many there are
+    with_bias  of a reduction: whether a bias is added
+    """
+
+    dtype: torch.dtype
+    features: int
+    weights: int = 1
+    with_bias: int = 0
+
+
+class Plan(NamedTuple):
+    """How calls of one Spec and Shared run on this rank: decided once, kept by the communicator.
+
+    launches   prepared launches of the fused kernel, by shapes, strides and alignments
+    """
+
+    comm: Communicator
+    rows: Rows
+    engine: str
+    function: Engine
+    signature: Signature
+    copies: bool
+    label: str
+    launches: dict[Any, Any]
+
+
+class Operation:
+    """One operation; see the module's docstring. Its fake takes (spec, *operands)."""
+
+    def __init__(
+        self,
+        name: str,
+        operands: str,
+        returns: str,
+        *,
+        fake: Engine,
+        shared: Callable[..., Shared],
+        engines: dict[str, Engine],
+    ) -> None:
+        self.name, self.shared, self.engines = name, shared, engines
+        self.num_operands = operands.count(",") + 1
+        LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}")
+        LIBRARY.impl(name, self._from_graph, "CompositeExplicitAutograd")
+        register_fake(f"fusedtp::{name}", self._split(fake), lib=LIBRARY)
+        self.op = getattr(torch.ops.fusedtp, name).default
+        _keep_order(name)
+        _OPERATIONS[name] = self
+
+    def _split(self, function: Engine) -> Engine:
+        n = self.num_operands
+        return lambda *args: function(Spec(*args[n:]), *args[:n])
+
+    def _from_graph(self, *args: Any) -> Any:
+        group, rank, sizes, *rest = args[self.num_operands :]
+        communicator(group)
+        return self.run(Spec(group, rank, tuple(sizes), *rest), *args[: self.num_operands])
+
+    def __call__(self, spec: Spec, *operands: Any) -> Any:
+        """Operands in the schema's order. No autograd."""
+        if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+            return self.op(*operands, *spec)
+        return self.run(spec, *operands)
+
+    def run(self, spec: Spec, *operands: Any) -> Any:
+        """In the operands' own dtype: public functions have done what autocast wants."""
+        comm = registered(spec.group)
+        shared = self.shared(*operands)
+        plan = comm.plans.get((self, spec, shared, generation()))
+        if plan is None:
+            plan = self.plan(comm, spec, shared)
+        comm.count(self.name, plan.engine, spec.layer)
+        device = comm.device.type
+        if torch.is_autocast_enabled(device) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with torch.autocast(device, enabled=False), torch.profiler.record_function(plan.label):
+                return plan.function(plan, *operands)
+        return plan.function(plan, *operands)
+
+    def plan(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
+        """Choose the engine. Raises ValueError for one that cannot run it."""
+        rows = Rows(tuple(spec.sizes), spec.batch)
+        if "triton" in self.engines:
+            choice = engines.choose(comm, spec.engine, rows, shared.dtype, self.name, shared.features)
+        else:
+            choice = engines.choose_mover(comm, rows, shared.dtype)
+        signature = Signature(
+            self.name, choice.engine, shared.dtype, shared.features, rows.sizes, rows.batch, shared.weights,
+            spec.needs_grad, shared.with_bias, engines.tables(comm, choice.engine),
+        )  # fmt: skip
+        plan = Plan(
+            comm, rows, choice.engine, self.engines[choice.engine], signature, choice.transport == "copy",
+            f"fusedtp.{self.name}.{choice.engine}", {},
+        )  # fmt: skip
+        if len(comm.plans) >= MAX_PLANS:
+            comm.plans.clear()
+        comm.plans[self, spec, shared, generation()] = plan
+        return plan
+
+
+MAX_PLANS = 4096  # kept for each group; shapes that change all the time are planned anew
+
+
+def operation(name: str) -> Operation:
+    """The operation of this name: how backward formulas name each other."""
+    return _OPERATIONS[name]
+
+
+def _keep_order(name: str) -> None:
+    """Keep an op's calls in the order of the program.
+
+    Calls of a group have one order on all ranks. A compiler that sees no data flow between two of them may swap them, and
+    would not on all ranks alike where their sizes differ. Older torch has no such mark.
+    """
+    if hasattr(LIBRARY, "_register_effectful_op"):
+        from torch.library import EffectType  # type: ignore[attr-defined]
+
+        LIBRARY._register_effectful_op(f"fusedtp::{name}", EffectType.ORDERED)
+
+
+# -- what public functions do with their arguments -----------------------------------------------------------------------
+
+
+def needs_grad(*tensors: Tensor | None) -> int:
+    """Bit i: tensor i needs a gradient. Zero under no_grad."""
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+
+
+def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """What torch.autocast does to the operands of a linear layer on devices of this kind."""
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
+        for t in tensors
+    )
+
+
+def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    """Raises ValueError, naming this rank, for operands of linear layers that do not fit."""
+    where = f"rank {at.rank}: "
+    for w, b in zip(weights, biases, strict=True):
+        if w.dim() != 2 or x.dim() < 2:
+            raise ValueError(
+                f"{where}x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; a weight is [N, K]"
+            )
+        if x.shape[-1] != w.shape[1]:
+            raise ValueError(
+                f"{where}x has {x.shape[-1]} columns, the weight {tuple(w.shape)} takes {w.shape[1]}"
+            )
+        if b is not None and tuple(b.shape) != (w.shape[0],):
+            raise ValueError(
+                f"{where}the bias has shape {tuple(b.shape)}, the weight {tuple(w.shape)} wants [{w.shape[0]}]"
+            )
+        for name, t in (("weight", w), ("bias", b)):
+            if t is not None and (t.dtype != x.dtype or t.device != x.device):
+                raise ValueError(f"{where}x is {x.dtype} on {x.device}, the {name} {t.dtype} on {t.device}")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{where}x is {x.dtype}; the operations take floating-point tensors")
+    if x.device.type != at.device_type:
+        raise ValueError(f"{where}x is on {x.device}, the group {at.name!r} works on {at.device_type}")
+
+
+# -- autograd ------------------------------------------------------------------------------------------------------------
+
+
+def wanted(ctx: Any) -> Sequence[bool]:
+    """Which of a Function's inputs get a gradient in this pass; see Note [One autograd path]. Raises in a double backward.
+
+    `needs_input_grad` says which ones ever do.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{type(ctx).__name__}: double backward is not supported")
+    needs: Sequence[bool] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needs
+    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    if len(nodes) != sum(needs):
+        return needs  # a torch that refines needs_input_grad itself
+    each = iter(nodes)
+    return [need and _will_run(next(each)) for need in needs]
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # a leaf that torch.autograd.grad captures; a torch without the question
+        return True

@@ -1,0 +1,199 @@
+"""Shards on their way between ranks without a matmul: what `chunked` engines share, and the operations made of it.
+
+    all_gather_rows       x [T_r, N] -> [T, N]
+    reduce_scatter_rows   x [T, N], a partial on every rank -> [T_r, N], the sum in rank order
+    all_reduce_rows       x [T, N], a partial on every rank -> [T, N], bitwise equal on all ranks
+
+On a CPU ranks read each other's shards where they lie; on GPUs these are the process group's own collectives. The
+differentiable functions of tokens.py are made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Call, Communicator, Signature, streams
+from fusedtp.comm.communicator import copied
+
+from .matmul import sum_in_rank_order
+from .operation import Operation, Plan, Shared
+from .rows import Rows
+
+TWO_SHOT_BYTES = 1 << 20  # from this size on an all-reduce is a reduce-scatter and an all-gather
+
+
+def ring(comm: Communicator, *, own: str) -> list[int]:
+    """Ranks from this one upwards; `own` says whether this rank comes "first" or "last"."""
+    w, r = comm.world_size, comm.rank
+    others = [(r + step) % w for step in range(1, w)]
+    return [r, *others] if own == "first" else [*others, r]
+
+
+def shards_as_they_arrive(
+    call: Call, comm: Communicator, x: Tensor, rows: Rows
+) -> Iterator[tuple[int, Tensor]]:
+    """Publish x [rows.local(rank), K], then yield (rank, its rows) for every rank, this one first.
+
+    On CPU a peer's rows are a view of its slot. On CUDA the copy engine brings them, all copies started at once on a
+    stream of their own, and each is waited for on the current stream just before it is yielded.
+    """
+    width = x.shape[1]
+    views = [call.buffer(p, (rows.local(p), width), x.dtype) for p in range(comm.world_size)]
+    views[comm.rank].copy_(x)
+    call.publish_all()
+    copies = None if call.on_cpu else CopyStream(x.device)
+    order = ring(comm, own="first")
+    fetched = {p: copies.fetch(views[p]) for p in order[1:]} if copies else {}
+    yield comm.rank, x
+    for p in order[1:]:
+        with comm.span(f"wait {p}"):
+            call.wait(p)
+        yield p, fetched[p]() if copies else views[p]
+
+
+def partials_of(call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int) -> Tensor:
+    """What rank `source` holds in its slot for the rows of `owner` in a reduce-scatter, [rows.local(owner), width]."""
+    offset = rows.batch * rows.offset(owner) * width * dtype.itemsize
+    return call.buffer(source, (rows.local(owner), width), dtype, offset)
+
+
+def arrived_partials(
+    call: Call, comm: Communicator, rows: Rows, width: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """After every rank's `publish`: the partials of this rank's rows, in rank order."""
+    parts = []
+    for p in range(comm.world_size):
+        if p != comm.rank:
+            with comm.span(f"wait {p}"):
+                call.wait(p)
+        part = partials_of(call, p, rows, width, dtype, comm.rank)
+        parts.append(part if call.on_cpu or p == comm.rank else part.clone())  # CUDA: one pass over the link
+    return parts
+
+
+class CopyStream:
+    """Copies that run beside the current CUDA stream, on the copy engine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def fetch(self, source: Tensor) -> Callable[[], Tensor]:
+        """Start copying `source`; the result makes the current stream wait for the copy and returns it."""
+        out = torch.empty_like(source)
+        out.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            streams.carry(out, source)
+            done = self.stream.record_event()
+
+        def ready() -> Tensor:
+            torch.cuda.current_stream(source.device).wait_event(done)
+            return out
+
+        return ready
+
+
+# -- chunked, also as parts of other operations --------------------------------------------------------------------------
+
+
+def gather_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
+    """x [local rows, N] -> a new [rows.total, N] over the workspace."""
+    width = x.shape[1]
+    signature = Signature("all_gather_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
+    out = x.new_empty(rows.total, width)
+    with comm.workspace.call(signature, rows.longest * width * x.element_size()) as call:
+        for p, shard in shards_as_they_arrive(call, comm, x, rows):
+            for block, part in rows.pairs(out, shard, p):
+                block.copy_(part)
+    return out
+
+
+def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
+    """x [rows.total, N], a partial on every rank -> a new [local rows, N] over the workspace."""
+    width = x.shape[1]
+    signature = Signature("reduce_scatter_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
+    with comm.workspace.call(signature, rows.total * width * x.element_size()) as call:
+        for p in ring(comm, own="last"):
+            slot = partials_of(call, comm.rank, rows, width, x.dtype, p)
+            for block, part in rows.pairs(x, slot, p):
+                part.copy_(block)
+            if p != comm.rank:
+                call.publish(p)
+        return sum_in_rank_order(arrived_partials(call, comm, rows, width, x.dtype))
+
+
+def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
+    comm, nbytes = plan.comm, x.numel() * x.element_size()
+    if nbytes >= TWO_SHOT_BYTES:
+        return gather_rows(comm, scatter_rows(comm, x, plan.rows), plan.rows)
+    with comm.workspace.call(plan.signature, nbytes) as call:
+        parts = [call.buffer(p, tuple(x.shape), x.dtype) for p in range(comm.world_size)]
+        parts[comm.rank].copy_(x)
+        call.handshake()
+        return sum_in_rank_order(parts)
+
+
+# -- collective ----------------------------------------------------------------------------------------------------------
+
+
+def _all_gather(plan: Plan, x: Tensor) -> Tensor:
+    rows, comm = plan.rows, plan.comm
+    with comm.agreed(plan.signature):
+        counts = [rows.local(p) for p in range(comm.world_size)]
+        return rows.gather(comm.all_gather(x, counts).split(counts))
+
+
+def _reduce_scatter(plan: Plan, x: Tensor) -> Tensor:
+    rows, comm = plan.rows, plan.comm
+    with comm.agreed(plan.signature):
+        return comm.reduce_scatter(rows.ordered_by_rank(x), [rows.local(p) for p in range(comm.world_size)])
+
+
+def _all_reduce(plan: Plan, x: Tensor) -> Tensor:
+    with plan.comm.agreed(plan.signature):
+        return plan.comm.all_reduce(x)
+
+
+def _local(plan: Plan, x: Tensor) -> Tensor:
+    return copied(x)
+
+
+def _shared(x: Tensor) -> Shared:
+    return Shared(x.dtype, x.shape[1])
+
+
+all_gather_rows = Operation(
+    "all_gather_rows",
+    "Tensor x",
+    "Tensor",
+    fake=lambda spec, x: x.new_empty(spec.batch * sum(spec.sizes), x.shape[1]),
+    shared=_shared,
+    engines=dict(
+        local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)
+    ),
+)
+
+reduce_scatter_rows = Operation(
+    "reduce_scatter_rows",
+    "Tensor x",
+    "Tensor",
+    fake=lambda spec, x: x.new_empty(spec.batch * spec.sizes[spec.rank], x.shape[1]),
+    shared=_shared,
+    engines=dict(
+        local=_local,
+        collective=_reduce_scatter,
+        chunked=lambda plan, x: scatter_rows(plan.comm, x, plan.rows),
+    ),
+)
+
+all_reduce_rows = Operation(
+    "all_reduce_rows",
+    "Tensor x",
+    "Tensor",
+    fake=lambda spec, x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    shared=_shared,
+    engines=dict(local=_local, collective=_all_reduce, chunked=_reduce_rows),
+)
