@@ -149,11 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> Tensor:
         comm, rows = call.comm, call.rows
-        full = (
-            x
-            if rows is None
-            else operation("all_gather_rows")(Spec(comm.name, comm.rank, rows.sizes, layer="lm_head"), x)
-        )
+        spec = None if rows is None else Spec(comm.name, comm.rank, rows.sizes, layer="lm_head")
+        full = x if spec is None else operation("all_gather_rows")(spec, x)
         wanted = [call.grad and needed for needed in ctx.needs_input_grad[:3]]
         operand = to_fp32(weight)  # once for all pieces
         made = _Gradients(full, operand, bias, wanted)
@@ -173,8 +170,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scale = (~ignored).to(lse.dtype)
                 made.add(piece, local_gradient(logits, own, call.start, lse, scale, inplace=True))
         dx = made.dx
-        if dx is not None and rows is not None:
-            dx = operation("reduce_scatter_rows")(Spec(comm.name, comm.rank, rows.sizes, layer="lm_head"), dx)
+        if dx is not None and spec is not None:
+            dx = operation("reduce_scatter_rows")(spec, dx)
         ctx.save_for_backward(dx, made.dweight, made.dbias)
         ctx.dtype, ctx.sink = x.dtype, call.sink
         return loss

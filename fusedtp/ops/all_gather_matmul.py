@@ -134,7 +134,7 @@ class _ColumnParallel(Function):
         return None, None, None, dx, *dws, *dbs
 
 
-# -- engines -------------------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------------------------
 
 
 def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Result:
@@ -206,7 +206,7 @@ op = Operation(
 )
 
 
-# -- the launcher of the kernel; what it shares with all_gather_wgrad's --------------------------------------------------
+# -- the launcher of the kernel; what it shares with all_gather_wgrad's ----------------------------------------------
 
 
 def gather_slot_bytes(rows: Rows, k: int, dtype: torch.dtype) -> int:
@@ -314,8 +314,8 @@ def with_senders(
 def without_senders(config: Config, machine: Machine) -> Config:
     """The same where copies send: all programs multiply. What a flag covers stays, for peers whose programs send.
 
-    On a GPU that ranks share, the senders' SMs stay free: a copy within one GPU may be a kernel of the driver's, and has to
-    find room beside kernels that wait for it.
+    On a GPU that ranks share, the senders' SMs stay free: a copy within one GPU may be a kernel of the driver's, and
+    has to find room beside kernels that wait for it.
     """
     others = config.other_programs + (0 if machine.shared_gpu else config.send_programs)
     return replace(config, send_programs=0, other_programs=others)

@@ -56,7 +56,7 @@ def all_gather_wgrad(
         return tuple(op(spec, x.detach().flatten(0, -2), flat, x.dtype))
 
 
-# -- engines; `dtype` of the result is x's, or fp32 ----------------------------------------------------------------------
+# -- engines; `dtype` of the result is x's, or fp32 ------------------------------------------------------------------
 
 
 def reference(x: Tensor, dys: Sequence[Tensor]) -> list[Tensor]:
@@ -118,7 +118,7 @@ op = Operation(
 )
 
 
-# -- the launcher of the kernel ------------------------------------------------------------------------------------------
+# -- the launcher of the kernel --------------------------------------------------------------------------------------
 
 
 def run_all_gather_wgrad(

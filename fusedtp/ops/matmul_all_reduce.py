@@ -108,7 +108,7 @@ class _AllReduced(Function):
         return None, None, dx, dw, dy.sum(0) if need_b else None
 
 
-# -- engines -------------------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------------------------
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -160,7 +160,7 @@ op = Operation(
 )
 
 
-# -- the launchers of the kernels ----------------------------------------------------------------------------------------
+# -- the launchers of the kernels ------------------------------------------------------------------------------------
 
 
 def is_one_shot(total: int, n: int, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""y [T_r, N] = reduce_scatter(x [T, K_r] @ w [N, K_r].T) + b: a row-parallel linear layer, its output sharded by tokens.
+"""y [T_r, N] = reduce_scatter(x [T, K_r] @ w [N, K_r].T) + b: a row-parallel linear layer, output sharded by tokens.
 
 rank r, chunked     rows of r+1 into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
 rank r+1            rows of r+2 into slot | publish to r+2 | ...
@@ -122,7 +122,7 @@ class _RowParallel(Function):
         return None, None, dx, dw, dy.sum(0) if need_b else None
 
 
-# -- engines -------------------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------------------------
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -196,7 +196,7 @@ op = Operation(
 )
 
 
-# -- the launcher of the kernel; what it shares with matmul_all_reduce's -------------------------------------------------
+# -- the launcher of the kernel; what it shares with matmul_all_reduce's ---------------------------------------------
 
 
 def scatter_slot_bytes(rows: Rows, n: int, dtype: torch.dtype) -> int:

@@ -161,7 +161,7 @@ _generation = [0]
 
 
 def generation() -> int:
-    """Changes whenever tables are read anew, or values are held in their place: what was chosen by them is stale then."""
+    """Changes when tables are read anew or values are held in their place: what was chosen by them before is stale."""
     return _generation[0]
 
 

@@ -5,23 +5,23 @@ and its backward. It declares itself once:
 
     op = Operation(
         "matmul_reduce_scatter",
-        "Tensor[] xs, Tensor[] weights, Tensor? bias", "Tensor",       operands and result, as torch's schemas write them
-        fake=...,                                                      the result's shape, for torch.compile
-        shared=...,                                                    what the ranks' signatures compare, see Shared
+        "Tensor[] xs, Tensor[] weights, Tensor? bias", "Tensor",    operands and result in the words of torch's schemas
+        fake=...,                                                   the result's shape, for torch.compile
+        shared=...,                                                 what the ranks' signatures compare, see Shared
         engines=dict(local=..., collective=..., chunked=..., triton=...),
     )
 
-From that follow the custom op `torch.ops.fusedtp.<name>`, the eager road, the signature that ranks compare, the choice of
-an engine and its crossover key, the counts of `explain` and the ranges of a profile. `op(spec, *operands)` runs it:
+From that follow the custom op `torch.ops.fusedtp.<name>`, the eager road, the signature that ranks compare, the choice
+of an engine and its crossover key, the counts of `explain` and the ranges of a profile. `op(spec, *operands)` runs it:
 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function
     compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
 
 Note [One autograd path]
-The custom ops have no autograd: differentiate the public functions. Each kind of layer is one autograd.Function, eager and
-compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a Function asks
-`wanted` which gradients this pass is for, and communicates for no others. The row-parallel layer gathers dy in its input
-pass and keeps it for its weight pass.
+The custom ops have no autograd: differentiate the public functions. Each kind of layer is one autograd.Function, eager
+and compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a
+Function asks `wanted` which gradients this pass is for, and communicates for no others. The row-parallel layer gathers
+dy in its input pass and keeps it for its weight pass.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def operation(name: str) -> Operation:
 def _keep_order(name: str) -> None:
     """Keep an op's calls in the order of the program.
 
-    Calls of a group have one order on all ranks. A compiler that sees no data flow between two of them may swap them, and
-    would not on all ranks alike where their sizes differ. Older torch has no such mark.
+    Calls of a group have one order on all ranks. A compiler that sees no data flow between two of them may swap them,
+    and would not on all ranks alike where their sizes differ. Older torch has no such mark.
     """
     if hasattr(LIBRARY, "_register_effectful_op"):
         from torch.library import EffectType  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def _keep_order(name: str) -> None:
         LIBRARY._register_effectful_op(f"fusedtp::{name}", EffectType.ORDERED)
 
 
-# -- what public functions do with their arguments -----------------------------------------------------------------------
+# -- what public functions do with their arguments -------------------------------------------------------------------
 
 
 def needs_grad(*tensors: Tensor | None) -> int:
@@ -239,13 +239,13 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
         raise ValueError(f"{where}x is on {x.device}, the group {at.name!r} works on {at.device_type}")
 
 
-# -- autograd ------------------------------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------------------------
 
 
 def wanted(ctx: Any) -> Sequence[bool]:
-    """Which of a Function's inputs get a gradient in this pass; see Note [One autograd path]. Raises in a double backward.
+    """Which of a Function's inputs get a gradient in this pass; `needs_input_grad` says which ones ever do.
 
-    `needs_input_grad` says which ones ever do.
+    See Note [One autograd path]. Raises RuntimeError in a double backward.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(f"{type(ctx).__name__}: double backward is not supported")

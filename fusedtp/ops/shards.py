@@ -96,7 +96,7 @@ class CopyStream:
         return ready
 
 
-# -- chunked, also as parts of other operations --------------------------------------------------------------------------
+# -- chunked, also as parts of other operations ----------------------------------------------------------------------
 
 
 def gather_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
@@ -136,7 +136,7 @@ def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
         return sum_in_rank_order(parts)
 
 
-# -- collective ----------------------------------------------------------------------------------------------------------
+# -- collective ------------------------------------------------------------------------------------------------------
 
 
 def _all_gather(plan: Plan, x: Tensor) -> Tensor:

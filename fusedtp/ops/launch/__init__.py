@@ -1,7 +1,7 @@
-"""Host side of the kernels: configurations, operands, launches, and the launchers of what is local or moves experts' rows.
+"""Host side of the kernels: configurations, operands, launches, and the launchers of local kernels and of experts' rows.
 
-The fused matmuls' launchers stand in their operations' files. Outputs are ordinary tensors; nothing of the workspace is
-handed out. Imports triton lazily.
+The launchers of the fused matmuls stand in their operations' files. Outputs are ordinary tensors; nothing of the
+workspace is handed out. Imports triton lazily.
 """
 
 from . import cross_entropy, grouped, moe, moe_matmul, moe_matmul_combine, pointwise

@@ -96,7 +96,7 @@ def wgrad(engine: str, dys: Sequence[Tensor], x: Tensor, offsets: Tensor, dtype:
         padded, *each = (ragged.Padded(t, offsets.tolist()) for t in (x, *dys))
         for e, rows in _experts(offsets, empty=True):
             if dtype == x.dtype and rows.stop > rows.start:
-                right = dense.wide(padded[rows])  # read by all while a core's cache holds it
+                right = dense.to_fp32(padded[rows])  # read by all while a core's cache holds it
                 for dw, dy in zip(dws, each, strict=True):
                     dense.matmul_into(dw[e], [dy[rows].t()], [right])
             else:
