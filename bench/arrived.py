@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.device_view import DeviceView
-from fusedtp.comm.regions import FLAGS_PER_SOURCE
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch import Launch, Machine, plain
 from fusedtp.ops.launch.config import machine_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusedtp.comm.regions import FLAGS_PER_SOURCE
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import tuned

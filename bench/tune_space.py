@@ -9,7 +9,7 @@ from math import log2
 
 import torch
 
-from fusedtp.comm.regions import FLAGS_PER_SOURCE
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops.launch import tuned_entries
 from fusedtp.ops.launch.config import (
     ALL_REGISTERS,

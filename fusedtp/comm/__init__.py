@@ -1,6 +1,5 @@
 """Worlds: symmetric memory, workspaces, signals and plain collectives of a group of ranks."""
 
-from .call import Call
 from .communicator import (
     Communicator,
     Group,
@@ -17,6 +16,7 @@ from .device_view import DeviceView
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .signature import Signature
 from .virtual_world import VirtualGroup, VirtualWorld
+from .workspace import Call
 
 __all__ = [
     "Call",

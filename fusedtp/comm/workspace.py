@@ -4,7 +4,7 @@
                      records [2, W, words]  signatures, by call parity and source
                      flags [W, 4096] int32  kernels: set to the epoch by source and chunk
                      sigs [2, W] int32      kernels: hash of the signature, by call parity and source
-    gone [W] int32         CPU: 1 + the rank that a source gave up on; it will not signal again
+                     gone [W] int32         CPU: 1 + the rank that a source gave up on; it will not signal again
     data region      slot 0 | slot 1        grows; a call uses slot (call number & 1)
 
 Note [Two rotating buffers]
@@ -27,7 +27,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     matmul_reduce_scatter              T * N           W * max R_p * N
     matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
-    movers (all_gather, ...)           as the matmul   -
+    all_gather_rows, ...               as the matmul   -
     moe_dispatch, of k choices         max R_p (K + k) max R_p * K
     moe_combine                        max R_p * k * N max R_p * k * N
     moe_dispatch_matmul                as moe_dispatch max_rows * K
@@ -44,10 +44,11 @@ Records rotate like the slots. A rank that must grow its data region first excha
 growing is collective: ranks that disagree would not all do it, nor would a rank that raised.
 
 On a GPU, kernels compare hashes of them: the fused ones, and one that does nothing else (kernels/meet.py), launched
-before and after the copies of `chunked`, before a collective of `collective`, and before growing, which waits for its
-answer. The host reads what a kernel recorded when it begins its next call, and then the group is at its end. Ranks
-that are threads of one process compare all words at the beginning of every call. Without Triton, ranks on GPUs compare
-nothing.
+before and after the copies of `chunked`, and before growing, which waits for its answer. Before a collective of
+`collective` it is launched in the group's first COMPARED_CALLS calls only, a count that all ranks share, or always if a
+rank of the group was started with FUSEDTP_DEBUG=1. The host reads what a kernel recorded when it begins its next call,
+and then the group is at its end. Ranks that are threads of one process compare all words at the beginning of every
+call. Without Triton, ranks on GPUs compare nothing.
 
 Note [Failed calls]
 A rank that finds a mismatch, or raises, still signals and waits for everybody before the error leaves the call, so
@@ -60,50 +61,226 @@ A rank may also raise before its call begins: it alone has found x on another de
 that call by signalling "refused" to every peer, and raises at once; it takes the peers' signals when it begins its
 next call. (Its peers may have the same fault, or come much later.) Every peer sees the refusal, so none goes on to
 what only all ranks together can do, such as growing.
+
+Note [Inference mode]
+What a workspace keeps is made outside of inference mode. A view that is made inside it cannot be written outside, so a
+group that first ran in a validation loop could not train.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import time
+from dataclasses import replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from .call import Call
+from . import device_view, semaphore
+from .copies import Copies
 from .device_view import DeviceView, runs_kernels
-from .errors import SignalTimeout, SignatureMismatch, TooManyRows
+from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .memory import Region, round_up
-from .regions import Regions
-from .signature import Signature
-from .streams import SideStream, StreamOrder, finish
+from .signature import NUM_WORDS, REFUSED, Signature, compare, failure_words, operation_of
+from .streams import SideStream, StreamOrder, finish, is_capturing
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
+FLAGS_PER_SOURCE = 4096
+MAX_VIEWS = 1024  # kept
+DEFAULT_TIMEOUT_S = 600.0
+COMPARED_CALLS = 16  # see Note [Signatures]
+# A waiter asks again for that long, yielding the core in between, before it sleeps: waking up takes 50 us.
+SPIN_SECONDS = 100e-6
+OTHER_SIGNATURE, TOO_MANY_ROWS = 2, 3  # codes that kernels record, as in kernels/signals.py
+NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
 
-NOTHING = Signature("refused", "collective", torch.float32, 0, ())
+
+class World(Protocol):
+    """What a workspace needs of the ranks that share it: a ProcessWorld or a ThreadWorld."""
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    ranks_per_device: int
+
+    @property
+    def shares_process(self) -> bool: ...
+    def exchange(self, value: Any) -> list[Any]: ...
+    def barrier(self) -> None: ...
+    def has_died(self, p: int) -> bool: ...
+    def allocate(self, nbytes: int) -> Region: ...
+    def stream_barrier(self, region: Region, timeout_s: float) -> None: ...
 
 
-class Workspace(Regions):
-    """Made by all ranks of a group together; see the module's notes."""
+def int32(n: int) -> int:
+    """n as a wrapping int32."""
+    return (n + 2**31) % 2**32 - 2**31
 
-    def __init__(self, comm: Communicator) -> None:
-        super().__init__(comm)
+
+class Workspace:
+    """The memory that a group shares and the order of its calls. Made by all ranks of the group together."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rank, self.world_size, self.device = (
+            world,
+            world.rank,
+            world.world_size,
+            world.device,
+        )
+        self.peers = tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
         self.lock = threading.RLock()
         self.number = 0  # calls begun
         self.failed: Exception | None = None
-        on_cuda = comm.device.type == "cuda"
-        self._order = StreamOrder(comm.device) if on_cuda else None
+        self.timeout_s = DEFAULT_TIMEOUT_S
+        self.wait_seconds = 0.0  # host time spent asleep in waits for peers
+        self.on_cpu = self.device.type == "cpu"
+        self._order = None if self.on_cpu else StreamOrder(self.device)
         self._in_graph = False
-        self.on_cpu = comm.device.type == "cpu"
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
         self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph counts too
-        self.side = SideStream(comm.device) if on_cuda else None
-        self.meets = not comm.world.shares_process and runs_kernels(comm.device)
+        self.side = None if self.on_cpu else SideStream(self.device)
+        self.meets = not world.shares_process and runs_kernels(self.device)
+        self.debug = any(world.exchange(os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")))
         self._refused: Call | None = None  # the last call, whose signals this rank still has to take
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
-        comm.world.barrier()
+        with torch.inference_mode(False):
+            self._make_control_region()
+        world.barrier()
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _make_control_region(self) -> None:
+        w, device = self.world_size, self.device
+        self._records_at = w * semaphore.SIZE
+        self._flags_at = self._records_at + 2 * w * NUM_WORDS * 8
+        self._sigs_at = self._flags_at + w * FLAGS_PER_SOURCE * 4
+        self._gone_at = self._sigs_at + 2 * w * 4
+        self.control = self.world.allocate(self._gone_at + w * 4)
+        self.data: Region | None = None
+        self.slot_bytes = 0
+        self.views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
+        self._flag_views: dict[tuple[int, int], Tensor] = {}
+        self._view: DeviceView | None = None
+        self._link: int | None = None
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._status: Any = self.status.numpy()
+        if device.type == "cpu":
+            self._epoch: Any = self.epoch.numpy()
+            self.failure = self.status
+            own = self.control.addresses[self.rank]
+            for source in range(w):
+                semaphore.init(own + source * semaphore.SIZE)
+            self.semaphores = [
+                a + self.rank * semaphore.SIZE for a in self.control.addresses
+            ]  # this rank's, at p
+            self.records = [self._array(p, self._records_at, np.int64, (2, w, NUM_WORDS)) for p in range(w)]
+            self._flags = [self._array(p, self._flags_at, np.int32, (w, FLAGS_PER_SOURCE)) for p in range(w)]
+            self._sigs = [self._array(p, self._sigs_at, np.int32, (2, w)) for p in range(w)]
+            self.gone = [self._array(p, self._gone_at, np.int32, (w,)) for p in range(w)]
+        else:
+            self.failure = torch.zeros(8, dtype=torch.int64, device=device)
+            self.control.buffers[self.rank].zero_()
+            finish(device)  # before a peer's first signal
+
+    def _array(self, p: int, offset: int, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+        count = int(np.prod(shape))
+        return np.frombuffer(self.control.buffers[p].numpy(), dtype, count, offset).reshape(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory this rank holds: control and both data slots."""
+        return self.control.nbytes + (self.data.nbytes if self.data else 0)
+
+    def view_of(self, p: int, parity: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        """Rank p's slot of that parity as a tensor; kept, since making it takes as long as a signal."""
+        n = math.prod(shape) * dtype.itemsize
+        if n == 0:  # there may be no data region yet
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        assert self.data is not None and offset + n <= self.slot_bytes, (shape, offset, self.slot_bytes)
+        start = parity * self.slot_bytes + offset
+        if len(self.views) > MAX_VIEWS:
+            self.views.clear()
+        with torch.inference_mode(False):
+            view = self.data.buffers[p][start : start + n].view(dtype).view(shape)
+        self.views[p, parity, shape, dtype, offset] = view
+        return view
+
+    def slot(self, p: int, parity: int) -> Tensor:
+        """All bytes of rank p's slot of that parity."""
+        return self.view_of(p, parity, (self.slot_bytes,), torch.uint8, 0)
+
+    def flags_at(self, p: int, source: int) -> Tensor:
+        """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets; kept, as the region lasts."""
+        found = self._flag_views.get((p, source))
+        if found is None:
+            size = 4 * FLAGS_PER_SOURCE
+            begin = self._flags_at + source * size
+            with torch.inference_mode(False):
+                found = self.control.buffers[p][begin : begin + size].view(torch.int32)
+            self._flag_views[p, source] = found
+        return found
+
+    def poison(self) -> None:
+        """Fill this rank's data slots with NaN (every byte 0xFF), for tests."""
+        if self.data is None:
+            return
+        finish(self.device)
+        self.data.buffers[self.rank].fill_(0xFF)
+        finish(self.device)
+
+    def device_view(self) -> DeviceView:
+        """The addresses for a kernel, of slots as large as they are now."""
+        if self._view is None:
+            with torch.inference_mode(False):
+                self._view = self._make_view()
+        return self._view
+
+    def _make_view(self) -> DeviceView:
+        device, control = self.device, self.control.addresses
+
+        def table(addresses: tuple[int, ...], at: int = 0) -> Tensor:
+            return torch.tensor([a + at for a in addresses], dtype=torch.int64, device=device)
+
+        return DeviceView(
+            data_ptrs=table(self.data.addresses if self.data else control),
+            flag_ptrs=table(control, self._flags_at),
+            sig_ptrs=table(control, self._sigs_at),
+            epoch=self.epoch,
+            status=self.status,
+            failure=self.failure,
+            slot_bytes=self.slot_bytes,
+            flags_per_source=FLAGS_PER_SOURCE,
+            timeout_s=self.timeout_s,
+            link=self._link,
+            ranks_per_device=self.world.ranks_per_device,
+            meet=self.world.barrier if self.world.shares_process and device.type == "cuda" else None,
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound the waits of later calls and launches."""
+        self.timeout_s = seconds
+        if self._view is not None:
+            self._view = replace(self._view, timeout_s=seconds)
+
+    def hold_link(self, rate: float | None) -> None:
+        """Hold what this rank's kernels move to so many bytes a second in later launches; None: no longer.
+
+        See Note [A held link] in kernels/signals.py. Copies are not held, which no kernel makes.
+        """
+        self._link = None if rate is None else math.ceil(1e15 / rate)
+        if self._view is not None:
+            self._view = replace(self._view, link=self._link)
+
+    def carried(self) -> int:
+        """Bytes that a held link of this rank has carried; waits for the device."""
+        from fusedtp.kernels.signals import LINK_BYTES
+
+        return int(self.failure[LINK_BYTES.value])
 
     @property
     def can_copy(self) -> bool:
@@ -114,29 +291,50 @@ class Workspace(Regions):
         """Collective: make each slot hold `nbytes`. Every rank decides alike, from what all ranks share."""
         if nbytes <= self.slot_bytes:
             return
-        world = self.comm.world
         self.refuse_capture()
-        finish(self.comm.device)
+        finish(self.device)
         if self._in_graph:
             self._kept.append((self.data, self._view))  # a captured graph names their addresses
             self._in_graph = False
-        world.barrier()
+        self.world.barrier()
         slot = round_up(nbytes)
-        self.data = world.allocate(2 * slot)
+        with torch.inference_mode(False):
+            self.data = self.world.allocate(2 * slot)
         self.slot_bytes, self._view = slot, None
-        self._views.clear()
-        self.device_view(0)  # now: during capture its tables could not be copied to the device
-        finish(self.comm.device)
-        world.barrier()
+        self.views.clear()
+        self.device_view()  # now: during capture its tables could not be copied to the device
+        finish(self.device)
+        self.world.barrier()
 
     def refuse_capture(self) -> None:
         """CUDA: raises RuntimeError if growing is asked for while a graph is being captured."""
-        if self.comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the workspace would grow during CUDA graph capture; call fusedtp.reserve first"
             )
 
     # -- calls ---------------------------------------------------------------------------------------------------
+
+    def call(self, signature: Signature, nbytes: int) -> Call:
+        """One call of this group's order, a context manager; `nbytes` a slot, the same on all ranks."""
+        return Call(self, signature, nbytes)
+
+    def begin(self) -> int:
+        """Under the lock: the number of the next call. Raises what made the workspace unusable, if anything did."""
+        if self.failed is not None or self._status[0] != 0:
+            self.check()
+        if self._refused is not None:
+            self._settle()
+        self.number += 1
+        if self._order is not None and self._order.enter():
+            self._in_graph, self.epochs = True, None
+        return self.number
+
+    def end(self) -> None:
+        """Under the lock, which it releases: the last call is over."""
+        if self._order is not None:
+            self._order.leave()
+        self.lock.release()
 
     def check(self) -> None:
         """Raises what made the workspace unusable, if anything did."""
@@ -147,17 +345,17 @@ class Workspace(Regions):
 
     def _fail_from_status(self) -> None:
         code, peer, flag, wanted, seen = (int(v) for v in self.status[:5])
-        if code == 3:
+        if code == TOO_MANY_ROWS:
             self.failed = TooManyRows(
-                f"rank {self.comm.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
-                f"{wanted}; the group {self.comm.name!r} can not be used again"
+                f"rank {self.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
+                f"{wanted}; the group {self.world.name!r} can not be used again"
             )
             return
-        what = "had published another signature" if code == 2 else "had not signalled"
-        kind = SignatureMismatch if code == 2 else SignalTimeout
+        what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
+        kind = SignatureMismatch if code == OTHER_SIGNATURE else SignalTimeout
         self.failed = kind(
-            f"rank {self.comm.rank}: a kernel waited for rank {peer}, which {what} (flag {flag}: wanted {wanted}, "
-            f"saw {seen}); the group {self.comm.name!r} can not be used again"
+            f"rank {self.rank}: a kernel waited for rank {peer}, which {what} (flag {flag}: wanted {wanted}, "
+            f"saw {seen}); the group {self.world.name!r} can not be used again"
         )
 
     def refuse(self) -> None:
@@ -166,57 +364,383 @@ class Workspace(Regions):
             if not self.on_cpu or self.failed is not None:
                 return
             try:
-                self._settle()
+                if self._refused is not None:
+                    self._settle()
             except SignalTimeout:
                 return  # the group is at its end, and the peers have been told
             self.number += 1
-            self._refused = Call(self, NOTHING)
-            self._refused.refuse()
+            self._refused = Call(self, NOTHING, 0)
+            self._refused.refuse(self.number)
 
     def _settle(self) -> None:
+        """Take the peers' signals of a call that this rank refused."""
         refused, self._refused = self._refused, None
-        if refused is None:
-            return
+        assert refused is not None
         try:
-            refused.settle()
+            for p in sorted(refused.to_wait):
+                refused.take(p)
         except (SignalTimeout, KeyboardInterrupt) as error:
-            self._give_up(refused, error)
+            self.give_up(refused, error)
             raise
 
-    def _give_up(self, call: Call, error: BaseException) -> None:
+    def give_up(self, call: Call, error: BaseException) -> None:
+        """After a timeout or an interrupt nobody uses the workspace again."""
         self.failed = error if isinstance(error, SignalTimeout) else SignalTimeout("interrupted in a call")
         call.leave_peers()
 
-    @contextmanager
-    def call(self, signature: Signature, nbytes: int) -> Iterator[Call]:
-        """One call of this group's order; `nbytes` a slot, the same on all ranks."""
-        with self.lock:
-            self.check()
-            self._settle()
-            self.number += 1
-            if self._order is not None and self._order.enter():
-                self._in_graph, self.epochs = True, None
-            call = Call(self, signature)
+    def order_fused(self, call: Call) -> None:
+        """CUDA: Note [After a fused kernel]."""
+        if call.signature.engine == "collective":
+            return
+        fused = call.signature.engine == "triton"
+        if not fused and (self._fused_last or self._in_graph):
+            call.meet()
+        self._fused_last = fused
+
+    def fail_kernels_of_peers(self, number: int, words: np.ndarray) -> None:
+        """CPU: let an interpreted kernel of a peer that waits for this rank's flags leave with a mismatch."""
+        for p in self.peers:  # all of these first: a kernel that leaves makes its rank tell the others
+            self.records[p][number & 1, self.rank] = words
+        for p in self.peers:
+            self._sigs[p][number & 1, self.rank] = 0
+            self._flags[p][self.rank, :] = int32(number)
+
+    def set_epoch(self, number: int) -> None:
+        """CPU: the call that kernels take part in is `number`; they count one up when they start."""
+        self._epoch[0] = int32(number)
+
+
+class Call:
+    """One call of a group, a context manager: slot views, publish and wait, on CPUs and on GPUs.
+
+        with workspace.call(signature, nbytes) as call:
+            call.publish(p) once and call.wait(p) once for every peer p, or one kernel on call.kernel_view()
+
+    On CPU the hosts signal each other through semaphores; on a GPU the ranks' streams meet, or kernels signal and wait.
+    What an interpreted kernel recorded is raised when the call ends.
+    """
+
+    def __init__(self, workspace: Workspace, signature: Signature, nbytes: int) -> None:
+        self.ws, self.signature, self.nbytes = workspace, signature, nbytes
+        self.on_cpu = workspace.on_cpu
+        self.blamed = workspace.rank  # whose fault it is that this rank gives up
+        self.used_barrier = False
+        self.watch: PeerWatch | None = None
+        self.counted: int | None = None  # CUDA: the device's epoch before this call's kernel
+        self.to_publish, self.to_wait = set(workspace.peers), set(workspace.peers)
+
+    def __enter__(self) -> Call:
+        ws = self.ws
+        ws.lock.acquire()
+        try:
+            self._numbered(ws.begin())
+        except BaseException:
+            ws.lock.release()
+            raise
+        try:
+            if not self.on_cpu:
+                self._compare_threads()
+            if self.nbytes > ws.slot_bytes:
+                self._grow()
+            if not self.on_cpu:
+                ws.order_fused(self)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+        if error is None:
             try:
-                call.compare_threads()
-                if nbytes > self.slot_bytes:
-                    self.refuse_capture()
-                    call.agree()
-                    self.grow(nbytes)
-                    call.reopen()
-                if not self.on_cpu and signature.engine != "collective":
-                    fused = signature.engine == "triton"
-                    if not fused and (self._fused_last or self._in_graph):
-                        call.meet()  # Note [After a fused kernel]
-                    self._fused_last = fused
-                yield call
-                call.close()
-            except (SignalTimeout, KeyboardInterrupt) as error:
-                self._give_up(call, error)
+                self._close()
+            except BaseException as late:
+                self._leave(late)
                 raise
-            except BaseException as error:
-                call.abandon(error)
+            self.ws.end()
+        else:
+            self._leave(error)
+
+    def _numbered(self, number: int) -> None:
+        self.number, self.parity = number, number & 1
+        self.words = self.signature.words(number)  # what this rank publishes
+        if self.on_cpu:
+            self.ws.set_epoch(number - 1)
+
+    def _grow(self) -> None:
+        """Growing is collective: every rank comes to it, or every rank raises."""
+        self.ws.refuse_capture()
+        self._agree()
+        self.ws.grow(self.nbytes)
+        self.to_publish, self.to_wait = set(self.ws.peers), set(self.ws.peers)
+
+    def _leave(self, error: BaseException) -> None:
+        try:
+            if isinstance(error, (SignalTimeout, KeyboardInterrupt)):
+                self.ws.give_up(self, error)
+            else:
+                self._abandon(error)
+        finally:
+            self.ws.end()
+
+    # -- slots and kernels ---------------------------------------------------------------------------------------
+
+    def buffer(self, p: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Rank p's slot of this call as a tensor, `offset` bytes in."""
+        found = self.ws.views.get((p, self.parity, shape, dtype, offset))
+        return found if found is not None else self.ws.view_of(p, self.parity, shape, dtype, offset)
+
+    def kernel_view(self) -> DeviceView:
+        """For one fused kernel, which signals and waits itself.
+
+        On CPU the peers' hosts are also told the signature, so that a peer in another engine finds the mismatch at
+        once (nobody waits for that here), and a peer's death ends the kernel.
+        """
+        ws = self.ws
+        if self.on_cpu:
+            self.publish_all()
+            self.watch = PeerWatch(self)
+        else:
+            # if this raises before it ends, nobody knows whether the kernel was started
+            self.counted, ws.epochs = ws.epochs, None
+        return ws.device_view()
+
+    def copies(self) -> Copies | None:
+        """How copies send the rows of a fused gather; None where programs must. Before `kernel_view`.
+
+        See Note [Copies beside a kernel] in copies.py.
+        """
+        ws = self.ws
+        if not ws.can_copy:
+            return None
+        begun = self.number - 1 if self.on_cpu else ws.epochs
+        assert begun is not None
+        slots = [ws.slot(p, (begun + 1) & 1) for p in range(ws.world_size)]
+        flags = [ws.flags_at(p, ws.rank) for p in range(ws.world_size)]
+        return Copies(ws.rank, slots, flags, ws.epoch, ws.side)
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    def publish(self, p: int) -> None:
+        """Release everything stored so far to rank p, with this call's signature."""
+        if self.on_cpu:
+            self._post(p, self.words)
+            return
+        # A host-sequenced engine: the last publish is a barrier of the ranks' streams, so no wait is needed.
+        self.to_publish.discard(p)
+        self.used_barrier = True
+        if not self.to_publish:
+            self.meet()
+
+    def publish_all(self) -> None:
+        """`publish` to every peer, the next rank first."""
+        for p in self.ws.peers:
+            self.publish(p)
+
+    def wait(self, p: int) -> None:
+        """Acquire what rank p released in this call; raises SignalTimeout, PeerDied or SignatureMismatch."""
+        if self.on_cpu:
+            self.take(p)
+            theirs = self.ws.records[self.ws.rank][self.parity, p]
+            if self.words.tobytes() != theirs.tobytes():
+                compare(self.words, theirs, self.ws.rank, p, self.ws.world_size)
+
+    def handshake(self) -> None:
+        """Publish to all, wait for all: every rank is in this call with the same signature.
+
+        On a GPU the waiting is the stream's, and the host hears of another signature when it next looks.
+        """
+        if not self.on_cpu:
+            if self.ws.meets:
+                self.meet()
+            return
+        self.publish_all()
+        for p in sorted(self.to_wait):
+            self.wait(p)
+
+    def meet(self) -> None:
+        """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
+        ws = self.ws
+        if ws.meets:
+            device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32())
+            if ws.epochs is not None:
+                ws.epochs += 1
+        else:
+            ws.world.stream_barrier(ws.control, ws.timeout_s)
+
+    def _compare_threads(self) -> None:
+        """CUDA, ranks that are threads of one process: raises SignatureMismatch, in all of them, if two differ.
+
+        Not during capture, which ranks do one after another; the kernels compare when the graph is replayed.
+        """
+        world = self.ws.world
+        if not world.shares_process or is_capturing():
+            return
+        for p, theirs in enumerate(world.exchange(self.words)):
+            compare(self.words, theirs, world.rank, p, world.world_size)
+
+    def _agree(self) -> None:
+        """Before growing: every rank comes back from here, or every rank raises.
+
+        On CPU a handshake alone would let a rank through that a failing peer had already signalled.
+        """
+        if not self.on_cpu:
+            self.handshake()
+            finish(self.ws.device)
+            self.ws.check()
+            return
+        fault: BaseException | None = None
+        try:
+            self.handshake()
+        except (SignalTimeout, SignatureMismatch, KeyboardInterrupt):
+            raise  # these all ranks see, or the group is at its end
+        except BaseException as error:
+            fault = error
+            self._abandon(error)
+            if self._is_refused():  # by a rank that does not vote, as all the others know too
                 raise
-            finally:
-                if self._order is not None:
-                    self._order.leave()
+        consequence = isinstance(fault, PeerFailed)  # of what another rank raised, which is the one to name
+        votes = self.ws.world.exchange(0 if fault is None else 1 if consequence else 2)
+        if fault is not None:
+            raise fault
+        if any(votes):
+            culprit = votes.index(max(votes))
+            what = f"rank {culprit} raised during {self.signature.operation} (call {self.number})"
+            raise PeerFailed(f"{what}; rank {self.ws.rank} stops too")
+
+    def _is_refused(self) -> bool:
+        """After all peers' signals were taken: whether one of them refused this call."""
+        records = self.ws.records[self.ws.rank][self.parity]
+        return any(operation_of(records[p]) == REFUSED for p in self.ws.peers)
+
+    def _close(self) -> None:
+        """Signal and wait for whoever is left (Note [Two rotating buffers]), and raise what a kernel recorded."""
+        ws = self.ws
+        if self.on_cpu:
+            if self.watch is not None and self.watch.error is not None:
+                raise self.watch.error
+            if ws._status[0] not in (0, OTHER_SIGNATURE):
+                ws.check()
+            for p in sorted(self.to_publish):
+                self.publish(p)
+            for p in sorted(self.to_wait):
+                self.wait(p)
+            if ws._status[0] == OTHER_SIGNATURE:
+                raise PeerFailed(
+                    f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too"
+                )
+            ws.set_epoch(self.number)
+            return
+        if self.counted is not None:
+            ws.epochs = self.counted + 1
+        if self.used_barrier:  # nobody writes a slot again before all have read it
+            self.meet()
+
+    # -- between CPU ranks: semaphores, and leaving a call when something fails -------------------------------------
+
+    def _post(self, p: int, words: np.ndarray) -> None:
+        ws = self.ws
+        ws.records[p][self.parity, ws.rank] = words
+        semaphore.post(ws.semaphores[p])
+        self.to_publish.discard(p)
+
+    def take(self, p: int) -> None:
+        """Take the signal of rank p, whatever it says. Raises SignalTimeout or PeerDied."""
+        self.to_wait.discard(p)
+        ws = self.ws
+        address = ws.control.addresses[ws.rank] + p * semaphore.SIZE
+        if semaphore.try_wait(address):
+            return
+        begin = time.monotonic()
+        try:
+            while time.monotonic() - begin < SPIN_SECONDS:
+                os.sched_yield()
+                if semaphore.try_wait(address):
+                    return
+            while not semaphore.wait_slice(address, begin + ws.timeout_s - time.monotonic()):
+                lost = self.lost(p)
+                if lost is not None and not semaphore.try_wait(address, put_back=True):
+                    raise lost
+                if time.monotonic() - begin > ws.timeout_s:
+                    self.blamed = p
+                    raise SignalTimeout(
+                        f"rank {ws.rank} waited {ws.timeout_s:g} s for rank {p} in {self.signature.operation} "
+                        f"(call {self.number}); the group {ws.world.name!r} can not be used again"
+                    )
+        finally:
+            ws.wait_seconds += time.monotonic() - begin
+
+    def lost(self, p: int) -> SignalTimeout | None:
+        """The error to raise if rank p's process has ended or rank p has given up, else None."""
+        gave_up_on = int(self.ws.gone[self.ws.rank][p]) - 1
+        died = self.ws.world.has_died(p)
+        if gave_up_on < 0 and not died:
+            return None
+        self.blamed = p if died else gave_up_on
+        what = "ended" if died else f"gave up, blaming rank {gave_up_on},"
+        kind = PeerDied if self.ws.world.has_died(self.blamed) else SignalTimeout
+        return kind(f"rank {p} {what} while rank {self.ws.rank} waited for it in call {self.number}")
+
+    def _abandon(self, error: BaseException) -> None:
+        """Note [Failed calls]: keep in step with the peers although this rank raises."""
+        if not self.on_cpu:
+            return
+        ws = self.ws
+        consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then the blame is another rank's
+        words = self.words if consequence else failure_words(self.number)
+        ws.fail_kernels_of_peers(self.number, words)
+        for p in sorted(self.to_publish):
+            self._post(p, words)
+        try:
+            for p in sorted(self.to_wait):
+                self.take(p)
+        except SignalTimeout as timeout:
+            ws.failed = timeout
+        ws.set_epoch(self.number)
+        ws.status.zero_()
+
+    def refuse(self, number: int) -> None:
+        """Note [Refused calls]: signal every peer that this rank raised in place of this call."""
+        self._numbered(number)
+        words = failure_words(number, REFUSED)
+        self.ws.fail_kernels_of_peers(number, words)
+        for p in self.ws.peers:
+            self._post(p, words)
+        self.ws.set_epoch(number)
+
+    def leave_peers(self) -> None:
+        """After a timeout or an interrupt: tell whoever still waits for this rank, and wait for nobody."""
+        if not self.on_cpu:
+            return
+        words = failure_words(self.number)
+        self.ws.fail_kernels_of_peers(self.number, words)
+        for p in range(self.ws.world_size):
+            self.ws.gone[p][self.ws.rank] = self.blamed + 1
+        for p in sorted(self.to_publish):
+            self._post(p, words)
+
+
+class PeerWatch(threading.Thread):
+    """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
+
+    GRACE_SECONDS = 2.0  # a peer that ended after its last signal fails nobody
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(daemon=True, name="fusedtp watch")
+        self.call, self._stopped = call, threading.Event()
+        self.error: SignalTimeout | None = None
+        self.start()
+
+    def stop(self) -> None:
+        """The kernel has ended."""
+        self._stopped.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.2):
+            fault = next((f for p in self.call.ws.peers if (f := self.call.lost(p)) is not None), None)
+            if fault is not None and not self._stopped.wait(self.GRACE_SECONDS):
+                self.error = fault
+                self.call.ws.status[0] = 1
+                return

@@ -103,9 +103,8 @@ def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list
     comm, rows = plan.comm, plan.rows
     with comm.workspace.call(plan.signature, gather_slot_bytes(rows, x.shape[1], x.dtype)) as call:
         copies = call.copies() if plan.copies else None
-        with call.device_view() as view:
-            at, sig = (view, comm.rank, comm.world_size), plan.signature.hash32()
-            return run_all_gather_wgrad(*at, x, dys, rows, sig, dtype=dtype, copies=copies)
+        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
+        return run_all_gather_wgrad(*at, x, dys, rows, sig, dtype=dtype, copies=copies)
 
 
 op = Operation(

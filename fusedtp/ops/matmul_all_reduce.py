@@ -145,8 +145,8 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """One launch, one-shot or two-shot by size."""
     comm = plan.comm
     nbytes = all_reduce_slot_bytes(x.shape[0], weight.shape[0], comm.world_size, x.dtype)
-    with comm.workspace.call(plan.signature, nbytes) as call, call.device_view() as view:
-        at, sig = (view, comm.rank, comm.world_size), plan.signature.hash32()
+    with comm.workspace.call(plan.signature, nbytes) as call:
+        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
         return run_matmul_all_reduce(*at, x, weight, bias, sig)
 
 

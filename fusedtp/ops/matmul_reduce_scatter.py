@@ -179,8 +179,8 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     x = torch.cat(list(xs), 1) if len(xs) > 1 else xs[0]
     weight = torch.cat(list(weights), 1) if len(weights) > 1 else weights[0]
     nbytes = scatter_slot_bytes(rows, weight.shape[0], x.dtype)
-    with comm.workspace.call(plan.signature, nbytes) as call, call.device_view() as view:
-        at, sig = (view, comm.rank, comm.world_size), plan.signature.hash32()
+    with comm.workspace.call(plan.signature, nbytes) as call:
+        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
         return run_matmul_reduce_scatter(*at, x, weight, bias, rows, sig)
 
 

@@ -1,4 +1,4 @@
-"""Host side of the kernels: configurations, operands, launches, and the launchers of local kernels and of experts' rows.
+"""Host side of the kernels: configurations, operands, launches; launchers of local kernels and of experts' rows.
 
 The launchers of the fused matmuls stand in their operations' files. Outputs are ordinary tensors; nothing of the
 workspace is handed out. Imports triton lazily.

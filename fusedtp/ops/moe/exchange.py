@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedtp.comm import Communicator, communicator
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import runs_kernels
-from fusedtp.comm.regions import FLAGS_PER_SOURCE
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
 from .. import engines
 from ..engines import Choice

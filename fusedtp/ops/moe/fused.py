@@ -48,9 +48,9 @@ def move_matmul(
     order = plan.orders[at.slots_of(comm.rank)]
     signature = at.signature("moe_move_matmul", "triton", x.dtype, x.shape[1])
     nbytes = launch.moe_matmul.dispatch_matmul_bytes(at.max_rows, x.shape[1], x.dtype)
-    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+    with comm.workspace.call(signature, nbytes) as call:
         rows, *products = launch.moe_matmul.dispatch_matmul(
-            view, comm.rank, x, order // at.top_k, weights, offsets, unpacked(plan.words, at), at,
+            call.kernel_view(), comm.rank, x, order // at.top_k, weights, offsets, unpacked(plan.words, at), at,
             signature.hash32(), act, keep, precision=fp32_precision(),
         )  # fmt: skip
     of_rows = x.new_empty(0) if scalars is None else _of_rows(comm, scalars, plan, at)
@@ -67,9 +67,16 @@ def _dispatch(comm: Communicator, x: Tensor, slots_per_row: int, plan: Plan, at:
 
     signature = at.signature("moe_move", "triton", x.dtype, x.shape[1])
     nbytes = launch.moe.dispatch_bytes(at, slots_per_row, x.shape[1], x.dtype)
-    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+    with comm.workspace.call(signature, nbytes) as call:
         return launch.moe.dispatch(
-            view, comm.rank, x, slots_per_row, plan.orders, unpacked(plan.words, at), at, signature.hash32()
+            call.kernel_view(),
+            comm.rank,
+            x,
+            slots_per_row,
+            plan.orders,
+            unpacked(plan.words, at),
+            at,
+            signature.hash32(),
         )
 
 
@@ -81,9 +88,9 @@ def collect(
 
     signature = at.signature("moe_pull", "triton", y.dtype, y.shape[1], weights=choices.shape[1])
     nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, y.shape[1], y.dtype)
-    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+    with comm.workspace.call(signature, nbytes) as call:
         return launch.moe.combine(
-            view,
+            call.kernel_view(),
             comm.rank,
             y,
             choices.to(torch.int32),
@@ -114,8 +121,8 @@ def multiply_and_collect(
     )  # fmt: skip
     nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, n, dtype)
     where, sig = homes(plan.table, at), signature.hash32()
-    with comm.workspace.call(signature, nbytes) as call, call.device_view() as view:
+    with comm.workspace.call(signature, nbytes) as call:
         return launch.moe_matmul_combine.matmul_combine(
-            view, comm.rank, hs, experts, offsets, where, choices.to(torch.int32), weights,
+            call.kernel_view(), comm.rank, hs, experts, offsets, where, choices.to(torch.int32), weights,
             unpacked(plan.words, at), at, sig, precision=precision,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.copies import PIECES, parts
-from fusedtp.comm.regions import FLAGS_PER_SOURCE
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
 from fusedtp.ops.all_gather_matmul import (
     gather_slot_bytes,
