@@ -74,7 +74,7 @@ import os
 import threading
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,8 +85,10 @@ from .copies import Copies
 from .device_view import DeviceView, runs_kernels
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .memory import Region, round_up
+from .process_world import ProcessWorld
 from .signature import NUM_WORDS, REFUSED, Signature, compare, failure_words, operation_of
 from .streams import SideStream, StreamOrder, finish, is_capturing
+from .virtual_world import ThreadWorld
 
 FLAGS_PER_SOURCE = 4096
 MAX_VIEWS = 1024  # kept
@@ -98,24 +100,6 @@ OTHER_SIGNATURE, TOO_MANY_ROWS = 2, 3  # codes that kernels record, as in kernel
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
 
 
-class World(Protocol):
-    """What a workspace needs of the ranks that share it: a ProcessWorld or a ThreadWorld."""
-
-    name: str
-    rank: int
-    world_size: int
-    device: torch.device
-    ranks_per_device: int
-
-    @property
-    def shares_process(self) -> bool: ...
-    def exchange(self, value: Any) -> list[Any]: ...
-    def barrier(self) -> None: ...
-    def has_died(self, p: int) -> bool: ...
-    def allocate(self, nbytes: int) -> Region: ...
-    def stream_barrier(self, region: Region, timeout_s: float) -> None: ...
-
-
 def int32(n: int) -> int:
     """n as a wrapping int32."""
     return (n + 2**31) % 2**32 - 2**31
@@ -124,7 +108,7 @@ def int32(n: int) -> int:
 class Workspace:
     """The memory that a group shares and the order of its calls. Made by all ranks of the group together."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
         self.world, self.rank, self.world_size, self.device = (
             world,
             world.rank,
