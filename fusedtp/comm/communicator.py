@@ -99,10 +99,6 @@ class Communicator:
     def has_workspace(self) -> bool:
         return self.fallback is None and self._workspace is not None
 
-    def calls_begun(self) -> int:
-        """Calls of this rank on the workspace, so far."""
-        return 0 if self._workspace is None else self._workspace.number
-
     def refuse(self, begun: int) -> None:
         """Tell the peers of an error, unless a call has begun since there were `begun`: that one has told them."""
         if self.has_workspace and self.workspace.number == begun:
@@ -206,7 +202,7 @@ def _known(group: dist.ProcessGroup | VirtualGroup | str) -> Communicator | None
         return found
     if isinstance(group, str):
         group = resolve(group)  # type: ignore[arg-type]
-    return found if found.world.is_for(group) else None
+    return found if found.world.group_ref() is group else None
 
 
 def _forget(name: str, made: int) -> None:
@@ -235,13 +231,14 @@ def propagate_errors(at: Place) -> AbstractContextManager[None]:
     return (
         nullcontext()
         if torch.compiler.is_compiling() or not at.name
-        else _PropagateErrors(registered(at.name))
+        else _PropagateErrors(_registry[at.name])
     )
 
 
 class _PropagateErrors(AbstractContextManager[None]):
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self.begun = comm, comm.calls_begun()
+        self.comm = comm
+        self.begun = 0 if comm._workspace is None else comm._workspace.number
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, Exception):

@@ -30,7 +30,7 @@ class ProcessWorld:
     ranks_per_device = 1  # processes that share a GPU take turns on it
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
+        self.group_ref = weakref.ref(group)  # a destroyed group may leave its name to another
         self.rank, self.world_size = group.rank(), group.size()
         self.name = group.group_name
         uses_cuda = torch.cuda.is_available() and torch.device("cuda") in group._device_types
@@ -39,14 +39,10 @@ class ProcessWorld:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        group = self._group()
+        group = self.group_ref()
         if group is None:
             raise RuntimeError(f"the process group {self.name!r} was destroyed")
         return group
-
-    def is_for(self, group: Any) -> bool:
-        """Whether this is that very group, not a destroyed one of the same name."""
-        return self._group() is group
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""

@@ -21,6 +21,7 @@ import ctypes
 import errno
 import os
 import time
+from typing import NoReturn
 
 SIZE = 64  # bytes kept for one semaphore: sem_t is 32 with glibc and musl; a cache line of its own
 
@@ -52,20 +53,22 @@ class _Libc:
 LIBC = _Libc()
 
 
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+def fail(what: str) -> NoReturn:
+    """Raise what the C library's function has just failed for."""
+    code = ctypes.get_errno()
+    raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def init(address: int) -> None:
     """Make the 64 bytes at `address` a semaphore of value 0 that processes may share."""
-    _check(LIBC.init(address, 1, 0), "sem_init")
+    if LIBC.init(address, 1, 0) != 0:
+        fail("sem_init")
 
 
 def post(address: int) -> None:
     """Release: everything this rank stored before is visible to the rank whose wait takes this post."""
-    _check(LIBC.post(address), "sem_post")
+    if LIBC.post(address) != 0:
+        fail("sem_post")
 
 
 def try_wait(address: int, put_back: bool = False) -> bool:

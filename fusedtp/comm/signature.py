@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ FIELDS = (
     "wire",
 )
 MAX_SIZES = 64
+CALL_AT = NAME_WORDS  # the first field
 SIZES_AT = NAME_WORDS + len(FIELDS)
 NUM_WORDS = SIZES_AT + MAX_SIZES
 
@@ -68,12 +69,18 @@ class Signature:
     max_rows: int = 0
     wire: int = 0
 
+    @cached_property
+    def template(self) -> np.ndarray:
+        """[NUM_WORDS] int64: the words of every call, but for the call's number at CALL_AT."""
+        return _template(self)
+
     def words(self, call: int) -> np.ndarray:
         """[NUM_WORDS] int64."""
-        out = _template(self).copy()
-        out[NAME_WORDS] = call
+        out = self.template.copy()
+        out[CALL_AT] = call
         return out
 
+    @cached_property
     def hash32(self) -> int:
         """A nonzero int32 for kernels; without the call number, so that a captured graph can be replayed."""
         return _hash32(self)
@@ -114,7 +121,7 @@ def failure_words(call: int, kind: str = FAILED) -> np.ndarray:
     """What a rank publishes that raised in the middle of a call, or (REFUSED) in place of it."""
     out = np.zeros(NUM_WORDS, np.int64)
     out[:NAME_WORDS] = _name_words(kind)
-    out[NAME_WORDS] = call
+    out[CALL_AT] = call
     return out
 
 
@@ -135,7 +142,7 @@ def compare(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_si
     if mine.tobytes() == theirs.tobytes():
         return
     ours, other = operation_of(mine), operation_of(theirs)
-    call = int(mine[NAME_WORDS])
+    call = int(mine[CALL_AT])
     if other in (FAILED, REFUSED):
         when = "during" if other == FAILED else "before it began"
         raise PeerFailed(f"rank {peer} raised {when} {ours} (call {call}); rank {rank} stops too")

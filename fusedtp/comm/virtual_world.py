@@ -187,14 +187,11 @@ class ThreadWorld:
         self._virtual: Ranks = weakref.proxy(
             group._world
         )  # the registry holds this; the world goes with its user
-        self._group = weakref.ref(group)
+        self.group_ref = weakref.ref(group)  # a destroyed group may leave its name to another
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
         self.device = group.device
         self.ranks_per_device = group._world.on_device
         self.timeout_s = group._world.timeout_s
-
-    def is_for(self, group: Any) -> bool:
-        return self._group() is group
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value. Raises SignalTimeout naming who did not come, PeerFailed naming who raised."""

@@ -86,7 +86,8 @@ from .device_view import DeviceView, runs_kernels
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .memory import Region, round_up
 from .process_world import ProcessWorld
-from .signature import NUM_WORDS, REFUSED, Signature, compare, failure_words, operation_of
+from .semaphore import LIBC
+from .signature import CALL_AT, NUM_WORDS, REFUSED, Signature, compare, failure_words, operation_of
 from .streams import SideStream, StreamOrder, finish, is_capturing
 from .virtual_world import ThreadWorld
 
@@ -154,7 +155,7 @@ class Workspace:
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._status: Any = self.status.numpy()
         if device.type == "cpu":
-            self._epoch: Any = self.epoch.numpy()
+            self.epoch_word: Any = self.epoch.numpy().view(np.uint32)
             self.failure = self.status
             own = self.control.addresses[self.rank]
             for source in range(w):
@@ -389,10 +390,6 @@ class Workspace:
             self._sigs[p][number & 1, self.rank] = 0
             self._flags[p][self.rank, :] = int32(number)
 
-    def set_epoch(self, number: int) -> None:
-        """CPU: the call that kernels take part in is `number`; they count one up when they start."""
-        self._epoch[0] = int32(number)
-
 
 class Call:
     """One call of a group, a context manager: slot views, publish and wait, on CPUs and on GPUs.
@@ -448,9 +445,10 @@ class Call:
 
     def _numbered(self, number: int) -> None:
         self.number, self.parity = number, number & 1
-        self.words = self.signature.words(number)  # what this rank publishes
+        self.words = self.signature.template.copy()  # what this rank publishes
+        self.words[CALL_AT] = number
         if self.on_cpu:
-            self.ws.set_epoch(number - 1)
+            self.ws.epoch_word[0] = (number - 1) & 0xFFFFFFFF
 
     def _grow(self) -> None:
         """Growing is collective: every rank comes to it, or every rank raises."""
@@ -520,7 +518,10 @@ class Call:
     def publish_all(self) -> None:
         """`publish` to every peer, the next rank first."""
         for p in self.ws.peers:
-            self.publish(p)
+            if self.on_cpu:
+                self._post(p, self.words)
+            else:
+                self.publish(p)
 
     def wait(self, p: int) -> None:
         """Acquire what rank p released in this call; raises SignalTimeout, PeerDied or SignatureMismatch."""
@@ -547,7 +548,7 @@ class Call:
         """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
         ws = self.ws
         if ws.meets:
-            device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32())
+            device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32)
             if ws.epochs is not None:
                 ws.epochs += 1
         else:
@@ -614,7 +615,7 @@ class Call:
                 raise PeerFailed(
                     f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too"
                 )
-            ws.set_epoch(self.number)
+            ws.epoch_word[0] = self.number & 0xFFFFFFFF  # kernels count one up when they start
             return
         if self.counted is not None:
             ws.epochs = self.counted + 1
@@ -626,7 +627,8 @@ class Call:
     def _post(self, p: int, words: np.ndarray) -> None:
         ws = self.ws
         ws.records[p][self.parity, ws.rank] = words
-        semaphore.post(ws.semaphores[p])
+        if LIBC.post(ws.semaphores[p]) != 0:
+            semaphore.fail("sem_post")
         self.to_publish.discard(p)
 
     def take(self, p: int) -> None:
@@ -634,7 +636,7 @@ class Call:
         self.to_wait.discard(p)
         ws = self.ws
         address = ws.control.addresses[ws.rank] + p * semaphore.SIZE
-        if semaphore.try_wait(address):
+        if LIBC.trywait(address) == 0:
             return
         begin = time.monotonic()
         try:
@@ -681,7 +683,7 @@ class Call:
                 self.take(p)
         except SignalTimeout as timeout:
             ws.failed = timeout
-        ws.set_epoch(self.number)
+        ws.epoch_word[0] = self.number & 0xFFFFFFFF
         ws.status.zero_()
 
     def refuse(self, number: int) -> None:
@@ -691,7 +693,7 @@ class Call:
         self.ws.fail_kernels_of_peers(number, words)
         for p in self.ws.peers:
             self._post(p, words)
-        self.ws.set_epoch(number)
+        self.ws.epoch_word[0] = number & 0xFFFFFFFF
 
     def leave_peers(self) -> None:
         """After a timeout or an interrupt: tell whoever still waits for this rank, and wait for nobody."""

@@ -39,7 +39,7 @@ from torch import Tensor
 from fusedtp.ops.first_order import first_order
 from fusedtp.ops.main_grad import deliver, main_grads_of
 from fusedtp.ops.matmul import matmul_add, matmul_into, to_fp32
-from fusedtp.ops.operation import Spec, operation
+from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
 
 from .loss import (
@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         comm, rows = call.comm, call.rows
         spec = None if rows is None else Spec(comm.name, comm.rank, rows.sizes, layer="lm_head")
-        full = x if spec is None else operation("all_gather_rows")(spec, x)
+        full = x if spec is None else OPERATIONS["all_gather_rows"](spec, x)
         wanted = [call.grad and needed for needed in ctx.needs_input_grad[:3]]
         operand = to_fp32(weight)  # once for all pieces
         made = _Gradients(full, operand, bias, wanted)
@@ -171,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 made.add(piece, local_gradient(logits, own, call.start, lse, scale, inplace=True))
         dx = made.dx
         if dx is not None and spec is not None:
-            dx = operation("reduce_scatter_rows")(spec, dx)
+            dx = OPERATIONS["reduce_scatter_rows"](spec, dx)
         ctx.save_for_backward(dx, made.dweight, made.dbias)
         ctx.dtype, ctx.sink = x.dtype, call.sink
         return loss

@@ -95,10 +95,10 @@ def place_in_vocabulary(
 
 def gathered_stats(comm: Any, x: Tensor) -> Tensor:
     """x [T, n] of every rank -> [W * T, n]. No autograd."""
-    from fusedtp.ops.operation import Spec, operation
+    from fusedtp.ops.operation import OPERATIONS, Spec
 
     sizes = (x.shape[0],) * comm.world_size
-    return operation("all_gather_rows")(Spec(comm.name, comm.rank, sizes), x)
+    return OPERATIONS["all_gather_rows"](Spec(comm.name, comm.rank, sizes), x)
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:

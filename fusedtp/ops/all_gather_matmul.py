@@ -30,11 +30,12 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
-from .launch.operands import picked
-from .launch.run import Launch, check, machine_for
+from .launch.operands import descriptors, takes_tma
+from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import Sink, deliver, main_grads_of, wgrad_dtype
 from .matmul import linear, linear_into, matmul_as, to_fp32
 from .operation import (
+    OPERATIONS,
     Operation,
     Plan,
     Shared,
@@ -42,7 +43,6 @@ from .operation import (
     as_autocast,
     check_linear,
     needs_grad,
-    operation,
     wanted,
 )
 from .rows import Rows, rows_of_shard
@@ -117,20 +117,24 @@ class _ColumnParallel(Function):
         x, *weights = ctx.saved_tensors
         n = len(weights)
         needs = wanted(ctx)[3:]
-        dx = None
-        if needs[0]:
-            transposed = [w.t() for w in weights]
-            dx = operation("matmul_reduce_scatter")(ctx.spec, list(dys), transposed, None)
+        dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * n
+        dbs: list[Tensor | None] = [None] * n
+        if needs[0]:
+            transposed = list(map(Tensor.t, weights))
+            dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
         if any(needs[1 : n + 1]):
             dtype = wgrad_dtype(x, ctx.sinks)
             if ctx.kept:
                 made = [matmul_as(dy.t(), x, dtype) for dy in dys]
             else:
-                made = operation("all_gather_wgrad")(ctx.spec, x, list(dys), dtype)
-            asked = zip(made, ctx.sinks, needs[1:], strict=False)
-            dws = [deliver(dw, sink, x.dtype) if need else None for dw, sink, need in asked]
-        dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs[n + 1 :], strict=True)]
+                made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
+            for i in range(n):
+                if needs[1 + i]:
+                    dws[i] = deliver(made[i], ctx.sinks[i], x.dtype)
+        for i in range(n):
+            if needs[1 + n + i]:
+                dbs[i] = dys[i].sum(0)
         return None, None, None, dx, *dws, *dbs
 
 
@@ -166,7 +170,7 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
     outs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     full = x.new_empty(rows.total, width) if keep else None
     weights = [to_fp32(w) for w in weights]
-    with comm.workspace.call(plan.signature, rows.longest * width * x.element_size()) as call:
+    with plan.call() as call:
         for p, shard in shards_as_they_arrive(call, comm, x, rows):
             with comm.span(f"matmul {p}"):
                 for out, w, b in zip(outs, weights, biases, strict=True):
@@ -180,11 +184,26 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
 
 def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
     """One launch: programs push x to all peers, or copies bring it, while the others multiply."""
-    comm, rows = plan.comm, plan.rows
-    with comm.workspace.call(plan.signature, gather_slot_bytes(rows, x.shape[1], x.dtype)) as call:
+    rows = plan.rows
+    with plan.call() as call:
         copies = call.copies() if plan.copies else None
-        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
-        return run_all_gather_matmul(*at, x, weights, biases, rows, sig, keep, copies=copies)
+        x = x if copies is None else x.contiguous()
+        view = call.kernel_view()
+        key = keep, copies is None, layouts(x, *weights, *biases)
+        launch = plan.launches.get(key)
+        if launch is None:
+            check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
+            machine, by_copies = machine_for(view, x), copies is not None
+            launch = prepare(view, x, weights, biases, rows, keep, None, machine, by_copies)
+            plan.launches[key] = launch
+        outputs = []
+        for w in weights:
+            outputs.append(x.new_empty(plan.total_rows, w.shape[0]))
+        gathered = x.new_empty(plan.total_rows, x.shape[1]) if keep else None
+        sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
+        given = pointers(launch, plan.peers(view), x, weights, biases, outputs, gathered)
+        launch.run(view, x.device, sending, given)
+    return outputs if gathered is None else [*outputs, gathered]
 
 
 def _fake(
@@ -202,6 +221,10 @@ op = Operation(
     fake=_fake,
     shared=lambda x, weights, biases, keep: Shared(x.dtype, x.shape[1], len(weights)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+    slot_bytes=dict(
+        chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
+        triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
+    ),
 )
 
 
@@ -213,28 +236,75 @@ def gather_slot_bytes(rows: Rows, k: int, dtype: torch.dtype) -> int:
     return rows.total * k * dtype.itemsize
 
 
-def run_all_gather_matmul(
+def prepare(
     view: Any,
-    rank: int,
-    world_size: int,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     rows: Rows,
-    sig: int,
     keep: bool,
-    config: Config | None = None,
-    copies: Copies | None = None,
-) -> Result:
-    """Plan the launch and start it; `copies` bring x in place of programs. See `plan_all_gather_matmul`."""
-    check(view, gather_slot_bytes(rows, x.shape[1], x.dtype), x, [*weights, *biases], rows.total)
-    x, machine = x if copies is None else x.contiguous(), machine_for(view, x)
-    at, by_copies = (view, rank, world_size), copies is not None
-    launch, outputs, gathered = plan_all_gather_matmul(
-        *at, x, weights, biases, rows, sig, keep, config, machine, by_copies
+    config: Config | None,
+    machine: Machine,
+    copied: bool = False,
+) -> Launch:
+    """The launch without its pointers, for operands of these shapes, strides and alignments.
+
+    x        [R_r, K]   any strides
+    w_i      [N_i, K]   any strides
+    bias_i   [N_i] or None
+    config   None: the tuned one, or the default
+    copied   x travels beside the kernel, in copies
+    """
+    from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
+
+    k = x.shape[1]
+    if config is None:
+        cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
+        at = dict(rows=rows.total, cols=cols, k=k, even=even)
+        config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
+    config = without_senders(config, machine) if copied else config
+    tma = takes_tma(config, *weights)
+    args = dict(
+        **gather_args(x, rows, config, machine),
+        TMA=tma,
+        HALVES=tma and config.block_n == 256,
+        widths=tuple(w.shape[0] for w in weights),
+        strides_wn=tuple(w.stride(0) for w in weights),
+        strides_wk=tuple(w.stride(1) for w in weights),
+        NUM_WEIGHTS=len(weights),
+        EVEN_K=k % config.block_k == 0,
     )
-    launch.run(view, x.device, sending_of(copies, rank, x, rows, launch.config))
-    return outputs if gathered is None else [*outputs, gathered]
+    return Launch(all_gather_matmul_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def pointers(
+    launch: Launch,
+    peers: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    gathered: Tensor | None,
+) -> dict[str, Any]:
+    """The arguments that a prepared launch lacks.
+
+    outputs   y_i [T, N_i], contiguous
+    gathered  [T, K] in global row order, contiguous, or None
+    """
+    contiguous = []
+    for b in biases:
+        contiguous.append(None if b is None else b.contiguous())
+    args = dict(
+        peers=peers,
+        x=x,
+        weights=tuple(weights),
+        biases=tuple(contiguous),
+        outputs=tuple(outputs),
+        gathered=gathered,
+    )
+    if launch.args["TMA"]:
+        args |= descriptors(weights, (launch.config.block_n, launch.config.block_k))
+    return args
 
 
 def plan_all_gather_matmul(
@@ -246,45 +316,17 @@ def plan_all_gather_matmul(
     biases: Sequence[Tensor | None],
     rows: Rows,
     sig: int,
-    keep_gathered: bool,
+    keep: bool,
     config: Config | None,
     machine: Machine,
     copied: bool = False,
 ) -> tuple[Launch, list[Tensor], Tensor | None]:
-    """The launch, not yet run, and its outputs: y_i [T, N_i], and the gathered x [T, K] in global row order or None.
-
-    x        [R_r, K]   any strides
-    w_i      [N_i, K]   any strides
-    bias_i   [N_i] or None
-    config   None: the tuned one, or the default
-    copied   x travels beside the kernel, in copies
-    """
-    from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
-
-    k, total = x.shape[1], rows.total
-    if config is None:
-        cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
-        at = dict(rows=total, cols=cols, k=k, even=even)
-        config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
-    config = without_senders(config, machine) if copied else config
-    outputs = [x.new_empty(total, w.shape[0]) for w in weights]
-    gathered = x.new_empty(total, k) if keep_gathered else None
-    args = dict(
-        **gather_args(view, rank, world_size, x, rows, sig, config, machine),
-        **(by_tma := picked(config, weights, (config.block_n, config.block_k))),
-        HALVES=by_tma["TMA"] and config.block_n == 256,
-        weights=tuple(weights),
-        widths=tuple(w.shape[0] for w in weights),
-        strides_wn=tuple(w.stride(0) for w in weights),
-        strides_wk=tuple(w.stride(1) for w in weights),
-        biases=tuple(None if b is None else b.contiguous() for b in biases),
-        outputs=tuple(outputs),
-        gathered=gathered,
-        NUM_WEIGHTS=len(weights),
-        EVEN_K=k % config.block_k == 0,
-    )
-    programs = config.send_programs + config.other_programs
-    return Launch(all_gather_matmul_kernel, programs, args, config), outputs, gathered
+    """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
+    launch = prepare(view, x, weights, biases, rows, keep, config, machine, copied)
+    outputs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
+    gathered = x.new_empty(rows.total, x.shape[1]) if keep else None
+    peers = peers_of(view, rank, world_size, sig, machine.clock)
+    return launch.given(pointers(launch, peers, x, weights, biases, outputs, gathered)), outputs, gathered
 
 
 @tuned.remembered
@@ -320,23 +362,17 @@ def without_senders(config: Config, machine: Machine) -> Config:
     return replace(config, send_programs=0, other_programs=others)
 
 
-def sending_of(copies: Copies | None, rank: int, x: Tensor, rows: Rows, config: Config) -> Sending | None:
+def sending_of(copies: Copies, rank: int, x: Tensor, rows: Rows, config: Config) -> Sending:
     """x [R_r, K], contiguous, on its way to where the kernel looks for it: the gathered tensor in the peers' slots."""
-    if copies is None:
-        return None
     return copies.of(x, rows.batch * rows.offset(rank) * x.shape[1] * x.element_size(), config.chunk)
 
 
-def gather_args(
-    view: Any, rank: int, world_size: int, x: Tensor, rows: Rows, sig: int, config: Config, machine: Machine
-) -> dict[str, Any]:
+def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
     """The arguments that both gathers' kernels take. A sender's block is whole cache lines of a few rows."""
     on_host = machine.clock == "host"
     return dict(
-        peers=peers_of(view, rank, world_size, sig, machine.clock),
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
-        x=x,
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         K=x.shape[1],

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm import Group, place, propagate_errors
-from fusedtp.comm.copies import Copies
+from fusedtp.comm.device_view import peers_of
 
 from .all_gather_matmul import choose_config, gather_args, gather_slot_bytes, sending_of, without_senders
 from .launch.config import VECTOR, Config, Machine
-from .launch.operands import even_columns, picked
-from .launch.run import Launch, check, machine_for
+from .launch.operands import descriptors, even_columns, takes_tma
+from .launch.run import Launch, check, layouts, machine_for
 from .matmul import is_16_bit, matmul_as, to_fp32, widens
 from .operation import Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
@@ -85,7 +85,7 @@ def chunked(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> lis
     full = x.new_empty(rows.total, width) if gathers else None
     sums = x.dtype if not widens(x) else torch.float32
     dws = [x.new_zeros(dy.shape[1], width, dtype=sums) for dy in dys]
-    with comm.workspace.call(plan.signature, rows.longest * width * x.element_size()) as call:
+    with plan.call() as call:
         for p, shard in shards_as_they_arrive(call, comm, x, rows):
             with comm.span(f"matmul {p}"):
                 if full is not None:
@@ -100,11 +100,27 @@ def chunked(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> lis
 
 def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """One launch: programs push x to all peers, or copies bring it, while the others sum over what has arrived."""
-    comm, rows = plan.comm, plan.rows
-    with comm.workspace.call(plan.signature, gather_slot_bytes(rows, x.shape[1], x.dtype)) as call:
+    rows, padded = plan.rows, []
+    for dy in dys:
+        padded.append(even_columns(dy) if dy.shape[1] % VECTOR else dy)
+    with plan.call() as call:
         copies = call.copies() if plan.copies else None
-        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
-        return run_all_gather_wgrad(*at, x, dys, rows, sig, dtype=dtype, copies=copies)
+        x = x if copies is None else x.contiguous()
+        view = call.kernel_view()
+        key = copies is None, layouts(x, *padded)
+        launch = plan.launches.get(key)
+        if launch is None:
+            check(view, plan.slot_bytes, x, dys)
+            launch = prepare(view, x, padded, rows, None, machine_for(view, x), copies is not None)
+            plan.launches[key] = launch
+        outputs = []
+        for dy in padded:
+            outputs.append(x.new_empty(dy.shape[1], x.shape[1], dtype=dtype))
+        sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
+        launch.run(view, x.device, sending, pointers(launch, plan.peers(view), x, padded, outputs))
+    for i, dy in enumerate(dys):
+        outputs[i] = outputs[i][: dy.shape[1]]
+    return outputs
 
 
 op = Operation(
@@ -114,31 +130,64 @@ op = Operation(
     fake=lambda spec, x, dys, dtype: [x.new_empty(dy.shape[1], x.shape[1], dtype=dtype) for dy in dys],
     shared=lambda x, dys, dtype: Shared(x.dtype, x.shape[1], len(dys)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+    slot_bytes=dict(
+        chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
+        triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
+    ),
 )
 
 
 # -- the launcher of the kernel --------------------------------------------------------------------------------------
 
 
-def run_all_gather_wgrad(
+def prepare(
     view: Any,
-    rank: int,
-    world_size: int,
     x: Tensor,
     dys: Sequence[Tensor],
     rows: Rows,
-    sig: int,
-    config: Config | None = None,
-    dtype: torch.dtype | None = None,
-    copies: Copies | None = None,
-) -> list[Tensor]:
-    """Plan the launch and start it; `copies` bring x in place of programs. See `plan_all_gather_wgrad`."""
-    check(view, gather_slot_bytes(rows, x.shape[1], x.dtype), x, dys)
-    x, machine = x if copies is None else x.contiguous(), machine_for(view, x)
-    at, by_copies = (view, rank, world_size), copies is not None
-    launch, outputs = plan_all_gather_wgrad(*at, x, dys, rows, sig, config, machine, dtype, by_copies)
-    launch.run(view, x.device, sending_of(copies, rank, x, rows, launch.config))
-    return outputs
+    config: Config | None,
+    machine: Machine,
+    copied: bool = False,
+) -> Launch:
+    """The launch without its pointers, for operands of these shapes, strides and alignments.
+
+    x        [R_r, K]   any strides
+    dy_i     [T, N_i]   rows in global order, any strides, `even_columns`
+    config   None: the tuned one, or the default
+    copied   x travels beside the kernel, in copies
+    """
+    from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
+
+    k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
+    if config is None:
+        at = dict(rows=out_rows, cols=k, k=rows.total, even=k % VECTOR == 0)
+        config = choose_config("all_gather_wgrad", machine, x.dtype, rows, view.flags_per_source, k, **at)
+        if rows.batch > 1 and config.block_n == 256 and config.block_k > 32:
+            # Rows in runs have no common stride: beside so wide a tile, 64 addresses do not fit a thread's registers.
+            config = replace(config, block_k=32, num_stages=4)
+    config = without_senders(config, machine) if copied else config
+    even_k = all(size % config.block_k == 0 for size in rows.sizes)
+    args = dict(
+        **gather_args(x, rows, config, machine),
+        TMA=even_k and rows.batch == 1 and takes_tma(config, *dys),
+        widths=tuple(dy.shape[1] for dy in dys),
+        strides_dn=tuple(dy.stride(1) for dy in dys),
+        strides_dt=tuple(dy.stride(0) for dy in dys),
+        nothing=(None,) * len(dys),
+        NUM_WEIGHTS=len(dys),
+        EVEN_K=even_k,
+    )
+    return Launch(all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def pointers(
+    launch: Launch, peers: Any, x: Tensor, dys: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The arguments that a prepared launch lacks. outputs dw_i [N_i, K] of x's dtype, or fp32: as accumulated."""
+    args = dict(peers=peers, x=x, grads=tuple(dys), outputs=tuple(outputs))
+    if launch.args["TMA"]:
+        args |= descriptors(dys, (launch.config.block_k, launch.config.block_m))
+    return args
 
 
 def plan_all_gather_wgrad(
@@ -154,38 +203,10 @@ def plan_all_gather_wgrad(
     dtype: torch.dtype | None = None,
     copied: bool = False,
 ) -> tuple[Launch, list[Tensor]]:
-    """The launch, not yet run, and its outputs dw_i [N_i, K] of `dtype` (fp32: as accumulated; None: x's).
-
-    x        [R_r, K]   any strides
-    dy_i     [T, N_i]   rows in global order, any strides
-    config   None: the tuned one, or the default
-    copied   x travels beside the kernel, in copies
-    """
-    from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
-
-    k, out_rows = x.shape[1], sum(dy.shape[1] for dy in dys)
-    if config is None:
-        at = dict(rows=out_rows, cols=k, k=rows.total, even=k % VECTOR == 0)
-        config = choose_config("all_gather_wgrad", machine, x.dtype, rows, view.flags_per_source, k, **at)
-        if rows.batch > 1 and config.block_n == 256 and config.block_k > 32:
-            # Rows in runs have no common stride: beside so wide a tile, 64 addresses do not fit a thread's registers.
-            config = replace(config, block_k=32, num_stages=4)
-    config = without_senders(config, machine) if copied else config
-    widths = [dy.shape[1] for dy in dys]
-    dys = [even_columns(dy) for dy in dys]
-    outputs = [x.new_empty(dy.shape[1], k, dtype=dtype) for dy in dys]
-    even_k = all(size % config.block_k == 0 for size in rows.sizes)
-    args = dict(
-        **gather_args(view, rank, world_size, x, rows, sig, config, machine),
-        **picked(config, dys, (config.block_k, config.block_m), usable=even_k and rows.batch == 1),
-        grads=tuple(dys),
-        widths=tuple(dy.shape[1] for dy in dys),
-        strides_dn=tuple(dy.stride(1) for dy in dys),
-        strides_dt=tuple(dy.stride(0) for dy in dys),
-        nothing=(None,) * len(dys),
-        outputs=tuple(outputs),
-        NUM_WEIGHTS=len(dys),
-        EVEN_K=even_k,
-    )
-    launch = Launch(all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config)
-    return launch, [dw[:width] for dw, width in zip(outputs, widths, strict=True)]
+    """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
+    padded = [even_columns(dy) for dy in dys]
+    launch = prepare(view, x, padded, rows, config, machine, copied)
+    outputs = [x.new_empty(dy.shape[1], x.shape[1], dtype=dtype) for dy in padded]
+    peers = peers_of(view, rank, world_size, sig, machine.clock)
+    made = [dw[: dy.shape[1]] for dw, dy in zip(outputs, dys, strict=True)]
+    return launch.given(pointers(launch, peers, x, padded, outputs)), made

@@ -29,8 +29,8 @@ from fusedtp.comm import communicator
 from fusedtp.comm.constant import constant_to_compiler
 
 from .first_order import first_order
-from .matmul import is_16_bit, matmul_as
-from .operation import Spec, operation
+from .matmul import matmul_as
+from .operation import OPERATIONS, Spec
 from .rows import split
 
 
@@ -57,7 +57,7 @@ class SharedMainGrad:
         comm = communicator(self.group)
         rows = full.flatten(1)
         spec = Spec(self.group, comm.rank, split(rows.shape[0], comm.world_size))
-        self.total.add_(operation("all_reduce_rows")(spec, rows).view_as(full))
+        self.total.add_(OPERATIONS["all_reduce_rows"](spec, rows).view_as(full))
 
 
 def main_grad_of(parameter: Tensor) -> Any:
@@ -85,8 +85,10 @@ def _refuse_to_compile() -> None:
 
 def main_grads_of(weights: Sequence[Tensor]) -> list[Sink | None]:
     """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
-    sinks = [main_grad_of(w) for w in weights]
-    for w, sink in zip(weights, sinks, strict=True):
+    sinks = []
+    for w in weights:
+        sink = main_grad_of(w)
+        sinks.append(sink)
         if isinstance(sink, Tensor) and sink.shape != w.shape:
             raise ValueError(
                 f"the weight has shape {tuple(w.shape)}, its main_grad {tuple(sink.shape)}; one is wanted"
@@ -104,7 +106,11 @@ def deliver(dw: Tensor, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
 
 def wgrad_dtype(x: Tensor, sinks: Sequence[Sink | None]) -> torch.dtype:
     """In which dtype the weight gradients of x are made: fp32 where a sink takes what 16 bits would round."""
-    return torch.float32 if is_16_bit(x.dtype) and any(sink is not None for sink in sinks) else x.dtype
+    if x.dtype.itemsize == 2:
+        for sink in sinks:
+            if sink is not None:
+                return torch.float32
+    return x.dtype
 
 
 def weight_grad(dy: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:

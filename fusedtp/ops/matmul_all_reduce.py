@@ -21,11 +21,11 @@ from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
 
 from .launch.config import Config, Machine
-from .launch.run import Launch, check, machine_for
+from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import Sink, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
-from .matmul_reduce_scatter import matmul_args, reduction
+from .matmul_reduce_scatter import matmul_args, pointers, reduction
 from .operation import Operation, Plan, Shared, Spec, as_autocast, check_linear, needs_grad, wanted
 from .rows import split
 from .shards import gather_rows
@@ -131,10 +131,9 @@ def collective(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One-shot through the workspace, or `matmul_reduce_scatter` and an all-gather."""
     comm, shape = plan.comm, (x.shape[0], weight.shape[0])
-    nbytes = x.shape[0] * weight.shape[0] * x.element_size()
-    if nbytes >= TWO_SHOT_BYTES:
+    if plan.slot_bytes >= TWO_SHOT_BYTES:
         return gather_rows(comm, reduce_scatter_chunked(plan, [x], [weight], bias), plan.rows)
-    with comm.workspace.call(plan.signature, nbytes) as call:
+    with plan.call() as call:
         parts = [call.buffer(p, shape, x.dtype) for p in range(comm.world_size)]
         linear_into(parts[comm.rank], x, weight, None)
         call.handshake()
@@ -143,11 +142,19 @@ def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One launch, one-shot or two-shot by size."""
-    comm = plan.comm
-    nbytes = all_reduce_slot_bytes(x.shape[0], weight.shape[0], comm.world_size, x.dtype)
-    with comm.workspace.call(plan.signature, nbytes) as call:
-        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
-        return run_matmul_all_reduce(*at, x, weight, bias, sig)
+    comm, total, n = plan.comm, x.shape[0], weight.shape[0]
+    with plan.call() as call:
+        view = call.kernel_view()
+        key = layouts(x, weight, bias)
+        launch = plan.launches.get(key)
+        if launch is None:
+            check(view, plan.slot_bytes, x, [weight, bias])
+            prepare = prepare_one_shot if is_one_shot(total, n, x.dtype) else prepare_two_shot
+            launch = prepare(view, comm.world_size, x, weight, None, machine_for(view, x))
+            plan.launches[key] = launch
+        y = x.new_empty(total, n)
+        launch.run(view, x.device, None, pointers(launch, plan.peers(view), x, weight, bias, y))
+    return y
 
 
 op = Operation(
@@ -157,6 +164,12 @@ op = Operation(
     fake=lambda spec, x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
     shared=lambda x, weight, bias: Shared(x.dtype, weight.shape[0], 1, int(bias is not None)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+    slot_bytes=dict(
+        chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
+        triton=lambda rows, shared: all_reduce_slot_bytes(
+            rows.total, shared.features, len(rows.sizes), shared.dtype
+        ),
+    ),
 )
 
 
@@ -182,64 +195,60 @@ def _result_at(total: int, n: int, world_size: int, dtype: torch.dtype) -> int:
     return -(-world_size * each * n * dtype.itemsize // 16) * 16
 
 
-def run_matmul_all_reduce(
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sig: int,
-    config: Config | None = None,
-    in_one: bool | None = None,
-) -> Tensor:
-    """Plan the launch and start it. See `plan_one_shot`."""
-    total, n = x.shape[0], weight.shape[0]
-    if in_one is None:
-        in_one = is_one_shot(total, n, x.dtype)
-    check(view, all_reduce_slot_bytes(total, n, world_size, x.dtype, in_one), x, [weight, bias])
-    at, machine = (view, rank, world_size), machine_for(view, x)
-    plan = plan_one_shot if in_one else plan_two_shot
-    launch, y = plan(*at, x, weight, bias, sig, config, machine)
-    launch.run(view, x.device)
-    return y
-
-
-def plan_one_shot(
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sig: int,
-    config: Config | None,
-    machine: Machine,
-) -> tuple[Launch, Tensor]:
-    """The one-shot launch, not yet run, and its output [T, N].
+def prepare_one_shot(
+    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
+) -> Launch:
+    """The one-shot launch without its pointers, for operands of these shapes, strides and alignments.
 
     x        [T, K]     any strides; K is this rank's own
     weight   [N, K]     any strides
-    bias     [N] or None, the same on all ranks, added once
+    config   None: the tuned one, or the default
     """
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]
     flags = view.flags_per_source - 1
     config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
-    y = x.new_empty(total, n)
     args = dict(
-        peers=peers_of(view, rank, world_size, sig, machine.clock),
-        **matmul_args(x, weight, bias, config),
-        y=y,
-        M=total,
+        **matmul_args(x, weight, config), M=total, group=config.chunk, send_programs=config.send_programs
+    )
+    return Launch(one_shot_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def prepare_two_shot(
+    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
+) -> Launch:
+    """The two-shot launch, likewise."""
+    from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
+
+    total, n = x.shape[0], weight.shape[0]
+    each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
+    config = config or reduction(machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size)
+    collectors = config.other_programs
+    args = dict(
+        sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
+        **matmul_args(x, weight, config),
         group=config.chunk,
         send_programs=config.send_programs,
+        reduce_programs=config.other_programs,
+        result_at=_result_at(total, n, world_size, x.dtype),
+        flags=flags,
     )
-    return Launch(one_shot_kernel, config.send_programs + config.other_programs, args, config), y
+    return Launch(two_shot_kernel, config.send_programs + config.other_programs + collectors, args, config)
 
 
-def plan_two_shot(
+def plan_one_shot(*given: Any) -> tuple[Launch, Tensor]:
+    """The whole one-shot launch, not yet run, and its output [T, N]. Takes what `plan_two_shot` does."""
+    return _planned(prepare_one_shot, *given)
+
+
+def plan_two_shot(*given: Any) -> tuple[Launch, Tensor]:
+    """(view, rank, world_size, x, weight, bias, sig, config, machine) -> the two-shot launch and its output [T, N]."""
+    return _planned(prepare_two_shot, *given)
+
+
+def _planned(
+    prepare: Any,
     view: Any,
     rank: int,
     world_size: int,
@@ -250,23 +259,7 @@ def plan_two_shot(
     config: Config | None,
     machine: Machine,
 ) -> tuple[Launch, Tensor]:
-    """The two-shot launch, likewise."""
-    from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
-
-    total, n = x.shape[0], weight.shape[0]
-    each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
-    config = config or reduction(machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size)
-    y = x.new_empty(total, n)
-    collectors = config.other_programs
-    args = dict(
-        peers=peers_of(view, rank, world_size, sig, machine.clock),
-        sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
-        **matmul_args(x, weight, bias, config),
-        y=y,
-        group=config.chunk,
-        send_programs=config.send_programs,
-        reduce_programs=config.other_programs,
-        result_at=_result_at(total, n, world_size, x.dtype),
-        flags=flags,
-    )
-    return Launch(two_shot_kernel, config.send_programs + config.other_programs + collectors, args, config), y
+    launch = prepare(view, world_size, x, weight, config, machine)
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    peers = peers_of(view, rank, world_size, sig, machine.clock)
+    return launch.given(pointers(launch, peers, x, weight, bias, y)), y

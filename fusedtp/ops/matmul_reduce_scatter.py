@@ -27,11 +27,12 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
-from .launch.operands import unshared
-from .launch.run import Launch, check, machine_for
+from .launch.operands import local_descriptors, local_operands
+from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import Sink, main_grads_of, weight_grad
 from .matmul import joined, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
+    OPERATIONS,
     Operation,
     Plan,
     Shared,
@@ -39,7 +40,6 @@ from .operation import (
     as_autocast,
     check_linear,
     needs_grad,
-    operation,
     wanted,
 )
 from .rows import Rows, rows_of_full
@@ -108,7 +108,7 @@ class _RowParallel(Function):
         dx = dw = full = None
         if need_x:
             keep = ctx.needs_input_grad[3]
-            dx, *gathered = operation("all_gather_matmul")(ctx.spec, dy, [weight.t()], [None], keep)
+            dx, *gathered = OPERATIONS["all_gather_matmul"](ctx.spec, dy, [weight.t()], [None], keep)
             full = gathered[0] if keep else None
             if keep and not need_w:  # a weight pass follows
                 ctx.kept = dy, dy._version, full
@@ -117,7 +117,7 @@ class _RowParallel(Function):
             if of is dy and version == dy._version:  # else it is of another backward pass
                 full = gathered_dy
         if need_w:
-            full = operation("all_gather_rows")(ctx.spec, dy) if full is None else full
+            full = OPERATIONS["all_gather_rows"](ctx.spec, dy) if full is None else full
             dw = weight_grad(full, x, ctx.sink)
         return None, None, dx, dw, dy.sum(0) if need_b else None
 
@@ -155,7 +155,7 @@ def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: T
     xs, weights = joined(xs, weights)
     width, dtype = weights[0].shape[0], xs[0].dtype
     weights = [to_fp32(w) for w in weights]
-    with comm.workspace.call(plan.signature, rows.total * width * dtype.itemsize) as call:
+    with plan.call() as call:
         for p in ring(comm, own="last"):
             partial = partials_of(call, comm.rank, rows, width, dtype, p)
             with comm.span(f"matmul {p}"):
@@ -175,13 +175,19 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     An owner's slot holds a partial of its rows from every rank at once, so that no sender waits for room. With rows
     that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
     """
-    comm, rows = plan.comm, plan.rows
+    rows = plan.rows
     x = torch.cat(list(xs), 1) if len(xs) > 1 else xs[0]
     weight = torch.cat(list(weights), 1) if len(weights) > 1 else weights[0]
-    nbytes = scatter_slot_bytes(rows, weight.shape[0], x.dtype)
-    with comm.workspace.call(plan.signature, nbytes) as call:
-        at, sig = (call.kernel_view(), comm.rank, comm.world_size), plan.signature.hash32()
-        return run_matmul_reduce_scatter(*at, x, weight, bias, rows, sig)
+    with plan.call() as call:
+        view = call.kernel_view()
+        key = layouts(x, weight, bias)
+        launch = plan.launches.get(key)
+        if launch is None:
+            check(view, plan.slot_bytes, x, [weight, bias])
+            launch = plan.launches[key] = prepare(view, x, weight, rows, None, machine_for(view, x))
+        y = x.new_empty(plan.own_rows, weight.shape[0])
+        launch.run(view, x.device, None, pointers(launch, plan.peers(view), x, weight, bias, y))
+    return y
 
 
 op = Operation(
@@ -193,6 +199,10 @@ op = Operation(
     ),
     shared=lambda xs, weights, bias: Shared(xs[0].dtype, weights[0].shape[0], len(xs), int(bias is not None)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+    slot_bytes=dict(
+        chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
+        triton=lambda rows, shared: scatter_slot_bytes(rows, shared.features, shared.dtype),
+    ),
 )
 
 
@@ -204,23 +214,40 @@ def scatter_slot_bytes(rows: Rows, n: int, dtype: torch.dtype) -> int:
     return len(rows.sizes) * rows.longest * n * dtype.itemsize
 
 
-def run_matmul_reduce_scatter(
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: Rows,
-    sig: int,
-    config: Config | None = None,
-) -> Tensor:
-    """Plan the launch and start it. See `plan_matmul_reduce_scatter`."""
-    check(view, scatter_slot_bytes(rows, weight.shape[0], x.dtype), x, [weight, bias])
-    at, machine = (view, rank, world_size), machine_for(view, x)
-    launch, y = plan_matmul_reduce_scatter(*at, x, weight, bias, rows, sig, config, machine)
-    launch.run(view, x.device)
-    return y
+def prepare(
+    view: Any, x: Tensor, weight: Tensor, rows: Rows, config: Config | None, machine: Machine
+) -> Launch:
+    """The launch without its pointers, for operands of these shapes, strides and alignments.
+
+    x        [T, K]     rows in global order, any strides; K is this rank's own
+    weight   [N, K]     any strides
+    config   None: the tuned one, or the default
+    """
+    from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+
+    world_size = len(rows.sizes)
+    config = config or reduction(
+        machine, x.dtype, rows.longest, weight.shape[0], view.flags_per_source - 1,
+        kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
+    )  # fmt: skip
+    args = dict(
+        sizes=tuple(odd(size) for size in rows.sizes),
+        batch=rows.batch,
+        **matmul_args(x, weight, config, rows.batch),
+        group=config.chunk,
+        send_programs=config.send_programs,
+    )
+    return Launch(matmul_reduce_scatter_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def pointers(
+    launch: Launch, peers: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor
+) -> dict[str, Any]:
+    """The arguments that a prepared launch lacks. bias [N] or None, the same on all ranks; y is the output."""
+    args = dict(peers=peers, x=x, w=weight, bias=None if bias is None else bias.contiguous(), y=y)
+    if launch.args["TMA"]:
+        args |= local_descriptors(launch, x, weight)
+    return args
 
 
 def plan_matmul_reduce_scatter(
@@ -235,41 +262,18 @@ def plan_matmul_reduce_scatter(
     config: Config | None,
     machine: Machine,
 ) -> tuple[Launch, Tensor]:
-    """The launch, not yet run, and its output [R_r, N].
-
-    x        [T, K]     rows in global order, any strides; K is this rank's own
-    weight   [N, K]     any strides
-    bias     [N] or None, the same on all ranks, added once
-    config   None: the tuned one, or the default
-    """
-    from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
-
-    n = weight.shape[0]
-    config = config or reduction(
-        machine, x.dtype, rows.longest, n, view.flags_per_source - 1,
-        kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
-    )  # fmt: skip
-    y = x.new_empty(rows.local(rank), n)
-    args = dict(
-        peers=peers_of(view, rank, world_size, sig, machine.clock),
-        sizes=tuple(odd(size) for size in rows.sizes),
-        batch=rows.batch,
-        **matmul_args(x, weight, bias, config, rows.batch),
-        y=y,
-        group=config.chunk,
-        send_programs=config.send_programs,
-    )
-    return Launch(matmul_reduce_scatter_kernel, config.send_programs + config.other_programs, args, config), y
+    """The whole launch, not yet run, and its output [R_r, N]; see `prepare` and `pointers`."""
+    launch = prepare(view, x, weight, rows, config, machine)
+    y = x.new_empty(rows.local(rank), weight.shape[0])
+    peers = peers_of(view, rank, world_size, sig, machine.clock)
+    return launch.given(pointers(launch, peers, x, weight, bias, y)), y
 
 
-def matmul_args(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, batch: int = 1
-) -> dict[str, Any]:
+def matmul_args(x: Tensor, weight: Tensor, config: Config, batch: int = 1) -> dict[str, Any]:
     """The arguments that all kernels take that end with a sum over ranks."""
     n, k = weight.shape
     return dict(
-        **unshared(config, x, weight, batch),
-        bias=None if bias is None else bias.contiguous(),
+        **local_operands(config, x, weight, batch),
         N=n,
         K=k,
         BLOCK_M=config.block_m,

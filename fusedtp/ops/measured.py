@@ -157,17 +157,12 @@ def wrong_number(value: Any, least: int, most: int, power_of_two: bool = False) 
     return ""
 
 
-_generation = [0]
-
-
-def generation() -> int:
-    """Changes when tables are read anew or values are held in their place: what was chosen by them before is stale."""
-    return _generation[0]
+GENERATION = [0]  # changes when tables are read anew or values are held in their place
 
 
 def renew() -> None:
     """From now on nothing holds that was chosen by a table."""
-    _generation[0] += 1
+    GENERATION[0] += 1
 
 
 def say(message: str) -> None:

@@ -9,6 +9,7 @@ and its backward. It declares itself once:
         fake=...,                                                   the result's shape, for torch.compile
         shared=...,                                                 what the ranks' signatures compare, see Shared
         engines=dict(local=..., collective=..., chunked=..., triton=...),
+        slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
     )
 
 From that follow the custom op `torch.ops.fusedtp.<name>`, the eager road, the signature that ranks compare, the choice
@@ -34,15 +35,16 @@ from torch import Tensor
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
-from fusedtp.comm import Communicator, Place, Signature, communicator, registered
+from fusedtp.comm import Call, Communicator, Place, Signature, communicator, registered
+from fusedtp.comm.device_view import clock_of, peers_of
 
 from . import engines
-from .measured import generation
+from .measured import GENERATION
 from .rows import Rows
 
 SPEC = "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer"
 LIBRARY = Library("fusedtp", "FRAGMENT")
-_OPERATIONS: dict[str, Operation] = {}
+OPERATIONS: dict[str, Operation] = {}  # by name: how backward formulas name each other
 
 Engine = Callable[..., Any]  # (plan, *operands) -> the operation's result
 
@@ -88,17 +90,38 @@ class Shared(NamedTuple):
 class Plan(NamedTuple):
     """How calls of one Spec and Shared run on this rank: decided once, kept by the communicator.
 
-    launches   prepared launches of the fused kernel, by shapes, strides and alignments
+    workspace   the group's, for an engine that uses slots
+    slot_bytes  what the engine needs of a slot, the same on all ranks
+    copies      whether copies bring the rows of a fused gather
+    label       the range in a profile
+    launches    prepared launches of the fused kernel, by shapes, strides and alignments
     """
 
     comm: Communicator
+    workspace: Any
     rows: Rows
+    total_rows: int
+    own_rows: int
     engine: str
     function: Engine
     signature: Signature
+    slot_bytes: int
     copies: bool
     label: str
     launches: dict[Any, Any]
+
+    def call(self) -> Call:
+        """One call on the group's workspace."""
+        return Call(self.workspace, self.signature, self.slot_bytes)
+
+    def peers(self, view: Any) -> Any:
+        """The group as an argument of the kernel; kept until the workspace changes."""
+        made = self.launches.get("peers")
+        if made is None or made[0] is not view:
+            comm, clock = self.comm, clock_of(self.comm.device)
+            made = view, peers_of(view, comm.rank, comm.world_size, self.signature.hash32, clock)
+            self.launches["peers"] = made
+        return made[1]
 
 
 class Operation:
@@ -113,15 +136,16 @@ class Operation:
         fake: Engine,
         shared: Callable[..., Shared],
         engines: dict[str, Engine],
+        slot_bytes: dict[str, Callable[[Rows, Shared], int]],
     ) -> None:
-        self.name, self.shared, self.engines = name, shared, engines
+        self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
         self.num_operands = operands.count(",") + 1
         LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}")
         LIBRARY.impl(name, self._from_graph, "CompositeExplicitAutograd")
         register_fake(f"fusedtp::{name}", self._split(fake), lib=LIBRARY)
         self.op = getattr(torch.ops.fusedtp, name).default
         _keep_order(name)
-        _OPERATIONS[name] = self
+        OPERATIONS[name] = self
 
     def _split(self, function: Engine) -> Engine:
         n = self.num_operands
@@ -141,10 +165,13 @@ class Operation:
     def run(self, spec: Spec, *operands: Any) -> Any:
         """In the operands' own dtype: public functions have done what autocast wants."""
         comm = registered(spec.group)
-        shared = self.shared(*operands)
-        plan = comm.plans.get((self, spec, shared, generation()))
+        key = self, spec, self.shared(*operands), GENERATION[0]
+        plan = comm.plans.get(key)
         if plan is None:
-            plan = self.plan(comm, spec, shared)
+            plan = self.plan(comm, spec, key[2])
+            if len(comm.plans) >= MAX_PLANS:
+                comm.plans.clear()
+            comm.plans[key] = plan
         comm.count(self.name, plan.engine, spec.layer)
         device = comm.device.type
         if torch.is_autocast_enabled(device) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -163,22 +190,24 @@ class Operation:
             self.name, choice.engine, shared.dtype, shared.features, rows.sizes, rows.batch, shared.weights,
             spec.needs_grad, shared.with_bias, engines.tables(comm, choice.engine),
         )  # fmt: skip
-        plan = Plan(
-            comm, rows, choice.engine, self.engines[choice.engine], signature, choice.transport == "copy",
-            f"fusedtp.{self.name}.{choice.engine}", {},
-        )  # fmt: skip
-        if len(comm.plans) >= MAX_PLANS:
-            comm.plans.clear()
-        comm.plans[self, spec, shared, generation()] = plan
-        return plan
+        slot_bytes = self.slot_bytes.get(choice.engine)
+        return Plan(
+            comm,
+            comm.workspace if slot_bytes else None,
+            rows,
+            rows.total,
+            rows.local(comm.rank),
+            choice.engine,
+            self.engines[choice.engine],
+            signature,
+            slot_bytes(rows, shared) if slot_bytes else 0,
+            choice.transport == "copy",
+            f"fusedtp.{self.name}.{choice.engine}",
+            {},
+        )
 
 
 MAX_PLANS = 4096  # kept for each group; shapes that change all the time are planned anew
-
-
-def operation(name: str) -> Operation:
-    """The operation of this name: how backward formulas name each other."""
-    return _OPERATIONS[name]
 
 
 def _keep_order(name: str) -> None:
@@ -200,7 +229,11 @@ def needs_grad(*tensors: Tensor | None) -> int:
     """Bit i: tensor i needs a gradient. Zero under no_grad."""
     if not torch.is_grad_enabled():
         return 0
-    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+    mask = 0
+    for i, t in enumerate(tensors):
+        if t is not None and t.requires_grad:
+            mask |= 1 << i
+    return mask
 
 
 def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -252,18 +285,17 @@ def wanted(ctx: Any) -> Sequence[bool]:
     needs: Sequence[bool] = ctx.needs_input_grad
     if torch.compiler.is_compiling():
         return needs
-    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    nodes = []
+    for node, _ in ctx.next_functions:
+        if node is not None:
+            nodes.append(node)
     if len(nodes) != sum(needs):
         return needs  # a torch that refines needs_input_grad itself
-    each = iter(nodes)
-    return [need and _will_run(next(each)) for need in needs]
-
-
-def _will_run(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except (
-        RuntimeError,
-        AttributeError,
-    ):  # a leaf that torch.autograd.grad captures; a torch without the question
-        return True
+    found = list(needs)
+    for i, need in enumerate(needs):
+        if need:
+            try:
+                found[i] = torch._C._will_engine_execute_node(nodes.pop(0))
+            except (RuntimeError, AttributeError):
+                pass  # a leaf that torch.autograd.grad captures; a torch that cannot be asked
+    return found

@@ -126,10 +126,10 @@ def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
 
 
 def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
-    comm, nbytes = plan.comm, x.numel() * x.element_size()
-    if nbytes >= TWO_SHOT_BYTES:
+    comm = plan.comm
+    if plan.slot_bytes >= TWO_SHOT_BYTES:
         return gather_rows(comm, scatter_rows(comm, x, plan.rows), plan.rows)
-    with comm.workspace.call(plan.signature, nbytes) as call:
+    with plan.call() as call:
         parts = [call.buffer(p, tuple(x.shape), x.dtype) for p in range(comm.world_size)]
         parts[comm.rank].copy_(x)
         call.handshake()
@@ -174,6 +174,7 @@ all_gather_rows = Operation(
     engines=dict(
         local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)
     ),
+    slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize),
 )
 
 reduce_scatter_rows = Operation(
@@ -187,6 +188,7 @@ reduce_scatter_rows = Operation(
         collective=_reduce_scatter,
         chunked=lambda plan, x: scatter_rows(plan.comm, x, plan.rows),
     ),
+    slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize),
 )
 
 all_reduce_rows = Operation(
@@ -196,4 +198,5 @@ all_reduce_rows = Operation(
     fake=lambda spec, x: torch.empty_like(x, memory_format=torch.contiguous_format),
     shared=_shared,
     engines=dict(local=_local, collective=_all_reduce, chunked=_reduce_rows),
+    slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize),
 )

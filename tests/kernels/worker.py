@@ -15,6 +15,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -24,11 +25,12 @@ from triton.runtime import interpreter
 from fusedtp.comm.copies import Copies
 from fusedtp.kernels import signals, tiles
 from fusedtp.ops import launch
-from fusedtp.ops.all_gather_matmul import run_all_gather_matmul
-from fusedtp.ops.all_gather_wgrad import run_all_gather_wgrad
+from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul, sending_of
+from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import operands
-from fusedtp.ops.matmul_all_reduce import run_matmul_all_reduce
-from fusedtp.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
+from fusedtp.ops.launch.run import check, machine_for
+from fusedtp.ops.matmul_all_reduce import all_reduce_slot_bytes, is_one_shot, plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, scatter_slot_bytes
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.quick import quick
 
@@ -93,6 +95,16 @@ class World:
         words = [self.memory[base + self.data_bytes + own :] for base in bases]
         flags = [w[: self.view.flags_per_source * 4].view(torch.int32) for w in words]
         return Copies(self.rank, slots, flags, self.view.epoch, None)
+
+    def operand(self, x: torch.Tensor, c: SimpleNamespace) -> tuple[torch.Tensor, Copies | None, Any]:
+        """The rows to gather as the launch takes them, what brings them, and the machine."""
+        copies = self.copies(c)
+        return x if copies is None else x.contiguous(), copies, machine_for(self.view, x)
+
+    def run(self, launch: Any, x: torch.Tensor, copies: Copies | None, rows: Rows) -> None:
+        """Start a gather's launch, and the copies of x beside it if they bring the rows."""
+        sending = None if copies is None else sending_of(copies, self.rank, x, rows, launch.config)
+        launch.run(self.view, x.device, sending)
 
     def poison(self) -> None:
         slot = int(self.view.epoch) & 1
@@ -178,11 +190,14 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
         mine = mine.t().contiguous().t()
     if c.layout in SPOILED:
         mine = SPOILED[c.layout](mine)
-    ys = run_all_gather_matmul(
-        world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config,
-        world.copies(c),
+    mine, copies, machine = world.operand(mine, c)
+    check(world.view, gather_slot_bytes(s.rows, c.k, mine.dtype), mine, [*weights, *biases], s.total)
+    launch, ys, gathered = plan_all_gather_matmul(
+        world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config, machine,
+        copies is not None,
     )  # fmt: skip
-    wrong = equal("gathered", ys.pop(), x) if c.keep else []
+    world.run(launch, mine, copies, s.rows)
+    wrong = equal("gathered", gathered, x) if c.keep else []
     for i, (y, w, b) in enumerate(zip(ys, weights, biases, strict=True)):
         wrong += equal(f"y{i}", y, linear(x, w, b))
     return wrong
@@ -193,9 +208,12 @@ def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
     xs = [s.numbers.draw(s.total, c.k + c.step * r, layout=c.layout) for r in range(world.size)]
     ws = [s.numbers.draw(c.widths[0], c.k + c.step * r, layout=c.layout) for r in range(world.size)]
     bias = s.numbers.draw(c.widths[0]) if c.biased else None
-    y = run_matmul_reduce_scatter(
-        world.view, world.rank, world.size, xs[world.rank], ws[world.rank], bias, s.rows, c.sig, s.config
+    x, w, machine = xs[world.rank], ws[world.rank], machine_for(world.view, xs[0])
+    check(world.view, scatter_slot_bytes(s.rows, c.widths[0], x.dtype), x, [w, bias])
+    launch, y = plan_matmul_reduce_scatter(
+        world.view, world.rank, world.size, x, w, bias, s.rows, c.sig, s.config, machine
     )
+    launch.run(world.view, x.device)
     want = linear(torch.cat(xs, 1), torch.cat(ws, 1), bias)
     return equal("y", y, want[shard_rows(world.rank, c.sizes, c.batch)])
 
@@ -205,17 +223,13 @@ def matmul_all_reduce(world: World, c: SimpleNamespace) -> list[str]:
     xs = [s.numbers.draw(s.total, c.k + c.step * r, layout=c.layout) for r in range(world.size)]
     ws = [s.numbers.draw(c.widths[0], c.k + c.step * r, layout=c.layout) for r in range(world.size)]
     bias = s.numbers.draw(c.widths[0]) if c.biased else None
-    y = run_matmul_all_reduce(
-        world.view,
-        world.rank,
-        world.size,
-        xs[world.rank],
-        ws[world.rank],
-        bias,
-        c.sig,
-        s.config,
-        in_one=c.in_one,
-    )
+    x, w, machine = xs[world.rank], ws[world.rank], machine_for(world.view, xs[0])
+    in_one = is_one_shot(s.total, c.widths[0], x.dtype) if c.in_one is None else c.in_one
+    nbytes = all_reduce_slot_bytes(s.total, c.widths[0], world.size, x.dtype, in_one)
+    check(world.view, nbytes, x, [w, bias])
+    plan = plan_one_shot if in_one else plan_two_shot
+    launch, y = plan(world.view, world.rank, world.size, x, w, bias, c.sig, s.config, machine)
+    launch.run(world.view, x.device)
     return equal("y", y, linear(torch.cat(xs, 1), torch.cat(ws, 1), bias))
 
 
@@ -227,9 +241,22 @@ def all_gather_wgrad(world: World, c: SimpleNamespace) -> list[str]:
     mine = x[shard_rows(world.rank, c.sizes, c.batch)]
     if c.layout in SPOILED:
         mine = SPOILED[c.layout](mine)
-    dws = run_all_gather_wgrad(
-        world.view, world.rank, world.size, mine, dys, s.rows, c.sig, s.config, copies=world.copies(c)
+    mine, copies, machine = world.operand(mine, c)
+    check(world.view, gather_slot_bytes(s.rows, c.k, mine.dtype), mine, dys)
+    launch, dws = plan_all_gather_wgrad(
+        world.view,
+        world.rank,
+        world.size,
+        mine,
+        dys,
+        s.rows,
+        c.sig,
+        s.config,
+        machine,
+        None,
+        copies is not None,
     )
+    world.run(launch, mine, copies, s.rows)
     wrong = []
     for i, (dw, dy) in enumerate(zip(dws, dys, strict=True)):
         wrong += equal(f"dw{i}", dw, linear(dy.t(), x.t(), None))

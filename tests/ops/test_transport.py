@@ -10,7 +10,7 @@ import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.comm.copies import parts
 from fusedtp.ops.engines import BY_COPY
-from fusedtp.ops.operation import Spec, operation
+from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
 from tests.harness import PerRank, world
 
@@ -31,10 +31,10 @@ def mixed_calls(group, transports: list[str]) -> None:
         mine, bias = x[rows.offset(comm.rank) :][: rows.local(comm.rank)], whole(200 + i, 17)
         mine = mine.t().contiguous().t() if i % 2 else mine  # a copy wants rows in one piece
         spec = Spec(comm.name, comm.rank, rows.sizes, engine={"copy": BY_COPY, "programs": "triton"}[by])
-        y, kept = operation("all_gather_matmul")(spec, mine, [w], [bias], True)
+        y, kept = OPERATIONS["all_gather_matmul"](spec, mine, [w], [bias], True)
         assert torch.equal(kept, x) and torch.equal(y, x @ w.T + bias), (i, by)
         dy = whole(300 + i, rows.total, 5)
-        (dw,) = operation("all_gather_wgrad")(spec, mine, [dy], torch.float32)
+        (dw,) = OPERATIONS["all_gather_wgrad"](spec, mine, [dy], torch.float32)
         assert torch.equal(dw, dy.T @ x), (i, by)
         if i % 3 == 0:
             z = fusedtp.matmul_all_reduce(x, w, group, engine=("chunked", "triton", "collective")[i % 2])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import tuned
 from .config import ALL_REGISTERS, MOST_SPLITS, VECTOR, Config, Machine, tiles
+from .run import Launch
 
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
@@ -47,18 +48,16 @@ def described(x: Tensor, block: Sequence[int]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def unshared(config: Config, x: Tensor, weight: Tensor, batch: int = 1) -> dict[str, Any]:
-    """Arguments x, w, their strides, TMA and X_TMA of a kernel of whose operands [T, K] and [N, K] peers write neither.
+def local_operands(config: Config, x: Tensor, weight: Tensor, batch: int = 1) -> dict[str, Any]:
+    """Strides, TMA and X_TMA of a kernel whose operands [T, K] and [N, K] no peer writes.
 
     x goes by TMA only where w does, and not where a rank's rows are `batch` runs that are no neighbours.
     """
     by_tma = takes_tma(config, weight)
     x_by_tma = by_tma and batch == 1 and describable(x)
     return dict(
-        x=described(x, (config.block_m, config.block_k)) if x_by_tma else x,
         stride_xm=0 if x_by_tma else x.stride(0),
         stride_xk=0 if x_by_tma else x.stride(1),
-        w=described(weight, (config.block_n, config.block_k)) if by_tma else weight,
         stride_wn=0 if by_tma else weight.stride(0),
         stride_wk=0 if by_tma else weight.stride(1),
         TMA=by_tma,
@@ -66,21 +65,28 @@ def unshared(config: Config, x: Tensor, weight: Tensor, batch: int = 1) -> dict[
     )
 
 
-def picked(
-    config: Config, matrices: Sequence[Tensor], block: Sequence[int], usable: bool = True
-) -> dict[str, Any]:
-    """Arguments TMA and descriptor0, 1, ... of a gather's kernel, of the operands that peers do not write.
+def local_descriptors(launch: Launch, x: Tensor, weight: Tensor) -> dict[str, Any]:
+    """w of a launch with `local_operands` that takes it by TMA, and x if that goes by TMA too."""
+    config = launch.config
+    args = dict(w=described(weight, (config.block_n, config.block_k)))
+    if launch.args["X_TMA"]:
+        args["x"] = described(x, (config.block_m, config.block_k))
+    return args
+
+
+def descriptors(matrices: Sequence[Tensor], block: Sequence[int]) -> dict[str, Any]:
+    """Arguments descriptor0, 1, ... of a gather's launch by TMA, of the operands that peers do not write.
 
     Strides stay those of pointers, which the kernel is given as well: it takes both from one list of operands.
     """
-    if not (usable and 0 < len(matrices) <= MOST_DESCRIPTORS and takes_tma(config, *matrices)):
-        return dict(TMA=False)
-    return dict(TMA=True) | {f"descriptor{i}": described(matrix, block) for i, matrix in enumerate(matrices)}
+    return {f"descriptor{i}": described(matrix, block) for i, matrix in enumerate(matrices)}
 
 
 def takes_tma(config: Config, *matrices: Tensor) -> bool:
     """Whether a fused kernel gets these by TMA. fp32, which it multiplies in full precision, does not go by it."""
-    return config.tma and all(x.dtype != torch.float32 and describable(x) for x in matrices)
+    if not config.tma or not 0 < len(matrices) <= MOST_DESCRIPTORS:
+        return False
+    return all(x.dtype != torch.float32 and describable(x) for x in matrices)
 
 
 def within_reach(config: Config, precision: str, matrices: Sequence[Tensor]) -> Config:

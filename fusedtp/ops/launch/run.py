@@ -3,10 +3,13 @@
 Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,21 +29,34 @@ _LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, th
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments; `run` starts it on the current stream."""
+    """A kernel with its arguments; `run` starts it on the current stream.
+
+    A prepared launch lacks those that change from call to call, its pointers, and is kept: see `prepared`.
+    """
 
     kernel: Any
     programs: int
     args: dict[str, Any]
     config: Config
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int]:
         chosen = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
         if self.config.max_registers:  # an option that only the CUDA backend has
             chosen["maxnreg"] = self.config.max_registers
         return chosen
 
-    def run(self, view: Any, device: torch.device, sending: Sending | None = None) -> None:
+    def given(self, pointers: dict[str, Any]) -> Launch:
+        """With the arguments that were missing."""
+        return Launch(self.kernel, self.programs, {**self.args, **pointers}, self.config)
+
+    def run(
+        self,
+        view: Any,
+        device: torch.device,
+        sending: Sending | None = None,
+        pointers: dict[str, Any] | None = None,
+    ) -> None:
         """Begin a call of the group and start. `sending`: copies beside the kernel, which then sends nothing.
 
         Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
@@ -49,35 +65,43 @@ class Launch:
         """
         from fusedtp.kernels.signals import bump_epoch
 
-        meet = None if is_capturing() else view.meet
-        with _on(device):
+        args = {**self.args, **pointers} if pointers else self.args
+        meet = None if view.meet is None or is_capturing() else view.meet
+        with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
             if meet is not None:
                 with _LOADING:
                     bump_epoch.warmup(view.epoch, grid=(1,))._init_handles()
-                    self.kernel.warmup(**self.args, **self.options, grid=(self.programs,))._init_handles()
+                    self.kernel.warmup(**args, **self.options, grid=(self.programs,))._init_handles()
                 meet()
             bump_epoch[(1,)](view.epoch)
-        if sending is None:
-            self.start(device)
-        else:
             try:
-                sending.send()
-                self.start(device)
+                if sending is not None:
+                    sending.send()
+                if self.programs:
+                    self.kernel[(self.programs,)](**args, **self.options)
             finally:
-                sending.join()
+                if sending is not None:
+                    sending.join()
         if meet is not None:
             meet()
 
     def start(self, device: torch.device) -> None:
-        """Start it, if there is anything to do."""
+        """Start a kernel that belongs to no call, if there is anything to do."""
         if not self.programs:
             return
-        with _on(device):
+        with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
             self.kernel[(self.programs,)](**self.args, **self.options)
 
 
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a launch depends on of its operands' memory, beside their addresses: by this prepared launches are kept."""
+    found = []
+    for t in tensors:
+        found.append(None if t is None else (t.shape, t.stride(), t.data_ptr() % 16 == 0))
+    return tuple(found)
+
+
+_NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 
 def machine_for(view: Any, x: Tensor) -> Machine:

@@ -51,7 +51,7 @@ def move_matmul(
     with comm.workspace.call(signature, nbytes) as call:
         rows, *products = launch.moe_matmul.dispatch_matmul(
             call.kernel_view(), comm.rank, x, order // at.top_k, weights, offsets, unpacked(plan.words, at), at,
-            signature.hash32(), act, keep, precision=fp32_precision(),
+            signature.hash32, act, keep, precision=fp32_precision(),
         )  # fmt: skip
     of_rows = x.new_empty(0) if scalars is None else _of_rows(comm, scalars, plan, at)
     return [rows, of_rows, *products]
@@ -76,7 +76,7 @@ def _dispatch(comm: Communicator, x: Tensor, slots_per_row: int, plan: Plan, at:
             plan.orders,
             unpacked(plan.words, at),
             at,
-            signature.hash32(),
+            signature.hash32,
         )
 
 
@@ -97,7 +97,7 @@ def collect(
             weights,
             unpacked(plan.words, at),
             at,
-            signature.hash32(),
+            signature.hash32,
         )
 
 
@@ -120,7 +120,7 @@ def multiply_and_collect(
         tables=int(precision == "tf32"),
     )  # fmt: skip
     nbytes = launch.moe.combine_bytes(max(at.sizes), at.top_k, n, dtype)
-    where, sig = homes(plan.table, at), signature.hash32()
+    where, sig = homes(plan.table, at), signature.hash32
     with comm.workspace.call(signature, nbytes) as call:
         return launch.moe_matmul_combine.matmul_combine(
             call.kernel_view(), comm.rank, hs, experts, offsets, where, choices.to(torch.int32), weights,
