@@ -116,6 +116,26 @@ def test_the_model_adds_the_routers_losses_once_a_step():
         assert torch.allclose(part - dense, (full - rest) / 2, rtol=1e-12)
 
 
+def test_the_router_loss_of_a_microbatch_is_weighed_by_the_labels_that_count():
+    """2 and 5 of 7 labels: adding and removing the router loss rounds twice, weighing it a few times more."""
+    config = ModelConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        moe=MoEConfig(num_experts=4, top_k=2, hidden=6, balance_loss=1.0, z_loss=0.1),
+        dtype="float64", param_dtype="float64",
+    )  # fmt: skip
+    model = init_(CausalLM(config), 0, std=0.5)
+    ids = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 1:4] = -100
+    for row, count in enumerate((2, 5)):
+        one = slice(row, row + 1)
+        out = model.train()(ids[one], labels[one], num_labels=7)
+        tokens_alone = model.eval()(ids[one], labels[one], num_labels=7).loss
+        router_losses = sum(sum(routing.losses.values()) for routing in out.routings)
+        error = (out.loss - tokens_alone - router_losses * count / 7).abs()
+        assert error <= 8 * torch.finfo(torch.float64).eps * out.loss
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
