@@ -216,7 +216,7 @@ class CausalLM(nn.Module):
         # A rank's gradient is its tokens' part of a loss that is of all ranks: a mean of them would be too small.
         total = total.detach() + (total - total.detach()) * self.data_parallel
         if num_labels is not None:
-            total = total * ((labels != ignore_index).sum() / num_labels)
+            total = total * ((labels != ignore_index).sum(dtype=total.dtype) / num_labels)
         return loss + total
 
     def _takes_pieces(self, layout: TokenLayout) -> bool:

@@ -6,10 +6,11 @@ torch's clipping, on the same parameters (seed, name) and batches (seed, step).
 Note [What rounding may cause]
 Both runs compute the same sums in another order, and training carries the difference on: how far, depends on the
 model, the learning rate and the step. So it is measured. The reference runs a second time, shaken: before every step
-each parameter is multiplied by 1 + 2 u or 1 - 2 u at random, a unit in the last place, u being the unit roundoff of
-the working precision. A matmul that rounds is an exact one of slightly changed weights, so this is a run with other
-roundings and nothing else different. With s(t) its difference from the reference, the parallel run may differ from
-the reference in step t by
+each parameter is multiplied by 1 + d or 1 - d at random, d being the unit roundoff u of the working precision (half a
+unit in the last place, the most that a rounding changes), but at least 2^-23, since parameters are fp32 and move by
+whole units. A matmul that rounds is an exact one of slightly changed weights, so this is a run with other roundings and
+nothing else different. With s(t) its difference from the reference, the parallel run may differ from the reference in
+step t by
 
     u + sqrt(n k) v + 4 max(s(0), ..., s(t))        relative, for the loss and for the gradient's norm
 
@@ -41,7 +42,8 @@ from fusedtp.train.loop import backward
 from fusedtp.train.optim import adamw, set_learning_rate
 from fusedtp.train.world import World
 
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+ROUNDOFF = {"fp32": torch.finfo(torch.float32).eps / 2, "bf16": torch.finfo(torch.bfloat16).eps / 2}
+SHAKE = {dtype: max(unit, torch.finfo(torch.float32).eps) for dtype, unit in ROUNDOFF.items()}
 SPREAD, LARGEST = 4.0, 0.05
 QUANTITIES = ("loss", "grad_norm")
 Numbers = dict[str, float]  # of a step: its quantities
@@ -135,7 +137,7 @@ def reference_steps(
 ) -> list[Numbers]:
     """Loss and gradient norm of the first steps, trained in this process alone.
 
-    shaken   change every parameter by a unit in the last place before every step
+    shaken   change every parameter by what a rounding may change, before every step
     """
     data, options = config.data, config.optim
     batches = Batches(
@@ -153,7 +155,7 @@ def reference_steps(
     records = []
     for step in range(steps):
         if shaken:
-            shake_(model, 2 * ROUNDOFF[config.run.dtype], generator)
+            shake_(model, SHAKE[config.run.dtype], generator)
         set_learning_rate(optimizer, options, step)
         loss = backward(model, batches, step, load)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)

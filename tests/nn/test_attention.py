@@ -87,6 +87,29 @@ def test_no_mask_is_built_where_none_is_needed() -> None:
     assert wide.is_causal and wide.dense is None
 
 
+@pytest.mark.parametrize("use_flex", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_windows_at_both_ends_of_their_range_show_the_keys_of_the_definition(
+    length: int, causal: bool, use_flex: bool
+) -> None:
+    """Windows of 1, S - 1, S and S + 1 keys; the two largest hide nothing, so they need no mask."""
+    places = torch.arange(length)
+    for window in sorted({1, max(1, length - 1), length, length + 1}):
+        mask = attention_mask(TokenLayout(1, length), causal, window, CPU, use_flex=use_flex)
+        assert (mask.dense is None and mask.blocks is None) == (window >= length), window
+        if mask.dense is not None:
+            got = mask.dense[0, 0]
+        elif mask.blocks is not None:
+            zero = torch.zeros((), dtype=torch.int64)
+            got = mask.blocks.mask_mod(zero, zero, places[:, None], places[None, :])
+        else:
+            got = torch.ones(length, length, dtype=torch.bool)
+            got = got.tril() if mask.is_causal else got
+        want = [[formulas.seen(i, j, causal, window, None) for j in range(length)] for i in range(length)]
+        assert got.tolist() == want, window
+
+
 def module(case: dict, **changes: object) -> Attention:
     config = ModelConfig(
         hidden_size=5,

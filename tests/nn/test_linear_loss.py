@@ -136,6 +136,27 @@ def test_a_16_bit_weight_s_gradient_is_summed_over_pieces_in_fp32():
     )
 
 
+@pytest.mark.parametrize("rows", [7, 1031, 5000], ids=lambda rows: f"{rows} rows a piece")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_bias_s_gradient_is_rounded_once_after_all_rows(dtype, rows):
+    """Equal logits of four columns: entries of dlogits are 1/4 or -3/4, which no dtype rounds.
+
+    So sums of rows are exact in fp32, and one rounding of the whole sum is all that 16 bits may lose. Rows are sorted
+    by label: sums of pieces are large and have more digits than 16 bits, and they cancel.
+    """
+    vocab = 4
+    labels = torch.arange(vocab).repeat_interleave(1031)
+    labels[::100] = IGNORED
+    tokens = len(labels)
+    x, weight = torch.zeros(tokens, 2, dtype=dtype), torch.zeros(vocab, 2, dtype=dtype)
+    bias = torch.zeros(vocab, dtype=dtype, requires_grad=True)
+    limit = rows * vocab * x.element_size()
+    linear_cross_entropy(x, weight, labels, bias=bias, num_labels=1, max_logits_bytes=limit).backward()
+    counted = labels[labels != IGNORED]
+    exact = (0.25 - F.one_hot(counted, vocab).double()).sum(0)
+    assert torch.equal(bias.grad, exact.to(dtype)), f"{bias.grad.tolist()}, wanted {exact.tolist()}"
+
+
 def test_without_gradients_none_is_made():
     at = draw(6, 5, 4, 1)
     with torch.no_grad(), Largest() as largest:

@@ -1,11 +1,16 @@
 """The mixture of experts on one process against a loop over tokens and choices."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fusedtp
+from fusedtp.comm import VirtualWorld
 from fusedtp.nn import CausalLM, ModelConfig, MoE, MoEConfig, TokenLayout, init_
 from fusedtp.nn.experts import Experts
 from fusedtp.nn.layout import Collected
@@ -69,6 +74,35 @@ def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, 
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(5,), (4, 0, 3), (1, 1), (0, 0)])
+@pytest.mark.parametrize("room", [0.125, 0.5, 1.0, 1.625])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_room_is_rounded_up_to_whole_rows(sizes, room, top_k):
+    """The room of a rank is ceil(room T k / W) rows, and at least one, on every rank alike."""
+    tokens, ranks = sum(sizes), len(sizes)
+    want = max(1, math.ceil(Fraction(room) * tokens * top_k / ranks))
+
+    def bound_of(group) -> int:
+        rank = group.rank()
+        experts = Experts(4, 3, 6, room=room, on_overflow="rounds")
+        fusedtp.parallelize(experts, group, plan={"": fusedtp.FusedExperts(sizes=sizes)})
+        ids = torch.arange(top_k).expand(sizes[rank], top_k)
+        experts(torch.ones(sizes[rank], 4), ids, torch.ones(sizes[rank], top_k))
+        return experts.used.bound
+
+    assert VirtualWorld(ranks).run(bound_of) == [want] * ranks
+
+
+def test_rows_that_fill_the_rounded_room_do_not_overflow():
+    """Three rows in a room of 0.9 of three, which is three."""
+    experts = Experts(4, 3, 2, room=0.9)
+    x, ids = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64)
+    assert experts(x, ids, torch.ones(3, 1)).shape == (3, 4)
+    experts.room = 0.6
+    with pytest.raises(ValueError, match="has room for max_rows = 2"):
+        experts(x, ids, torch.ones(3, 1))
+
+
 def test_a_layer_is_router_experts_and_the_shared_expert():
     moe = init_(MoE(6, 5, 4, 2, shared=3, normalize=True, balance_loss=0.5), 0, std=0.5)
     x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
@@ -114,6 +148,26 @@ def test_the_model_adds_the_routers_losses_once_a_step():
     own = [model.eval()(ids[i : i + 1], ids[i : i + 1]).loss for i in range(2)]
     for part, dense, full, rest in zip(parts, plain, alone, own, strict=True):
         assert torch.allclose(part - dense, (full - rest) / 2, rtol=1e-12)
+
+
+def test_the_router_loss_of_a_microbatch_is_weighed_by_the_labels_that_count():
+    """2 and 5 of 7 labels: adding and removing the router loss rounds twice, weighing it a few times more."""
+    config = ModelConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        moe=MoEConfig(num_experts=4, top_k=2, hidden=6, balance_loss=1.0, z_loss=0.1),
+        dtype="float64", param_dtype="float64",
+    )  # fmt: skip
+    model = init_(CausalLM(config), 0, std=0.5)
+    ids = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 1:4] = -100
+    for row, count in enumerate((2, 5)):
+        one = slice(row, row + 1)
+        out = model.train()(ids[one], labels[one], num_labels=7)
+        tokens_alone = model.eval()(ids[one], labels[one], num_labels=7).loss
+        router_losses = sum(sum(routing.losses.values()) for routing in out.routings)
+        error = (out.loss - tokens_alone - router_losses * count / 7).abs()
+        assert error <= 8 * torch.finfo(torch.float64).eps * out.loss
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,17 @@ def test_jitter_is_within_its_range_and_the_same_for_any_split(sizes, step):
     assert torch.equal(noise.eval()._logits(torch.ones(2, 6), None), torch.ones(2, 6))
 
 
+def test_evaluation_has_no_jitter_although_a_dropout_state_is_set():
+    weight, x = randn(6, 4, seed=1), randn(9, 4)
+    layout = TokenLayout(1, 9, dropout=dropout_state(3, 1))
+    plain = router_of(weight, num_experts=6, top_k=2)(x, layout)
+    jittered = router_of(weight, num_experts=6, top_k=2, jitter=0.25)
+    assert not torch.equal(jittered(x, layout).weights, plain.weights)
+    evaluated = jittered.eval()(x, layout)
+    assert torch.equal(evaluated.expert_ids, plain.expert_ids)
+    assert torch.equal(evaluated.weights, plain.weights)
+
+
 def test_evaluation_makes_no_losses():
     router = Router(4, 6, 2, **LOSSES).eval()
     assert router(torch.randn(3, 4)).losses == {}

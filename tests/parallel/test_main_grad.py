@@ -1,7 +1,7 @@
 """A parameter with `main_grad` gets its gradient there, in fp32, and None in `.grad`, in every kind of layer.
 
 The law: after two backward passes main_grad is 0.5 + 2 * dw, where dw = dy.T @ x of the 16-bit data, in fp64. It is
-off by no more than fp32 sums are, 2**-24 a term; dw rounded to bf16 would be off by 2**-9.
+off by no more than fp32 sums are, 2**-24 a term; dw rounded to bf16 would be off by up to 2**-8.
 """
 
 import pytest

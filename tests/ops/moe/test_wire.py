@@ -59,6 +59,20 @@ def test_no_element_is_off_by_more_than_a_sixteenth_of_its_blocks_largest(shape,
             assert largest < 2**-117 or 224 <= held.abs().max() <= 448, "no smaller scale would do"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_grows_only_above_448_times_itself(dtype):
+    """Blocks of largest magnitude 448 * 2**p, of the numbers next to it, and of 224 * 2**p and the next one."""
+    powers = torch.arange(-8, 8)
+    at = 2.0**powers
+    step = torch.finfo(dtype).eps * 2**8  # from 256 to 512, numbers of the dtype are so far apart
+    for largest, times in (
+        (448.0, 1), (448.0 + step, 2), (448.0 - step, 1), (224.0, 0.5), (224.0 + step / 2, 1)
+    ):  # fmt: skip
+        x = torch.stack([largest * at, -at, -largest * at], 1).to(dtype)
+        assert torch.equal(x[:, 0].double(), largest * at.double()), "the dtype holds the boundary"
+        assert torch.equal(pack(x)[:, 3:].clone().view(torch.float32)[:, 0], times * at), largest
+
+
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.sampled_from([1, 129, 300]), dtypes, st.integers(0, 2**32))
 def test_what_is_not_finite_is_seen_and_touches_nothing_else(tokens, width, dtype, seed):
