@@ -41,8 +41,8 @@ lint-kernels: venv ## compile every kernel for every target in every variant: ru
 mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found
 	$(BIN)/fusedtp check --mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)
 
-test: venv ## run every test that this machine can run
-	$(BIN)/python -m pytest $(ARGS)
+test: venv ## run every test that this machine can run, a process a core; ARGS="-n 0" for one process
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 # In a venv of its own, see below. ARGS and TESTS apply; this Triton's interpreter fails on numpy 2.4.
 test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and lint with the oldest Triton, 3.6.0

@@ -26,6 +26,8 @@ COLUMNS = (
     "note",
 )
 
+ABOVE_ROOF = " !"  # after a share that cannot be
+
 
 def cells(row: Row) -> list[str]:
     """One row, as COLUMNS."""
@@ -39,7 +41,7 @@ def cells(row: Row) -> list[str]:
         "" if row.seconds is None else str(row.seconds),
         number(rate / 1e12 if rate is not None and flops else None, ".4g"),
         number(rate / 1e9 if rate is not None and not flops else None, ".4g"),
-        number(row.roof_share, ".0%"),
+        number(row.roof_share, ".0%") + (ABOVE_ROOF if row.above_roof else ""),
         number(row.hidden_share, ".0%"),
         number(row.over_slower, ".3f"),
         number(row.overhead, ".3f"),
@@ -75,6 +77,13 @@ def show(about: Mapping[str, Any], roofs: Mapping[str, Mapping[str, float]], row
         lines = [cells(row) for row in group]
         used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
         table(title, [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines])
+    for row in rows:
+        if row.above_roof:
+            slow = "" if row.flops is None else f", or torch.matmul is slow here in {row.dtype}"
+            print(
+                f"note: {row.key}: {row.roof_share:.0%} of the roof, marked{ABOVE_ROOF}: "
+                f"the roof's sample was disturbed by other load{slow}; measure again"
+            )
 
 
 def table(title: str, header: list[str], lines: list[list[str]], wide: Sequence[str] = ("note",)) -> None:

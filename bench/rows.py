@@ -67,6 +67,12 @@ class Row:
         return None if self.rate is None or not self.roof else self.rate / self.roof
 
     @property
+    def above_roof(self) -> bool:
+        """Whether the table would show more than 100 % of the roof. Then the roof is wrong: its sample was disturbed by
+        other load, or torch.matmul is slow here in this dtype."""
+        return self.roof_share is not None and round(100 * self.roof_share) > 100
+
+    @property
     def hidden_share(self) -> float | None:
         if self.seconds is None or self.t_comm is None or self.t_matmul is None:
             return None
@@ -106,6 +112,7 @@ class Row:
             "gbps": rate / 1e9 if rate is not None and self.flops is None else None,
             "roof": self.roof,
             "roof_share": self.roof_share,
+            "above_roof": self.above_roof,
             "t_comm": self.t_comm,
             "t_matmul": self.t_matmul,
             "hidden_share": self.hidden_share,

@@ -12,6 +12,8 @@ settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+GPU_TESTS = ("tests/gpu/", "tests/nn/test_gpu.py")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Under `-n` each process has a core's worth of threads, as ranks have."""
@@ -34,10 +36,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under `-n`, a file's tests run in one process, in order: they share worlds, compiled kernels and fixtures."""
+    """Under `-n`, a file's tests run in one process, in order: they share worlds, compiled kernels and fixtures.
+
+    The files of GPU tests have one process together: they share the GPU.
+    """
     if config.getvalue("dist") != "load":  # asked for another way
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "gpu" if file.startswith(GPU_TESTS) else file
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)

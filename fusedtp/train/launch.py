@@ -11,13 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import sys
+import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+)
 
 from fusedtp.ops.engines import interpreting
 from fusedtp.train import text
@@ -31,6 +38,7 @@ from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = ("metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard")
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
+LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 
 def main(argv: list[str]) -> int:
@@ -145,19 +153,55 @@ def launch(argv: list[str], ranks: int) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", "fusedtp", "train", *argv]
-    try:
-        torchrun.run(torchrun.parse_args(command))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message = failure.error_file_data.get("message", failure.message)
-        message = message.get("message", message) if isinstance(message, dict) else message
-        report([f"rank {rank}, exit code {failure.exitcode}: {message}"])
-        return FAILED
-    except (KeyboardInterrupt, SignalException):
-        report(["ended by a signal; torchrun has ended the ranks"])
-        return INTERRUPTED
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:
+        where = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--tee=2"]  # stderr
+        try:
+            torchrun.run(torchrun.parse_args([*where, "-m", "fusedtp", "train", *argv]))
+        except ChildFailedError as error:
+            report([describe_failure(error.failures, Path(logs))])
+            return FAILED
+        except (KeyboardInterrupt, SignalException):
+            report(["ended by a signal; torchrun has ended the ranks"])
+            return INTERRUPTED
     return 0
+
+
+def describe_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> str:
+    """The rank that failed first, how it ended, and its error.
+
+    failures   of ranks, in the order in which torchrun saw them end
+    A rank that is killed records no error. Its peers may record theirs before torchrun sees it; those that do not
+    notice are ended by torchrun's SIGTERM.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        ended_by_torchrun = failure.exitcode == -signal.SIGTERM and rank != next(iter(failures))
+        return ended_by_torchrun, _recorded(failure) is not None, failure.timestamp
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    killed = failure.exitcode < 0
+    end = f"killed by {failure.signal_name()}" if killed else f"exit code {failure.exitcode}"
+    if (message := _recorded(failure)) is not None:
+        return f"rank {rank}, {end}: {message}"
+    lines = [
+        line
+        for path in logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log")
+        for line in path.read_text(errors="replace").splitlines()
+    ]
+    if not lines:
+        return f"rank {rank}, {end}; it wrote nothing to stderr"
+    return "\n    ".join([f"rank {rank}, {end}; the last lines of its stderr:", *lines[-LAST_LINES:]])
+
+
+def _recorded(failure: ProcessFailure) -> str | None:
+    """The message of the exception that a rank recorded (run_rank); None where it died without one."""
+    if not Path(failure.error_file).is_file():
+        return None
+    message = failure.error_file_data["message"]
+    return str(message["message"] if isinstance(message, dict) else message)
 
 
 def report(faults: list[str]) -> None:

@@ -220,6 +220,28 @@ def test_a_row_has_a_cell_for_each_column() -> None:
     }  # fmt: skip
 
 
+def test_a_share_above_the_roof_is_marked_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate of 4: 100 % of the first two roofs as the table shows it, more of the next two; then no roof, no time."""
+    rows = [replace(ROW, engine=f"e{i}", roof=roof) for i, roof in enumerate((4.0, 3.99, 3.9, 2.0, None))]
+    rows[3] = replace(rows[3], flops=None, moved_bytes=8.0)
+    untimed = replace(ROW, engine="e5", roof=1.0, seconds=None)
+    output.show({}, {}, [*rows, untimed])
+    told = capsys.readouterr().out
+    shares = [dict(zip(output.COLUMNS, output.cells(row), strict=True))["roof"] for row in [*rows, untimed]]
+    assert shares == ["100%", "100%", "103% !", "200% !", "", ""]
+    assert "103% !" in told
+    assert [line for line in told.splitlines() if line.startswith("note: ")] == [
+        f"note: s T=8 float32 onex1 | {engine}: {share} of the roof, marked !: "
+        f"the roof's sample was disturbed by other load{slow}; measure again"
+        for engine, share, slow in (
+            ("e2", "103%", ", or torch.matmul is slow here in float32"),
+            ("e3", "200%", ""),
+        )
+    ]
+    marked = [row.as_dict()["above_roof"] for row in [*rows, untimed]]
+    assert marked == [False, False, True, True, False, False]
+
+
 def test_nvidia_smi_is_asked_for_the_gpu_and_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""Law: a backward split in an input pass and a weight pass communicates no more than a whole one.
+"""Laws: a backward split in an input pass and a weight pass communicates no more than a whole one, and a dy that is
+changed between the two counts as it is in each.
 
 torch's zero-bubble pipeline schedules run backward in these two passes; Note [Split backward] in ops/autograd.py.
 """
@@ -51,3 +52,26 @@ def test_each_pass_communicates_once_and_gradients_are_those_of_a_whole_backward
         assert seen["equal"] == [True] * 4
         assert seen["input"] == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
         assert seen["weight"] == {"all_gather_wgrad": 1}  # the row-parallel wgrad is local
+
+
+def _dw_of_a_changed_dy(group: object) -> list[bool]:
+    """dw of a weight pass with dy as it was in the input pass, and with dy changed in place since then."""
+    comm = communicator(group)
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = torch.randint(-2, 3, (3 * comm.world_size, 4), generator=generator).float().requires_grad_()
+    w = torch.randint(-2, 3, (5, 4), generator=generator).float().requires_grad_()
+    dys = [torch.full((3, 5), rank + 1.0) for rank in range(comm.world_size)]
+    y = matmul_reduce_scatter(x, w, group)
+    found = []
+    for factor in (1, 3):
+        dy = dys[comm.rank].clone()
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+        dy.mul_(factor)
+        (dw,) = torch.autograd.grad(y, w, dy, retain_graph=True)
+        found.append(torch.equal(dw, factor * torch.cat(dys).t() @ x.detach()))
+    return found
+
+
+def test_a_dy_changed_between_the_passes_counts_as_it_is_in_the_weight_pass():
+    """Small integers, so no sum rounds."""
+    assert VirtualWorld(3).run(_dw_of_a_changed_dy) == [[True, True]] * 3

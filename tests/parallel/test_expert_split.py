@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
 from fusedtp.comm import PeerFailed, VirtualGroup, communicator
@@ -163,8 +164,13 @@ def test_main_grad(way: str):
     world(4).run(accumulated, WAYS[way])
 
 
-def across(rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, options: dict) -> None:
-    """dp x tp ranks, experts on ep of them: loss, gradients, norm and three AdamW steps of the plain model."""
+def across(
+    rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, options: dict, rows: int = 2
+) -> None:
+    """dp x tp ranks, experts on ep of them: loss, gradients, norm and three AdamW steps of the plain model.
+
+    rows   of five tokens each, of a data-parallel rank
+    """
     mesh, flat = meshes("cpu", dp, tp, ep)
     dp_mesh, outer = (flat["dp"], mesh["outer"]) if flat else (mesh["dp"], None)
     plain = make(moe=moe)
@@ -176,10 +182,11 @@ def across(rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, op
     parallel.balance_group, parallel.data_parallel = communicator(everyone).name, dp
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1.0) for m in (plain, parallel)]
     for step in range(3):
-        ids, labels = batch(2 * dp, 5, seed=step)
+        ids, labels = batch(rows * dp, 5, seed=step)
         labels.fill_(3)  # as many labels on every rank
-        half = slice(2 * dp_mesh.get_local_rank(), 2 * dp_mesh.get_local_rank() + 2)
-        want, got = plain(ids, labels).loss, parallel(ids[half], labels[half]).loss
+        first = rows * dp_mesh.get_local_rank()
+        own = slice(first, first + rows)
+        want, got = plain(ids, labels).loss, parallel(ids[own], labels[own]).loss
         want.backward()
         got.backward()
         total = got.detach().clone()
@@ -226,6 +233,12 @@ def test_experts_across_data_parallel_ranks(case: str, four):
     four.run(across, dp, tp, ep, replace(SMALL, capacity=1.5), split, {})
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_uneven_tokens_with_experts_across_data_parallel_ranks(nodes: int, four):
+    """Five tokens are three and two on the ranks of each data-parallel rank."""
+    four.run(across, 2, 2, 4, replace(SMALL, capacity=1.5), {"nodes": nodes}, {}, 1)
+
+
 def test_experts_across_data_parallel_ranks_without_sequence_parallelism(four):
     four.run(across, 2, 2, 4, SMALL, {}, {"sequence_parallel": False})
 
@@ -238,7 +251,7 @@ def refuse(group) -> list[str]:
         (4, 10, ExpertSplit(replicas=3)),
         (4, 1, ExpertSplit(tensor_parallel=2)),
         (4, 10, ExpertSplit(nodes=3)),
-        (4, 10, ExpertSplit(dist.device_mesh.DeviceMesh("cpu", [1, 0]))),
+        (4, 10, ExpertSplit(DeviceMesh("cpu", [1, 0]))),
     ):
         with pytest.raises(ValueError) as raised:
             make_pair(
@@ -258,6 +271,21 @@ def test_what_cannot_be_shared_is_refused_before_anything_changes():
             assert "experts of 1 features leave one of 2 ranks without any" in narrow
             assert "2 ranks are not as many of each of 3 nodes" in nodes
             assert "[1, 0] of the experts' mesh hold those of the model's, [0, 1], not one after" in order
+
+
+def test_groups_that_do_not_lie_whole_in_the_mesh_of_experts_are_refused():
+    def mesh(*ranks: int) -> DeviceMesh:
+        return DeviceMesh("cpu", list(ranks), _init_backend=False, _rank=0)
+
+    whole = ExpertSplit(mesh(0, 1, 2, 3, 4, 5))
+    for ranks in ((0, 1), (2, 3), (4, 5), (0, 1, 2), (3, 4, 5)):
+        whole.check(mesh(*ranks))
+    for ranks in ((1, 2), (3, 4), (1, 2, 3), (0, 2), (5, 6)):
+        with pytest.raises(ValueError, match="not one after another") as raised:
+            whole.check(mesh(*ranks))
+        assert f"[0, 1, 2, 3, 4, 5] of the experts' mesh hold those of the model's, {list(ranks)}" in str(
+            raised.value
+        )
 
 
 def choose_one_too_many(group, split: ExpertSplit) -> str:

@@ -9,7 +9,8 @@ import torch
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
 from fusedtp.train.config import faults, layout, parse
 from fusedtp.train.experts import ExpertLoad, heat_map
-from fusedtp.train.world import World
+from fusedtp.train.world import World, meshes
+from tests.harness import pool
 from tests.train.test_run import TINY, command, summary_of
 
 EXPERTS = (
@@ -83,6 +84,27 @@ def test_the_most_that_was_used_of_the_experts_room_is_kept():
     room = {name: found[f"expert_{name}"] for name in ("rows_bound", "rows_used", "rounds")}
     assert room == {"rows_bound": 4, "rows_used": 10, "rounds": 3}, "of 5 tokens with two choices each"
     assert "expert_rounds" not in load.step(), "a step begins with nothing"
+
+
+def rooms(group) -> list[int]:
+    """The room of this rank alone, and of both: rank 1 has five tokens, rank 0 three."""
+    model = tiny_model(room=0.4, on_overflow="rounds")
+    routings = model(torch.zeros(1, 3 + 2 * group.rank(), dtype=torch.long)).routings
+    mesh, flat = meshes("cpu", 2, 1, 1)
+    found = []
+    for world in (World(), World(2, rank=group.rank(), mesh=mesh, flat=flat)):
+        load = ExpertLoad(model, world, rate=0.0)
+        load.add(routings)
+        step = load.step()
+        found.append([step[f"expert_{name}"] for name in ("rows_bound", "rows_used", "rounds")])
+    return found
+
+
+def test_the_room_of_a_step_is_the_most_that_any_rank_used():
+    with pool.World(2) as ranks:
+        (few, first), (many, second) = ranks.run(rooms)
+    assert few[1] < many[1], "rows that each rank used"
+    assert first == second == [max(pair) for pair in zip(few, many)]
 
 
 def test_a_model_without_experts_has_no_load():

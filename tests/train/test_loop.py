@@ -1,4 +1,4 @@
-"""The loop: a step that failed on the device updates no parameter."""
+"""The loop: a step that failed on the device updates no parameter; the validation loss is that of all ranks' text."""
 
 from dataclasses import dataclass, field
 
@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from fusedtp.comm import SignalTimeout
+from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.nn.init import init_
 from fusedtp.train import loop, text
 from fusedtp.train.build import build
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
+from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.metrics import Metrics
-from fusedtp.train.world import World
+from fusedtp.train.world import World, meshes
+from tests.harness import pool
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,40 @@ def test_a_failed_step_reaches_no_parameter(tmp_path, monkeypatch):
         loop.train(model, Batches(tokens, length=16, batch=2), config, world, Metrics(config, world))
     assert len(seen) == 3 and not any(map(torch.equal, seen[0], seen[1]))
     assert all(map(torch.equal, seen[2], model.parameters()))
+
+
+def small_model(dropout: float) -> CausalLM:
+    config = ModelConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        residual_dropout=dropout, embedding_dropout=dropout,
+    )  # fmt: skip
+    return init_(CausalLM(config), 0, std=0.3)
+
+
+def drawn_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [tuple(torch.randint(0, 11, (2, 2, 5), generator=generator)) for _ in range(3)]
+
+
+def test_validation_drops_nothing_and_training_goes_on():
+    with_dropout, without = small_model(0.5), small_model(0.0)
+    with_dropout.set_dropout(0, 0)
+    batches = drawn_batches(0)
+    assert validation_loss(with_dropout, batches, World()) == validation_loss(without, batches, World())
+    assert all(module.training for module in with_dropout.modules())
+
+
+def validate(group) -> tuple[float, float]:
+    """The validation loss in a world of two data-parallel ranks, and that of this rank's batches alone."""
+    mesh, flat = meshes("cpu", 2, 1, 1)
+    world = World(2, rank=group.rank(), mesh=mesh, flat=flat)
+    model, batches = small_model(0.0), drawn_batches(group.rank())
+    return validation_loss(model, batches, world), validation_loss(model, batches, World())
+
+
+def test_the_validation_loss_is_the_mean_over_the_data_parallel_ranks():
+    with pool.World(2) as ranks:
+        (first, alone_0), (second, alone_1) = ranks.run(validate)
+    assert alone_0 != alone_1
+    rounded = torch.tensor([alone_0, alone_1]).sum().item() / 2  # the sum in fp32, as it is reduced
+    assert first == second == rounded

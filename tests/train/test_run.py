@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fusedtp import cli
+from fusedtp.train import launch
 from fusedtp.train.config import parse
 from fusedtp.train.verify import rounding
 
@@ -43,9 +46,13 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, env=environment()
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment() | variables,
     )
 
 
@@ -201,6 +208,63 @@ def test_a_failing_rank_ends_the_job_with_its_message(corpus, tmp_path):
     assert "the disk of rank 1 is full" in done.stderr
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
     assert left == []
+
+
+LAST_WORDS = """
+import os, signal, sys
+if os.environ.get("RANK") == "1":
+    print("\\n".join(f"line {i}" for i in range(100)), file=sys.stderr, flush=True)
+"""
+ENDS = {
+    "os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL",
+    "os._exit(7)": "exit code 7",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_dies_is_named_with_its_exit_and_its_last_lines(corpus, tmp_path, end):
+    """Rank 1 ends as it starts, without an exception that it could hand on."""
+    (tmp_path / "sitecustomize.py").write_text(LAST_WORDS + f"    {end}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    where = ["--data", str(corpus), "--runs", str(tmp_path)]
+    (tmp_path / "temporary").mkdir()
+    found = command(
+        "-m",
+        "fusedtp",
+        "train",
+        *TINY,
+        "--tp",
+        "2",
+        *where,
+        PYTHONPATH=path,
+        TMPDIR=str(tmp_path / "temporary"),
+    )
+    assert found.returncode == 1
+    told = found.stderr[found.stderr.index("fusedtp train: error: ") :].splitlines()
+    assert told[0] == f"fusedtp train: error: rank 1, {ENDS[end]}; the last lines of its stderr:"
+    assert [line.strip() for line in told[1:]] == [f"line {i}" for i in range(100 - launch.LAST_LINES, 100)]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_the_rank_that_died_is_named_and_not_those_that_noticed(tmp_path):
+    """Of ranks that record an error: the first. One that died without a record comes before them, unless torchrun
+    ended it after another failed."""
+
+    def failure(rank: int, exitcode: int, recorded: int | None = None) -> ProcessFailure:
+        path = tmp_path / f"{rank}.json"
+        if recorded is not None:
+            told = {"message": f"error {rank}", "extraInfo": {"timestamp": str(recorded)}}
+            path.write_text(json.dumps({"message": told}))
+        return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=str(path))
+
+    raised, first = failure(0, 1, recorded=20), failure(1, 1, recorded=10)
+    killed, ended = failure(2, -signal.SIGKILL), failure(3, -signal.SIGTERM)
+    for failures, named in (
+        ({0: raised, 1: first, 3: ended}, "rank 1, exit code 1: error 1"),
+        ({0: raised, 2: killed, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
+        ({3: ended, 0: raised}, "rank 3, killed by SIGTERM; it wrote nothing to stderr"),
+    ):
+        assert launch.describe_failure(failures, tmp_path) == named
 
 
 def _read(path: Path) -> bytes:
