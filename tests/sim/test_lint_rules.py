@@ -12,9 +12,14 @@ import pytest
 pytest.importorskip("triton")
 
 from fusedtp.sim import lint
+from fusedtp.sim.lint import widths
+from fusedtp.sim.lint.cases import OWN, own_cases
 from fusedtp.sim.lint.compiler import Compiled
+from fusedtp.sim.lint.facts import Facts
 
 pytestmark = pytest.mark.slow
+COMMUNICATING = [name for name in OWN if name.startswith(("all_gather_", "matmul_reduce", "moe_"))]
+COMMUNICATING += ["one_shot_kernel", "two_shot_kernel"]
 PATH = str(Path(__file__).with_name("lint_kernels.py"))
 POINTERS = {"w": "*fp16", "y": "*fp16", "table": "*i64", "flags": "*i64"}
 
@@ -39,6 +44,7 @@ def exchange(
         options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options,
         aligned=("x", "w", "y", "table", "flags", "K"),
         shared=(),
+        aligned_rows=True,
     )
 
 
@@ -162,6 +168,30 @@ def test_the_launches_of_a_simulator_s_case_are_compiled(using):
     assert broken(report) == {"system-scope"} and len(report.findings) == 1
     (report,) = lint.check_case(replace(right, launch="wrong_among_programs"), using=using)
     assert broken(report) == {"system-scope", "block-scope"} and len(report.findings) == 2
+
+
+def test_a_hint_before_the_cast_to_a_pointer_is_lost(using):
+    case = exchange("sm_90", "hint before the cast")
+    (report,) = lint.check_case(case, using=using)
+    assert broken(report) == {"vector-width"}
+    (finding,) = report.findings
+    assert "2 bytes at a time" in finding.message and finding.line.startswith("st.global")
+    assert "tl.store(out" in Path(PATH).read_text().splitlines()[finding.frames[0][1] - 1]
+    (report,) = lint.check_case(replace(case, aligned_rows=False), using=using)
+    assert not broken(report), "rows that may begin anywhere move element by element"
+
+
+def test_the_width_of_every_move_between_ranks_is_read(using):
+    """Of each kernel that communicates, loads and stores both; narrower instructions are found at each of them."""
+    for case in own_cases(COMMUNICATING, ["sm_90"], ["bf16"]):
+        made = compiled(case, using)
+        ops = widths.exchanged(Facts(made))
+        assert {"st" if op.name == "tt.store" else "ld" for op in ops} == {"st", "ld"}, case.key
+        assert not list(widths.vector_width.check(made, Facts(made))), case.key
+        narrowed = re.sub(r"((?:ld|st)\.global)\.v4", r"\1", made.files["ptx"]).replace(", 0x10, ", ", 0x4, ")
+        narrow = replace(made, files={**made.files, "ptx": narrowed})
+        found = list(widths.vector_width.check(narrow, Facts(narrow)))
+        assert {finding.frames for finding in found} == {op.frames for op in ops}, case.key
 
 
 def test_the_best_matrix_unit_is_wanted(using):
