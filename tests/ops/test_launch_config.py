@@ -9,13 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.ops.launch import moe
+from fusedtp.ops.launch import moe, scatter
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.gather import even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned_entries import REGISTERS
 from fusedtp.ops.moe.plan import Exchange
 from fusedtp.sim.lint import TARGETS
+from fusedtp.sim.lint.plans import _view
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,6 +29,21 @@ def test_only_cuda_is_told_of_registers(dtype):
             for even in (True, False)
         ]
         assert all(("maxnreg" in each) == (machine.clock == "cuda") for each in options), machine
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_large_two_shot_all_reduce_takes_the_tiles_of_the_whole_product(target):
+    """A rank multiplies the rows of all owners, so the tiles of 8192 rows fill the machine, not those of its 1024."""
+    machine, world_size, rows, n = TARGETS[target].machine, 8, 8192, 4096
+    x, weight = (torch.empty(extent, 16, dtype=torch.bfloat16, device="meta") for extent in (rows, n))
+    launch, _y = scatter.plan_two_shot(
+        _view(world_size), 1, world_size, x, weight, None, 12345, None, machine
+    )
+    whole = tiles(machine, torch.bfloat16, rows, n)
+    tile = launch.config.block_m, launch.config.block_n, launch.config.num_stages
+    assert tile == (whole.block_m, whole.block_n, whole.num_stages)
+    if target in ("sm_90", "sm_100"):
+        assert tile == (128, 256, 3)
 
 
 def test_columns_are_evened_with_zeros_and_only_where_they_must_be():

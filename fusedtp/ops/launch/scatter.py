@@ -227,7 +227,16 @@ def plan_two_shot(
 
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
-    config = config or reduction(machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size)
+    config = config or reduction(
+        machine,
+        x.dtype,
+        each,
+        n,
+        flags,
+        kernel="two_shot",
+        world_size=world_size,
+        owners=world_size,
+    )
     y = x.new_empty(total, n)
     collectors = config.other_programs
     args = dict(
