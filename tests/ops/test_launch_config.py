@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.ops.launch import moe, scatter
+from fusedtp.ops.launch import gather, moe, scatter
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.gather import even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned_entries import REGISTERS
 from fusedtp.ops.moe.plan import Exchange
+from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
 from fusedtp.sim.lint.plans import _view
 
@@ -44,6 +45,27 @@ def test_a_large_two_shot_all_reduce_takes_the_tiles_of_the_whole_product(target
     assert tile == (whole.block_m, whole.block_n, whole.num_stages)
     if target in ("sm_90", "sm_100"):
         assert tile == (128, 256, 3)
+
+
+@pytest.mark.parametrize("programs", [4, 16, 132])
+def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
+    """The lint's rule of occupancy asks for no more. On a GPU that ranks share, all programs of a rank fit its part."""
+    rows, w, n = Rows((1024,) * 8), 8, 4096
+    x, full = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (1024, 8192))
+    weight, view = torch.empty(n, 64, dtype=torch.bfloat16, device="meta"), _view(w)
+    machine = replace(TARGETS["sm_90"].machine, programs=programs)
+    for shared in (False, True):
+        machine = replace(machine, shared_gpu=shared)
+        end = (12345, None, machine)
+        gathered = gather.plan_matmul(view, 1, w, x, [weight], [None], rows, 12345, False, None, machine)[0]
+        assert gathered.programs == programs
+        for launch in (
+            scatter.plan_reduce_scatter(view, 1, w, full, weight, None, rows, *end)[0],
+            scatter.plan_one_shot(view, 1, w, x[:16], weight, None, *end)[0],
+            scatter.plan_two_shot(view, 1, w, full, weight, None, *end)[0],
+        ):
+            resident = launch.programs if shared else launch.config.send_programs
+            assert resident <= programs, launch.kernel
 
 
 def test_columns_are_evened_with_zeros_and_only_where_they_must_be():

@@ -239,6 +239,8 @@ def plan_two_shot(
     )
     y = x.new_empty(total, n)
     collectors = config.other_programs
+    if machine.shared_gpu:  # all programs of a rank fit its part, see reduce_programs
+        config = replace(config, send_programs=max(1, config.send_programs - collectors))
     args = dict(
         peers=peers_of(view, rank, world_size, sig, machine.clock),
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
