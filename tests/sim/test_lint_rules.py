@@ -207,9 +207,30 @@ def test_the_best_matrix_unit_is_wanted(using):
 
 def test_too_large_a_kernel_is_told(using):
     (report,) = lint.check_case(exchange("sm_80", num_stages=8), using=using)
-    assert broken(report) == {"shared-memory"} and report.occupancy == 0
+    assert broken(report) == {"shared-memory", "occupancy"} and report.occupancy == 0
     (report,) = lint.check_case(exchange("sm_80", m=128, n=64, num_warps=1), using=using)
     assert broken(report) == {"spills"} and report.spills > 0
+
+
+def test_a_program_that_does_not_fit_a_multiprocessor_is_told(using):
+    """8 warps may have 255 registers a thread, 16 warps may not."""
+    made = compiled(exchange("sm_90"), using)
+    most = replace(made, usage=re.sub(r"REG:\d+", "REG:255", made.usage))
+    assert not broken(lint.judge(most)) and lint.judge(most).occupancy == 1
+    report = lint.judge(replace(most, num_warps=16))
+    assert broken(report) == {"occupancy"} and report.occupancy == 0
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_one_register_in_memory_is_a_spill(using, target):
+    made = compiled(exchange(target), using)
+    if target == "sm_90":
+        spilt = replace(made, usage=made.usage + "/*0a10*/ STL [R1], R4 ;\n")
+    else:
+        listing = made.files["amdgcn"].replace(".vgpr_spill_count: 0", ".vgpr_spill_count: 1")
+        spilt = replace(made, files={**made.files, "amdgcn": listing})
+    report = lint.judge(spilt)
+    assert broken(report) == {"spills"} and report.spills == 1
 
 
 def test_one_stage_is_no_pipeline(using):

@@ -160,7 +160,7 @@ class CompileCase:
 
     kernel   name of the function
     target   a name of targets.TARGETS
-    config   what tells this case from others of the kernel; with kernel and target it is the key of the baseline
+    config   what tells this case from others of the kernel; with kernel and target it names the report
     variant  of the library's own kernels: the call to plan for
     path     of a kernel of somebody else's: the file that defines it
     launch   of such a file: the case (or a function that makes one) whose launches are compiled; or else

@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     resources.tensor_core,
     resources.spills,
     resources.shared_memory,
+    resources.occupancy,
     widths.vector_width,
 )
 
