@@ -35,7 +35,7 @@ train-moe: venv ## train a small mixture of experts on two ranks, and check it a
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)
 
-lint-kernels: venv ## compile every kernel for every target in every variant: rules, and figures of the baseline
+lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules
 	$(BIN)/python -m fusedtp.sim.lint $(ARGS)
 
 mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found

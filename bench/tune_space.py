@@ -80,7 +80,7 @@ class Job:
             return dict(chunk=chunk, send_programs=senders)
         flags = FLAGS_PER_SOURCE // (2 if self.kernel == "two_shot" else 1) - 1
         if "chunk" in tuned_entries.KERNELS[self.kernel].sets:
-            owners = self.ranks if self.kernel == "matmul_reduce_scatter" else 1
+            owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
         elif self.kernel == "matmul":
             config = local_config(machine, dtype, "ieee", at["rows"], at["cols"], at["k"])

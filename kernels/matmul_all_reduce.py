@@ -127,6 +127,13 @@ def one_shot_kernel(
                     tl.store(y + at, narrow(acc, element), mask=mask)
 
 
+@inline
+def sums_at(peers, rank, result_at, ELEMENT: tl.constexpr):
+    """Where a rank's slot holds the sums of all owners. A hint of alignment before the cast would be lost."""
+    out = (signals.slot(peers, rank) + result_at).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(out, 16)
+
+
 @triton.jit(do_not_specialize=["group", "send_programs", "reduce_programs"])
 def two_shot_kernel(
     peers,
@@ -206,8 +213,7 @@ def two_shot_kernel(
                     )
                     tl.store(y + wide(offset) * N + at, value, mask=mask)
                     for step in range(1, world):
-                        out = signals.slot(peers, (rank + step) % world) + result_at
-                        out = tl.multiple_of(out, 16).to(tl.pointer_type(element)) + wide(offset) * N
+                        out = sums_at(peers, (rank + step) % world, result_at, element) + wide(offset) * N
                         tl.store(out + at, value, mask=mask)
                 signals.leave_link(peers, due)
             for step in range(1, world):
@@ -215,8 +221,7 @@ def two_shot_kernel(
     else:
         start = pid - send_programs - reduce_programs
         programs = tl.num_programs(0) - send_programs - reduce_programs
-        result = signals.slot(peers, rank) + result_at
-        result = tl.multiple_of(result, 16).to(tl.pointer_type(element))
+        result = sums_at(peers, rank, result_at, element)
         for step in range(1, world):
             owner = (rank - step + world) % world
             size, offset = shard(sizes, owner, world)

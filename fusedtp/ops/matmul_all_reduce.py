@@ -11,6 +11,7 @@ saved    x and the weight
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -223,8 +224,12 @@ def prepare_two_shot(
 
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
-    config = config or reduction(machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size)
+    config = config or reduction(
+        machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size, owners=world_size
+    )
     collectors = config.other_programs
+    if machine.shared_gpu:  # all programs of a rank fit its part, see reduce_programs
+        config = replace(config, send_programs=max(1, config.send_programs - collectors))
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
         **matmul_args(x, weight, config),

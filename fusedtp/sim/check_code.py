@@ -19,7 +19,6 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
     Raises UserError for a kernel that the compiler refuses.
     """
     from .lint import TARGETS, CompileCase, CompileError, check, check_cases, table
-    from .lint.baseline import compare
     from .lint.cases import OWN
 
     names = {name for each in found for name in each.kernels if not each.of_a_file}
@@ -38,15 +37,14 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
 
     try:
         reports = check(own, done=done) if own else []
-        changes = compare(reports) if own else []
         reports += check_cases(cases, done=done) if cases else []
     except CompileError as error:
         raise UserError(f"{error}\n") from None
     reports = list(
         dict.fromkeys(reports)
     )  # ranks and calls whose arguments specialise otherwise to the same code
-    words = [*_by_finding(reports), *(f"worse than the baseline: {each}" for each in changes if each.worse)]
-    return not words, [table(reports, changes), *words]
+    words = _by_finding(reports)
+    return not words, [table(reports), *words]
 
 
 def mutants(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import log2
 from pathlib import Path
@@ -18,10 +18,11 @@ from fusedtp.bench import trial, tune, tune_run
 from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
 from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
 from fusedtp.comm import communicator
-from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.ops.launch import plan_two_shot, tuned, tuned_entries
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.sim.lint import TARGETS
+from fusedtp.sim.lint.plans import _view
 from tests.ops.tables import H200, tables_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:kernels run in their default configuration")
@@ -36,6 +37,14 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(
         kernel, draw(st.sampled_from(tuned_entries.DTYPES)), ranks, *draw(st.tuples(SIZES, SIZES, SIZES))
     )
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_the_default_of_a_two_shot_all_reduce_is_what_the_launcher_takes(target):
+    job, machine = Job("two_shot", "bfloat16", 8, 8192, 4096, 64), TARGETS[target].machine
+    x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (8192, 4096))
+    launched = plan_two_shot(_view(8), 1, 8, x, weight, None, 12345, None, machine)[0].config
+    assert job.default(machine).items() <= asdict(launched).items()
 
 
 @settings(max_examples=60)

@@ -9,13 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch import moe
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.operands import even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned_entries import REGISTERS
+from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.moe.plan import Exchange
+from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
+from fusedtp.sim.lint.plans import _view
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,6 +33,42 @@ def test_only_cuda_is_told_of_registers(dtype):
             for even in (True, False)
         ]
         assert all(("maxnreg" in each) == (machine.clock == "cuda") for each in options), machine
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_large_two_shot_all_reduce_takes_the_tiles_of_the_whole_product(target):
+    """A rank multiplies the rows of all owners, so the tiles of 8192 rows fill the machine, not those of its 1024."""
+    machine, world_size, rows, n = TARGETS[target].machine, 8, 8192, 4096
+    x, weight = (torch.empty(extent, 16, dtype=torch.bfloat16, device="meta") for extent in (rows, n))
+    launch, _y = plan_two_shot(_view(world_size), 1, world_size, x, weight, None, 12345, None, machine)
+    whole = tiles(machine, torch.bfloat16, rows, n)
+    tile = launch.config.block_m, launch.config.block_n, launch.config.num_stages
+    assert tile == (whole.block_m, whole.block_n, whole.num_stages)
+    if target in ("sm_90", "sm_100"):
+        assert tile == (128, 256, 3)
+
+
+@pytest.mark.parametrize("programs", [4, 16, 132])
+def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
+    """The lint's rule of occupancy asks for no more. On a GPU that ranks share, all programs of a rank fit its part."""
+    rows, w, n = Rows((1024,) * 8), 8, 4096
+    x, full = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (1024, 8192))
+    weight, view = torch.empty(n, 64, dtype=torch.bfloat16, device="meta"), _view(w)
+    machine = replace(TARGETS["sm_90"].machine, programs=programs)
+    for shared in (False, True):
+        machine = replace(machine, shared_gpu=shared)
+        end = (12345, None, machine)
+        gathered = plan_all_gather_matmul(view, 1, w, x, [weight], [None], rows, 12345, False, None, machine)[
+            0
+        ]
+        assert gathered.programs == programs
+        for launch in (
+            plan_matmul_reduce_scatter(view, 1, w, full, weight, None, rows, *end)[0],
+            plan_one_shot(view, 1, w, x[:16], weight, None, *end)[0],
+            plan_two_shot(view, 1, w, full, weight, None, *end)[0],
+        ):
+            resident = launch.programs if shared else launch.config.send_programs
+            assert resident <= programs, launch.kernel
 
 
 def test_columns_are_evened_with_zeros_and_only_where_they_must_be():

@@ -68,7 +68,11 @@ def exchange(
     rows = tl.arange(0, M)[:, None]
     columns = tl.arange(0, N)[None, :]
     ks = tl.arange(0, BLOCK_K)
-    out = tl.multiple_of(tl.load(table + rank + 1).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    address = tl.load(table + rank + 1)
+    if FAULT == "hint before the cast":
+        out = tl.multiple_of(address, 16).to(tl.pointer_type(x.dtype.element_ty))
+    else:
+        out = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
     for k in range(0, K, BLOCK_K):
         at = rows * K + k + ks[None, :]
         tl.store(out + at, tl.load(x + at))

@@ -12,9 +12,14 @@ import pytest
 pytest.importorskip("triton")
 
 from fusedtp.sim import lint
+from fusedtp.sim.lint import widths
+from fusedtp.sim.lint.cases import OWN, own_cases
 from fusedtp.sim.lint.compiler import Compiled
+from fusedtp.sim.lint.facts import Facts
 
 pytestmark = pytest.mark.slow
+COMMUNICATING = [name for name in OWN if name.startswith(("all_gather_", "matmul_reduce", "moe_"))]
+COMMUNICATING += ["one_shot_kernel", "two_shot_kernel"]
 PATH = str(Path(__file__).with_name("lint_kernels.py"))
 POINTERS = {"w": "*fp16", "y": "*fp16", "table": "*i64", "flags": "*i64"}
 
@@ -39,6 +44,7 @@ def exchange(
         options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options,
         aligned=("x", "w", "y", "table", "flags", "K"),
         shared=(),
+        aligned_rows=True,
     )
 
 
@@ -164,6 +170,30 @@ def test_the_launches_of_a_simulator_s_case_are_compiled(using):
     assert broken(report) == {"system-scope", "block-scope"} and len(report.findings) == 2
 
 
+def test_a_hint_before_the_cast_to_a_pointer_is_lost(using):
+    case = exchange("sm_90", "hint before the cast")
+    (report,) = lint.check_case(case, using=using)
+    assert broken(report) == {"vector-width"}
+    (finding,) = report.findings
+    assert "2 bytes at a time" in finding.message and finding.line.startswith("st.global")
+    assert "tl.store(out" in Path(PATH).read_text().splitlines()[finding.frames[0][1] - 1]
+    (report,) = lint.check_case(replace(case, aligned_rows=False), using=using)
+    assert not broken(report), "rows that may begin anywhere move element by element"
+
+
+def test_the_width_of_every_move_between_ranks_is_read(using):
+    """Of each kernel that communicates, loads and stores both; narrower instructions are found at each of them."""
+    for case in own_cases(COMMUNICATING, ["sm_90"], ["bf16"]):
+        made = compiled(case, using)
+        ops = widths.exchanged(Facts(made))
+        assert {"st" if op.name == "tt.store" else "ld" for op in ops} == {"st", "ld"}, case.key
+        assert not list(widths.vector_width.check(made, Facts(made))), case.key
+        narrowed = re.sub(r"((?:ld|st)\.global)\.v4", r"\1", made.files["ptx"]).replace(", 0x10, ", ", 0x4, ")
+        narrow = replace(made, files={**made.files, "ptx": narrowed})
+        found = list(widths.vector_width.check(narrow, Facts(narrow)))
+        assert {finding.frames for finding in found} == {op.frames for op in ops}, case.key
+
+
 def test_the_best_matrix_unit_is_wanted(using):
     made = compiled(exchange("sm_80"), using)
     assert not broken(lint.judge(made))
@@ -177,9 +207,30 @@ def test_the_best_matrix_unit_is_wanted(using):
 
 def test_too_large_a_kernel_is_told(using):
     (report,) = lint.check_case(exchange("sm_80", num_stages=8), using=using)
-    assert broken(report) == {"shared-memory"} and report.occupancy == 0
+    assert broken(report) == {"shared-memory", "occupancy"} and report.occupancy == 0
     (report,) = lint.check_case(exchange("sm_80", m=128, n=64, num_warps=1), using=using)
     assert broken(report) == {"spills"} and report.spills > 0
+
+
+def test_a_program_that_does_not_fit_a_multiprocessor_is_told(using):
+    """8 warps may have 255 registers a thread, 16 warps may not."""
+    made = compiled(exchange("sm_90"), using)
+    most = replace(made, usage=re.sub(r"REG:\d+", "REG:255", made.usage))
+    assert not broken(lint.judge(most)) and lint.judge(most).occupancy == 1
+    report = lint.judge(replace(most, num_warps=16))
+    assert broken(report) == {"occupancy"} and report.occupancy == 0
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_one_register_in_memory_is_a_spill(using, target):
+    made = compiled(exchange(target), using)
+    if target == "sm_90":
+        spilt = replace(made, usage=made.usage + "/*0a10*/ STL [R1], R4 ;\n")
+    else:
+        listing = made.files["amdgcn"].replace(".vgpr_spill_count: 0", ".vgpr_spill_count: 1")
+        spilt = replace(made, files={**made.files, "amdgcn": listing})
+    report = lint.judge(spilt)
+    assert broken(report) == {"spills"} and report.spills == 1
 
 
 def test_one_stage_is_no_pipeline(using):

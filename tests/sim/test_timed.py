@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.ops.launch import plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
-from fusedtp.sim.timed import Engine
+from fusedtp.sim.lint.plans import _view
+from fusedtp.sim.timed import Engine, load_node
 from fusedtp.sim.timed.cases import ENGINE, GATHER, REDUCE, SCATTER, Problem
 from fusedtp.sim.timed.share import Share
 
@@ -58,6 +60,16 @@ def test_an_all_reduce_sends_what_its_shots_need(w: int, t: int, n: int, k: int)
         rows = problem.rows.sizes
         want = {(s, d): (rows[d] + rows[s]) * n * item for s in range(w) for d in range(w) if s != d}
     assert got.sent == {pair: nbytes for pair, nbytes in want.items() if nbytes}
+
+
+@pytest.mark.parametrize("tokens", [16, 8192])
+def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(tokens: int) -> None:
+    """16 tokens go in one shot, 8192 in two."""
+    n, w, node = 4096, 8, load_node("h100")
+    x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (tokens, n))
+    plan = plan_one_shot if tokens == 16 else plan_two_shot
+    launched = plan(_view(w), 1, w, x, weight, None, 12345, None, node.machine)[0].config
+    assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
 
 
 @pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])

@@ -8,11 +8,10 @@ Every rule is one function with its name, its reason and where that is from: `RU
 its own, so the caller may interpret. `python -m fusedtp.sim.lint` prints the table.
 """
 
-from .baseline import compare, missing, read, write
 from .cases import OWN, VARIANTS, CompileCase, Variant
 from .check import RULES, check, check_case, check_cases, judge
 from .compiler import CompileError, Compiler, compiler
-from .report import Change, Finding, Report, table
+from .report import Finding, Report, table
 from .rule import Rule
 from .targets import TARGETS, Target
 
@@ -21,7 +20,6 @@ __all__ = [
     "RULES",
     "TARGETS",
     "VARIANTS",
-    "Change",
     "CompileCase",
     "CompileError",
     "Compiler",
@@ -33,11 +31,7 @@ __all__ = [
     "check",
     "check_case",
     "check_cases",
-    "compare",
     "compiler",
     "judge",
-    "missing",
-    "read",
     "table",
-    "write",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import TARGETS, baseline, check, table
+from . import TARGETS, check, table
 from .cases import ARRIVING_VARIANTS, FUSED_VARIANTS, GROUPED_VARIANTS, LOCAL_VARIANTS, OWN
 
 
@@ -17,10 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--variant", action="append", choices=list(variants))
     parser.add_argument("--package", help="a folder in place of the package fusedtp.kernels")
     parser.add_argument("--python", help="an interpreter with another Triton")
-    parser.add_argument("--write-baseline", action="store_true", help="keep the figures as the new baseline")
     given = parser.parse_args(argv)
-    if given.write_baseline and (given.kernel or given.target or given.variant or given.package):
-        parser.error("a baseline is of all kernels, targets and variants")
 
     from rich.console import Console
 
@@ -29,19 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     reports = check(
         given.kernel, given.target, variants=given.variant, package=given.package, python=given.python
     )
-    if given.write_baseline:
-        baseline.write(reports)
-    changes = baseline.compare(reports)
-    console.print(table(reports, changes))
+    console.print(table(reports))
     for report in reports:
         for finding in report.findings:
             console.print(f"{report.key}  {finding}", markup=False, soft_wrap=True)
-    for key in baseline.missing(reports):
-        console.print(f"{key}  has no figures in the baseline", markup=False)
-    worse = [change for change in changes if change.worse]
-    for change in worse:
-        console.print(f"{change}", markup=False)
-    return int(bool(worse) or any(report.findings for report in reports))
+    return int(any(report.findings for report in reports))
 
 
 if __name__ == "__main__":

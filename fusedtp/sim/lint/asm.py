@@ -15,6 +15,7 @@ _LABEL = re.compile(r"^(\$?[.\w$]+):")
 _FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
 _LOC = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+\d+(.*)$")
 _INLINED = re.compile(r"inlined_at (\d+) (\d+)")
+_INLINE = re.compile(r"^// (begin|end) inline asm")
 _AT = re.compile(r"([^\s@\[]+):(\d+):\d+")
 
 
@@ -132,15 +133,22 @@ class _Files:
 
 
 def parse(text: str, dialect: Dialect) -> Listing:
-    """Read PTX or amdgcn. Instructions that stand in one line within inline assembly are told apart."""
+    """Read PTX or amdgcn. Instructions that stand in one line within inline assembly are told apart.
+
+    Inside inline assembly LLVM counts the `.loc` up line by line, so the one ahead of it holds for all of it.
+    """
     lines = text.splitlines()
     files = _Files(lines)
     frames: Frames = ()
+    inline = False
     blocks, labels, jumps = [Block()], {}, []
     for number, raw in enumerate(lines, 1):
         line = raw.strip()
+        if m := _INLINE.match(line):
+            inline = m[1] == "begin"
+            continue
         if line.startswith(".loc"):
-            frames = files.frames(line) or frames
+            frames = frames if inline else files.frames(line) or frames
             continue
         line = line.split(dialect.comment)[0].strip()
         if m := _LABEL.match(line):

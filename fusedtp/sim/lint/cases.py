@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fusedtp.ops.launch.config import VECTOR
+
 OWN = (
     "all_gather_matmul_kernel",
     "all_gather_wgrad_kernel",
@@ -74,6 +76,11 @@ class Variant:
     tma: bool = True
     batch: int = 1
     link: int | None = None
+
+    @property
+    def aligned_rows(self) -> bool:
+        """Whether the compiler knows of every row that it begins at a multiple of 16 bytes."""
+        return all(extent % VECTOR == 0 for extent in (*self.widths, self.k))
 
 
 # Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
@@ -153,7 +160,7 @@ class CompileCase:
 
     kernel   name of the function
     target   a name of targets.TARGETS
-    config   what tells this case from others of the kernel; with kernel and target it is the key of the baseline
+    config   what tells this case from others of the kernel; with kernel and target it names the report
     variant  of the library's own kernels: the call to plan for
     path     of a kernel of somebody else's: the file that defines it
     launch   of such a file: the case (or a function that makes one) whose launches are compiled; or else
@@ -161,6 +168,8 @@ class CompileCase:
     aligned  arguments that are multiples of 16
     shared   arguments that point to memory which another rank reads or writes while the kernel runs; None: all
              pointers. An address that the kernel reads from memory counts always.
+    aligned_rows   whether every row in memory that ranks share begins at a multiple of 16 bytes, and so moves 16 bytes
+             at a time
     """
 
     kernel: str
@@ -174,6 +183,7 @@ class CompileCase:
     options: dict[str, int] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     shared: tuple[str, ...] | None = None
+    aligned_rows: bool = False
 
     @property
     def key(self) -> str:
@@ -213,4 +223,5 @@ def own_cases(
             known = variants_of(kernel)
             for name in variants or known:
                 if name in known and target in (known[name].targets or targets):
-                    yield CompileCase(kernel, target, name, known[name], shared=())
+                    v = known[name]
+                    yield CompileCase(kernel, target, name, v, shared=(), aligned_rows=v.aligned_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from . import descriptors, ordering, resources
+from . import descriptors, ordering, resources, widths
 from .cases import CompileCase, own_cases
 from .compiler import Compiled, CompileError, Compiler, compiler
 from .facts import Facts
@@ -28,6 +28,8 @@ RULES: tuple[Rule, ...] = (
     resources.tensor_core,
     resources.spills,
     resources.shared_memory,
+    resources.occupancy,
+    widths.vector_width,
 )
 
 

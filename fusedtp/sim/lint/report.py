@@ -55,51 +55,14 @@ class Report:
     num_warps: int = 0
 
     @property
-    def figures(self) -> dict[str, int]:
-        """What a baseline holds."""
-        return {name: getattr(self, name) for name in FIGURES}
-
-    @property
     def broken(self) -> tuple[str, ...]:
         """Names of the rules it breaks."""
         return tuple(sorted({finding.rule for finding in self.findings}))
 
 
-FIGURES = ("registers", "spills", "shared_bytes", "occupancy")
-
-
-@dataclass(frozen=True)
-class Change:
-    """A figure that is not the baseline's. A rule is a figure too, 1 where it is broken.
-
-    `worse`: less occupancy, or more of anything else.
-    """
-
-    key: str
-    figure: str
-    was: int
-    now: int
-
-    @property
-    def worse(self) -> bool:
-        return self.now < self.was if self.figure == "occupancy" else self.now > self.was
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.figure} {self.was} -> {self.now}"
-
-
-def table(reports: Sequence[Report], changes: Sequence[Change] = ()) -> Any:
-    """The reports as a rich table; a figure that a baseline has otherwise shows both."""
+def table(reports: Sequence[Report]) -> Any:
+    """The reports as a rich table."""
     from rich.table import Table
-
-    was = {(change.key, change.figure): change for change in changes}
-
-    def shown(report: Report, figure: str) -> str:
-        change = was.get((report.key, figure))
-        now = str(getattr(report, figure))
-        if change is None:
-            return now
-        return f"[{'red' if change.worse else 'green'}]{change.was} -> {now}[/]"
 
     made = Table(title=f"Triton {', '.join(sorted({report.triton for report in reports}))}")
     for name in ("target", "kernel", "config"):
@@ -113,7 +76,10 @@ def table(reports: Sequence[Report], changes: Sequence[Change] = ()) -> Any:
             report.kernel,
             report.config,
             str(report.num_warps),
-            *(shown(report, figure) for figure in FIGURES),
+            str(report.registers),
+            str(report.spills),
+            str(report.shared_bytes),
+            str(report.occupancy),
             f"[red]{', '.join(report.broken)}[/]" if report.findings else "[green]ok[/]",
         )
     return made

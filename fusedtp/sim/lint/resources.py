@@ -76,6 +76,22 @@ def shared_memory(made: Compiled, facts: Facts) -> Iterator[Finding]:
 
 
 @rule(
+    "occupancy",
+    "A multiprocessor has registers and shared memory for one program or more. The grids of kernels that communicate "
+    "count on one program a multiprocessor, and no more: later programs start when earlier ones end.",
+    "fusedtp.ops.launch.config, gather_programs and reduce_programs; the occupancy of targets.Target",
+)
+def occupancy(made: Compiled, facts: Facts) -> Iterator[Finding]:
+    used = resources(made)
+    if not made.target.occupancy(used.registers, made.shared_bytes, made.num_warps, made.tensor_columns):
+        said = (
+            f"{used.registers} registers a thread, {made.num_warps} warps and {made.shared_bytes} bytes of shared "
+            f"memory: a multiprocessor of {made.target.name} holds no program"
+        )
+        yield Finding("occupancy", said)
+
+
+@rule(
     "tensor-core",
     "A product of 16-bit (or TF32) operands runs on the target's best matrix unit that the tile's shape allows: wgmma "
     "and tcgen05 take 64 rows or more, smaller tiles mma.sync. Full-precision fp32 (`ieee`) has no such unit, but "
