@@ -18,7 +18,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe check lint-kernels mutants test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ lint-kernels: venv ## compile every kernel for every target in every variant, an
 
 mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found
 	$(BIN)/fusedtp check --mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)
+
+faults: venv ## seed known faults into the library, see that its tests find each; ARGS=ops names an area
+	$(BIN)/python -m tests.faults.run --jobs 2 $(ARGS)
 
 test: venv ## run every test that this machine can run, a process a core; ARGS="-n 0" for one process
 	$(BIN)/python -m pytest -n auto $(ARGS)

@@ -136,18 +136,18 @@ def repeated(group, case: Case, times: int, delay: float, device: str = "cpu") -
 def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int, device: str = "cpu") -> None:
     """Many calls of mixed operations, shapes, engines on one workspace, each rank at its own pace.
 
-    Results are looked at again some calls later: they must not lie in memory that later calls write. A rank that
-    finds a fault goes on to the end, since its peers do.
+    Every drawn case is called, if there are no more of them than calls. Results are looked at again some calls later:
+    they must not lie in memory that later calls write. A rank that finds a fault goes on to the end, as its peers do.
     """
     shared, own = random.Random(seed), random.Random(100 * seed + group.rank())
     kept: deque[list[tuple[Tensor, Tensor]]] = deque(maxlen=5)
     faults = []
-    for number in range(calls):
+    order = (drawn + shared.choices(drawn, k=calls))[:calls]
+    shared.shuffle(order)
+    for number, case in enumerate(order):
         time.sleep(own.random() * delay)
         try:
-            got = compare(
-                shared.choice(drawn), group, device, poisoned=False
-            )  # poisoning would make ranks wait
+            got = compare(case, group, device, poisoned=False)  # poisoning would make ranks wait
             kept.append([(t, t.clone()) for t in got.values()])
             for then, copy in kept[0]:
                 assert_same("a result of five calls ago", then, copy)

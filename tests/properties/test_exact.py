@@ -13,6 +13,7 @@ from fusedtp.comm import VirtualWorld
 from tests.engines import TRITON
 from tests.harness import world
 from tests.properties.cases import Case
+from tests.properties.covering import COVERING, covered, on
 from tests.properties.laws import compare, exact
 from tests.properties.strategies import OPERATIONS, cases
 
@@ -24,15 +25,19 @@ TRITON_300 = pytest.param(
 
 
 @pytest.mark.parametrize("engine", ["collective", "chunked", "auto"])
+@covered(*COVERING)
 @settings(max_examples=200)
-@given(st.data())
-def test_equals_the_formula(engine, data):
-    case = data.draw(cases(engine=engine))
-    world(case.world_size).run(exact, case)
+@given(case=cases(engine="auto"))
+def test_equals_the_formula(engine, case):
+    world(case.world_size).run(exact, on(case, engine))
 
 
+THREADED = ("collective", "chunked")
+
+
+@covered(*(on(case, engine) for engine in THREADED for case in COVERING))
 @settings(max_examples=60)
-@given(st.sampled_from(["collective", "chunked"]).flatmap(lambda engine: cases(engine=engine)))
+@given(case=st.sampled_from(THREADED).flatmap(lambda engine: cases(engine=engine)))
 def test_equals_the_formula_between_threads(case):
     VirtualWorld(case.world_size).run(lambda group: compare(case, group))
 
@@ -41,8 +46,9 @@ def test_equals_the_formula_between_threads(case):
 SMALL = {"rows": 5, "width": 10, "features": 30}
 
 
+@covered(*(on(case, "triton") for case in COVERING))
 @settings(max_examples=40)
-@given(cases(engine="triton", world_sizes=(2, 3, 4), **SMALL))
+@given(case=cases(engine="triton", world_sizes=(2, 3, 4), **SMALL))
 def test_fused_kernels_equal_the_formula(case):
     pytest.importorskip("triton")
     world(case.world_size).run(exact, case)

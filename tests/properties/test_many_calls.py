@@ -7,8 +7,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.harness import world
+from tests.properties.cases import Case
+from tests.properties.covering import COVERING, on
 from tests.properties.laws import mixed
 from tests.properties.strategies import cases
+
+ENGINES = ("collective", "chunked")  # the kernels, which take seconds here, are among the drawn calls
+
+
+def always(size: int) -> list[Case]:
+    """Cases that are among the calls of a world of this size, whatever is drawn."""
+    return [on(case, engine) for engine in ENGINES for case in COVERING if case.world_size == size]
 
 
 @pytest.mark.slow
@@ -20,4 +29,6 @@ def test_200_calls_with_ranks_delayed_at_random(size, data):
     small = {"rows": 6, "width": 12, "features": 40}
     one = st.sampled_from(engines).flatmap(lambda engine: cases(engine=engine, world_sizes=(size,), **small))
     drawn = data.draw(st.lists(one, min_size=12, max_size=20))
-    world(size).run(mixed, drawn, 200, 0.002, data.draw(st.integers(0, 999)), fresh=True, timeout=200)
+    world(size).run(
+        mixed, always(size) + drawn, 200, 0.002, data.draw(st.integers(0, 999)), fresh=True, timeout=200
+    )

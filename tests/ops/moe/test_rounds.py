@@ -1,11 +1,11 @@
 """An exchange in rounds is the exchange without a bound, bit for bit, and its experts never see more rows than M."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +13,7 @@ import fusedtp
 from fusedtp.comm import VirtualWorld
 from tests.harness import PerRank, WorldError, world
 from tests.ops.moe.laws import Case, build, mine
-from tests.ops.moe.test_exchange import cases
+from tests.ops.moe.test_exchange import FULL, cases
 from tests.properties.laws import assert_same, poison
 
 
@@ -111,6 +111,15 @@ def equals_the_unbounded(group, room: Room) -> None:
     )
 
 
+def also_full(law):
+    """The same by each engine, in several rounds; entries that do and do not round."""
+    for engine in ("chunked", "collective"):
+        for i, case in enumerate(FULL):
+            law = example(Room(replace(case, engine=engine), 4, i % 2 == 0))(law)
+    return law
+
+
+@also_full
 @settings(max_examples=40)
 @given(rooms())
 def test_rounds_equal_no_bound(room):

@@ -1,0 +1,265 @@
+"""Which engine is chosen, in every combination of device, workspace, Triton, dtype, rows and table; needs no GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedtp.ops import crossover, engines
+from fusedtp.ops.moe import exchange, grouped_engines
+from fusedtp.ops.rows import Rows
+
+FP32, FP64 = torch.float32, torch.float64
+DTYPES = (FP32, FP64, torch.float16, torch.bfloat16)
+NARROW = (FP32, torch.float16, torch.bfloat16)
+
+
+def group(
+    device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False
+) -> SimpleNamespace:
+    """What `choose` sees of a communicator."""
+    return SimpleNamespace(
+        world_size=size,
+        has_workspace=workspace,
+        fallback="" if workspace else "ranks on several hosts",
+        device=torch.device(device),
+        world=SimpleNamespace(shares_process=threads),
+    )
+
+
+@contextmanager
+def machine(
+    *,
+    triton: bool = True,
+    interprets: bool = False,
+    capability=(9, 0),
+    cuda: bool = True,
+    found=crossover.NOTHING,
+) -> Iterator[list[tuple]]:
+    """A machine that is not here. Yields what the crossover table was asked."""
+    asked: list[tuple] = []
+
+    def find(*key):
+        asked.append(key)
+        return found
+
+    patches = [
+        *(mock.patch.object(module, "has_triton", lambda: triton) for module in (engines, grouped_engines)),
+        *(
+            mock.patch.object(module, "interpreting", lambda: interprets)
+            for module in (engines, grouped_engines)
+        ),
+        *(
+            mock.patch.object(module, "runs_kernels", lambda _: triton)
+            for module in (exchange, grouped_engines)
+        ),
+        mock.patch.object(torch.version, "cuda", "13.0" if cuda else None),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
+        mock.patch.object(crossover, "find", find),
+        mock.patch.object(engines, "kind_of", lambda device: f"a {device.type}"),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield asked
+
+
+def choose(comm, engine: str = "auto", rows: int = 4096, dtype: torch.dtype = FP32) -> engines.Choice:
+    return engines.choose(comm, engine, Rows((rows // 2,) * 2), dtype, "all_gather_matmul", 64)
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_rank_is_local_whatever_was_asked_for(device, engine):
+    for dtype, workspace, triton in product(DTYPES, (True, False), (True, False)):
+        with machine(triton=triton), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            comm = group(device, size=1, workspace=workspace)
+            assert choose(comm, engine, dtype=dtype).engine == "local"
+            assert exchange.choose(comm, engine, dtype).engine == "local"
+            assert exchange.choose(None, engine, dtype).engine == "local"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unknown_engine_is_refused(size):
+    want = "engine is 'fast'; it must be one of auto, collective, chunked, triton"
+    with pytest.raises(ValueError, match=want):
+        choose(group(size=size), "fast")
+    with pytest.raises(ValueError, match=want):
+        exchange.choose(group(size=size), "fast", FP32)
+    for engine in ("fast", "collective"):
+        with pytest.raises(
+            ValueError, match=f"engine is '{engine}'; it must be one of auto, chunked, triton"
+        ):
+            grouped_engines.choose(engine, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engine_was_asked_for(
+    device, engine
+):
+    """fp64 and a machine without Triton change nothing: no kernel is run."""
+    for dtype, triton in product(DTYPES, (True, False)):
+        with machine(triton=triton), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got = choose(group(device, workspace=False), engine, dtype=dtype)
+        assert got == engines.Choice("collective", "no shared memory: ranks on several hosts")
+        assert [str(each.message) for each in told] == [
+            f"engine {engine!r} falls back to 'collective': no shared memory: ranks on several hosts"
+        ] * (engine in ("chunked", "triton"))
+        with machine(triton=triton):
+            assert exchange.choose(group(device, workspace=False), engine, dtype).engine == "collective"
+
+
+@pytest.mark.parametrize("engine", ["collective", "chunked"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_asked_for_runs_whatever_the_table_says(device, engine):
+    found = crossover.Found("triton", "measured", "copy")
+    for dtype, triton in product(DTYPES, (True, False)):
+        with machine(triton=triton, found=found):
+            assert choose(group(device), engine, dtype=dtype) == (engine, "asked for", "copy")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_auto_on_a_cpu_is_chunked_at_any_size(dtype):
+    for rows, triton, interprets, threads in product((0, 2048), *[(True, False)] * 3):
+        with machine(triton=triton, interprets=interprets):
+            comm = group(threads=threads)
+            assert choose(comm, rows=rows, dtype=dtype).engine == "chunked"
+            assert exchange.choose(comm, "auto", dtype).engine == "chunked"
+            assert grouped_engines.choose("auto", torch.ones(1, 1, dtype=dtype)) == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "here", "engine", "why"),
+    [
+        (2046, FP32, {}, "collective", "2046 rows, fewer than 2048 (no crossover table)"),
+        (2048, FP32, {}, "triton", "2048 rows, at least 2048 (no crossover table)"),
+        (2048, torch.bfloat16, {}, "triton", "2048 rows, at least 2048"),
+        (2048, torch.float16, {}, "triton", "2048 rows, at least 2048"),
+        (2048, FP64, {}, "chunked", "the Triton kernels have no fp64"),
+        (0, FP64, {}, "chunked", "the Triton kernels have no fp64"),
+        (2048, FP32, {"triton": False}, "chunked", "Triton is not installed"),
+        (0, FP32, {"triton": False}, "chunked", "Triton is not installed"),
+        (2048, FP32, {"capability": (8, 0)}, "triton", "2048 rows"),
+        (2048, FP32, {"capability": (7, 5)}, "chunked", "the Triton kernels need compute capability 8.0"),
+        (0, FP32, {"capability": (7, 5)}, "chunked", "the Triton kernels need compute capability 8.0"),
+        (
+            2048,
+            FP32,
+            {"capability": (7, 5), "cuda": False},
+            "triton",
+            "2048 rows",
+        ),  # ROCm's numbers are others
+    ],
+)
+def test_auto_on_a_gpu_without_a_table(rows, dtype, here, engine, why):
+    with machine(**here):
+        got = choose(group("cuda"), rows=rows, dtype=dtype)
+    assert got.engine == engine and got.reason.startswith(why) and got.transport == "programs"
+
+
+@pytest.mark.parametrize("measured", ["collective", "chunked", "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "here", "default"),
+    [
+        (FP32, {}, "triton"),
+        (FP64, {}, "chunked"),
+        (FP32, {"triton": False}, "chunked"),
+        (FP32, {"capability": (7, 5)}, "chunked"),
+    ],
+)
+def test_auto_takes_a_measured_engine_unless_it_is_a_kernel_that_cannot_run(measured, dtype, here, default):
+    found = crossover.Found(measured, "measured", "copy")
+    with machine(found=found, **here):
+        got = choose(group("cuda"), dtype=dtype)
+    if measured == "triton" and default == "chunked":
+        assert got.engine == "chunked" and "Triton" in got.reason and got.transport == "programs"
+    else:
+        assert got == tuple(found)
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+def test_the_table_is_asked_by_what_the_ranks_share(engine):
+    for dtype, threads in product(NARROW, (True, False)):
+        with machine() as asked:
+            choose(group("cuda", threads=threads), engine, rows=512, dtype=dtype)
+            ranks, name = ("virtual" if threads else "processes"), str(dtype).removeprefix("torch.")
+            key = crossover.Key("all_gather_matmul", name, 2, ranks)
+            assert asked == [("a cuda", key, 512, 64)]
+            engines.choose(group("cuda"), engine, Rows((2, 2)), dtype)  # a mover: no operation, no table
+            assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "here", "threads", "error"),
+    [
+        ("cuda", FP32, {}, False, None),
+        ("cuda", FP32, {}, True, None),
+        ("cuda", torch.float16, {}, False, None),
+        ("cuda", torch.bfloat16, {}, False, None),
+        ("cpu", FP32, {"interprets": True}, False, None),
+        ("cuda", FP64, {}, False, "takes fp32, fp16 and bf16, not torch.float64"),
+        ("cpu", FP64, {"interprets": True}, False, "takes fp32, fp16 and bf16, not torch.float64"),
+        ("cuda", FP32, {"triton": False}, False, "needs the triton package"),
+        ("cpu", FP32, {"triton": False, "interprets": True}, False, "needs the triton package"),
+        ("cpu", FP32, {}, False, "set TRITON_INTERPRET=1"),
+        ("cpu", FP32, {"interprets": True}, True, "runs one rank a process"),
+    ],
+)
+def test_triton_runs_where_it_can_and_says_why_where_it_cannot(device, dtype, here, threads, error):
+    comm = group(device, threads=threads)
+    operand = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
+    calls = {
+        "dense": lambda: choose(comm, "triton", dtype=dtype).engine,
+        "exchange": lambda: exchange.choose(comm, "triton", dtype).engine,
+        "grouped": lambda: grouped_engines.choose("triton", operand),
+    }
+    if threads:
+        calls.pop("grouped")  # knows no group
+    for name, call in calls.items():
+        with machine(**here):
+            if error is None:
+                assert call() == "triton", name
+            else:
+                with pytest.raises(ValueError, match=error):
+                    call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_experts_on_a_gpu_take_kernels_or_collectives(kernels, dtype):
+    """The exchange's chunked engine reads peers' memory on the host."""
+    operand = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
+    fused = kernels and dtype != FP64
+    with machine(triton=kernels):
+        assert exchange.choose(group("cuda"), "auto", dtype).engine == ("triton" if fused else "collective")
+        assert exchange.choose(group("cuda"), "collective", dtype).engine == "collective"
+        assert grouped_engines.choose("auto", operand) == ("triton" if fused else "chunked")
+        assert grouped_engines.choose("chunked", operand) == "chunked"
+        with pytest.raises(ValueError, match=r"engine 'chunked' of a mixture of experts.*CPU only"):
+            exchange.choose(group("cuda"), "chunked", dtype)
+
+
+def test_copies_that_are_asked_for_go_before_what_was_measured():
+    with machine(triton=True):
+        for engine, transport in (("triton", "programs"), (engines.BY_COPY, "copy")):
+            choice = engines.choose(group("cuda"), engine, Rows((8, 8)), FP32, "all_gather_matmul", 8)
+            assert (choice.engine, choice.transport) == ("triton", transport)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON", "y", "Yes", "0", "false", "", "no", None])
+def test_the_interpreter_is_what_the_environment_says(value, monkeypatch):
+    if value is None:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert engines.interpreting() == (value in ("1", "true", "ON", "y", "Yes"))
