@@ -20,14 +20,14 @@ SUITES = {
     "moe": "a layer of experts split over ranks, against all_to_all with torch",
     "all": "all of the above in one run",
 }
-COMMANDS = {  # name -> module with main(argv) -> exit code, help
+COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv begins with, help
     "tune": ("tune", "find the fastest configurations of the kernels on this GPU"),
     "crossover": ("crossover", "measure from how many tokens on fusion wins: the table of engine auto"),
     "compare": ("compare", "two results of one machine: exit code 1 where the second is slower"),
     "gpu": ("gpu", "GPU tests, then all suites in the virtual world, in nine minutes: make gpu"),
     "cpu": ("cpu", "operations and a training step on this machine's CPU: the README's table"),
     "sim": ("sim", "what simulating a kernel costs beside interpreting it"),
-    "timeline": ("timeline", "draw one call of each operation on CPU ranks"),
+    "timeline": ("cpu --timeline", "draw one call of each operation on CPU ranks"),
 }
 
 
@@ -55,8 +55,9 @@ def main(argv: Sequence[str]) -> int:
     name, rest = argv[0], list(argv[1:])
     before_cuda()
     if name in COMMANDS:
-        module = importlib.import_module(f"{__package__}.{COMMANDS[name][0]}")
-        code: int = module.main(rest)
+        module_name, *first = COMMANDS[name][0].split()
+        module = importlib.import_module(f"{__package__}.{module_name}")
+        code: int = module.main([*first, *rest])
         return code
     if name not in SUITES:
         print(f"fusedtp bench: unknown suite {name!r}\n\n{usage()}", file=sys.stderr)

@@ -9,7 +9,6 @@ late, by a quarter of its usual time.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
@@ -78,13 +77,6 @@ def record(rank: int, tokens: int, k: int, n: int) -> dict[str, list[Call]]:
         dist.all_gather_object(every, call)
         calls[operation] = every
     return calls
-
-
-def main(argv: Sequence[str]) -> int:
-    """fusedtp bench timeline."""
-    from . import cpu
-
-    return cpu.main(["--timeline", *argv])
 
 
 def draw(path: Path, calls: dict[str, list[Call]]) -> None:

@@ -16,83 +16,30 @@ from torch import Tensor
 
 from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
-from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.matmul_all_reduce import all_reduce_slot_bytes, plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, scatter_slot_bytes
-from fusedtp.ops.rows import Rows, split
+from fusedtp.ops.rows import split
 
 from . import exchange_cases
+from .call import TILE, Call
 from .case import Case, Launch, Run, Work, compare
 from .copies import beside_copies
 from .exchange_cases import Routed, routed
 from .faults import Mismatch
 from .worlds import SimulatedWorld, launches
 
-TILE = 16
 
-
-@dataclass(frozen=True)
-class Call:
-    """One operation.
-
-    sizes    rows of every rank, per batch entry (for an all-reduce only their sum counts)
-    widths   N of each weight (the scattered operations take the first)
-    k        columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r
-    chunk    rows (gather) or tiles (reduction) that one flag covers
-    programs (senders, others)
-    tile     rows and columns of one
-    copied   ranks whose rows travel by copies beside the kernel, of a gather
-    tma      what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
-    routing  of an exchange's tokens, one of exchange_cases.ROUTINGS
-    """
-
-    operation: str
-    sizes: tuple[int, ...]
-    widths: tuple[int, ...] = (17,)
-    k: int = 16
-    batch: int = 1
-    bias: bool = True
-    keep: bool = False
-    dtype: torch.dtype = torch.float32
-    chunk: int = 16
-    programs: tuple[int, int] = (1, 2)
-    tile: int = TILE
-    copied: tuple[int, ...] = ()
-    tma: bool = False
-    routing: str = "any"
-
-    def k_of(self, rank: int) -> int:
-        """Columns of x of a rank that has its own."""
-        return self.k + rank * (8 if self.tma else 1)
-
-    @property
-    def rows(self) -> Rows:
-        return Rows(self.sizes, self.batch)
-
-    @property
-    def config(self) -> Config:
-        senders, others = self.programs
-        return Config(
-            self.tile,
-            self.tile,
-            TILE,
-            send_programs=senders,
-            other_programs=others,
-            chunk=self.chunk,
-            tma=self.tma,
-        )
-
-    def slot_bytes(self) -> int:
-        """What the call needs in a slot."""
-        if self.operation in exchange_cases.OPERATIONS:
-            return exchange_cases.slot_bytes(self)
-        rows, n, w = self.rows, self.widths[0], len(self.sizes)
-        if self.operation in ("all_gather_matmul", "all_gather_wgrad"):
-            return gather_slot_bytes(rows, self.k, self.dtype)
-        if self.operation == "matmul_reduce_scatter":
-            return scatter_slot_bytes(rows, n, self.dtype)
-        return all_reduce_slot_bytes(rows.total, n, w, self.dtype, self.operation == "one_shot_all_reduce")
+def slot_bytes(call: Call) -> int:
+    """What the call needs in a slot."""
+    if call.operation in exchange_cases.OPERATIONS:
+        return exchange_cases.slot_bytes(call)
+    rows, n, w = call.rows, call.widths[0], len(call.sizes)
+    if call.operation in ("all_gather_matmul", "all_gather_wgrad"):
+        return gather_slot_bytes(rows, call.k, call.dtype)
+    if call.operation == "matmul_reduce_scatter":
+        return scatter_slot_bytes(rows, n, call.dtype)
+    return all_reduce_slot_bytes(rows.total, n, w, call.dtype, call.operation == "one_shot_all_reduce")
 
 
 @dataclass
@@ -205,7 +152,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, link: int | N
 
     def make() -> Run:
         flags = 1 + max(2 * _chunks(call) for call in calls)
-        world = SimulatedWorld(w, max(call.slot_bytes() for call in calls), flags, link)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, link)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):

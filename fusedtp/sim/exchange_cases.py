@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from fusedtp.ops.moe.layout import packed, unpacked
 from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
 from fusedtp.ops.moe.weigh import places_of
 
-if TYPE_CHECKING:
-    from .cases import Call
+from .call import Call
 
 OPERATIONS = ("moe_dispatch", "moe_combine", "moe_dispatch_matmul", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2

@@ -15,8 +15,9 @@ import torch
 
 from fusedtp.ops.rows import split
 
+from .call import Call
 from .case import Case, Mismatch, Run, compare
-from .cases import Call, Given, fused_case, operands
+from .cases import Given, fused_case, operands
 from .exchange_cases import EXPERTS, Routed, row_width
 
 NANOSECOND = 1_000_000  # femtoseconds, of a byte

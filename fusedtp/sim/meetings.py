@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .call import Call
 from .case import Case, Copy, Mismatch, Run, Work, compare
-from .cases import Call, Given, checker, issue, operands
+from .cases import Given, checker, issue, operands
 from .worlds import SimulatedWorld, meeting
 
 COLUMNS = 4

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fusedtp.ops.launch import Launch as Planned
 
+from .call import Call
 from .case import Case, Copy, Run, Work
-from .cases import Call, Given, Operands, checker, issue, operands, plan
+from .cases import Given, Operands, checker, issue, operands, plan, slot_bytes
 from .exchange_cases import ROUTINGS, Routed
 from .worlds import SimulatedWorld, launches
 
@@ -41,7 +42,7 @@ def replayed_case(
     every = [*captured, *(call for call in eager if call is not None)]
 
     def make() -> Run:
-        world = SimulatedWorld(w, max(call.slot_bytes() for call in every), FLAGS)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in every), FLAGS)
         work: list[list[Work]] = [[] for _ in range(w)]
         results: list[tuple[Given, list[dict[str, Tensor]]]] = []
         given = [operands(call, seed) for call in captured]

@@ -7,8 +7,9 @@ see Note [Two rotating buffers] in kernels/signals.py.
 
 from __future__ import annotations
 
+from .call import Call
 from .case import Case
-from .cases import Call, fused_case
+from .cases import fused_case
 
 
 def turns(world_size: int) -> list[Call]:

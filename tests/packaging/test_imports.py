@@ -137,3 +137,44 @@ def test_models_do_not_communicate_themselves() -> None:
         if name.startswith("torch.distributed")
     }
     assert wrong == set()
+
+
+def module_graph() -> dict[str, set[str]]:
+    """module -> the modules of ours that it imports, also inside functions and for types; a package by its init."""
+    files = {}
+    for layer in LAYERS:
+        for path in sources(layer):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts if parts[0] == "fusedtp" else ("fusedtp", *parts))
+            files[name.removesuffix(".__init__")] = path
+    graph = {}
+    for name, path in files.items():
+        found = set()
+        for imported in imports(path):
+            while imported and imported not in files:
+                imported = imported.rpartition(".")[0]
+            found.add(imported)
+        graph[name] = found - {"", name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that reach each other: what is left when whatever nothing left imports, or imports nothing left, goes."""
+    left = {name: set(to) for name, to in graph.items()}
+    while True:
+        imported = set().union(*left.values()) if left else set()
+        ends = {name for name, to in left.items() if not to & set(left) or name not in imported}
+        if not ends:
+            return [sorted(left)] if left else []
+        left = {name: to - ends for name, to in left.items() if name not in ends}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(module_graph()) == []
+
+
+def test_a_circle_would_be_seen() -> None:
+    straight = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert circles(straight) == []
+    assert circles(straight | {"c": {"a"}}) == [["a", "b", "c"]]
+    assert circles(straight | {"c": {"d"}, "d": {"e"}, "e": {"d"}}) == [["d", "e"]]

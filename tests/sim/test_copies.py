@@ -6,8 +6,9 @@ from unittest.mock import patch
 import pytest
 
 from fusedtp.sim import Case, Copy, Launch, Run, explore
+from fusedtp.sim.call import Call
 from fusedtp.sim.case import Await, Signal
-from fusedtp.sim.cases import Call, fused_case
+from fusedtp.sim.cases import fused_case
 from tests.sim.support import interpreted
 
 GATHERS = ["all_gather_matmul", "all_gather_wgrad"]

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.sim import Fault, Outcome, Run, Schedule, SimulationFault, explore, run_schedule
-from fusedtp.sim.cases import Call, fused_case, fused_cases, operands, plan
+from fusedtp.sim.call import Call
+from fusedtp.sim.cases import fused_case, fused_cases, operands, plan, slot_bytes
 from fusedtp.sim.explore import schedules as schedules_in_turn
 from fusedtp.sim.mutants.trials import schedules as out_of_step
 from fusedtp.sim.worlds import SimulatedWorld, launches
@@ -95,7 +96,7 @@ def test_any_calls_on_one_workspace_under_any_schedule(calls, schedule):
 def other_call(operation: str) -> Run:
     """Rank 1 gives another signature than ranks 0 and 2, everything else alike."""
     call = Call(operation, (16, 9, 5), chunk=16 if operation.startswith("all_gather") else 1)
-    world, given = SimulatedWorld(3, call.slot_bytes(), 64), operands(call, 0)
+    world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
     planned = [plan(call, given, world, rank, 7 + (rank == 1))[0] for rank in range(3)]
     work = [launches(each, world.epochs.tensors[rank]) for rank, each in enumerate(planned)]
     return Run(work, world.memory, lambda: (), world.recorded)

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 
 from fusedtp.sim import explore, replays
-from fusedtp.sim.cases import Call
+from fusedtp.sim.call import Call
 from fusedtp.sim.replays import exchange_cases, graph_cases, replayed_case
 from tests.sampling import examples
 from tests.sim.support import interpreted

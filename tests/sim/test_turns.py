@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.sim import Fault, Schedule, explore
-from fusedtp.sim.cases import Call
+from fusedtp.sim.call import Call
 from fusedtp.sim.exchange_cases import ROUTINGS
 from fusedtp.sim.turns import turns_case
 from tests.harness import world

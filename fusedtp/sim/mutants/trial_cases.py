@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import Call
 from ..case import Case, Copy, Mismatch, Run, Work, compare
-from ..cases import Call, fused_case, operands, plan
+from ..cases import fused_case, operands, plan, slot_bytes
 from ..worlds import SimulatedWorld, launches, meeting
 
 WORLD = 3
@@ -57,7 +58,7 @@ def idle(operation: str) -> Case:
 
     def make() -> Run:
         made = calls(operation)
-        world = SimulatedWorld(WORLD, max(call.slot_bytes() for call in made), FLAGS)
+        world = SimulatedWorld(WORLD, max(slot_bytes(call) for call in made), FLAGS)
         work: list[list[Work]] = [[] for _ in range(WORLD)]
         results: list[tuple[str, int, Tensor, Tensor]] = []
         for i, call in enumerate(made):
@@ -107,7 +108,7 @@ def late(call: Call) -> Case:
     """Rank 2 alone, while rank 1 has arrived in another call and rank 0 nowhere."""
 
     def make() -> Run:
-        world = SimulatedWorld(WORLD, call.slot_bytes(), FLAGS)
+        world = SimulatedWorld(WORLD, slot_bytes(call), FLAGS)
         signatures = [7, 8, 7]
         planned, _outs = plan(call, operands(call, 0), world, 2, signatures[2])
         world.flags.tensors[2][1, 0] = 1
@@ -126,7 +127,7 @@ def mixed(operation: str, parity: int) -> Case:
     first, _, last = calls(operation)
 
     def make() -> Run:
-        world = SimulatedWorld(WORLD, max(16, first.slot_bytes(), last.slot_bytes()), FLAGS)
+        world = SimulatedWorld(WORLD, max(16, slot_bytes(first), slot_bytes(last)), FLAGS)
         work: list[list[Work]] = [[] for _ in range(WORLD)]
         checks = []
         for i, call in enumerate((first, last)):
@@ -171,7 +172,7 @@ def no_rows(operation: str, copied: tuple[int, ...] = ()) -> Case:
 
 def _disagreeing(name: str, wanted: list[Call]) -> Case:
     def make() -> Run:
-        world = SimulatedWorld(len(wanted), max(call.slot_bytes() for call in wanted), FLAGS)
+        world = SimulatedWorld(len(wanted), max(slot_bytes(call) for call in wanted), FLAGS)
         work: list[list[Work]] = []
         signatures = [7 + (r == 1) for r in range(len(wanted))]
         for rank, call in enumerate(wanted):

@@ -31,8 +31,9 @@ from typing import Any
 
 from fusedtp.ops.rows import split
 
+from ..call import Call
 from ..case import Case
-from ..cases import Call, fused_case
+from ..cases import fused_case
 from ..exchange_cases import OPERATIONS as EXCHANGED
 from ..explore import Schedule
 from ..link_cases import held_case

@@ -1,0 +1,88 @@
+"""How long the road is from a public call to its kernel: files and functions of the library that a call enters.
+
+Counted on the second call, on all threads, with Triton's interpreter. Apart are kernels/ (device code) and sim/ (which
+makes the interpreter faster). Where a peer comes late the host waits in more ways than one, so of several calls the
+shortest counts.
+"""
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import fusedtp
+from tests.harness import world
+
+ROOT = Path(fusedtp.__file__).parents[1]
+APART = ("kernels", "sim", "tests")
+COLUMNS = 16  # of a weight: as wide as kernels like it
+TRIES = 5
+
+
+class Road:
+    """A profile function that keeps (file, line, function) of what is entered; `start` of them before the kernel."""
+
+    def __init__(self) -> None:
+        self.entered: dict[tuple[str, int, str], None] = {}
+        self.start: int | None = None
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(f"{ROOT}/"):
+            return
+        file = Path(code.co_filename).relative_to(ROOT)
+        if file.parts[0] not in ("fusedtp", "kernels"):
+            return
+        place = file.parts[file.parts[0] == "fusedtp"]
+        if place == "kernels" and self.start is None:
+            self.start = len(self.entered)
+        if place not in APART:
+            self.entered.setdefault((str(file), code.co_firstlineno, code.co_qualname))
+
+    def counts(self, until: int | None = None) -> tuple[int, int]:
+        """Files and functions, of all or of those before the kernel."""
+        functions = list(self.entered)[:until]
+        return len({file for file, _, _ in functions}), len(functions)
+
+
+def road(group: Any, engine: str, backward: bool) -> list[Road]:
+    x, w = torch.ones(2, 4, requires_grad=backward), torch.ones(COLUMNS, 4, requires_grad=backward)
+
+    def call() -> None:
+        (y,) = fusedtp.all_gather_matmul(x, [w], group, engine=engine)
+        if backward:
+            y.sum().backward()
+
+    call()
+    roads = []
+    for _ in range(TRIES):
+        seen = Road()
+        threading.setprofile(seen)
+        sys.setprofile(seen)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        roads.append(seen)
+    return roads
+
+
+def test_a_gather_reaches_its_kernel_through_at_most_8_files_and_35_functions():
+    pytest.importorskip("triton")
+    for roads in world(2).run(road, "triton", False):
+        shortest = min(roads, key=lambda seen: seen.counts(seen.start)[1])
+        files, functions = shortest.counts(shortest.start)
+        assert 0 < files <= 8 and 0 < functions <= 35, list(shortest.entered)[: shortest.start]
+
+
+def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
+    pytest.importorskip("triton")
+    for roads in world(2).run(road, "triton", True):
+        shortest = min(roads, key=lambda seen: seen.counts()[1])
+        files, functions = shortest.counts()
+        assert 0 < files <= 10 and 0 < functions <= 55, list(shortest.entered)
