@@ -219,6 +219,7 @@ op = Operation(
     "Tensor x, Tensor[] weights, Tensor?[] biases, bool keep",
     "Tensor[]",
     fake=_fake,
+    reference=reference,
     shared=lambda x, weights, biases, keep: Shared(x.dtype, x.shape[1], len(weights)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(

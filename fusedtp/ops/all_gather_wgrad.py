@@ -128,6 +128,7 @@ op = Operation(
     "Tensor x, Tensor[] dys, ScalarType dtype",
     "Tensor[]",
     fake=lambda spec, x, dys, dtype: [x.new_empty(dy.shape[1], x.shape[1], dtype=dtype) for dy in dys],
+    reference=reference,
     shared=lambda x, dys, dtype: Shared(x.dtype, x.shape[1], len(dys)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(

@@ -163,6 +163,7 @@ op = Operation(
     "Tensor x, Tensor weight, Tensor? bias",
     "Tensor",
     fake=lambda spec, x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    reference=reference,
     shared=lambda x, weight, bias: Shared(x.dtype, weight.shape[0], 1, int(bias is not None)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(

@@ -197,6 +197,7 @@ op = Operation(
     fake=lambda spec, xs, weights, bias: xs[0].new_empty(
         spec.batch * spec.sizes[spec.rank], weights[0].shape[0]
     ),
+    reference=reference,
     shared=lambda xs, weights, bias: Shared(xs[0].dtype, weights[0].shape[0], len(xs), int(bias is not None)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(

@@ -7,6 +7,7 @@ and its backward. It declares itself once:
         "matmul_reduce_scatter",
         "Tensor[] xs, Tensor[] weights, Tensor? bias", "Tensor",    operands and result in the words of torch's schemas
         fake=...,                                                   the result's shape, for torch.compile
+        reference=...,                                              the formula on one device: every test's oracle
         shared=...,                                                 what the ranks' signatures compare, see Shared
         engines=dict(local=..., collective=..., chunked=..., triton=...),
         slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
@@ -134,11 +135,13 @@ class Operation:
         returns: str,
         *,
         fake: Engine,
+        reference: Engine | None = None,
         shared: Callable[..., Shared],
         engines: dict[str, Engine],
         slot_bytes: dict[str, Callable[[Rows, Shared], int]],
     ) -> None:
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
+        self.reference = reference
         self.num_operands = operands.count(",") + 1
         LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}")
         LIBRARY.impl(name, self._from_graph, "CompositeExplicitAutograd")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,3 +120,15 @@ def test_the_training_steps_compute_the_same_and_are_timed() -> None:
 
 def test_a_machine_names_its_folder() -> None:
     assert slug({"cpu": "AMD EPYC (x)", "capability": "AVX512", "cores": 2}) == "amd-epyc-x-avx512-2-cores"
+
+
+def test_host_time_of_every_call_and_pass_is_measured():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "fusedtp", "bench", "host", "--rounds", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.strip().startswith("│")]
+    assert len(rows) == 4, done.stdout
+    for row in rows:
+        _, name, *figures, _ = (part.strip() for part in row.split("│"))
+        assert name.startswith(("all_gather", "matmul")) and all(float(us) > 0 for us in figures), row

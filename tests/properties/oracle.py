@@ -1,4 +1,4 @@
-"""The single-device formula of each operation with torch's own autograd; nothing of fusedtp is used.
+"""The single-device formula that each operation declares as its reference, with torch's own autograd.
 
 The weights of all ranks are one full weight and the shards of x one full x, so that forward and each gradient are one
 plain matmul. Results are dicts of named tensors for one rank: y0, y1, ..., dx, dw0, dw1, ..., db0, ...
@@ -6,8 +6,8 @@ plain matmul. Results are dicts of named tensors for one rank: y0, y1, ..., dx, 
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from fusedtp.ops.operation import OPERATIONS
 from tests.properties.cases import Case, Tensors
 
 Named = dict[str, Tensor]
@@ -18,12 +18,21 @@ def expected(case: Case, data: Tensors, rank: int, dtype: torch.dtype = torch.fl
     return _gather(case, data, rank, dtype) if case.gathers else _reduction(case, data, rank, dtype)
 
 
-def _forward_backward(x: Tensor, w: Tensor, b: Tensor, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _forward_backward(
+    operation: str, x: Tensor, w: Tensor, b: Tensor, g: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """x [..., K], w [N, K], b [N], g [..., N] -> y, dx, dw, db."""
+    reference, dy = OPERATIONS[operation].reference, g.flatten(0, -2).to(dtype)
     leaves = [t.to(dtype).detach().requires_grad_() for t in (x.flatten(0, -2), w, b)]
+    if operation == "all_gather_wgrad":  # the weight gradient alone; nobody asks for the others
+        (dw,) = reference(leaves[0].detach(), [dy])
+        return torch.zeros_like(g), torch.zeros_like(x), dw, torch.zeros_like(b)
     with torch.enable_grad():
-        y = linear(*leaves)
-    dx, dw, db = torch.autograd.grad(y, leaves, g.flatten(0, -2).to(dtype))
+        if operation == "all_gather_matmul":
+            (y,) = reference(leaves[0], [leaves[1]], [leaves[2]])
+        else:
+            y = reference(*leaves)
+    dx, dw, db = torch.autograd.grad(y, leaves, dy)
     return y.detach().reshape(g.shape), dx.reshape(x.shape), dw, db
 
 
@@ -39,7 +48,12 @@ def _gather(case: Case, data: Tensors, rank: int, dtype: torch.dtype) -> Named:
         for i, g in enumerate(of_rank)
     ]
     y, dx, dw, db = _forward_backward(
-        torch.cat(data.xs, dim), torch.cat(weights), torch.cat(biases), torch.cat(gradients, -1), dtype
+        case.operation,
+        torch.cat(data.xs, dim),
+        torch.cat(weights),
+        torch.cat(biases),
+        torch.cat(gradients, -1),
+        dtype,
     )
     count = len(case.local[0])
     mine = slice(rank * count, (rank + 1) * count)
@@ -58,6 +72,7 @@ def _reduction(case: Case, data: Tensors, rank: int, dtype: torch.dtype) -> Name
     bias = data.biases[rank][0]
     gradients = [g for (g,) in data.gradients]
     y, dx, dw, db = _forward_backward(
+        case.operation,
         torch.cat(data.xs, -1),
         torch.cat(weights, -1),
         weights[0].new_zeros(case.features) if bias is None else bias,
