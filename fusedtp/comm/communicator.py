@@ -197,7 +197,13 @@ def communicator(group: Group) -> Communicator:
 
 def _known(group: dist.ProcessGroup | VirtualGroup | str) -> Communicator | None:
     """The one in the registry, if it is of that very group, not of a destroyed one of the same name."""
-    found = _registry.get(group if isinstance(group, str) else group.group_name)
+    name = group if isinstance(group, str) else getattr(group, "group_name", None)
+    if name is None:
+        raise TypeError(
+            f"group is {group!r}; it must be a torch ProcessGroup, a 1-D DeviceMesh as mesh['tp'], a VirtualGroup, or "
+            "the name of a group"
+        )
+    found = _registry.get(name)
     if found is None or (isinstance(group, str) and isinstance(found.world, ThreadWorld)):
         return found
     if isinstance(group, str):
@@ -209,7 +215,7 @@ def _forget(name: str, made: int) -> None:
     """The group is gone, and with it its workspace."""
     with _registry_lock:
         if name in _registry and id(_registry[name]) == made:
-            del _registry[name]
+            _registry.pop(name).plans.clear()  # which name the communicator
 
 
 @constant_to_compiler

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from .memory import Region, allocate_memfd, allocate_symmetric, host_identity
+from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has only those.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,29 +54,57 @@ class ProcessWorld:
         self.exchange(None)
 
     def shared_memory_fault(self) -> str | None:
-        """Why this group cannot share memory, the same answer on all ranks; None if it can. Watches the peers."""
-        hosts = self.exchange((host_identity(), os.getpid()))
-        if len({host for host, _ in hosts}) > 1:
-            return "the group spans hosts or PID namespaces"
-        fault = None
-        for p, (_, pid) in enumerate(hosts):
+        """Why this group cannot share memory, the same answer on all ranks; None if it can. Watches the peers.
+
+        CPU ranks open each other's memory through /proc and must be told when a peer dies. GPU ranks need neither: that
+        they share a host is enough, and a peer is watched where it can be.
+        """
+        on_cpu = self.device.type == "cpu"
+        hosts = self.exchange((host_identity(), pid_namespace(), os.getpid()))
+        if len({host for host, _, _ in hosts}) > 1:
+            return "the group spans hosts"
+        if on_cpu and len({namespace for _, namespace, _ in hosts}) > 1:
+            return "the group spans PID namespaces"
+        fault = ""
+        for p, (_, namespace, pid) in enumerate(hosts):
             try:
-                if p != self.rank:
+                if p != self.rank and namespace == pid_namespace():
                     self._pidfds[p] = os.pidfd_open(pid)
             except OSError as error:
                 fault = f"cannot watch process {pid}: {error}"
         weakref.finalize(self, _close_all, list(self._pidfds.values()))
-        faults = [f for f in self.exchange(fault) if f]
-        if faults or self.device.type == "cpu":
-            return faults[0] if faults else None
-        index = self.device.index
-        devices = self.exchange(index)
-        reachable = all(p == index or torch.cuda.can_device_access_peer(index, p) for p in devices)
-        return (
-            None
-            if all(self.exchange(reachable))
-            else "not every GPU of the group can access its peers' memory"
-        )
+        if on_cpu:
+            return first_fault(self.exchange(fault))
+        return self._gpu_fault()
+
+    def _gpu_fault(self) -> str | None:
+        """Why these GPUs cannot share memory, the same answer on all ranks.
+
+        GPUs are told apart by their UUIDs: with one CUDA_VISIBLE_DEVICES a rank every rank's GPU may have index 0. A
+        peer's GPU that is not visible here cannot be asked about; torch's rendezvous then is the first to try. What a
+        rank finds wrong, or cannot find out, travels as text, so that no peer waits for it.
+        """
+        index, fault, uuid, visible = self.device.index, "", "", {}
+        try:
+            visible = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
+            uuid = gpu_uuid(index)
+        except Exception as error:
+            fault = f"rank {self.rank} cannot tell which GPU it has: {error}"
+        told = self.exchange((uuid, index, fault))
+        fault = first_fault([each for _, _, each in told]) or ""
+        if fault:
+            return fault
+        try:
+            for p, (peer, _, _) in enumerate(told):
+                there = visible.get(peer, index)
+                if there != index and not torch.cuda.can_device_access_peer(index, there):
+                    fault = f"the GPU of rank {self.rank} cannot access the memory of rank {p}'s"
+        except Exception as error:
+            fault = f"rank {self.rank} cannot tell whether its GPU can access its peers' memory: {error}"
+        uuids, indices = {peer for peer, _, _ in told}, {there for _, there, _ in told}
+        if len(uuids) == self.world_size > len(indices):  # torch would take equal indices for one GPU
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        return first_fault(self.exchange(fault))
 
     def has_died(self, p: int) -> bool:
         """Whether the process of rank p has ended (a zombie counts)."""
@@ -151,6 +179,16 @@ class ProcessWorld:
     def _wide(self, x: Tensor) -> Tensor:
         narrow = self.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
         return x.float() if narrow else x
+
+
+def gpu_uuid(index: int) -> str:
+    """Which GPU the index stands for, whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def first_fault(faults: Sequence[str]) -> str | None:
+    """Of every rank's fault ("" for none) the first, or None."""
+    return next((fault for fault in faults if fault), None)
 
 
 def _close_all(fds: list[int]) -> None:

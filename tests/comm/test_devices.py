@@ -1,0 +1,105 @@
+"""Whether GPUs of a group can share memory, by what each rank sees of them: one answer on all ranks, on fake GPUs."""
+
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedtp.comm import process_world
+from fusedtp.comm.process_world import ProcessWorld
+from tests.harness import PerRank, world
+
+VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank sees: the UUIDs of its visible GPUs, and the index of its own."""
+
+    uuids: tuple[str, ...]
+    index: int = 0
+    unreachable: tuple[str, ...] = ()
+    broken: str = ""  # a function of torch.cuda that raises here
+    namespace: str = "one"
+    pidfd: bool = True
+
+
+def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | None]:
+    """The fault that this rank is told, and the variable for torch's rendezvous."""
+
+    def called(name: str) -> None:
+        if name == seen.broken:
+            raise RuntimeError(f"{name} is broken")
+
+    def properties(i: int) -> SimpleNamespace:
+        called("get_device_properties")
+        return SimpleNamespace(uuid=seen.uuids[i])
+
+    def can_access(i: int, j: int) -> bool:
+        called("can_device_access_peer")
+        assert i == seen.index and 0 <= j < len(seen.uuids), (i, j)  # as torch asserts
+        return seen.uuids[j] not in seen.unreachable
+
+    def pidfd_open(pid: int) -> int:
+        if not seen.pidfd:
+            raise OSError("no pidfd here")
+        return os.dup(0)
+
+    own = ProcessWorld(dist.group.WORLD)
+    own.device = torch.device(device, seen.index) if device == "cuda" else torch.device("cpu")
+    with (
+        patch.object(torch.cuda, "device_count", lambda: len(seen.uuids)),
+        patch.object(torch.cuda, "get_device_properties", properties),
+        patch.object(torch.cuda, "can_device_access_peer", can_access),
+        patch.object(process_world, "pid_namespace", lambda: seen.namespace),
+        patch.object(os, "pidfd_open", pidfd_open),
+        patch.dict(os.environ),
+    ):
+        os.environ.pop(VARIABLE, None)
+        return own.shared_memory_fault(), os.environ.get(VARIABLE)
+
+
+def outcomes(*seen: Seen, device: str = "cuda") -> list[tuple[str | None, str | None]]:
+    return world(len(seen)).run(judged, PerRank(seen), device)
+
+
+def test_gpus_of_one_visible_device_a_rank_share_memory_and_torch_is_told_so():
+    assert outcomes(Seen(("a",)), Seen(("b",))) == [(None, "1")] * 2
+
+
+def test_gpus_that_all_ranks_see_share_memory_and_torch_need_not_be_told():
+    assert outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1)) == [(None, None)] * 2
+
+
+def test_unequal_visibility_raises_on_no_rank():
+    """Rank 0 sees one GPU, rank 1 another and two more; indices of a peer mean nothing here."""
+    assert outcomes(Seen(("a",), 0), Seen(("c", "b", "d"), 1), Seen(("c",), 0)) == [(None, "1")] * 3
+
+
+def test_ranks_that_share_a_gpu_are_left_to_torch():
+    assert outcomes(Seen(("a",)), Seen(("a",))) == [(None, None)] * 2
+
+
+def test_a_gpu_that_cannot_reach_its_peer_s_is_named_on_all_ranks():
+    told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, unreachable=("a",)))
+    assert {fault for fault, _ in told} == {"the GPU of rank 1 cannot access the memory of rank 0's"}
+
+
+@pytest.mark.parametrize("broken", ["get_device_properties", "can_device_access_peer"])
+def test_what_raises_on_one_rank_is_told_to_all(broken):
+    told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, broken=broken), Seen(("c",), 0))
+    faults = {fault for fault, _ in told}
+    assert len(faults) == 1 and "rank 1" in (fault := faults.pop()) and f"{broken} is broken" in fault
+
+
+def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
+    apart = Seen(("a",), namespace="one"), Seen(("b",), namespace="two")
+    blind = Seen(("a",), pidfd=False), Seen(("b",), pidfd=False)
+    assert outcomes(*apart) == outcomes(*blind) == [(None, "1")] * 2
+    for seen, text in ((apart, "spans PID namespaces"), (blind, "cannot watch process")):
+        for fault, _ in outcomes(*seen, device="cpu"):
+            assert text in str(fault)
