@@ -116,7 +116,9 @@ def begin(store):
 
 def gathered(group):
     x = torch.full((1, 2), float(sys.argv[1]))
-    return fusedtp.all_gather_matmul(x, [torch.eye(2)], group)[0][:, 0].tolist()
+    for engine in ("chunked", "collective"):  # the workspace, and the group itself
+        y = fusedtp.all_gather_matmul(x, [torch.eye(2)], group, engine=engine)[0]
+    return y[:, 0].tolist()
 
 first = begin(sys.argv[2])
 name = first.group_name

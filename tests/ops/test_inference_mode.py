@@ -6,6 +6,7 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp.comm import communicator
+from fusedtp.ops.engines import BY_COPY
 from fusedtp.ops.tokens import gather_tokens, reduce_scatter_tokens
 from tests.engines import ENGINES
 from tests.harness import world
@@ -21,8 +22,9 @@ def every_operation(group, engine: str, rows: int) -> Tensor:
     x = numbers(w * rows, 8, seed=rows)
     own = x[r * rows : (r + 1) * rows].clone().requires_grad_()
     weight = numbers(8, 8, seed=1).requires_grad_()
-    y = fusedtp.all_gather_matmul(own, [weight], group, engine=engine)[0]
-    assert torch.equal(y, x @ weight.T)
+    for each in (BY_COPY, engine) if engine == "triton" else (engine,):
+        y = fusedtp.all_gather_matmul(own, [weight], group, engine=each)[0]
+        assert torch.equal(y, x @ weight.T)
     z = fusedtp.matmul_reduce_scatter(y, weight, group, engine=engine)
     assert torch.equal(z, w * (y @ weight.T)[r * rows : (r + 1) * rows])
     total = fusedtp.matmul_all_reduce(y, weight, group, engine=engine)
