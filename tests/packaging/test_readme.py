@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there, and its figures are the saved ones."""
+"""The README's program runs as it stands there; its figures and those of docs/measured.md are the saved ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fusedtp.bench import markdown
 
@@ -36,15 +37,59 @@ def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
     assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", done.stdout)
 
 
-def test_the_measured_tables_are_those_of_the_saved_result():
+def saved_result() -> dict[str, Any]:
     (path,) = (ROOT / "bench" / "results").glob("*cores/bench.json")
-    result, text = json.loads(path.read_text()), (ROOT / "README.md").read_text()
+    return json.loads(path.read_text())
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    removed, ratios = [row["share_removed"] for row in rows], [row["ratio"] for row in rows]
+    return (
+        f"Over all of them, the geometric mean of gloo / fusedtp is {statistics.geometric_mean(ratios):.2f}; "
+        f"the share removed is {statistics.median(removed):.2f} in the median and at least {min(removed):.2f}."
+    )
+
+
+def test_the_measured_tables_are_those_of_the_saved_result():
+    result, text = saved_result(), (ROOT / "docs" / "measured.md").read_text()
     for part in (markdown.machine, markdown.operations, markdown.training_step):
         assert part(result) in text, part.__name__
-    rows = result["operations"]["rows"]
-    removed, ratios = [row["share_removed"] for row in rows], [row["ratio"] for row in rows]
-    said = (
-        f"Removed in the median row {statistics.median(removed):.2f}, at least {min(removed):.2f}; "
-        f"geometric mean of gloo / fusedtp {statistics.geometric_mean(ratios):.2f}."
-    )
-    assert said in text
+    assert summary(result["operations"]["rows"]) in text
+
+
+def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
+    result, text = saved_result(), (ROOT / "README.md").read_text()
+    assert markdown.machine(result) in text
+    saved = markdown.operations(result).splitlines()
+    start = text.index(saved[0])
+    shown = text[start : text.index("\n\n", start)].splitlines()
+    assert shown[:2] == saved[:2]
+    assert len(shown) > 2 and set(shown) <= set(saved), set(shown) - set(saved)
+    assert f"{len(shown) - 2} of {len(saved) - 2} rows" in text
+    assert summary(result["operations"]["rows"]) in text
+
+
+def test_the_readme_is_short():
+    """What a newcomer reads at once; the rest is in docs/."""
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def pages() -> list[Path]:
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "bench" / "results" / "README.md"]
+
+
+def test_links_lead_to_files():
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages()
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text())
+        if not link.startswith("http") and not (page.parent / link).exists()
+    ]
+    assert broken == []
+
+
+def test_the_index_of_docs_names_every_page():
+    text = (ROOT / "docs" / "README.md").read_text()
+    missing = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    missing -= set(re.findall(r"\]\(([^)]+)\)", text))
+    assert missing == set()
