@@ -110,21 +110,22 @@ def test_a_timeout_holds_where_threads_meet():
 TWICE = """
 import sys, torch, torch.distributed as dist, fusedtp
 
-def begin(store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(sys.argv[1]), world_size=2)
+def begin(store, rank):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     return dist.group.WORLD
 
 def gathered(group):
-    x = torch.full((1, 2), float(sys.argv[1]))
+    x = torch.full((1, 2), float(dist.get_rank()))
     for engine in ("chunked", "collective"):  # the workspace, and the group itself
         y = fusedtp.all_gather_matmul(x, [torch.eye(2)], group, engine=engine)[0]
     return y[:, 0].tolist()
 
-first = begin(sys.argv[2])
+rank = int(sys.argv[1])
+first = begin(sys.argv[2], rank)
 name = first.group_name
 assert gathered(first) == [0, 1]
 dist.destroy_process_group()
-second = begin(sys.argv[3])
+second = begin(sys.argv[3], 1 - rank)
 assert second.group_name == name and second is not first, "this torch names groups anew"
 assert gathered(second) == [0, 1] and gathered(name) == [0, 1]
 """
