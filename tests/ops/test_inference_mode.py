@@ -1,4 +1,4 @@
-"""A group that runs under torch.inference_mode, at first, between training steps or when it grows, still trains after."""
+"""A group that runs under torch.inference_mode, first, between training steps or when it grows, still trains after."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def experts(group) -> None:
 
     def layer(x: Tensor) -> Tensor:
         ids = torch.arange(x.shape[0])[:, None] % (2 * w)
-        rows, offsets, handle = fusedtp.moe_dispatch(x, ids, torch.ones(x.shape[0], 1), 2 * w, group)
+        rows, _, handle = fusedtp.moe_dispatch(x, ids, torch.ones(x.shape[0], 1), 2 * w, group)
         return fusedtp.moe_combine(2 * rows, handle)
 
     x = numbers(6, 4, seed=group.rank())

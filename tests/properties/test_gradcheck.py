@@ -108,11 +108,11 @@ def check_gather_without_reduction(group) -> None:
         return dx.split(spec.sizes)[spec.rank].clone()
 
     name = "matmul_reduce_scatter"
-    true, operation._OPERATIONS[name] = operation._OPERATIONS[name], own_rows_only
+    true, operation.OPERATIONS[name] = operation.OPERATIONS[name], own_rows_only
     try:
         check_gather(group, "chunked", (2, 1), False)
     finally:
-        operation._OPERATIONS[name] = true
+        operation.OPERATIONS[name] = true
 
 
 def test_an_input_gradient_that_is_not_summed_over_ranks_is_seen():

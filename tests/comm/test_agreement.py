@@ -1,0 +1,143 @@
+"""What may be passed as a group, and when ranks compare the signatures of plain collectives."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedtp
+from fusedtp import VirtualWorld
+from fusedtp.comm import SignalTimeout, device_view
+from fusedtp.comm.communicator import communicator, set_timeout
+from fusedtp.comm.workspace import COMPARED_CALLS
+from tests.harness import PerRank, world
+
+X, W = torch.ones(2, 4), torch.ones(5, 4)
+CALLS = {
+    "all_gather_matmul": lambda group: fusedtp.all_gather_matmul(X, [W], group),
+    "matmul_reduce_scatter": lambda group: fusedtp.matmul_reduce_scatter(X, W, group),
+    "matmul_all_reduce": lambda group: fusedtp.matmul_all_reduce(X, W, group),
+    "all_gather_wgrad": lambda group: fusedtp.all_gather_wgrad(X, [X], group),
+    "reserve": lambda group: fusedtp.reserve(group, 64),
+    "check": lambda group: fusedtp.check(group),
+    "set_timeout": lambda group: fusedtp.set_timeout(group, 1.0),
+    "parallelize": lambda group: fusedtp.parallelize(torch.nn.Linear(2, 2), group),
+}
+
+
+@pytest.mark.parametrize("group", [None, 3, object(), dist], ids=["None", "3", "object", "module"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_group_is_refused_with_what_is_wanted(name, group):
+    with pytest.raises(
+        TypeError, match=r"must be a torch ProcessGroup.*VirtualGroup, or the name of a group"
+    ):
+        CALLS[name](group)
+
+
+def collective_of_unequal_widths(group, width: int, workspace: bool) -> str:
+    if not workspace:
+        communicator(group).fallback = "as on several hosts"
+    with pytest.raises(fusedtp.SignatureMismatch) as raised:
+        fusedtp.all_gather_matmul(torch.ones(2, width), [torch.ones(3, width)], group, engine="collective")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("workspace", [True, False])
+def test_ranks_that_disagree_on_a_plain_collective_are_named(workspace):
+    """With shared memory and without: gloo itself would end the connection, or worse."""
+    told = world(3).run(collective_of_unequal_widths, PerRank([4, 5, 4]), workspace, fresh=True)
+    assert "features is 4 on rank 0 and 5 on rank 1" in told[0]
+    assert "features is 5 on rank 1 and 4 on rank 0" in told[1]
+
+
+def comparisons(group, debug: str, calls: int) -> tuple[bool, int]:
+    """As on a GPU: how many of so many collective calls compared signatures."""
+    os.environ["FUSEDTP_DEBUG"] = debug
+    try:
+        workspace = communicator(group).workspace
+    finally:
+        del os.environ["FUSEDTP_DEBUG"]
+    workspace.on_cpu, workspace.meets = False, True
+    met = []
+    meet, device_view.meet = device_view.meet, lambda *_: met.append(None)
+    try:
+        for _ in range(calls):
+            y = fusedtp.all_gather_matmul(X, [W], group, engine="collective")[0]
+            assert y.eq(4).all() and y.shape == (2 * group.size(), 5)
+    finally:
+        device_view.meet = meet
+    return workspace.debug, len(met)
+
+
+def test_gpu_ranks_compare_the_signatures_of_a_group_s_first_collectives_only():
+    calls = COMPARED_CALLS + 5
+    assert world(2).run(comparisons, "0", calls, fresh=True) == [(False, COMPARED_CALLS)] * 2
+
+
+def test_debugging_one_rank_makes_all_of_them_compare_always():
+    """Whether ranks meet never depends on what one of them knows alone."""
+    calls = COMPARED_CALLS + 5
+    assert world(2).run(comparisons, PerRank(["", "1"]), calls, fresh=True) == [(True, calls)] * 2
+
+
+def timeouts(group) -> tuple[float, float]:
+    workspace = communicator(group).workspace
+    before = workspace.device_view()
+    set_timeout(group, 7.5)
+    assert before is not workspace.device_view()
+    return workspace.timeout_s, workspace.device_view().timeout_s
+
+
+def test_a_timeout_holds_for_hosts_and_kernels():
+    assert world(2).run(timeouts, fresh=True) == [(7.5, 7.5)] * 2
+
+
+def test_a_timeout_holds_where_threads_meet():
+    def body(group):
+        set_timeout(group, 0.5)
+        if group.rank() == 1:
+            return "away"
+        with pytest.raises(SignalTimeout, match=r"waited 0\.5 s for rank 1"):
+            communicator(group).world.barrier()
+        return "told"
+
+    assert VirtualWorld(2, timeout_s=600.0).run(body) == ["told", "away"]
+
+
+TWICE = """
+import sys, torch, torch.distributed as dist, fusedtp
+
+def begin(store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(sys.argv[1]), world_size=2)
+    return dist.group.WORLD
+
+def gathered(group):
+    x = torch.full((1, 2), float(sys.argv[1]))
+    return fusedtp.all_gather_matmul(x, [torch.eye(2)], group)[0][:, 0].tolist()
+
+first = begin(sys.argv[2])
+name = first.group_name
+assert gathered(first) == [0, 1]
+dist.destroy_process_group()
+second = begin(sys.argv[3])
+assert second.group_name == name and second is not first, "this torch names groups anew"
+assert gathered(second) == [0, 1] and gathered(name) == [0, 1]
+"""
+
+
+def test_a_group_that_takes_a_destroyed_one_s_name_has_memory_of_its_own(tmp_path):
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [str(tmp_path / "first"), str(tmp_path / "second")]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", TWICE, str(r), *arguments], env=env, stderr=subprocess.PIPE)
+        for r in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
