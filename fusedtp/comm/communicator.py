@@ -174,7 +174,8 @@ _registry_lock = threading.RLock()  # a finalizer may run inside it
 def communicator(group: Group) -> Communicator:
     """The Communicator of a ProcessGroup, 1-D DeviceMesh, VirtualGroup, or the name of one already seen.
 
-    The first call for a group is collective. Raises ValueError for a mesh of more than one dimension.
+    The first call for a group is collective. Raises ValueError for a mesh of more than one dimension and for a name
+    that no group has, TypeError for anything else.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -186,7 +187,12 @@ def communicator(group: Group) -> Communicator:
     if found is not None:
         return found
     if isinstance(group, str):
-        group = resolve(group)  # type: ignore[arg-type]
+        try:
+            group = resolve(group)  # type: ignore[arg-type]
+        except (RuntimeError, LookupError) as error:
+            raise ValueError(f"{_this_rank()}no group is named {group!r}") from error
+    if not isinstance(group, (dist.ProcessGroup, VirtualGroup)):
+        raise _not_a_group(group)
     world = ThreadWorld(group) if isinstance(group, VirtualGroup) else ProcessWorld(group)
     made = Communicator(world)
     with _registry_lock:
@@ -199,16 +205,28 @@ def _known(group: dist.ProcessGroup | VirtualGroup | str) -> Communicator | None
     """The one in the registry, if it is of that very group, not of a destroyed one of the same name."""
     name = group if isinstance(group, str) else getattr(group, "group_name", None)
     if name is None:
-        raise TypeError(
-            f"group is {group!r}; it must be a torch ProcessGroup, a 1-D DeviceMesh as mesh['tp'], a VirtualGroup, or "
-            "the name of a group"
-        )
+        raise _not_a_group(group)
     found = _registry.get(name)
     if found is None or (isinstance(group, str) and isinstance(found.world, ThreadWorld)):
         return found
     if isinstance(group, str):
         group = resolve(group)  # type: ignore[arg-type]
     return found if found.world.group_ref() is group else None
+
+
+def _not_a_group(given: object) -> TypeError:
+    shown = f"{given!r}"
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        shown += ", which torch gives to ranks outside of a new group"
+    return TypeError(
+        f"{_this_rank()}group is {shown}; it must be a torch ProcessGroup, a 1-D DeviceMesh as mesh['tp'], "
+        "a VirtualGroup, or the name of a group"
+    )
+
+
+def _this_rank() -> str:
+    """The head of a message about a group that has no rank."""
+    return f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
 
 
 def _forget(name: str, made: int) -> None:

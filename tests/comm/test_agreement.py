@@ -37,6 +37,31 @@ def test_what_is_no_group_is_refused_with_what_is_wanted(name, group):
         CALLS[name](group)
 
 
+class Foreign:
+    group_name = "a name that no group has"
+
+
+def refused_on_this_rank(group) -> list[str]:
+    """What communicator says of a group that this rank may not belong to, a foreign object, and an unknown name."""
+    told = []
+    for given in (dist.new_group([0]), Foreign(), "tp"):
+        try:
+            communicator(given)
+        except (TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_a_rank_outside_of_a_group_a_foreign_object_and_an_unknown_name_are_told_apart():
+    first, second = world(2).run(refused_on_this_rank)
+    assert second[0].startswith(
+        "TypeError: rank 1: group is -100, which torch gives to ranks outside of a new group"
+    )
+    for rank, (foreign, name) in enumerate((first, second[1:])):
+        assert foreign.startswith(f"TypeError: rank {rank}: group is <") and "Foreign" in foreign
+        assert name == f"ValueError: rank {rank}: no group is named 'tp'"
+
+
 def collective_of_unequal_widths(group, width: int, workspace: bool) -> str:
     if not workspace:
         communicator(group).fallback = "as on several hosts"

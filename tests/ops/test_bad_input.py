@@ -1,7 +1,5 @@
 """Ranks that disagree are named on every rank, at once and with no hang; local faults say what was given and wanted."""
 
-import time
-
 import pytest
 import torch
 from torch import Tensor
@@ -142,22 +140,20 @@ def raised_by(group, function, arguments: dict) -> str:
     return str(raised.value)
 
 
-def wrong_and_go_on(group, function, fault: str | None, engine: str, wider: int) -> tuple[str, str, float]:
+def wrong_and_go_on(group, function, fault: str | None, engine: str, wider: int) -> tuple[str, str]:
     """The call with this rank's fault, which grows the workspace if `wider`; then three on which all agree."""
     k = 4 + wider
     x, w = torch.ones(6, k), torch.ones(5, k)
     x = {"device": x.to("meta"), "K": torch.ones(6, k + 1)}.get(fault, x)
     engine = "fast" if fault == "engine" else engine
-    begin = time.monotonic()
     try:
         function(x, [w] if function is fusedtp.all_gather_matmul else w, group, engine=engine)
         raised = "", ""
     except (ValueError, RuntimeError) as error:
         raised = type(error).__name__, str(error)
-    seconds = time.monotonic() - begin
     for _ in range(3):
         assert torch.equal(gather(group), torch.full((2 * group.size(), 5), 4.0))
-    return *raised, seconds
+    return raised
 
 
 OPERATIONS = (fusedtp.all_gather_matmul, fusedtp.matmul_reduce_scatter, fusedtp.matmul_all_reduce)
@@ -166,12 +162,12 @@ OPERATIONS = (fusedtp.all_gather_matmul, fusedtp.matmul_reduce_scatter, fusedtp.
 @pytest.mark.parametrize("fault", ["device", "K", "engine"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("function", OPERATIONS, ids=lambda f: f.__name__)
-def test_a_rank_that_finds_a_fault_in_its_own_arguments_fails_its_peers_at_once(function, engine, fault):
+def test_a_rank_that_finds_a_fault_in_its_own_arguments_fails_its_peers(function, engine, fault):
+    """Long before the group's timeout of 600 s, at which they would raise SignalTimeout."""
     faults = PerRank([None, fault, None])
     outcomes = world(W).run(wrong_and_go_on, function, faults, engine, 0, timeout=40)
-    assert outcomes[1][0] == "ValueError" and outcomes[1][2] < 5, outcomes
-    for kind, message, seconds in (outcomes[0], outcomes[2]):
-        assert kind == "PeerFailed" and "rank 1" in message and seconds < 20, outcomes
+    assert [kind for kind, _ in outcomes] == ["PeerFailed", "ValueError", "PeerFailed"], outcomes
+    assert "rank 1" in outcomes[0][1] and "rank 1" in outcomes[2][1], outcomes
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -179,35 +175,34 @@ def test_also_when_its_peers_are_about_to_grow_the_workspace(engine):
     faults = PerRank([None, "K", None])
     arguments = fusedtp.matmul_reduce_scatter, faults, engine, 4096
     outcomes = world(W).run(wrong_and_go_on, *arguments, fresh=True, timeout=40)
-    assert [kind for kind, _, _ in outcomes] == ["PeerFailed", "ValueError", "PeerFailed"], outcomes
+    assert [kind for kind, _ in outcomes] == ["PeerFailed", "ValueError", "PeerFailed"], outcomes
 
 
 @pytest.mark.parametrize("faults", [("K", "K", "K"), ("K", "device", "engine"), ("K", None, "device")])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_that_are_wrong_together_each_raise_their_own_fault(engine, faults):
     arguments = fusedtp.matmul_all_reduce, PerRank(faults), engine, 0
-    for fault, (kind, message, seconds) in zip(
-        faults, world(W).run(wrong_and_go_on, *arguments, timeout=40), strict=True
-    ):
-        assert kind == ("ValueError" if fault else "PeerFailed") and seconds < 20, message
+    outcomes = world(W).run(wrong_and_go_on, *arguments, timeout=40)
+    wanted = ["ValueError" if fault else "PeerFailed" for fault in faults]
+    assert [kind for kind, _ in outcomes] == wanted, outcomes
 
 
-def wrong_alone(group) -> float:
-    """A fault before the peers have come: the rank need not wait for them to say what is wrong."""
-    begin = time.monotonic()
+def wrong_alone(group) -> None:
+    """Peers begin their call only after rank 1 has raised. If rank 1 waited for them, it would raise SignalTimeout."""
+    fusedtp.set_timeout(group, 10)
+    barrier = communicator(group).world.barrier
     if group.rank() == 1:
         with pytest.raises(ValueError, match="the weight"):
             fusedtp.matmul_all_reduce(torch.ones(6, 3), torch.ones(5, 4), group)
-    seconds = time.monotonic() - begin
-    if group.rank() != 1:
-        time.sleep(1)
+        barrier()
+    else:
+        barrier()
         with pytest.raises(PeerFailed, match="rank 1"):
             reduce(group)
-    return seconds
 
 
 def test_the_fault_is_raised_without_waiting_for_the_peers():
-    assert world(W).run(wrong_alone)[1] < 0.9
+    world(W).run(wrong_alone, fresh=True)
 
 
 def without_workspace(group) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.ops.engines import BY_COPY
+from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.tokens import gather_tokens, reduce_scatter_tokens
 from tests.engines import ENGINES
 from tests.harness import world
@@ -61,6 +62,46 @@ def inference_grows(group, engine: str) -> None:
 @pytest.mark.parametrize("story", [inference_first, inference_grows])
 def test_a_group_trains_after_inference(story, engine):
     world(2).run(story, engine, fresh=True)
+
+
+def gathers_by_copy(group) -> None:
+    """Copies write slots and peers' flags through tensors, where kernels write to addresses."""
+    comm, w = communicator(group), group.size()
+    weight = numbers(8, 8, seed=1)
+    for inference, rows in ((True, 3), (False, 3), (True, 200), (False, 200)):
+        x = numbers(w * rows, 8, seed=rows)
+        spec = Spec(comm.name, comm.rank, (rows,) * w, engine=BY_COPY)
+        with torch.inference_mode(inference):
+            y, _ = OPERATIONS["all_gather_matmul"](spec, x[comm.rank * rows :][:rows], [weight], [None], True)
+        assert torch.equal(y, x @ weight.T), (inference, rows)
+        comm.world.barrier()  # peers may still read
+        comm.workspace.poison()
+        comm.world.barrier()
+
+
+def test_copies_beside_a_kernel_write_after_inference():
+    pytest.importorskip("triton")
+    world(2).run(gathers_by_copy, fresh=True)
+
+
+def fails_after_inference(group) -> str:
+    """A call that fails resets what kernels recorded; the group, which began under inference_mode, stays usable."""
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+
+    def gather(num_weights: int) -> Tensor:
+        return fusedtp.all_gather_matmul(x, [w] * num_weights, group, engine="chunked")[0]
+
+    with torch.inference_mode():
+        gather(1)
+    with pytest.raises(fusedtp.SignatureMismatch) as told:
+        gather(1 + group.rank())
+    assert torch.equal(gather(1), torch.full((4, 4), 3.0))
+    return str(told.value)
+
+
+def test_a_call_that_fails_after_inference_leaves_the_group_usable():
+    for message in world(2).run(fails_after_inference, fresh=True):
+        assert "weights is" in message
 
 
 def experts(group) -> None:
