@@ -18,9 +18,10 @@ from fusedtp.bench import trial, tune, tune_run
 from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
 from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
 from fusedtp.comm import communicator
-from fusedtp.ops.launch import plan_two_shot, tuned, tuned_entries
+from fusedtp.ops.launch import tuned, tuned_entries
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import local_config, with_tile
+from fusedtp.ops.matmul_all_reduce import plan_two_shot
 from fusedtp.sim.lint import TARGETS
 from fusedtp.sim.lint.plans import _view
 from tests.ops.tables import H200, tables_in

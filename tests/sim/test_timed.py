@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.ops.launch import plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.lint.plans import _view
 from fusedtp.sim.timed import Engine, load_node
