@@ -59,7 +59,6 @@ def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
         num_stages=st.integers(1, 3), group=st.integers(1, 9), part=powers(32, 128), chunk=st.integers(1, 200),
         max_registers=st.sampled_from([0, 128, 255]), send_programs=st.integers(1, 200),
         other_programs=st.integers(1, 200), tma=st.just(0), specialized=st.just(0), halves=st.integers(0, 1),
-        splits=st.integers(1, 32),
     )  # fmt: skip
     sets = tuned_entries.KERNELS[kernel].sets
     return {

@@ -231,7 +231,7 @@ BAD = {
     "warps of their own for no TMA": (
         entry("matmul", TILE | {"specialized": 1}, "bfloat16", **MATMUL), "config.specialized needs tma and sm_100",
     ),
-    "more parts than are summed": (entry("matmul", TILE | {"splits": 33}, **MATMUL), "config.splits must be a whole"),
+    "parts of K": (entry("matmul", TILE | {"splits": 2}, **MATMUL), "config.splits is no field"),
     "a chunk for a kernel without": (entry("matmul", TILE | {"chunk": 2}, **MATMUL), "config.chunk is no field"),
 }  # fmt: skip
 

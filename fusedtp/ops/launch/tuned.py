@@ -8,7 +8,7 @@ Note [What a class may hold]: ranks must agree on how a tensor that travels is c
 only, which may differ. So what must agree stands in entries whose class has no extent but those that all ranks share:
 
     kernel                  class                                  sets
-    matmul                  rows M, cols N, k K                    tile, tma, specialized, halves, splits
+    matmul                  rows M, cols N, k K                    tile, tma, specialized, halves
     all_gather_matmul       rows T, cols N of this rank, k K       tile: each rank cuts its own output as it likes; tma
     all_gather_wgrad        rows N of this rank, cols K, k T       tile, tma
     all_gather              rows of the longest shard, k K         chunk, how many programs send; of both gathers
