@@ -24,7 +24,7 @@ from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
 from fusedtp.sim.lint import TARGETS
 from fusedtp.sim.lint.plans import _view
-from tests.ops.tables import H200, tables_in
+from tests.ops.tables import H200, holding, tables_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:kernels run in their default configuration")
 MACHINES = [HOST, H200, *(target.machine for target in TARGETS.values())]
@@ -91,7 +91,7 @@ def test_a_job_asks_for_what_its_launcher_asks_for(kernel):
     job = Job(kernel, "float32", 2, 60, 48, 80)
     rank = mock.Mock(rank=1, device=torch.device("cpu"), comm=None)
     values = candidates(job, H200, 1)[1]
-    with mock.patch.object(tuned, "lookup", wraps=tuned.lookup) as lookup, tuned.trying(kernel, values):
+    with mock.patch.object(tuned, "lookup", wraps=tuned.lookup) as lookup, holding(kernel, values):
         launch = plan_of(rank, H200, job)
     asked = [(call.args[0], call.kwargs) for call in lookup.call_args_list if call.args[0] == kernel]
     assert asked == [(kernel, job.extents)]

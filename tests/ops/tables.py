@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,16 @@ def tables_in(folder: Path) -> Iterator[None]:
             yield
         finally:
             tuned.forget(), crossover.forget()
+
+
+@contextmanager
+def holding(kernel: str, values: Mapping[str, int]) -> Iterator[None]:
+    """`tuned.hold` within a block."""
+    tuned.hold(kernel, values)
+    try:
+        yield
+    finally:
+        tuned.hold(kernel, None)
 
 
 def entry(kernel: str, config: dict[str, int], dtype: str = "float32", **at: int) -> dict[str, Any]:

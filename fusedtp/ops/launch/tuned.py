@@ -20,8 +20,7 @@ A missing entry means the default of config.py. `report()` lists what was looked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -168,16 +167,6 @@ def hold(kernel: str, values: Mapping[str, int] | None) -> None:
         _tried.pop(kernel, None)
     else:
         _tried[kernel] = dict(values)
-
-
-@contextmanager
-def trying(kernel: str, values: Mapping[str, int]) -> Iterator[None]:
-    """`hold` within a block."""
-    hold(kernel, values)
-    try:
-        yield
-    finally:
-        hold(kernel, None)
 
 
 def forget() -> None:
