@@ -81,9 +81,8 @@ def _like(launch: Launch, programs: int, machine: Machine) -> Function:
     part = replace(machine, programs=max(1, programs))
 
     def run(x: Tensor, w: Tensor) -> Tensor:
-        launches, y = plain.plan_linear(x, w, plain.NOTHING, x.dtype, launch.config, "ieee", part)
-        for each in launches:
-            each.start(x.device)
+        multiply, y = plain.plan_matmul(x, w, None, x.dtype, launch.config, "ieee", part)
+        multiply.start(x.device)
         return y
 
     return run

@@ -14,13 +14,12 @@ from fusedtp.ops.launch import tuned_entries
 from fusedtp.ops.launch.config import (
     ALL_REGISTERS,
     VECTOR,
-    Config,
     Machine,
     gather_chunk,
     gather_programs,
     tiles,
 )
-from fusedtp.ops.launch.operands import local_config, splits
+from fusedtp.ops.launch.operands import local_config
 from fusedtp.ops.matmul_all_reduce import is_one_shot
 from fusedtp.ops.matmul_reduce_scatter import reduction
 
@@ -83,7 +82,7 @@ class Job:
             owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
         elif self.kernel == "matmul":
-            config = local_config(machine, dtype, "ieee", at["rows"], at["cols"], at["k"])
+            config = local_config(machine, dtype, "ieee", at["rows"], at["cols"])
         else:
             config = tiles(machine, dtype, at["rows"], at["cols"], bool(at["even"]))
         return {
@@ -117,7 +116,7 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
         if not machine.shared_gpu:  # where ranks share a GPU its split is not a matter of taste
             choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
     if machine.clock != "host":  # of which `_possible` leaves what machine and dtype have
-        toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1), splits=(1, 2, 4, 8, 16, 32))
+        toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1))
         sets = tuned_entries.KERNELS[job.kernel].sets
         choices |= {name: known for name, known in toggles.items() if name in sets}
     found = [values | {name: n} for name, known in choices.items() for n in known if values.get(name) != n]
@@ -145,15 +144,13 @@ def _tiles(job: Job, machine: Machine, default: Values) -> Iterator[Values]:
             continue
         every = ALL_REGISTERS if machine.clock == "cuda" and sums < MOST_SUMS else 0
         tile = dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, max_registers=every)
-        yield default | tile | (_plain(job, machine, default, tile) if job.kernel == "matmul" else {})
+        yield default | tile | (_plain(default, tile) if job.kernel == "matmul" else {})
 
 
-def _plain(job: Job, machine: Machine, default: Values, tile: Values) -> Values:
+def _plain(default: Values, tile: Values) -> Values:
     """What a plain matmul's launcher lets follow from a tile."""
-    m, n = tile["block_m"], tile["block_n"]
-    specialized = default["specialized"] and m == 128
-    parts = splits(machine, Config(m, n, tile["block_k"]), job.rows, job.n, job.k)
-    found = dict(specialized=int(specialized), halves=int(default["tma"] and n == 256), splits=parts)
+    specialized = default["specialized"] and tile["block_m"] == 128
+    found = dict(specialized=int(specialized), halves=int(default["tma"] and tile["block_n"] == 256))
     return found | (dict(max_registers=0) if specialized else {})
 
 

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import add_bias
-from .gated_matmul import pair_loop
-from .matmul import dot_loop, store_tile, tile_of
+from .matmul import dot_loop, pair_loop, store_tile, tile_of
 from .swiglu import activated
 from .tiles import cdiv, halves, inline, next_start, wide
 

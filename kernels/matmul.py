@@ -1,15 +1,16 @@
 """The matmul inside every fused kernel, and the plain persistent one.
 
-All kernels here compute y = x @ w.T tile by tile, in fp32, by one of three loops over K:
+All kernels here compute y = x @ w.T tile by tile, in fp32, by one of these loops over K:
 
     dot_loop         pointer loads of any strides and alignment, tails in all three directions masked
+    pair_loop        the same by two weights: each block of x is loaded once
     descriptor_loop  TMA (sm_90 and later) of row-major operands; what lies outside of them reads as zero
     mixed_loop       x by pointers, w by TMA
 
 No loop holds a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. What peers write
 during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in signals.py). So:
 
-    matmul, split matmul               x and w by TMA
+    matmul                             x and w by TMA
     matmul reduce-scatter, all-reduce  x and w: only partial tiles travel, which no loop here reads. x by pointers where
                                        the rows of a rank are several runs (batch > 1): a tile of them is no rectangle
     all-gather matmul                  w; x, of which all but the own shard are pushed by peers, by pointers
@@ -29,7 +30,7 @@ The fused kernels do not ask for it: that has not been tried. What it gains, or 
 import triton
 import triton.language as tl
 
-from .epilogue import add_bias, add_residual, scaled
+from .epilogue import add_bias, scaled
 from .tiles import cdiv, grouped, halves, inline, narrow, wide, widen
 
 IEEE = tl.constexpr("ieee")  # as the default of a device function: Triton 3.6 takes no bare string
@@ -83,20 +84,56 @@ def dot_loop(
 
 
 @inline
+def pair_loop(
+    first,
+    second,
+    a,  # address tiles as those of dot_loop: rows [BLOCK_M, 1] and columns [1, BLOCK_N] of two weights
+    a_mask,
+    a_step,
+    b,
+    b_step,
+    c,
+    c_step,
+    col_mask,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(first + a @ b, second + a @ c), each block of a loaded once."""
+    ks = tl.arange(0, BLOCK_K)
+    a_tile = a + ks[None, :].to(tl.int64) * a_step
+    b_tile = b + ks[:, None].to(tl.int64) * b_step
+    c_tile = c + ks[:, None].to(tl.int64) * c_step
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            row_mask, mask = a_mask, col_mask
+        else:
+            inside = k + ks < K
+            row_mask, mask = a_mask & inside[None, :], col_mask & inside[:, None]
+        x = tl.load(a_tile, mask=row_mask, other=0.0)
+        first = multiply_add(first, x, tl.load(b_tile, mask=mask, other=0.0), PRECISION)
+        second = multiply_add(second, x, tl.load(c_tile, mask=mask, other=0.0), PRECISION)
+        a_tile += wide(BLOCK_K) * a_step
+        b_tile += wide(BLOCK_K) * b_step
+        c_tile += wide(BLOCK_K) * c_step
+    return first, second
+
+
+@inline
 def descriptor_loop(
     acc,
     x,  # descriptors of [M, K] and [N, K] with blocks [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K]
     row,
     w,
     col,
-    begin,
-    end,
+    K,
     BLOCK_K: tl.constexpr,
     SPECIALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + sum over begin <= k < end of x[row + i, k] w[col + j, k]; BLOCK_K divides end - begin, or end is K."""
-    for k in tl.range(begin, end, BLOCK_K, warp_specialize=SPECIALIZED):
+    """acc + sum over k < K of x[row + i, k] w[col + j, k]."""
+    for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):
         acc = multiply_add(acc, x.load([row, k]), w.load([col, k]).T, PRECISION)
     return acc
 
@@ -190,13 +227,11 @@ def store_tile(y, acc, rows, cols, N, mask):
 
 @inline
 def finish(y, acc, rows, cols, M, N, more):
-    """y[rows, cols] = scales * acc + bias + residual, rounded once."""
-    scale, x_scale, stride_xs, w_scale, stride_ws, bias, residual, stride_rm, stride_rn = more
-    acc = scaled(acc, scale, x_scale, stride_xs, rows, rows < M, w_scale, stride_ws, cols, cols < N)
+    """y[rows, cols] = x_scale * w_scale * acc + bias, rounded once."""
+    x_scale, stride_xs, w_scale, stride_ws, bias = more
+    acc = scaled(acc, x_scale, stride_xs, rows, rows < M, w_scale, stride_ws, cols, cols < N)
     acc = add_bias(acc, bias, cols, cols < N)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    acc = add_residual(acc, residual, stride_rm, stride_rn, rows, cols, mask)
-    store_tile(y, acc, rows, cols, N, mask)
+    store_tile(y, acc, rows, cols, N, (rows < M)[:, None] & (cols < N)[None, :])
 
 
 @triton.jit
@@ -217,20 +252,16 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    scale=None,
     x_scale=None,  # fp32 of each row, or of all with stride 0
     stride_xs=0,
     w_scale=None,
     stride_ws=0,
-    residual=None,
-    stride_rm=0,
-    stride_rn=0,
     TMA: tl.constexpr = False,
     SPECIALIZED: tl.constexpr = False,
     HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
     PRECISION: tl.constexpr = "ieee",
 ):
-    """y [M, N] = scales * (x [M, K] @ w [N, K].T) + bias [N] + residual [M, N], persistent: any number of programs."""
+    """y [M, N] = x_scale * w_scale * (x [M, K] @ w [N, K].T) + bias [N], persistent: any number of programs."""
     num_rows = cdiv(M, BLOCK_M)
     num_cols = cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), num_rows * num_cols, tl.num_programs(0)):
@@ -239,7 +270,7 @@ def matmul_kernel(
         cols = col + tl.arange(0, BLOCK_N)
         if TMA:
             acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
-            acc = descriptor_loop(acc, x, row, w, col, 0, K, BLOCK_K, SPECIALIZED, PRECISION)
+            acc = descriptor_loop(acc, x, row, w, col, K, BLOCK_K, SPECIALIZED, PRECISION)
         else:
             acc = linear_tile(
                 x,
@@ -257,7 +288,7 @@ def matmul_kernel(
                 EVEN_K,
                 PRECISION,
             )
-        more = (scale, x_scale, stride_xs, w_scale, stride_ws, bias, residual, stride_rm, stride_rn)
+        more = (x_scale, stride_xs, w_scale, stride_ws, bias)
         if HALVES:
             left, right = halves(acc)
             first = col + tl.arange(0, BLOCK_N // 2)

@@ -71,7 +71,7 @@ def partial_tile(
     col_mask = cols < N
     if X_TMA:
         acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
-        acc = descriptor_loop(acc, x, row, w, col * BLOCK_N, 0, K, BLOCK_K, False, IEEE)
+        acc = descriptor_loop(acc, x, row, w, col * BLOCK_N, K, BLOCK_K, False, IEEE)
     elif TMA:
         acc = mixed_tile(
             x, rows, row_mask, stride_xm, stride_xk, w, col * BLOCK_N, K, BLOCK_N, BLOCK_K, EVEN_K

@@ -153,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         full = x if spec is None else OPERATIONS["all_gather_rows"](spec, x)
         wanted = [call.grad and needed for needed in ctx.needs_input_grad[:3]]
         operand = to_fp32(weight)  # once for all pieces
-        made = _Gradients(full, operand, bias, wanted)
+        made = _Gradients(full, operand, wanted)
         loss = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
         buffer = full.new_empty(min(call.piece, full.shape[0]), weight.shape[0])
         for piece in _pieces(full.shape[0], call.piece):
@@ -192,7 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _Gradients:
     """Those of the sum of losses; of the parameters in fp32 at least, since they are summed over pieces."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> None:
         self._x, self._weight, dtype = x, weight, _wide(x.dtype)
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
         self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None

@@ -11,7 +11,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 # `make gpu` ends its tests after some minutes; what only a GPU can show comes first.
-FIRST = ("test_virtual", "test_processes", "test_moe", "test_graphs", "test_linear", "test_pointwise")
+FIRST = ("test_virtual", "test_processes", "test_moe", "test_graphs", "test_plain_matmul", "test_pointwise")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ from fusedtp.ops import launch
 from fusedtp.ops.launch import Config
 from fusedtp.ops.moe import grouped_engines as engines
 from tests.nn.support import assert_within
-from tests.ops.linear_laws import E, activated, exact, lost_by
+from tests.ops.plain_matmul_laws import E, exact
 
 LAYOUTS = ("plain", "transposed", "strided", "misaligned", "halves")
 NAN = float("nan")
@@ -89,6 +89,29 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "strided":
         return x.new_full((*outer, rows, 2 * cols + 1), NAN)[..., : 2 * cols : 2].copy_(x)
     return x.new_full((*outer, 2 * rows, cols), NAN)[..., :rows, :].copy_(x)  # the first half of one
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    return (
+        F.silu(x)
+        if activation == "silu"
+        else F.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+    )
+
+
+def lost_by(activation: str, x: Tensor) -> Tensor:
+    """What an activation of exact numbers and a product lose in fp32.
+
+    exp(t) loses (2 + |t|) E, of which 1 / (1 + exp(t)) takes its share; t is -x, or for the tanh form a cubic of x
+    with four roundings. What overflows, or is below the smallest normal number, becomes 0. The error function is off by
+    2 E of one; torch takes tanh's difference from one, in fp64, where that is small.
+    """
+    size = activated(x, activation).abs()
+    if activation == "gelu":
+        return 2 * E * x.abs() + 2 * E * size
+    t = 1.5957691216 * (x + 0.044715 * x**3) if activation == "gelu_pytorch_tanh" else x
+    share = torch.sigmoid(-t) * (2 + 3 * t.abs())
+    return (3 + share) * E * size + (torch.finfo(torch.float32).tiny + 2**-52) * (1 + x.abs())
 
 
 def wanted_matmul(draw: Draw, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

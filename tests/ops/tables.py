@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,16 @@ def tables_in(folder: Path) -> Iterator[None]:
             yield
         finally:
             tuned.forget(), crossover.forget()
+
+
+@contextmanager
+def holding(kernel: str, values: Mapping[str, int]) -> Iterator[None]:
+    """`tuned.hold` within a block."""
+    tuned.hold(kernel, values)
+    try:
+        yield
+    finally:
+        tuned.hold(kernel, None)
 
 
 def entry(kernel: str, config: dict[str, int], dtype: str = "float32", **at: int) -> dict[str, Any]:
@@ -59,7 +69,6 @@ def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
         num_stages=st.integers(1, 3), group=st.integers(1, 9), part=powers(32, 128), chunk=st.integers(1, 200),
         max_registers=st.sampled_from([0, 128, 255]), send_programs=st.integers(1, 200),
         other_programs=st.integers(1, 200), tma=st.just(0), specialized=st.just(0), halves=st.integers(0, 1),
-        splits=st.integers(1, 32),
     )  # fmt: skip
     sets = tuned_entries.KERNELS[kernel].sets
     return {

@@ -6,17 +6,15 @@ workspace is handed out. Imports triton lazily.
 
 from . import cross_entropy, grouped, moe, moe_matmul, moe_matmul_combine, pointwise
 from .config import Config, Machine
-from .plain import Epilogue, gated_matmul, matmul, scaled_gated_matmul, scaled_matmul
+from .plain import matmul, scaled_matmul
 from .run import DTYPES, Launch, require_triton
 
 __all__ = [
     "DTYPES",
     "Config",
-    "Epilogue",
     "Launch",
     "Machine",
     "cross_entropy",
-    "gated_matmul",
     "grouped",
     "matmul",
     "moe",
@@ -24,6 +22,5 @@ __all__ = [
     "moe_matmul_combine",
     "pointwise",
     "require_triton",
-    "scaled_gated_matmul",
     "scaled_matmul",
 ]

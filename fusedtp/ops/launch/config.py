@@ -37,8 +37,8 @@ class Config:
     max_registers  what a thread may use; 0 leaves that to the compiler
     part_tiles     tiles of a part of the columns, of a matmul with its combine
     tma            operands that no peer writes by TMA, where they allow it
-    specialized, splits, halves   of the plain matmuls alone, see plain.py: a warp of its own for TMA's copies; how many
-                   programs share the K of a tile; its columns end half by half
+    specialized    of the plain matmul alone: a warp of its own for TMA's copies
+    halves         of the plain and the grouped matmuls: a tile's columns end half by half
     """
 
     block_m: int
@@ -55,14 +55,12 @@ class Config:
     max_registers: int = 0
     tma: bool = False
     specialized: bool = False
-    splits: int = 1
     halves: bool = False
 
 
 # What a thread can name. ptxas by itself stops at fewer, and spills, so that one more program would fit a processor;
 # the grids here hold one or two for each. Not for the largest tile: it has them all anyway, and 3.7 spills if told so.
 ALL_REGISTERS = 255
-MOST_SPLITS = 32
 VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it, and no more
 
 HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")

@@ -105,7 +105,7 @@ def plan_matmul(
     from fusedtp.kernels.grouped_matmul import grouped_matmul_kernel
 
     (r, k), (e, n, _) = xs[0].shape, weights[0].shape
-    config = config or group_config(machine, xs[0].dtype, precision, r, e, n, k)
+    config = config or group_config(machine, xs[0].dtype, precision, r, e, n)
     y = xs[0].new_empty(r, n)
     assert 1 <= len(xs) == len(weights) <= 2
     (x, *x2), (w, *w2) = of_one_layout(xs), of_one_layout(weights)
@@ -138,7 +138,7 @@ def plan_gated(
     from fusedtp.kernels.grouped_matmul import grouped_gated_kernel
 
     (r, k), (e, n, _) = x.shape, gate.shape
-    config = config or group_config(machine, x.dtype, precision, r, e, n, k, 2, keep)
+    config = config or group_config(machine, x.dtype, precision, r, e, n, 2, keep)
     gate, up = of_one_layout([gate, up])
     y = x.new_empty(r, n)
     gate_out, up_out = (x.new_empty(r, n), x.new_empty(r, n)) if keep else (None, None)
@@ -174,8 +174,7 @@ def plan_wgrad(
         dy, x = even_columns(dy), even_columns(x)
     (r, n), k, e = dy.shape, x.shape[1], offsets.shape[0] - 1
     wide = dtype.itemsize > x.dtype.itemsize and machine.capability // 10 == 10
-    each = -(-r // max(1, e))
-    config = config or group_config(machine, x.dtype, precision, e * n, e, k, each, keep=wide)
+    config = config or group_config(machine, x.dtype, precision, e * n, e, k, keep=wide)
     dw = x.new_empty(e, n, k, dtype=dtype)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(dy=dy, x=x, dw=dw)
     args["HALVES"] = config.halves
@@ -208,7 +207,6 @@ def group_config(
     rows: int,
     groups: int,
     n: int,
-    k: int,
     weights: int = 1,
     keep: bool = False,
 ) -> Config:
@@ -219,9 +217,9 @@ def group_config(
     """
     each = -(-rows // max(1, groups))
     tall = min(rows, each) if each < LARGE_TILE else rows
-    config = by_pointers(local_config(machine, dtype, precision, tall, n, k, weights, keep))
+    config = by_pointers(local_config(machine, dtype, precision, tall, n, weights, keep))
     deep = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
-    return replace(config, splits=1, block_k=config.block_k // 2 if deep else config.block_k)
+    return replace(config, block_k=config.block_k // 2) if deep else config
 
 
 def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:

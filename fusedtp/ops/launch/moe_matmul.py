@@ -79,7 +79,7 @@ def plan_dispatch_matmul(
     assert len(weights) == 1 + (act != "") and (act or not keep)
     r, (e, n, k) = at.max_rows, weights[0].shape
     moved = moving(machine, at, x, view.flags_per_source)
-    config = config or _config(machine, moved, x.dtype, precision, r, e, n, k, len(weights), keep)
+    config = config or _config(machine, moved, x.dtype, precision, r, e, n, len(weights), keep)
     w, *w2 = of_one_layout(weights)
     rows, *products = (x.new_empty(r, width) for width in (k, n, *[n, n] * keep))
     args = dict(
@@ -133,12 +133,11 @@ def _config(
     rows: int,
     groups: int,
     n: int,
-    k: int,
     weights: int,
     keep: bool,
 ) -> Config:
     """The grouped matmul's own tiles; as many programs copy what came as send, and the others multiply."""
-    tile = group_config(machine, dtype, precision, rows, groups, n, k, weights, keep)
+    tile = group_config(machine, dtype, precision, rows, groups, n, weights, keep)
     return replace(
         tile,
         send_programs=moved.send_programs,

@@ -64,7 +64,7 @@ def plan_matmul_combine(
     assert 1 <= len(hs) == len(matrices) <= 2
     (h, *h2), (w, *w2) = of_one_layout(hs), of_one_layout(matrices)
     (r, k), (e, n, _) = h.shape, w.shape
-    config = config or returning(machine, h.dtype, precision, at, n, k, view.flags_per_source, len(hs))
+    config = config or returning(machine, h.dtype, precision, at, n, view.flags_per_source, len(hs))
     out = h.new_empty(choices.shape[0], n)
     chunk_rows = config.chunk * config.block_m
     args = dict(
@@ -118,7 +118,6 @@ def returning(
     precision: str,
     at: Any,
     n: int,
-    k: int,
     flags: int,
     products: int = 1,
 ) -> Config:
@@ -127,7 +126,7 @@ def returning(
     Items are as small as the flags allow. An eighth of the machine sums beside the others, which multiply. The sum of
     two products would spill in the widest tile, by what the lint shows.
     """
-    config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n, k)
+    config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n)
     if products > 1:
         widest = NARROW // 2 if 0 < machine.capability < 90 else NARROW
         config = replace(config, block_n=min(config.block_n, widest))

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from . import tuned
-from .config import ALL_REGISTERS, MOST_SPLITS, VECTOR, Config, Machine, tiles
+from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 from .run import Launch
 
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
-LEAST_BLOCKS = 4  # of K in a part: a pipeline is full only after some
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
@@ -106,27 +105,23 @@ def by_pointers(config: Config) -> Config:
     return replace(config, tma=False, specialized=False, max_registers=registers)
 
 
-def operands(config: Config, precision: str, matrices: dict[str, tuple[Tensor, str, int]]) -> dict[str, Any]:
-    """The kernel's arguments for its operands.
-
-    matrices   the operand's parameter -> (matrix [rows, K], letter of its rows in the strides' names, rows of a tile)
-    """
-    args: dict[str, Any] = {}
-    k = next(matrix.shape[1] for matrix, _, _ in matrices.values())
-    for name, (matrix, letter, rows) in matrices.items():
-        strides, args[name] = matrix.stride(), matrix
-        if config.tma:
-            args[name] = described(matrix, (rows, config.block_k))
-            strides = (0, 0)
-        args[f"stride_{name[0]}{letter}"], args[f"stride_{name[0]}k"] = strides
-    return args | dict(
+def operands(config: Config, precision: str, x: Tensor, weight: Tensor) -> dict[str, Any]:
+    """The plain kernel's arguments for x [M, K] and w [N, K], in the tiles of `config`."""
+    by_tma, k = config.tma, x.shape[1]
+    return dict(
+        x=described(x, (config.block_m, config.block_k)) if by_tma else x,
+        stride_xm=0 if by_tma else x.stride(0),
+        stride_xk=0 if by_tma else x.stride(1),
+        w=described(weight, (config.block_n, config.block_k)) if by_tma else weight,
+        stride_wn=0 if by_tma else weight.stride(0),
+        stride_wk=0 if by_tma else weight.stride(1),
         K=k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP=config.group,
-        EVEN_K=config.tma or k % config.block_k == 0,
-        TMA=config.tma,
+        EVEN_K=by_tma or k % config.block_k == 0,
+        TMA=by_tma,
         SPECIALIZED=config.specialized,
         PRECISION=precision,
     )
@@ -138,11 +133,12 @@ def local_config(
     precision: str,
     m: int,
     n: int,
-    k: int,
     weights: int = 1,
     keep: bool = False,
 ) -> Config:
-    """Tiles of a matmul [m, k] by `weights` of [n, k] alone on the machine. keep: their products are stored too.
+    """Tiles of a matmul of m rows by `weights` of n rows each, alone on the machine.
+
+    keep: their products are stored too.
 
     Tiles are as wide as those of 16-bit operands, and as deep in bytes: tf32 has half as many k, fp8 twice as many.
     The columns of several weights share a tile. Smaller are those that would spill, by what the lint shows: of fp8 on
@@ -168,27 +164,18 @@ def local_config(
             specialized=specialized,
             halves=config.tma and weights == 1 and config.block_n == 256 and not narrow,
         )
-    return replace(config, splits=splits(machine, config, m, n, k))
+    return config
 
 
-def with_tile(default: Config, found: Mapping[str, int], machine: Machine, m: int, n: int, k: int) -> Config:
+def with_tile(default: Config, found: Mapping[str, int]) -> Config:
     """The tile of a tuned entry, or the default where there is none.
 
-    What the entry leaves open follows from its tile: by TMA if the default is, halves if it is wide, K as it asks.
+    What the entry leaves open follows from its tile: by TMA if the default is, halves if it is wide.
     """
-    if not found:
-        return default
     tile = tuned.tile(default, found)
-    if "halves" not in found:
+    if found and "halves" not in found:
         tile = replace(tile, halves=tile.tma and tile.block_n == 256)
-    return tile if "splits" in found else replace(tile, splits=splits(machine, tile, m, n, k))
-
-
-def splits(machine: Machine, config: Config, m: int, n: int, k: int) -> int:
-    """Parts of K: as many as leave no program of the machine idle, each of several blocks."""
-    tiles_of_y = -(-m // config.block_m) * -(-n // config.block_n)
-    idle = machine.programs // max(1, tiles_of_y)
-    return max(1, min(idle, k // (LEAST_BLOCKS * config.block_k), MOST_SPLITS))
+    return tile
 
 
 def even_columns(dy: Tensor) -> Tensor:

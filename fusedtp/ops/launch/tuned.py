@@ -8,7 +8,7 @@ Note [What a class may hold]: ranks must agree on how a tensor that travels is c
 only, which may differ. So what must agree stands in entries whose class has no extent but those that all ranks share:
 
     kernel                  class                                  sets
-    matmul                  rows M, cols N, k K                    tile, tma, specialized, halves, splits
+    matmul                  rows M, cols N, k K                    tile, tma, specialized, halves
     all_gather_matmul       rows T, cols N of this rank, k K       tile: each rank cuts its own output as it likes; tma
     all_gather_wgrad        rows N of this rank, cols K, k T       tile, tma
     all_gather              rows of the longest shard, k K         chunk, how many programs send; of both gathers
@@ -20,8 +20,7 @@ A missing entry means the default of config.py. `report()` lists what was looked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -168,16 +167,6 @@ def hold(kernel: str, values: Mapping[str, int] | None) -> None:
         _tried.pop(kernel, None)
     else:
         _tried[kernel] = dict(values)
-
-
-@contextmanager
-def trying(kernel: str, values: Mapping[str, int]) -> Iterator[None]:
-    """`hold` within a block."""
-    hold(kernel, values)
-    try:
-        yield
-    finally:
-        hold(kernel, None)
 
 
 def forget() -> None:

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from fusedtp.ops.measured import Faults, wrong_number
 
-from .config import MOST_SPLITS, Config, Machine
+from .config import Config, Machine
 
 NEEDED = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 TILE = (*NEEDED, "group", "part", "max_registers")
 SPLIT = ("chunk", "send_programs", "other_programs")
 SWITCHES = ("tma", "specialized", "halves")  # 0 or 1
-PLAIN = (*SWITCHES, "splits")
 LIMITS = {  # least, most, a power of two
     "block_m": (16, 256, True),
     "block_n": (16, 256, True),
@@ -27,7 +26,6 @@ LIMITS = {  # least, most, a power of two
     "tma": (0, 1, False),
     "specialized": (0, 1, False),
     "halves": (0, 1, False),
-    "splits": (1, MOST_SPLITS, False),
     "chunk": (1, 1 << 16, False),
     "send_programs": (1, 4096, False),
     "other_programs": (1, 4096, False),
@@ -46,7 +44,7 @@ class Kernel(NamedTuple):
 _SCATTER = Kernel(("rows", "cols", "even", "world", "programs"), (*TILE, "tma", *SPLIT))
 _GATHER = Kernel(("rows", "cols", "k", "even", "world", "programs"), (*TILE, "tma"))
 KERNELS = {
-    "matmul": Kernel(("rows", "cols", "k", "even", "programs"), (*TILE, *PLAIN)),
+    "matmul": Kernel(("rows", "cols", "k", "even", "programs"), (*TILE, *SWITCHES)),
     "all_gather_matmul": _GATHER,
     "all_gather_wgrad": _GATHER,
     "all_gather": Kernel(("rows", "k", "world", "programs"), ("chunk", "send_programs")),

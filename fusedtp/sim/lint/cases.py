@@ -15,9 +15,6 @@ OWN = (
     "one_shot_kernel",
     "two_shot_kernel",
     "matmul_kernel",
-    "gated_matmul_kernel",
-    "split_matmul_kernel",
-    "join_parts_kernel",
     "moe_dispatch_kernel",
     "moe_combine_kernel",
     "moe_dispatch_matmul_kernel",
@@ -42,7 +39,7 @@ SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel", "moe_matmul_combine_kernel")  # nothing comes by TMA
 ARRIVING = ("moe_dispatch_matmul_kernel",)  # products of rows that travel
 RETURNING = ("moe_matmul_combine_kernel",)  # and that travel home
-LOCAL = OWN[OWN.index("matmul_kernel") : OWN.index(EXCHANGES[0])]  # in more variants: those of one device
+LOCAL = ("matmul_kernel",)  # of one device: in more variants
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
 

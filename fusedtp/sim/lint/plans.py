@@ -61,7 +61,7 @@ def planned(kernel: str, variant: Variant, machine: Any) -> tuple[Any, dict[str,
         launch = _grouped(kernel, variant, machine)
         return launch.kernel, launch.args, launch.options
     if kernel in LOCAL:
-        launch = _local(kernel, variant, machine)
+        launch = _local(variant, machine)
         return launch.kernel, launch.args, launch.options
     if kernel in (*EXCHANGES, *ARRIVING):
         launch = _exchange(kernel, variant, machine)
@@ -125,39 +125,21 @@ def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, An
     return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, clock)), meet_options(clock)
 
 
-def _local(kernel: str, variant: Variant, machine: Any) -> Launch:
-    """With every epilogue that the variant's dtype has; K is split where y has few tiles."""
+def _local(variant: Variant, machine: Any) -> Launch:
+    """The plain matmul, of fp8 with scales."""
     m, n, k, precision = variant.rows, variant.widths[0], variant.k, variant.precision
-    if kernel in ("split_matmul_kernel", "join_parts_kernel"):
-        m, n = min(m, 128), min(n, 1024 + n % VECTOR)
     dtype = getattr(torch, variant.dtype)
     fp8 = dtype.itemsize == 1
     out = torch.bfloat16 if fp8 else dtype
-    gated = kernel == "gated_matmul_kernel"
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
     x, weight, bias = empty(m, k), empty(n, k), empty(n, of=out) if variant.bias else None
-    config = local_config(machine, dtype, precision, m, n, k, 1 + gated, gated and variant.keep)
+    config = local_config(machine, dtype, precision, m, n)
     config = config if variant.tma else by_pointers(config)
     scales = (empty(m, 1, of=torch.float32), empty(n, 1, of=torch.float32)) if fp8 else (None, None)
-    if gated:
-        act, config = variant.activation, replace(config, splits=1)
-        more: Any = dict(scales=(*scales, scales[1]), dtype=out)
-        keep = variant.keep
-        return plain.plan_gated(x, weight, weight, bias, None, act, keep, config, precision, machine, **more)[
-            0
-        ][0]
-    config = replace(config, splits=1 if kernel == "matmul_kernel" else max(2, config.splits))
-    residual = empty(m, n, of=out) if variant.bias else None
-    epilogue = plain.Epilogue(bias, residual, None if fp8 else 0.5, *scales)
-    launches = plain.plan_linear(x, weight, epilogue, out, config, precision, machine)[0]
-    if kernel == "join_parts_kernel" and variant.bias and not fp8:
-        parts = empty(config.splits, m, n, of=torch.float32)
-        y = empty(m, n)
-        return plain.plan_join(parts, parts, plain.Epilogue(bias), bias, y, y, y, variant.activation, config)
-    return launches[-1 if kernel == "join_parts_kernel" else 0]
+    return plain.plan_matmul(x, weight, bias, out, config, precision, machine, scales)[0]
 
 
 def _grouped(kernel: str, variant: Variant, machine: Any) -> Launch:

@@ -12,7 +12,7 @@
     late      rank 2 alone: rank 1 is in another call and rank 0 is not there yet; it must notice without waiting for 0
     mixed     a fused call, a gather by copies and its two meetings in either slot, a fused call
     nothing   the same with two ranks and no rows: only arrivals are exchanged; by either transport
-    local     the matmuls that have no peers, by pointers and by descriptors
+    local     the plain matmul, by pointers and by descriptors
     grouped   the matmuls of ragged groups, with tiles stored whole and by halves
     elementwise  RMSNorm, SwiGLU, rotary embedding and cross-entropy, one rank
     meetings  a copy to the own slot, a meeting, copies from the peers' slots, a meeting; and again

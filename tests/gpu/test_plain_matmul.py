@@ -1,10 +1,10 @@
-"""The matmuls of one device compiled: the laws of tests/ops/test_linear.py, in the tiles that the launchers choose."""
+"""The matmul of one device compiled: the laws of tests/ops/test_plain_matmul.py, in the tiles that it chooses."""
 
 import pytest
 import torch
 
-from fusedtp.ops.linear import multiplies
-from tests.ops.linear_laws import Draw, fp8_law, gated_law, gradient_law, matmul_law
+from fusedtp.ops.launch.plain import multiplies
+from tests.ops.plain_matmul_laws import Draw, fp8_law, matmul_law, quantized_law
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -15,11 +15,7 @@ LAYOUTS = [
     "gap",
     "expanded",
 ]  # by pointer, where not all may go by TMA
-MANY, FEW, LARGE = (
-    (300, 264, 200),
-    (16, 256, 4096),
-    (2304, 4096, 192),
-)  # FEW split K; LARGE fill the GPU with tiles
+MANY, FEW, LARGE = (300, 264, 200), (16, 256, 4096), (2304, 4096, 192)  # LARGE fill the GPU with tiles
 
 
 def chosen(dtype: torch.dtype, shape: tuple[int, int, int], layout: str = "plain") -> Draw:
@@ -29,18 +25,12 @@ def chosen(dtype: torch.dtype, shape: tuple[int, int, int], layout: str = "plain
 @pytest.mark.parametrize("shape", [MANY, FEW, LARGE, (129, 77, 33), (0, 40, 16), (5, 16, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul(dtype, shape):
-    matmul_law(chosen(dtype, shape), True, True, 0.5)
+    matmul_law(chosen(dtype, shape), True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_matmul_of_operands_in_any_layout(layout):
-    matmul_law(chosen(torch.bfloat16, MANY, layout), False, False, None)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("shape", [MANY, FEW])
-def test_gated_matmul(shape, activation):
-    gated_law(chosen(torch.bfloat16, shape), activation, True, activation == "silu")
+    matmul_law(chosen(torch.bfloat16, MANY, layout), False)
 
 
 @pytest.mark.parametrize("shape", [MANY, FEW, LARGE])
@@ -48,8 +38,4 @@ def test_fp8(shape):
     if not multiplies(torch.float8_e4m3fn, torch.device("cuda")):
         pytest.skip("this GPU multiplies no fp8")
     fp8_law(chosen(torch.bfloat16, shape), shape == MANY, torch.bfloat16, shape != FEW)
-
-
-@pytest.mark.parametrize("gated", ["", "silu"])
-def test_gradients(gated):
-    gradient_law(chosen(torch.bfloat16, (40, 72, 56)), gated)
+    quantized_law(chosen(torch.bfloat16, shape))
