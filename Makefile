@@ -63,7 +63,7 @@ format: venv ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: venv ## measure on this machine; ARGS="matmul --tokens 512" names a suite, else the README's table
+bench: venv ## measure on this machine; ARGS="matmul --tokens 512" names a suite, else docs/measured.md's tables
 	$(BIN)/fusedtp bench $(or $(ARGS),cpu)
 
 # Where the box's setuptools cannot install the tree, two links stand for pyproject's mapping of packages.

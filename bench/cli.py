@@ -25,7 +25,7 @@ COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv be
     "crossover": ("crossover", "measure from how many tokens on fusion wins: the table of engine auto"),
     "compare": ("compare", "two results of one machine: exit code 1 where the second is slower"),
     "gpu": ("gpu", "GPU tests, then all suites in the virtual world, in nine minutes: make gpu"),
-    "cpu": ("cpu", "operations and a training step on this machine's CPU: the README's table"),
+    "cpu": ("cpu", "operations and a training step on this machine's CPU: the tables of docs/measured.md"),
     "sim": ("sim", "what simulating a kernel costs beside interpreting it"),
     "host": ("host", "host time of eager fused calls, launches stubbed"),
     "timeline": ("cpu --timeline", "draw one call of each operation on CPU ranks"),

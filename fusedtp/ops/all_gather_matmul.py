@@ -189,12 +189,12 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
         copies = call.copies() if plan.copies else None
         x = x if copies is None else x.contiguous()
         view = call.kernel_view()
-        key = keep, copies is None, layouts(x, *weights, *biases)
+        key = copies is None, layouts(x, *weights)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
             machine, by_copies = machine_for(view, x), copies is not None
-            launch = prepare(view, x, weights, biases, rows, keep, None, machine, by_copies)
+            launch = prepare(view, x, weights, rows, None, machine, by_copies)
             plan.launches[key] = launch
         outputs = []
         for w in weights:
@@ -241,9 +241,7 @@ def prepare(
     view: Any,
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
     rows: Rows,
-    keep: bool,
     config: Config | None,
     machine: Machine,
     copied: bool = False,
@@ -252,7 +250,6 @@ def prepare(
 
     x        [R_r, K]   any strides
     w_i      [N_i, K]   any strides
-    bias_i   [N_i] or None
     config   None: the tuned one, or the default
     copied   x travels beside the kernel, in copies
     """
@@ -323,7 +320,7 @@ def plan_all_gather_matmul(
     copied: bool = False,
 ) -> tuple[Launch, list[Tensor], Tensor | None]:
     """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
-    launch = prepare(view, x, weights, biases, rows, keep, config, machine, copied)
+    launch = prepare(view, x, weights, rows, config, machine, copied)
     outputs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     gathered = x.new_empty(rows.total, x.shape[1]) if keep else None
     peers = peers_of(view, rank, world_size, sig, machine.clock)

@@ -146,7 +146,7 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     comm, total, n = plan.comm, x.shape[0], weight.shape[0]
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(x, weight, bias)
+        key = layouts(x, weight)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [weight, bias])

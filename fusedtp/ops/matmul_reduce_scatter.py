@@ -180,7 +180,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     weight = torch.cat(list(weights), 1) if len(weights) > 1 else weights[0]
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(x, weight, bias)
+        key = layouts(x, weight)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [weight, bias])

@@ -1,7 +1,7 @@
 """Laws: a backward split in an input pass and a weight pass communicates no more than a whole one, and a dy that is
 changed between the two counts as it is in each.
 
-torch's zero-bubble pipeline schedules run backward in these two passes; Note [Split backward] in ops/autograd.py.
+torch's zero-bubble pipeline schedules run backward in these two passes; Note [One autograd path] in ops/operation.py.
 """
 
 from __future__ import annotations

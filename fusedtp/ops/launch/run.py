@@ -93,11 +93,11 @@ class Launch:
             self.kernel[(self.programs,)](**self.args, **self.options)
 
 
-def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
+def layouts(*tensors: Tensor) -> tuple[Any, ...]:
     """What a launch depends on of its operands' memory, beside their addresses: by this prepared launches are kept."""
     found = []
     for t in tensors:
-        found.append(None if t is None else (t.shape, t.stride(), t.data_ptr() % 16 == 0))
+        found.append((t.shape, t.stride(), t.data_ptr() % 16 == 0))
     return tuple(found)
 
 

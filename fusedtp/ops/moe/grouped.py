@@ -9,7 +9,7 @@ Rows from offsets[E] on belong to nobody: room that a bounded buffer has left. W
 same rows of the result are undefined, and so are those of the gradient of `rows`. No gradient of a weight has a part of
 them. Whoever made the rows must not use those rows of the gradient either: a sum over all rows would.
 
-dgrad and wgrad are nodes of their own, see Note [Split backward] in ../autograd.py. A weight with a `main_grad` gets
+dgrad and wgrad are nodes of their own, see Note [Split backward] in nodes.py. A weight with a `main_grad` gets
 its gradient added there in fp32, see Note [main_grad] in ../main_grad.py; grouped_mm (`chunked` on a GPU) rounds it.
 
 Offsets on a CPU are checked. Those on a GPU are not, which would mean to wait for it: kernels cut them to [0, R].

@@ -7,7 +7,7 @@
     wgrad      dexperts[e] = dy[rows of e].T @ (weight * h)[rows of e], dy[row] = dout[token of row]
 
 The weight is a factor of h, whose rows are shorter than those of dout, and no product of forward is kept. By other
-engines the graph is that of the two operations. Nodes as in Note [Split backward] of ../autograd.py: wgrad is one of
+engines the graph is that of the two operations. Nodes as in Note [Split backward] of nodes.py: wgrad is one of
 its own, to which that of dgrad leaves dy and the weighted h.
 """
 
