@@ -22,6 +22,8 @@ from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, p
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
+
 
 class ProcessWorld:
     """Bootstrap, plain collectives and memory of one ProcessGroup. Every method but `has_died` is collective."""
@@ -75,7 +77,30 @@ class ProcessWorld:
         weakref.finalize(self, _close_all, list(self._pidfds.values()))
         if on_cpu:
             return first_fault(self.exchange(fault))
+        if len({namespace for _, namespace, _ in hosts}) > 1:
+            unreachable = self._handles_fault([pid for _, _, pid in hosts])
+            if unreachable is not None:
+                return unreachable
         return self._gpu_fault()
+
+    def _handles_fault(self, pids: Sequence[int]) -> str | None:
+        """GPU ranks in several PID namespaces: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
+
+        A rank that finds no such socket raises while its peers wait for it, and one that finds its own takes its own
+        memory for a peer's.
+        """
+        folder = None
+        try:
+            found = os.stat(next((os.environ[name] for name in TEMP_FOLDERS if name in os.environ), "/tmp"))
+            folder = found.st_dev, found.st_ino
+        except OSError:
+            pass
+        folders = set(self.exchange(folder))
+        if None not in folders and len(folders) == 1 and len(set(pids)) == self.world_size:
+            return None
+        return (
+            "ranks in several PID namespaces need one /tmp and different process ids to pass memory handles"
+        )
 
     def _gpu_fault(self) -> str | None:
         """Why these GPUs cannot share memory, the same answer on all ranks.

@@ -26,6 +26,8 @@ class Seen:
     broken: str = ""  # a function of torch.cuda that raises here
     namespace: str = "one"
     pidfd: bool = True
+    folder: str = "/tmp"
+    pid: int = 0  # 0: its real one
 
 
 def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | None]:
@@ -49,7 +51,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
             raise OSError("no pidfd here")
         return os.dup(0)
 
-    own = ProcessWorld(dist.group.WORLD)
+    own, own_pid = ProcessWorld(dist.group.WORLD), os.getpid()
     own.device = torch.device(device, seen.index) if device == "cuda" else torch.device("cpu")
     with (
         patch.object(torch.cuda, "device_count", lambda: len(seen.uuids)),
@@ -57,7 +59,8 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(torch.cuda, "can_device_access_peer", can_access),
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(os, "pidfd_open", pidfd_open),
-        patch.dict(os.environ),
+        patch.object(os, "getpid", lambda: seen.pid or own_pid),
+        patch.dict(os.environ, TMPDIR=seen.folder),
     ):
         os.environ.pop(VARIABLE, None)
         return own.shared_memory_fault(), os.environ.get(VARIABLE)
@@ -103,3 +106,28 @@ def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
     for seen, text in ((apart, "spans PID namespaces"), (blind, "cannot watch process")):
         for fault, _ in outcomes(*seen, device="cpu"):
             assert text in str(fault)
+
+
+def test_gpu_ranks_in_several_pid_namespaces_that_torch_s_handles_cannot_reach_say_so(tmp_path):
+    """Otherwise one raises in torch's rendezvous and its peers wait, or a rank maps its own memory as a peer's."""
+    folders = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path))
+    missing = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path / "none"))
+    pids = Seen(("a",), pid=7), Seen(("b",), namespace="two", pid=7)
+    for seen in (folders, missing, pids):
+        for fault, variable in outcomes(*seen):
+            assert "one /tmp and different process ids" in str(fault) and variable is None
+    here = Seen(("a",)), Seen(("b",), folder=str(tmp_path))
+    assert outcomes(*here) == [(None, "1")] * 2, "in one namespace torch is left to its own means"
+
+
+def watched(group, namespace: str) -> set[int]:
+    own = ProcessWorld(dist.group.WORLD)
+    own.device = torch.device("cuda", 0)
+    with patch.object(process_world, "pid_namespace", lambda: namespace), patch.object(own, "_gpu_fault"):
+        own.shared_memory_fault()
+    return set(own._pidfds)
+
+
+def test_a_gpu_rank_watches_the_peers_of_its_own_pid_namespace():
+    """The number of a process in another one may be that of a stranger here."""
+    assert world(3).run(watched, PerRank(["one", "two", "one"])) == [{2}, set(), {0}]
