@@ -78,6 +78,20 @@ def test_ranks_that_disagree_on_a_plain_collective_are_named(workspace):
     assert "features is 5 on rank 1 and 4 on rank 0" in told[1]
 
 
+def another_weight_in_a_late_call(group) -> str:
+    """Rank 1 alone has a second weight: no byte that travels differs."""
+    for _ in range(COMPARED_CALLS + 1):
+        fusedtp.all_gather_matmul(X, [W], group, engine="collective")
+    with pytest.raises(fusedtp.SignatureMismatch) as raised:
+        fusedtp.all_gather_matmul(X, [W] * (1 + (group.rank() == 1)), group, engine="collective")
+    return str(raised.value)
+
+
+def test_cpu_ranks_compare_every_plain_collective():
+    for message in world(2).run(another_weight_in_a_late_call, fresh=True, timeout=30):
+        assert "weights is" in message and "2 on rank 1" in message
+
+
 def comparisons(group, debug: str, calls: int) -> tuple[bool, int]:
     """As on a GPU: how many of so many collective calls compared signatures."""
     os.environ["FUSEDTP_DEBUG"] = debug
