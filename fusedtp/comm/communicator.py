@@ -113,7 +113,7 @@ class Communicator:
                 with workspace.call(signature, 0) as call:
                     call.handshake()
             else:
-                workspace.check()
+                workspace.keep_order()
             yield
             return
         if self.device.type == "cpu" and self.world_size > 1:

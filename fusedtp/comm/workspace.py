@@ -315,6 +315,14 @@ class Workspace:
             self._in_graph, self.epochs = True, None
         return self.number
 
+    def keep_order(self) -> None:
+        """For what uses no slot and compares nothing: its stream follows the last call's. Raises as `check` does."""
+        with self.lock:
+            self.check()
+            if self._order is not None:
+                self._order.enter()
+                self._order.leave()
+
     def end(self) -> None:
         """Under the lock, which it releases: the last call is over."""
         if self._order is not None:
