@@ -325,9 +325,11 @@ class Workspace:
 
     def end(self) -> None:
         """Under the lock, which it releases: the last call is over."""
-        if self._order is not None:
-            self._order.leave()
-        self.lock.release()
+        try:
+            if self._order is not None:
+                self._order.leave()
+        finally:
+            self.lock.release()
 
     def check(self) -> None:
         """Raises what made the workspace unusable, if anything did."""
@@ -439,14 +441,15 @@ class Call:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.watch is not None:
-            self.watch.stop()
-        if error is None:
-            try:
+        try:
+            if self.watch is not None:
+                self.watch.stop()
+            if error is None:
                 self._close()
-            except BaseException as late:
-                self._leave(late)
-                raise
+        except BaseException as late:
+            self._leave(late)
+            raise
+        if error is None:
             self.ws.end()
         else:
             self._leave(error)

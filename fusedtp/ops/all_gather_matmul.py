@@ -80,7 +80,8 @@ def all_gather_matmul(
     """
     at = place(group)
     with propagate_errors(at):
-        biases = [None] * len(weights) if biases is None else biases
+        weights = list(weights)
+        biases = [None] * len(weights) if biases is None else list(biases)
         if not weights or len(biases) != len(weights):
             raise ValueError(
                 f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
@@ -107,15 +108,19 @@ class _ColumnParallel(Function):
     ) -> tuple[Tensor, ...]:
         n = len(sinks)
         weights, biases = list(operands[:n]), list(operands[n:])
+        need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
+        keep = keep and need_weights != 0
         outs = op(spec, x, weights, biases, keep)
-        ctx.save_for_backward(outs[n] if keep else x, *weights)
-        ctx.spec, ctx.sinks, ctx.kept = spec.backward(), sinks, keep
+        # what no gradient reads is neither kept nor guarded against changes
+        saved = (outs[n] if keep else x) if need_weights else None
+        ctx.save_for_backward(saved, *(weights if need_x else ()))
+        ctx.spec, ctx.sinks, ctx.has_gathered = spec.backward(), sinks, keep
         return tuple(outs[:n])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        n = len(weights)
+        n = len(ctx.sinks)
         needs = wanted(ctx)[3:]
         dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * n
@@ -125,7 +130,7 @@ class _ColumnParallel(Function):
             dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
         if any(needs[1 : n + 1]):
             dtype = wgrad_dtype(x, ctx.sinks)
-            if ctx.kept:
+            if ctx.has_gathered:
                 made = [matmul_as(dy.t(), x, dtype) for dy in dys]
             else:
                 made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)

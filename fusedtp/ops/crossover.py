@@ -119,9 +119,9 @@ def file_of(machine: str) -> str:
 
 def forget() -> None:
     """Read tables anew at the next call."""
-    renew()
     _table.cache_clear()
     _find.cache_clear()
+    renew()
 
 
 @cache

@@ -137,11 +137,11 @@ def joined(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor
     Native 16-bit operands are concatenated along K; others accumulate in place, which copies nothing.
     """
     if len(xs) > 1 and is_16_bit(xs[0].dtype) and not widens(xs[0]):
-        return [torch.cat(list(xs), 1)], [_side_by_side(weights)]
+        return [torch.cat(list(xs), 1)], [side_by_side(weights)]
     return list(xs), list(weights)
 
 
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+def side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """[N, K_j] -> [N, sum of K_j], of their layout: whole rows are copied also where they are transposed."""
     if all(w.stride(0) == 1 for w in weights):
         return torch.cat([w.t() for w in weights], 0).t()

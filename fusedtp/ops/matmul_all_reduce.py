@@ -96,7 +96,8 @@ class _AllReduced(Function):
     def forward(
         ctx: Any, spec: Spec | None, sink: Sink | None, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        _, _, need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.sink = sink
         return linear(x, weight, bias) if spec is None else op(spec, x, weight, bias)
 

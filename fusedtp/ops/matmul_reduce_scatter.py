@@ -30,7 +30,7 @@ from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
 from .launch.operands import local_descriptors, local_operands
 from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import Sink, main_grads_of, weight_grad
-from .matmul import joined, sum_in_rank_order, sum_linear_into, to_fp32
+from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
     Operation,
@@ -97,8 +97,9 @@ class _RowParallel(Function):
     def forward(
         ctx: Any, spec: Spec, sink: Sink | None, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.spec, ctx.sink, ctx.kept = spec.backward(), sink, None
+        need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.spec, ctx.sink, ctx.gathered_dy = spec.backward(), sink, None
         return op(spec, [x], [weight], bias)
 
     @staticmethod
@@ -111,11 +112,11 @@ class _RowParallel(Function):
             dx, *gathered = OPERATIONS["all_gather_matmul"](ctx.spec, dy, [weight.t()], [None], keep)
             full = gathered[0] if keep else None
             if keep and not need_w:  # a weight pass follows
-                ctx.kept = dy, dy._version, full
-        elif ctx.kept is not None:
-            (of, version, gathered_dy), ctx.kept = ctx.kept, None
+                ctx.gathered_dy = dy, dy._version, full
+        elif ctx.gathered_dy is not None:
+            (of, version, kept), ctx.gathered_dy = ctx.gathered_dy, None
             if of is dy and version == dy._version:  # else it is of another backward pass
-                full = gathered_dy
+                full = kept
         if need_w:
             full = OPERATIONS["all_gather_rows"](ctx.spec, dy) if full is None else full
             dw = weight_grad(full, x, ctx.sink)
@@ -177,7 +178,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     """
     rows = plan.rows
     x = torch.cat(list(xs), 1) if len(xs) > 1 else xs[0]
-    weight = torch.cat(list(weights), 1) if len(weights) > 1 else weights[0]
+    weight = side_by_side(weights) if len(weights) > 1 else weights[0]
     with plan.call() as call:
         view = call.kernel_view()
         key = layouts(x, weight)

@@ -13,7 +13,7 @@ and its backward. It declares itself once:
         slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
     )
 
-From that follow the custom op `torch.ops.fusedtp.<name>`, the eager road, the signature that ranks compare, the choice
+From that follow the custom op `torch.ops.fusedtp.<name>`, the eager path, the signature that ranks compare, the choice
 of an engine and its crossover key, the counts of `explain` and the ranges of a profile. `op(spec, *operands)` runs it:
 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function
@@ -45,7 +45,9 @@ from .rows import Rows
 
 SPEC = "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer"
 LIBRARY = Library("fusedtp", "FRAGMENT")
-OPERATIONS: dict[str, Operation] = {}  # by name: how backward formulas name each other
+OPERATIONS: dict[
+    str, Operation
+] = {}  # by name: backward formulas use each other's operations without import cycles
 
 Engine = Callable[..., Any]  # (plan, *operands) -> the operation's result
 
@@ -143,7 +145,7 @@ class Operation:
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
         self.reference = reference
         self.num_operands = operands.count(",") + 1
-        LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}")
+        LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, self._from_graph, "CompositeExplicitAutograd")
         register_fake(f"fusedtp::{name}", self._split(fake), lib=LIBRARY)
         self.op = getattr(torch.ops.fusedtp, name).default
@@ -166,7 +168,7 @@ class Operation:
         return self.run(spec, *operands)
 
     def run(self, spec: Spec, *operands: Any) -> Any:
-        """In the operands' own dtype: public functions have done what autocast wants."""
+        """Look up the plan and call the engine's function, in the operands' own dtype and without autograd."""
         comm = registered(spec.group)
         key = self, spec, self.shared(*operands), GENERATION[0]
         plan = comm.plans.get(key)
@@ -178,7 +180,11 @@ class Operation:
         comm.count(self.name, plan.engine, spec.layer)
         device = comm.device.type
         if torch.is_autocast_enabled(device) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with torch.autocast(device, enabled=False), torch.profiler.record_function(plan.label):
+            range_ = torch.profiler.record_function(plan.label)
+            with torch.no_grad(), torch.autocast(device, enabled=False), range_:
+                return plan.function(plan, *operands)
+        if torch.is_grad_enabled():  # nothing of autograd may get to the workspace's tensors
+            with torch.no_grad():
                 return plan.function(plan, *operands)
         return plan.function(plan, *operands)
 

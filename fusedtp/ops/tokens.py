@@ -90,6 +90,19 @@ class _Gather(Function):
         return _own(dy, ctx.spec), None
 
 
+class _AllGather(Function):
+    """As _Gather, for a gradient that is partial: the transpose of _ReduceScatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return all_gather_rows(spec, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _ReduceScatter.apply(dy.contiguous(), ctx.spec), None
+
+
 class _Take(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
@@ -98,7 +111,7 @@ class _Take(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather_rows(ctx.spec, dy.contiguous()), None
+        return _AllGather.apply(dy.contiguous(), ctx.spec), None
 
 
 class _ReduceScatter(Function):
@@ -109,7 +122,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather_rows(ctx.spec, dy.contiguous()), None
+        return _AllGather.apply(dy.contiguous(), ctx.spec), None
 
 
 class _Copy(Function):
@@ -120,7 +133,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _summed(dy, ctx.spec), None
+        return _Sum.apply(dy, ctx.spec), None
 
 
 class _Sum(Function):

@@ -297,3 +297,54 @@ def autocast(group, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_under_autocast_a_layer_computes_in_the_narrow_dtype_as_linear_does(engine):
     world(2).run(autocast, engine)
+
+
+# -- what needs no gradient is not kept ------------------------------------------------------------------------------
+
+
+def kept_for(group, needs: str) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes that each kind of layer saves where x, the weights or both need gradients."""
+    r = group.rank()
+    x, full = numbers(SIZES[r], 4, seed=r).detach(), numbers(T, 4, seed=r).detach()
+    w, v = numbers(5, 4).detach(), numbers(6, 4).detach()
+    x.requires_grad_("x" in needs), full.requires_grad_("x" in needs)
+    w.requires_grad_("w" in needs), v.requires_grad_("w" in needs)
+    return {
+        "gather": packed(lambda: gather(group, "chunked", x, w, v)),
+        "kept gather": packed(lambda: gather(group, "chunked", x, w, v, keep_gathered=True)),
+        "scatter": packed(lambda: scatter(group, "chunked", full, w)),
+        "reduce": packed(lambda: fusedtp.matmul_all_reduce(full, w, group)),
+    }
+
+
+@pytest.mark.parametrize("needs", ["x", "w", "xw"])
+def test_a_layer_keeps_only_what_some_gradient_reads(needs):
+    for r, seen in enumerate(world(2).run(kept_for, needs)):
+        weights, one = ([(5, 4), (6, 4)], [(5, 4)]) if "x" in needs else ([], [])
+        shard, full = ([(SIZES[r], 4)], [(T, 4)]) if "w" in needs else ([], [])
+        want = {
+            "gather": shard + weights,
+            "kept gather": full + weights,
+            "scatter": full + one,
+            "reduce": full + one,
+        }
+        assert seen == want
+
+
+def changed_where_nothing_reads(group) -> None:
+    """A frozen weight lets x change in place; an x without gradient lets the weight change."""
+    x, w = numbers(T, 4, seed=1), numbers(5, 4, seed=2).detach()
+    y = scatter(group, "chunked", x, w)
+    with torch.no_grad():
+        x.zero_()
+    y.sum().backward()
+    x, w = numbers(T, 4, seed=1).detach(), numbers(5, 4, seed=2)
+    y = scatter(group, "chunked", x, w)
+    with torch.no_grad():
+        w.zero_()
+    y.sum().backward()
+    assert torch.equal(w.grad, x.sum(0).expand(5, 4))
+
+
+def test_what_no_gradient_reads_may_change():
+    world(2).run(changed_where_nothing_reads)

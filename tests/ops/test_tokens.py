@@ -1,5 +1,6 @@
 """Movers of token rows: forward and backward are each other's transpose, for any rows a rank, also none."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,3 +84,37 @@ def counted(group) -> None:
 
 def test_every_move_is_counted_once_for_its_layer_and_so_is_its_backward():
     world(2).run(counted)
+
+
+def second_derivatives(group, mover: str) -> list[float]:
+    """Of sum((mover(x) * c)^3): movers are linear, and their backward is differentiable too."""
+    w, sizes = group.size(), (1,) * group.size()
+    shape = (1, 1) if mover == "gather_tokens" else (w, 1)
+    x = torch.full(shape, 1.0, requires_grad=True)
+    given = (x, group) if mover in ("copy_to_group", "all_reduce_sum") else (x, group, sizes)
+    y = getattr(tokens, mover)(*given)
+    (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    views = communicator(group).workspace.views.values()
+    assert not any(view.requires_grad for view in views), "autograd got to the workspace"
+    assert torch.equal(all_reduce_of_ones(group), torch.full((2, 1), float(w)))
+    return ddx.flatten().tolist()
+
+
+def all_reduce_of_ones(group) -> torch.Tensor:
+    return tokens.all_reduce_sum(torch.ones(2, 1), group)
+
+
+@pytest.mark.parametrize(
+    ("mover", "want"),
+    [  # y = x gathered: 6 y of the own row; y = own row of x: 6 y, gathered; y = sum of x: 6 y, gathered, and so on
+        ("gather_tokens", [6.0]),
+        ("take_tokens", [12.0, 12.0]),
+        ("reduce_scatter_tokens", [24.0, 24.0]),
+        ("copy_to_group", [12.0, 12.0]),
+        ("all_reduce_sum", [12.0, 12.0]),
+    ],
+)
+def test_movers_have_second_derivatives_and_leave_the_workspace_alone(mover, want):
+    for seen in world(2).run(second_derivatives, mover):
+        assert seen == want, (mover, seen)

@@ -167,6 +167,7 @@ def hold(kernel: str, values: Mapping[str, int] | None) -> None:
         _tried.pop(kernel, None)
     else:
         _tried[kernel] = dict(values)
+    renew()
 
 
 def forget() -> None:
@@ -177,12 +178,13 @@ def forget() -> None:
     _lookup.cache_clear()
     _seen.clear()
     _told.clear()
+    renew()
 
 
 def _forget_remembered() -> None:
-    renew()
     for clear in _remembered:
         clear()
+    renew()
 
 
 def file_of(machine: Machine) -> str:
