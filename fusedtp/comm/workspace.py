@@ -47,7 +47,7 @@ On a GPU, kernels compare hashes of them: the fused ones, and one that does noth
 before and after the copies of `chunked`, and before growing, which waits for its answer. Before a collective of
 `collective` it is launched in the group's first COMPARED_CALLS calls only, a count that all ranks share, or always if a
 rank of the group was started with FUSEDTP_DEBUG=1. The host reads what a kernel recorded when it begins its next call,
-and then the group is at its end. Ranks that are threads of one process compare all words at the beginning of every
+and then the group is unusable. Ranks that are threads of one process compare all words at the beginning of every
 call. Without Triton, ranks on GPUs compare nothing.
 
 Note [Failed calls]
@@ -332,7 +332,7 @@ class Workspace:
             self.lock.release()
 
     def check(self) -> None:
-        """Raises what made the workspace unusable, if anything did."""
+        """Raises the error that made the workspace unusable, if there is one."""
         if self.failed is None and self._status[0] != 0:
             self._fail_from_status()
         if self.failed is not None:

@@ -161,7 +161,7 @@ GENERATION = [0]  # changes when tables are read anew or values are held in thei
 
 
 def renew() -> None:
-    """From now on nothing holds that was chosen by a table."""
+    """Invalidate every choice made from a table."""
     GENERATION[0] += 1
 
 

@@ -31,7 +31,7 @@ _LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, th
 class Launch:
     """A kernel with its arguments; `run` starts it on the current stream.
 
-    A prepared launch lacks those that change from call to call, its pointers, and is kept: see `prepared`.
+    A prepared launch lacks those that change from call to call, its pointers, and is kept by them: see `prepare` in an operation's file.
     """
 
     kernel: Any
@@ -94,7 +94,7 @@ class Launch:
 
 
 def layouts(*tensors: Tensor) -> tuple[Any, ...]:
-    """What a launch depends on of its operands' memory, beside their addresses: by this prepared launches are kept."""
+    """Cache key of a prepared launch: shape, strides and alignment of each operand."""
     found = []
     for t in tensors:
         found.append((t.shape, t.stride(), t.data_ptr() % 16 == 0))
