@@ -31,7 +31,7 @@ _LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, th
 class Launch:
     """A kernel with its arguments; `run` starts it on the current stream.
 
-    A prepared launch lacks those that change from call to call, its pointers, and is kept by them: see `prepare` in an operation's file.
+    A prepared launch lacks the arguments that change from call to call, its pointers; see `prepare` in the operations.
     """
 
     kernel: Any
