@@ -181,3 +181,38 @@ def test_a_thread_that_is_stopped_stops_its_part_of_the_virtual_world():
     assert sorted(stopped) == [0, 2, 3] and time.monotonic() - start < 10
     meet = lambda group: communicator(group.along((2, 2), 1)).world.exchange(group.rank())  # noqa: E731
     assert virtual.run(meet) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def held_after(group, broken: str) -> tuple[bool, bool]:
+    """Whether another thread can take the lock after a call that broke on its way out, and whether the group failed."""
+    workspace = communicator(group).workspace
+
+    class Broken:
+        error = None
+
+        def enter(self) -> bool:
+            return False
+
+        def leave(self) -> None:
+            raise RuntimeError("a stream's error")
+
+        def stop(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        with workspace.call(Signature("some_call", "chunked", torch.float32, 1, (1, 1)), 64) as call:
+            call.handshake()
+            if broken == "stream":
+                workspace._order = Broken()
+            else:
+                call.watch = Broken()
+    workspace._order, taken = None, []
+    thread = threading.Thread(target=lambda: taken.append(workspace.lock.acquire(timeout=5)))
+    thread.start()
+    thread.join()
+    return taken[0], workspace.failed is not None
+
+
+@pytest.mark.parametrize(("broken", "failed"), [("stream", False), ("interrupt", True)])
+def test_a_call_that_breaks_on_its_way_out_lets_go_of_the_lock(broken, failed):
+    assert world(2).run(held_after, broken, fresh=True) == [(True, failed)] * 2
