@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtp.ops.moe import grouped_engines as engines
+from fusedtp.ops.moe import grouped as engines
 
 from .. import errors
 from ..experts import EXPERTS, SKEWS, TINY, Experts, shared_out
@@ -139,8 +139,8 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 def ours(case: Case, offsets: Tensor, engine: str) -> Callable[..., Tensor]:
     """The engine's matmul, of the operands of the case's direction."""
     if case.direction == "wgrad":
-        return lambda dy, x: engines.wgrad(engine, [dy], x, offsets, x.dtype)[0]
-    return lambda x, w: engines.matmul(engine, [x], [w], offsets, None)
+        return lambda dy, x: engines.wgrad_engine(engine, [dy], x, offsets, x.dtype)[0]
+    return lambda x, w: engines.matmul_engine(engine, [x], [w], offsets, None)
 
 
 def grouped_mm(case: Case, offsets: Tensor) -> Callable[..., Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops.moe.api import MoEHandle
+from fusedtp.ops.moe import MoEHandle
 from fusedtp.ops.rows import split
 
 from .. import errors

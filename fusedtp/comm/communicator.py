@@ -47,8 +47,8 @@ class Place(NamedTuple):
 class Communicator:
     """Rank, size, memory and plain collectives of one group."""
 
-    def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
-        self.world = world
+    def __init__(self, world: ProcessWorld | ThreadWorld | AloneWorld) -> None:
+        self.world: Any = world
         self.name, self.rank, self.world_size, self.device = (
             world.name,
             world.rank,
@@ -168,6 +168,18 @@ class Communicator:
         return self._timed(self.world.all_reduce, x, bias)
 
 
+class AloneWorld:
+    """The world of calls without a group: one rank."""
+
+    rank, world_size, shares_process = 0, 1, False
+
+    def __init__(self, device_type: str) -> None:
+        self.name, self.device = f"alone:{device_type}", torch.device(device_type)
+
+    def group_ref(self) -> AloneWorld:
+        return self
+
+
 _registry: dict[str, Communicator] = {}
 _registry_lock = threading.RLock()  # a finalizer may run inside it
 
@@ -208,7 +220,7 @@ def _known(group: dist.ProcessGroup | VirtualGroup | str) -> Communicator | None
     if name is None:
         raise _not_a_group(group)
     found = _registry.get(name)
-    if found is None or (isinstance(group, str) and isinstance(found.world, ThreadWorld)):
+    if found is None or (isinstance(group, str) and isinstance(found.world, (ThreadWorld, AloneWorld))):
         return found
     if isinstance(group, str):
         group = resolve(group)  # type: ignore[arg-type]
@@ -246,6 +258,17 @@ def place(group: Group) -> Place:
         with _disable_current_modes():
             found = communicator(group)
     return found.place
+
+
+@constant_to_compiler
+def alone(device_type: str) -> Place:
+    """The place of a call without a group: rank 0 of 1."""
+    name = f"alone:{device_type}"
+    if name not in _registry:
+        made = Communicator(AloneWorld(device_type))
+        with _registry_lock:
+            _registry.setdefault(name, made)
+    return _registry[name].place
 
 
 def propagate_errors(at: Place) -> AbstractContextManager[None]:

@@ -34,6 +34,7 @@ FIELDS = (
     "needs_grad",
     "with_bias",
     "tables",
+    "tf32",
     "top_k",
     "num_experts",
     "max_rows",
@@ -50,6 +51,7 @@ class Signature:
     """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
 
     tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
+    tf32     whether fp32 operands are multiplied in tf32
     top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0;
     wire a number of WIRES
     """
@@ -64,6 +66,7 @@ class Signature:
     needs_grad: int = 0
     with_bias: int = 0
     tables: int = 0
+    tf32: int = 0
     top_k: int = 0
     experts: int = 0
     max_rows: int = 0
@@ -93,7 +96,7 @@ def _template(s: Signature) -> np.ndarray:
     dtype = DTYPES.index(s.dtype) if s.dtype in DTYPES else -1
     out[NAME_WORDS:SIZES_AT] = (
         0, ENGINES.index(s.engine), dtype, s.features, s.batch,
-        s.weights, s.needs_grad, s.with_bias, s.tables, s.top_k, s.experts, s.max_rows, s.wire,
+        s.weights, s.needs_grad, s.with_bias, s.tables, s.tf32, s.top_k, s.experts, s.max_rows, s.wire,
     )  # fmt: skip
     sizes = s.sizes[:MAX_SIZES]
     out[SIZES_AT : SIZES_AT + len(sizes)] = sizes

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.comm import Group, place
-from fusedtp.ops.moe.nodes import autocast_disabled
 
 from . import balance as _balance
 from . import dropout
@@ -234,7 +233,7 @@ class Router(nn.Module):
             site = 4 * self.layer + dropout.ROUTER
             bits = dropout.random_bits(layout.dropout.to(x.device), site, layout.start, *x.shape)
             x = x.to(wide) * torch.add(1.0, bits.to(wide), alpha=self.jitter * 2.0**-31)
-        with autocast_disabled(x):
+        with torch.autocast(x.device.type, enabled=False):
             if x.dtype == wide or torch.compiler.is_compiling():
                 return x.to(wide) @ weight.to(wide).t()
             logits: Tensor = WideLogits.apply(x, weight, wide)

@@ -4,7 +4,7 @@ from .all_gather_matmul import all_gather_matmul
 from .all_gather_wgrad import all_gather_wgrad
 from .matmul_all_reduce import local_linear, matmul_all_reduce
 from .matmul_reduce_scatter import matmul_reduce_scatter
-from .moe.grouped import grouped_gated, grouped_matmul
+from .moe import grouped_gated, grouped_matmul
 
 __all__ = [
     "all_gather_matmul",

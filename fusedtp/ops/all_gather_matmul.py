@@ -114,7 +114,7 @@ class _ColumnParallel(Function):
         # what no gradient reads is neither kept nor guarded against changes
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
-        ctx.spec, ctx.sinks, ctx.has_gathered = spec.backward(), sinks, keep
+        ctx.spec, ctx.sinks, ctx.has_gathered = spec._replace(needs_grad=0), sinks, keep
         return tuple(outs[:n])
 
     @staticmethod

@@ -99,7 +99,7 @@ class _RowParallel(Function):
     ) -> Tensor:
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.spec, ctx.sink, ctx.gathered_dy = spec.backward(), sink, None
+        ctx.spec, ctx.sink, ctx.gathered_dy = spec._replace(needs_grad=0), sink, None
         return op(spec, [x], [weight], bias)
 
     @staticmethod

@@ -19,6 +19,8 @@ of an engine and its crossover key, the counts of `explain` and the ranges of a 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function
     compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
 
+A LocalOperation is the same for a function of one device, without ranks.
+
 Note [One autograd path]
 The custom ops have no autograd: differentiate the public functions. Each kind of layer is one autograd.Function, eager
 and compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a
@@ -44,13 +46,16 @@ from . import engines
 from .measured import GENERATION
 from .rows import Rows
 
-SPEC = "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer"
+SPEC = (
+    "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer, int[] routing"
+)
 LIBRARY = Library("fusedtp", "FRAGMENT")
 OPERATIONS: dict[
     str, Operation
 ] = {}  # by name: backward formulas use each other's operations without import cycles
 
 Engine = Callable[..., Any]  # (plan, *operands) -> the operation's result
+Choose = Callable[..., engines.Choice]  # (name, comm, spec, rows, shared) -> which engine runs
 
 
 class Spec(NamedTuple):
@@ -61,6 +66,7 @@ class Spec(NamedTuple):
     engine      the one asked for
     needs_grad  a bit for each input that needs a gradient; ranks compare it
     layer       the kind of layer that the call is counted for
+    routing     of a mixture of experts: what else its signature compares, see Exchange in moe/plan.py
     """
 
     group: str
@@ -70,10 +76,7 @@ class Spec(NamedTuple):
     engine: str = "auto"
     needs_grad: int = 0
     layer: str = ""
-
-    def backward(self) -> Spec:
-        """For the calls of a backward pass, which has no backward of its own."""
-        return self._replace(needs_grad=0)
+    routing: tuple[int, ...] = ()
 
 
 class Shared(NamedTuple):
@@ -83,12 +86,14 @@ class Shared(NamedTuple):
     features   the width that all ranks share: K of a gathered x, N of a reduced output
     weights    how many there are
     with_bias  of a reduction: whether a bias is added
+    tf32       whether fp32 operands are multiplied in tf32, where that decides how the kernel cuts its work
     """
 
     dtype: torch.dtype
     features: int
     weights: int = 1
     with_bias: int = 0
+    tf32: int = 0
 
 
 class Plan(NamedTuple):
@@ -102,6 +107,7 @@ class Plan(NamedTuple):
     """
 
     comm: Communicator
+    spec: Spec
     workspace: Any
     rows: Rows
     total_rows: int
@@ -141,15 +147,14 @@ class Operation:
         reference: Engine | None = None,
         shared: Callable[..., Shared],
         engines: dict[str, Engine],
-        slot_bytes: dict[str, Callable[[Rows, Shared], int]],
+        slot_bytes: dict[str, Callable[..., int]],
+        choose: Choose | None = None,
     ) -> None:
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
         self.reference = reference
+        self.choose = choose or (_choose_fused if "triton" in engines else _choose_mover)
         self.num_operands = operands.count(",") + 1
-        LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, self._from_graph, "CompositeExplicitAutograd")
-        register_fake(f"fusedtp::{name}", self._split(fake), lib=LIBRARY)
-        self.op = getattr(torch.ops.fusedtp, name).default
+        self.op = define(name, f"{operands}, {SPEC}", returns, self._from_graph, self._split(fake))
         _keep_order(name)
         OPERATIONS[name] = self
 
@@ -158,9 +163,11 @@ class Operation:
         return lambda *args: function(Spec(*args[n:]), *args[:n])
 
     def _from_graph(self, *args: Any) -> Any:
-        group, rank, sizes, *rest = args[self.num_operands :]
+        group, rank, sizes, *others, routing = args[self.num_operands :]
         communicator(group)
-        return self.run(Spec(group, rank, tuple(sizes), *rest), *args[: self.num_operands])
+        batch, engine, grads, layer = others
+        spec = Spec(group, rank, tuple(sizes), batch, engine, grads, layer, tuple(routing))
+        return self.run(spec, *args[: self.num_operands])
 
     def __call__(self, spec: Spec, *operands: Any) -> Any:
         """Operands in the schema's order. No autograd."""
@@ -180,32 +187,20 @@ class Operation:
                 comm.plans.clear()
             comm.plans[key] = plan
         comm.count(self.name, plan.engine, spec.layer)
-        device = comm.device.type
-        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        if profiled or torch.is_autocast_enabled(device):
-            # a range costs 0.1 ms with cold caches, also where nothing is profiled
-            span: Any = torch.profiler.record_function(plan.label) if profiled else nullcontext()
-            with torch.no_grad(), torch.autocast(device, enabled=False), span:
-                return plan.function(plan, *operands)
-        if torch.is_grad_enabled():  # nothing of autograd may get to the workspace's tensors
-            with torch.no_grad():
-                return plan.function(plan, *operands)
-        return plan.function(plan, *operands)
+        return run_plainly(plan.label, comm.device.type, plan.function, plan, *operands)
 
     def plan(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
         """Choose the engine. Raises ValueError for one that cannot run it."""
         rows = Rows(tuple(spec.sizes), spec.batch)
-        if "triton" in self.engines:
-            choice = engines.choose(comm, spec.engine, rows, shared.dtype, self.name, shared.features)
-        else:
-            choice = engines.choose_mover(comm, rows, shared.dtype)
+        choice = self.choose(self.name, comm, spec, rows, shared)
         signature = Signature(
             self.name, choice.engine, shared.dtype, shared.features, rows.sizes, rows.batch, shared.weights,
-            spec.needs_grad, shared.with_bias, engines.tables(comm, choice.engine),
+            spec.needs_grad, shared.with_bias, engines.tables(comm, choice.engine), shared.tf32, *spec.routing,
         )  # fmt: skip
         slot_bytes = self.slot_bytes.get(choice.engine)
         return Plan(
             comm=comm,
+            spec=spec,
             workspace=comm.workspace if slot_bytes else None,
             rows=rows,
             total_rows=rows.total,
@@ -213,11 +208,60 @@ class Operation:
             engine=choice.engine,
             function=self.engines[choice.engine],
             signature=signature,
-            slot_bytes=slot_bytes(rows, shared) if slot_bytes else 0,
+            slot_bytes=slot_bytes(rows, shared, *spec.routing) if slot_bytes else 0,
             copies=choice.transport == "copy",
             label=f"fusedtp.{self.name}.{choice.engine}",
             launches={},
         )
+
+
+def _choose_fused(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:
+    return engines.choose(comm, spec.engine, rows, shared.dtype, name, shared.features)
+
+
+def _choose_mover(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:
+    return engines.choose_mover(comm, rows, shared.dtype)
+
+
+class LocalOperation:
+    """An operation of one device: fusedtp::<name> for graphs, its function in eager code."""
+
+    def __init__(self, name: str, operands: str, returns: str, *, fake: Engine, function: Engine) -> None:
+        self.name, self.function, self.label = name, function, f"fusedtp.{name}"
+        self.op = define(name, operands, returns, self.run, fake)
+
+    def __call__(self, *operands: Any) -> Any:
+        """Operands in the schema's order. No autograd."""
+        if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+            return self.op(*operands)
+        return self.run(*operands)
+
+    def run(self, *operands: Any) -> Any:
+        first = operands[0]
+        device = (first if isinstance(first, Tensor) else first[0]).device.type
+        return run_plainly(self.label, device, self.function, *operands)
+
+
+def define(name: str, operands: str, returns: str, function: Engine, fake: Engine) -> Any:
+    """fusedtp::<name>, without autograd."""
+    LIBRARY.define(f"{name}({operands}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    register_fake(f"fusedtp::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fusedtp, name).default
+
+
+def run_plainly(label: str, device: str, function: Engine, *operands: Any) -> Any:
+    """Call `function` in the operands' own dtype and without autograd, in a range of a profile if one is made."""
+    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    if profiled or torch.is_autocast_enabled(device):
+        # a range costs 0.1 ms with cold caches, also where nothing is profiled
+        span: Any = torch.profiler.record_function(label) if profiled else nullcontext()
+        with torch.no_grad(), torch.autocast(device, enabled=False), span:
+            return function(*operands)
+    if torch.is_grad_enabled():  # nothing of autograd may get to the workspace's tensors
+        with torch.no_grad():
+            return function(*operands)
+    return function(*operands)
 
 
 MAX_PLANS = 4096  # kept for each group; then all are dropped and made again as they are needed

@@ -1,7 +1,7 @@
 """Make models of ordinary modules tensor-parallel, by plan and in place."""
 
 from .clip import clip_grad_norm_
-from .expert_split import ExpertSplit
+from .expert_parallel import ExpertSplit
 from .explain import Explanation, explain
 from .parallelize import parallelize
 from .styles import FusedColwise, FusedEmbedding, FusedExperts, FusedRowwise, Replicated

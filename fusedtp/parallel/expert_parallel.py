@@ -1,25 +1,167 @@
-"""The object that stands at `module.parallel` of experts which ranks share."""
+"""How ranks share the experts of a mixture: whole experts, parts of their features, copies of them, or all three.
+
+    rank = (block * replicas + replica) * tensor_parallel + part
+
+A block of ranks has E / blocks experts. `tensor_parallel` ranks share each of them, a part of its features each: a
+token that chose the expert goes to all of them, and their outputs, which are partial sums, are added where the token
+came from. `replicas` such sets of ranks hold the same experts, and take turns with the tokens.
+
+So what travels is a finer mixture, of E * replicas * tensor_parallel experts and k * tensor_parallel choices, and the
+exchange knows nothing of all this. Rows and their partial sums travel tensor_parallel times, as often as a gather and a
+reduce-scatter among those ranks would carry them.
+
+ExpertSplit is what a user asks for, Shares what it comes to, and ExpertParallel the object that stands at
+`module.parallel` of such experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
-from fusedtp.comm import Place, communicator, place, propagate_errors
+from fusedtp.comm import Place, VirtualGroup, communicator, place, propagate_errors
 from fusedtp.ops.main_grad import main_grad_of
 from fusedtp.ops.moe import moe_in_stages
-from fusedtp.ops.moe.api import check_choices
+from fusedtp.ops.moe.plan import check_choices
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import gather_tokens, take_tokens
 
-from .expert_split import Shares
 from .layers import Member, with_main_grad
-from .placement import Mesh, local, read
+from .placement import Mesh, Placement, Way, local, read
+
+DIMS = ("experts", "replicas", "features")
+
+
+class Shares(NamedTuple):
+    """Ranks by what they share: blocks of experts, copies of a block, features of an expert."""
+
+    blocks: int
+    replicas: int
+    tensor_parallel: int
+
+    @property
+    def are_finer(self) -> bool:
+        """Whether an expert is several of the mixture that travels."""
+        return self.replicas * self.tensor_parallel > 1
+
+    @property
+    def named(self) -> dict[str, int]:
+        """The dimensions that have more than one rank; the first one where none has."""
+        sizes = dict(zip(DIMS, self, strict=True))
+        return {name: size for name, size in sizes.items() if size > 1} or {DIMS[0]: 1}
+
+    def way(self, features: int) -> Way:
+        """How a parameter lies whose dimension 0 are experts and whose dimension `features` is split."""
+        placements: dict[str, Placement] = {
+            "experts": Shard(0),
+            "replicas": Replicate(),
+            "features": Shard(features),
+        }
+        return Way(tuple(placements[name] for name in self.named), tuple(self.named.values()))
+
+    def choices(self, expert_ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
+        """expert_ids and weights [T_r, k] of num_experts -> those of the finer mixture that travels.
+
+        The t-th token of a rank goes to copy t % replicas.
+        """
+        if not self.are_finer:
+            return expert_ids, weights, num_experts
+        each = num_experts // self.blocks
+        turns = torch.arange(expert_ids.shape[0], device=expert_ids.device)[:, None] % self.replicas
+        first = (expert_ids // each * self.replicas + turns) * self.tensor_parallel
+        parts = torch.arange(self.tensor_parallel, device=expert_ids.device)
+        fine = (first[..., None] + parts) * each + (expert_ids % each)[..., None]
+        fine = fine.where(expert_ids[..., None] >= 0, -1).flatten(1).to(expert_ids.dtype)
+        return (
+            fine,
+            weights.repeat_interleave(self.tensor_parallel, 1),
+            num_experts * self.replicas * self.tensor_parallel,
+        )
+
+
+@dataclass(frozen=True)
+class ExpertSplit:
+    """Which ranks share the experts, and how.
+
+    mesh              1-D: whole tensor-parallel groups, one after another, so that experts lie across data-parallel
+                      ranks too; None: the tensor-parallel ranks. Its ranks' batches have one shape
+    tensor_parallel   ranks that share each expert, a part of its features each
+    replicas          how many ranks (or sets of tensor_parallel ranks) hold the same experts; None: one, or as many
+                      as there are for each expert where experts are fewer
+    nodes             of how many nodes those ranks are, as many of each, node by node: rows then travel in two stages,
+                      once to each node that has an expert of a token, and there to its experts (ops/moe/stages.py)
+    num_ranks         how many ranks the mesh will have, where it is not there yet and only a plan is made
+    """
+
+    mesh: DeviceMesh | None = None
+    tensor_parallel: int = 1
+    replicas: int | None = None
+    nodes: int = 1
+    num_ranks: int | None = None
+
+    def ranks(self, world_size: int) -> int:
+        """How many share the experts, of a model whose tensor-parallel ranks are so many."""
+        return self.num_ranks or world_size if self.mesh is None else self.mesh.size()
+
+    def check(self, mesh: DeviceMesh | VirtualGroup) -> None:
+        """Raises ValueError where the mesh of experts is not made of whole groups of the model's mesh."""
+        if self.mesh is None:
+            return
+        if not isinstance(mesh, DeviceMesh) or self.mesh.ndim != 1:
+            raise ValueError(f"the experts' mesh {self.mesh} must be 1-D, and the model's a DeviceMesh too")
+        everyone, own = self.mesh.mesh.tolist(), mesh.mesh.tolist()
+        begin = everyone.index(own[0]) if own[0] in everyone else -1
+        if begin < 0 or begin % len(own) or everyone[begin : begin + len(own)] != own:
+            raise ValueError(
+                f"the ranks {everyone} of the experts' mesh hold those of the model's, {own}, not one after another"
+            )
+
+    def shares(self, num_experts: int, ranks: int) -> Shares:
+        """Of a mixture of so many experts. Raises ValueError where the ranks cannot share them so."""
+        sets, rest = divmod(ranks, self.tensor_parallel) if self.tensor_parallel > 0 else (0, 1)
+        if rest:
+            raise ValueError(f"{ranks} ranks are no multiple of tensor_parallel = {self.tensor_parallel}")
+        replicas = self.replicas
+        if replicas is None:
+            replicas = sets // num_experts if num_experts < sets and sets % num_experts == 0 else 1
+        blocks, rest = divmod(sets, replicas) if replicas > 0 else (0, 1)
+        if rest:
+            raise ValueError(f"{sets} sets of ranks are no multiple of replicas = {replicas}")
+        if num_experts % blocks:
+            among = f"{blocks} ranks" if blocks == ranks else f"{blocks} of {ranks} ranks"
+            raise ValueError(
+                f"{num_experts} experts do not divide among {among}{_what_would(num_experts, ranks)}"
+            )
+        return Shares(blocks, replicas, self.tensor_parallel)
+
+    def faults(self, module: Any, ranks: int) -> list[str]:
+        """Why a fusedtp.nn.Experts cannot be shared so."""
+        try:
+            shares = self.shares(module.num_experts, ranks)
+        except ValueError as error:
+            return [str(error)]
+        found = []
+        if 0 in shares.way(1).sizes(1, module.hidden):
+            found.append(
+                f"experts of {module.hidden} features leave one of {shares.tensor_parallel} ranks without any"
+            )
+        if self.nodes < 1 or ranks % self.nodes:
+            found.append(f"{ranks} ranks are not as many of each of {self.nodes} nodes")
+        if self.nodes > 1 and module.bounded:
+            found.append("rows that travel in two stages have no bound: no max_rows, room or on_overflow")
+        return found
+
+
+def _what_would(num_experts: int, ranks: int) -> str:
+    found = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and num_experts % (ranks // n) == 0]
+    return f"; ExpertSplit(tensor_parallel={' or '.join(found)}) would" if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from fusedtp.comm import Communicator, communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops import engines
 from fusedtp.ops.launch import tuned
-from fusedtp.ops.moe import exchange
+from fusedtp.ops.moe import plan as routing
 from fusedtp.ops.rows import Rows, split
 
 from .expert_parallel import ExpertParallel
@@ -102,7 +102,7 @@ def _explained(
             name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"
         )
     if isinstance(parallel, ExpertParallel):
-        chosen = exchange.choose(comm, parallel.engine, dtype)
+        chosen = routing.choose(comm, parallel.engine, dtype)
         return Layer(name, operation, chosen.engine, chosen.reason)
     asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
     width = weight_of(module).shape[1 if isinstance(parallel, ColumnParallel) else 0]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 
-from .expert_split import ExpertSplit
+from .expert_parallel import ExpertSplit
 from .layers import Member, kind_of
 from .placement import Mesh
 from .plan import make_steps, plan_of

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
-from .expert_split import ExpertSplit
+from .expert_parallel import ExpertSplit
 from .placement import Way
 from .styles import (
     FusedColwise,

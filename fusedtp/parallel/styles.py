@@ -27,8 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .expert_parallel import ExpertParallel, copies_of, stages_of
-from .expert_split import ExpertSplit, Shares
+from .expert_parallel import ExpertParallel, ExpertSplit, Shares, copies_of, stages_of
 from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
 from .placement import Mesh, Placement, Way, place_parameters
 

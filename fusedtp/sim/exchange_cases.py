@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.ops import launch
 from fusedtp.ops.launch.config import HOST
-from fusedtp.ops.moe.homes import homes
-from fusedtp.ops.moe.layout import packed, unpacked
-from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
-from fusedtp.ops.moe.weigh import places_of
+from fusedtp.ops.moe.combine import combine_bytes, places_of, plan_combine, plan_matmul_combine
+from fusedtp.ops.moe.dispatch import (
+    dispatch_bytes,
+    dispatch_matmul_bytes,
+    plan_dispatch,
+    plan_dispatch_matmul,
+)
+from fusedtp.ops.moe.plan import Exchange, combine_index, offsets_of, packed_index, sort_choices, unpacked
 
 from .call import Call
 
@@ -34,7 +37,7 @@ ROUTINGS = ("any", "first", "last", "none")  # which experts tokens choose; of "
 def exchange_of(call: Call, rank: int = 0) -> Exchange:
     """What all ranks of the call share."""
     at = Exchange("", rank, call.sizes, EXPERTS * len(call.sizes), TOP_K, 0, "triton")
-    return at._replace(max_rows=at.most_rows)
+    return at._replace(max_rows=at.max_recv_rows)
 
 
 def row_width(call: Call) -> int:
@@ -51,10 +54,10 @@ def slot_bytes(call: Call) -> int:
     """What the call needs in a slot."""
     at = exchange_of(call)
     if call.operation == "moe_dispatch":
-        return launch.moe.dispatch_bytes(at, slots_per_row(call), row_width(call), call.dtype)
+        return dispatch_bytes(at, slots_per_row(call), row_width(call), call.dtype)
     if call.operation == "moe_dispatch_matmul":
-        return launch.moe_matmul.dispatch_matmul_bytes(at.max_rows, row_width(call), call.dtype)
-    return launch.moe.combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
+        return dispatch_matmul_bytes(at, row_width(call), call.dtype)
+    return combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
 
 
 @dataclass
@@ -85,10 +88,10 @@ def routed(call: Call, seed: int) -> Routed:
     weights = 2.0 ** torch.randint(-1, 2, (tokens, TOP_K), generator=generator)
     of_token = TOP_K // slots_per_row(call)  # rows of x
     x = torch.randint(-4, 5, (tokens * of_token, width), generator=generator).to(call.dtype)
-    sorted_ = [sort_slots(part, experts) for part in ids.split(list(call.sizes))]
+    sorted_ = [sort_choices(part, experts) for part in ids.split(list(call.sizes))]
     table = torch.stack([counts for counts, _order in sorted_])
     at = [exchange_of(call, rank) for rank in range(world)]
-    words = [packed(table, each) for each in at]
+    words = [packed_index(table, each) for each in at]
     of = [_rows(x.view(tokens, of_token, width), ids, each) for each in at]
     given = list(x.split([size * of_token for size in call.sizes]))
     wanted = {"rows": of}
@@ -175,14 +178,14 @@ def plan_exchange(
     x, end = given.x[rank].clone(), (layout, at, signature, call.config)
     choices = places_of(order).view(-1, TOP_K).to(torch.int32)
     if call.operation == "moe_dispatch":
-        planned, rows = launch.moe.plan_dispatch(
+        planned, rows = plan_dispatch(
             view, rank, x, slots_per_row(call), torch.cat(given.orders), *end, HOST
         )  # fmt: skip
         return planned, {"rows": rows}
     matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []
     offsets = offsets_of(given.table, at)
     if call.operation == "moe_dispatch_matmul":
-        planned, outs = launch.moe_matmul.plan_dispatch_matmul(
+        planned, outs = plan_dispatch_matmul(
             view, rank, x, order // TOP_K, matrices, offsets, layout, at, signature, "silu" if gated(call) else "",
             gated(call), call.config, "ieee", HOST,
         )  # fmt: skip
@@ -190,10 +193,10 @@ def plan_exchange(
     if call.operation == "moe_matmul_combine":
         config = replace(call.config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
         factors = None if call.keep else given.weights[rank]
-        planned, y = launch.moe_matmul_combine.plan_matmul_combine(
-            view, rank, [x + more for more in range(len(matrices))], matrices, offsets, homes(given.table, at), choices,
-            factors, layout, at, signature, config, "ieee", HOST,
+        planned, y = plan_matmul_combine(
+            view, rank, [x + more for more in range(len(matrices))], matrices, offsets, combine_index(given.table, at),
+            choices, factors, layout, at, signature, config, "ieee", HOST,
         )  # fmt: skip
         return planned, {"y": y}
-    planned, y = launch.moe.plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)
+    planned, y = plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)
     return planned, {"y": y}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops import launch
 from fusedtp.ops.launch import Config
-from fusedtp.ops.moe import grouped_engines as engines
+from fusedtp.ops.launch.config import machine_of
+from fusedtp.ops.moe import grouped as engines
 from tests.nn.support import assert_within
 from tests.ops.plain_matmul_laws import E, exact
 
@@ -200,8 +201,8 @@ def activation_law(draw: Draw) -> None:
     x = draw.spared(torch.linspace(-9, 9, draw.used).double()[:, None])
     one = torch.ones(len(draw.sizes), draw.n, 1, dtype=draw.dtype, device=draw.device)
     dy = draw.rows(draw.n, seed=3)
-    y, g, u = engines.gated(draw.engine, x, one, one, draw.offsets, draw.act, True)
-    dg, du = engines.gated_backward(draw.engine, dy, g, u, draw.offsets, draw.act)
+    y, g, u = engines.gated_engine(draw.engine, x, one, one, draw.offsets, draw.act, True)
+    dg, du = engines.gated_backward_engine(draw.engine, dy, g, u, draw.offsets, draw.act)
     a, grad = exact(x)[: draw.used].expand(-1, draw.n), exact(dy)[: draw.used]
     leaf = a.clone().requires_grad_()
     activated(leaf, draw.act).sum().backward()
@@ -255,6 +256,14 @@ def repeat_law(draw: Draw) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+def launched(plan: Any, *args: Any) -> Any:
+    """The outputs of a launch."""
+    device = next(t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)).device
+    launch, outs = plan(*args, machine_of(device))
+    launch.start(device)
+    return outs
+
+
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def tiles_law(draw: Draw, config: Config) -> None:
     """The launchers with small tiles, of which experts have several, with tails: two weights, gate, wgrad."""
@@ -262,14 +271,14 @@ def tiles_law(draw: Draw, config: Config) -> None:
     w, w2 = draw.weights(draw.n, draw.k), draw.weights(draw.n, draw.k, seed=2)
     bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 4).to(draw.dtype).to(draw.device)
     strided = draw.offsets.repeat_interleave(2)[::2]
-    y = launch.grouped.grouped_matmul([x, x2], [w, w2], strided, bias, config)
+    y = launched(engines.plan_matmul, [x, x2], [w, w2], strided, bias, config, "ieee")
     check("y", y[: draw.used], wanted_matmul(draw, x, w, bias) + wanted_matmul(draw, x2, w2))
     other = laid_out(w2.contiguous(), "transposed" if draw.layout == "plain" else "plain")
     for second in (w2, other):  # of w's strides, and of others
-        _, g, u = launch.grouped.grouped_gated(x, w, second, draw.offsets, draw.act, True, config)
+        _, g, u = launched(engines.plan_gated, x, w, second, draw.offsets, draw.act, True, config, "ieee")
         check("g", g[: draw.used], wanted_matmul(draw, x, w))
         check("u", u[: draw.used], wanted_matmul(draw, x, w2))
-    dw = launch.grouped.grouped_wgrad(dy, x, draw.offsets, torch.float32, config)
+    dw = launched(engines.plan_wgrad, dy, x, draw.offsets, torch.float32, config, "ieee")
     assert dw.dtype == torch.float32
     check("dw", dw, wanted_wgrad(draw, dy, x))
     for out in (y, g, u):
@@ -284,12 +293,12 @@ def reach_law(draw: Draw) -> None:
     wild = torch.tensor([-5, a, r + 1000, r + 2000], dtype=torch.int32, device=draw.device)
     cut = replace(draw, sizes=(a, r - a, 0))
     x, w, dy = draw.rows(draw.k), draw.weights(draw.n, draw.k), draw.rows(draw.n, seed=3)
-    check("y", launch.grouped.grouped_matmul([x], [w], wild), wanted_matmul(cut, x, w))
-    check("dw", launch.grouped.grouped_wgrad(dy, x, wild, x.dtype), wanted_wgrad(cut, dy, x))
+    check("y", engines.matmul_engine("triton", [x], [w], wild, None), wanted_matmul(cut, x, w))
+    check("dw", engines.wgrad_engine("triton", [dy], x, wild, x.dtype)[0], wanted_wgrad(cut, dy, x))
     down = torch.tensor([0, a, a - 2, r], dtype=torch.int32, device=draw.device)
-    got = launch.grouped.grouped_matmul([x], [w], down)
+    got = engines.matmul_engine("triton", [x], [w], down, None)
     check("y", got, wanted_matmul(replace(draw, sizes=(a, 0, r - a)), x, w))
-    dg, du = launch.grouped.grouped_gated_backward(dy, dy, dy, wild, draw.act)
+    dg, du = engines.gated_backward_engine("triton", dy, dy, dy, wild, draw.act)
     assert dg.isfinite().all() and du.isfinite().all()
 
 
@@ -363,8 +372,8 @@ def vendor_law(draw: Draw, biased: bool) -> None:
 def opcheck_law(engine: str) -> None:
     """torch's own checks of every op; all rows belong to experts, since of the others nothing is defined."""
     draw = Draw(torch.float32, (2, 0, 3), 4, 3, engine=engine)
-    x, gate, up = (t.requires_grad_() for t in (draw.rows(3), draw.weights(4, 3), draw.weights(4, 3, seed=2)))
-    bias, dy, offsets = torch.ones(3, 4, requires_grad=True), draw.rows(4, seed=3), draw.offsets
+    x, gate, up = draw.rows(3), draw.weights(4, 3), draw.weights(4, 3, seed=2)
+    bias, dy, offsets = torch.ones(3, 4), draw.rows(4, seed=3), draw.offsets
     ops = torch.ops.fusedtp
     for op, arguments in (
         (ops.grouped_matmul, ([x], [gate], offsets, bias, engine)),

@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
+from fusedtp.comm import alone, communicator
 from fusedtp.ops import crossover, engines
-from fusedtp.ops.moe import exchange, grouped_engines
+from fusedtp.ops.moe import grouped
+from fusedtp.ops.moe import plan as routing
 from fusedtp.ops.rows import Rows
 
 FP32, FP64 = torch.float32, torch.float64
@@ -51,15 +53,9 @@ def machine(
         return found
 
     patches = [
-        *(mock.patch.object(module, "has_triton", lambda: triton) for module in (engines, grouped_engines)),
-        *(
-            mock.patch.object(module, "interpreting", lambda: interprets)
-            for module in (engines, grouped_engines)
-        ),
-        *(
-            mock.patch.object(module, "runs_kernels", lambda _: triton)
-            for module in (exchange, grouped_engines)
-        ),
+        *(mock.patch.object(module, "has_triton", lambda: triton) for module in (engines, grouped)),
+        *(mock.patch.object(module, "interpreting", lambda: interprets) for module in (engines, grouped)),
+        *(mock.patch.object(module, "runs_kernels", lambda _: triton) for module in (routing, grouped)),
         mock.patch.object(torch.version, "cuda", "13.0" if cuda else None),
         mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
         mock.patch.object(crossover, "find", find),
@@ -83,8 +79,8 @@ def test_one_rank_is_local_whatever_was_asked_for(device, engine):
             warnings.simplefilter("error")
             comm = group(device, size=1, workspace=workspace)
             assert choose(comm, engine, dtype=dtype).engine == "local"
-            assert exchange.choose(comm, engine, dtype).engine == "local"
-            assert exchange.choose(None, engine, dtype).engine == "local"
+            assert routing.choose(comm, engine, dtype).engine == "local"
+            assert routing.choose(communicator(alone("cpu").name), engine, dtype).engine == "local"
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -93,12 +89,12 @@ def test_an_unknown_engine_is_refused(size):
     with pytest.raises(ValueError, match=want):
         choose(group(size=size), "fast")
     with pytest.raises(ValueError, match=want):
-        exchange.choose(group(size=size), "fast", FP32)
+        routing.choose(group(size=size), "fast", FP32)
     for engine in ("fast", "collective"):
         with pytest.raises(
             ValueError, match=f"engine is '{engine}'; it must be one of auto, chunked, triton"
         ):
-            grouped_engines.choose(engine, torch.ones(1, 1))
+            grouped.choose(engine, torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
@@ -116,7 +112,7 @@ def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engi
             f"engine {engine!r} falls back to 'collective': no shared memory: ranks on several hosts"
         ] * (engine in ("chunked", "triton"))
         with machine(triton=triton):
-            assert exchange.choose(group(device, workspace=False), engine, dtype).engine == "collective"
+            assert routing.choose(group(device, workspace=False), engine, dtype).engine == "collective"
 
 
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
@@ -134,8 +130,8 @@ def test_auto_on_a_cpu_is_chunked_at_any_size(dtype):
         with machine(triton=triton, interprets=interprets):
             comm = group(threads=threads)
             assert choose(comm, rows=rows, dtype=dtype).engine == "chunked"
-            assert exchange.choose(comm, "auto", dtype).engine == "chunked"
-            assert grouped_engines.choose("auto", torch.ones(1, 1, dtype=dtype)) == "chunked"
+            assert routing.choose(comm, "auto", dtype).engine == "chunked"
+            assert grouped.choose("auto", torch.ones(1, 1, dtype=dtype)) == "chunked"
 
 
 @pytest.mark.parametrize(
@@ -220,8 +216,8 @@ def test_triton_runs_where_it_can_and_says_why_where_it_cannot(device, dtype, he
     operand = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
     calls = {
         "dense": lambda: choose(comm, "triton", dtype=dtype).engine,
-        "exchange": lambda: exchange.choose(comm, "triton", dtype).engine,
-        "grouped": lambda: grouped_engines.choose("triton", operand),
+        "exchange": lambda: routing.choose(comm, "triton", dtype).engine,
+        "grouped": lambda: grouped.choose("triton", operand),
     }
     if threads:
         calls.pop("grouped")  # knows no group
@@ -241,12 +237,12 @@ def test_experts_on_a_gpu_take_kernels_or_collectives(kernels, dtype):
     operand = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
     fused = kernels and dtype != FP64
     with machine(triton=kernels):
-        assert exchange.choose(group("cuda"), "auto", dtype).engine == ("triton" if fused else "collective")
-        assert exchange.choose(group("cuda"), "collective", dtype).engine == "collective"
-        assert grouped_engines.choose("auto", operand) == ("triton" if fused else "chunked")
-        assert grouped_engines.choose("chunked", operand) == "chunked"
+        assert routing.choose(group("cuda"), "auto", dtype).engine == ("triton" if fused else "collective")
+        assert routing.choose(group("cuda"), "collective", dtype).engine == "collective"
+        assert grouped.choose("auto", operand) == ("triton" if fused else "chunked")
+        assert grouped.choose("chunked", operand) == "chunked"
         with pytest.raises(ValueError, match=r"engine 'chunked' of a mixture of experts.*CPU only"):
-            exchange.choose(group("cuda"), "chunked", dtype)
+            routing.choose(group("cuda"), "chunked", dtype)
 
 
 def test_copies_that_are_asked_for_go_before_what_was_measured():

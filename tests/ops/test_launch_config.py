@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
-from fusedtp.ops.launch import moe
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.operands import even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned_entries import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
+from fusedtp.ops.moe.dispatch import pulling
 from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
@@ -97,7 +97,7 @@ def test_a_dispatch_fits_its_flags_and_its_part_of_a_gpu(sizes, top_k, scalars, 
             for rank, tokens in enumerate(sizes):
                 x = torch.empty(tokens * top_k // per_row, width, dtype=dtype, device="meta")
                 machine = replace(target.machine, programs=programs)
-                config = moe.pulling(machine, at._replace(rank=rank), per_row, x, flags)
+                config = pulling(machine, at._replace(rank=rank), per_row, x, flags)
                 chunks.add(config.chunk)
                 assert config.send_programs + config.other_programs == programs
                 assert 32 * config.num_warps * config.max_registers <= REGISTERS

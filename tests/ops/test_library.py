@@ -32,15 +32,15 @@ def arguments(name: str, engine: str, group) -> tuple:
     weights = [numbers(5, 4, seed=10 + r, grad=False), numbers(2, 4, seed=20 + r, grad=False)]
     bias = numbers(5, seed=30, grad=False)
     return {
-        "all_gather_matmul": (shard, weights, [bias, None], False, *place, engine, 7, ""),
-        "matmul_reduce_scatter": ([full], weights[:1], bias, *place, engine, 7, "mlp"),
-        "matmul_all_reduce": (full, weights[0], bias, *place, engine, 7, ""),
+        "all_gather_matmul": (shard, weights, [bias, None], False, *place, engine, 7, "", []),
+        "matmul_reduce_scatter": ([full], weights[:1], bias, *place, engine, 7, "mlp", []),
+        "matmul_all_reduce": (full, weights[0], bias, *place, engine, 7, "", []),
         "all_gather_wgrad": (
-            shard, [numbers(5, 3, grad=False), numbers(5, 1, grad=False)], torch.float32, *place, engine, 0, "",
+            shard, [numbers(5, 3, grad=False), numbers(5, 1, grad=False)], torch.float32, *place, engine, 0, "", [],
         ),
-        "all_gather_rows": (shard, *place, engine, 0, ""),
-        "reduce_scatter_rows": (full, *place, engine, 0, "embedding"),
-        "all_reduce_rows": (full, *place, engine, 0, ""),
+        "all_gather_rows": (shard, *place, engine, 0, "", []),
+        "reduce_scatter_rows": (full, *place, engine, 0, "embedding", []),
+        "all_reduce_rows": (full, *place, engine, 0, "", []),
     }[name]  # fmt: skip
 
 

@@ -7,14 +7,17 @@ shortest counts.
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
+from fusedtp.nn.experts import Experts
 from tests.harness import world
 
 ROOT = Path(fusedtp.__file__).parents[1]
@@ -57,9 +60,29 @@ def road(group: Any, engine: str, backward: bool) -> list[Road]:
         if backward:
             y.sum().backward()
 
+    return roads_of(call)
+
+
+def road_of_experts(group: Any, backward: bool) -> list[Road]:
+    """Of a parallel layer of gated experts: dispatch with gate and up, and the matmul with the combine."""
+    experts, x = Experts(4, COLUMNS, 2), torch.ones(1, 4, requires_grad=backward)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    fusedtp.parallelize(experts, mesh, plan={"": fusedtp.FusedExperts(engine="triton")})
+    experts.requires_grad_(backward)
+    ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2, requires_grad=backward)
+
+    def call() -> None:
+        y = experts(x, ids, weights)
+        if backward:
+            y.sum().backward()
+
+    return roads_of(call, 2)
+
+
+def roads_of(call: Callable[[], None], tries: int = TRIES) -> list[Road]:
     call()
     roads = []
-    for _ in range(TRIES):
+    for _ in range(tries):
         seen = Road()
         threading.setprofile(seen)
         sys.setprofile(seen)
@@ -86,3 +109,11 @@ def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
         shortest = min(roads, key=lambda seen: seen.counts()[1])
         files, functions = shortest.counts()
         assert 0 < files <= 10 and 0 < functions <= 55, list(shortest.entered)
+
+
+@pytest.mark.parametrize(("backward", "most"), [(False, 14), (True, 18)])
+def test_a_layer_of_experts_enters_at_most_14_files_and_18_with_its_backward(backward, most):
+    pytest.importorskip("triton")
+    for roads in world(2).run(road_of_experts, backward, timeout=200):
+        shortest = min(roads, key=lambda seen: seen.counts()[0])
+        assert 0 < shortest.counts()[0] <= most, list(shortest.entered)

@@ -14,7 +14,7 @@ import fusedtp
 from fusedtp.comm import PeerFailed, VirtualGroup, communicator
 from fusedtp.nn import MoEConfig
 from fusedtp.nn.experts import Experts
-from fusedtp.parallel.expert_split import ExpertSplit, Shares
+from fusedtp.parallel.expert_parallel import ExpertSplit, Shares
 from fusedtp.train.shard import shard
 from fusedtp.train.world import meshes
 from tests.harness import pool, world

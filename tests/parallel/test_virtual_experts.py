@@ -6,7 +6,7 @@ import torch
 import fusedtp
 from fusedtp.comm import VirtualWorld
 from fusedtp.nn.experts import Experts
-from fusedtp.parallel.expert_split import ExpertSplit
+from fusedtp.parallel.expert_parallel import ExpertSplit
 from tests.harness import world
 from tests.parallel.test_expert_split import SPLITS, same_bits
 from tests.properties.laws import assert_same

@@ -1,10 +1,10 @@
-"""Host side of the kernels: configurations, operands, launches; launchers of local kernels and of experts' rows.
+"""Host side of the kernels: configurations, operands, launches; launchers of local kernels.
 
-The launchers of the fused matmuls stand in their operations' files. Outputs are ordinary tensors; nothing of the
-workspace is handed out. Imports triton lazily.
+The launchers of fused and grouped matmuls stand in their operations' files. Outputs are ordinary tensors; nothing of
+the workspace is handed out. Imports triton lazily.
 """
 
-from . import cross_entropy, grouped, moe, moe_matmul, moe_matmul_combine, pointwise
+from . import cross_entropy, pointwise
 from .config import Config, Machine
 from .plain import matmul, scaled_matmul
 from .run import DTYPES, Launch, require_triton
@@ -15,11 +15,7 @@ __all__ = [
     "Launch",
     "Machine",
     "cross_entropy",
-    "grouped",
     "matmul",
-    "moe",
-    "moe_matmul",
-    "moe_matmul_combine",
     "pointwise",
     "require_triton",
     "scaled_matmul",

@@ -1,9 +1,9 @@
 """Mixture of experts: rows to their experts, through their matmuls, and back."""
 
-from .api import MoEHandle, moe_combine, moe_dispatch
-from .dispatch_matmul import moe_dispatch_gated, moe_dispatch_matmul
+from .combine import moe_combine, moe_matmul_combine
+from .dispatch import moe_dispatch, moe_dispatch_gated, moe_dispatch_matmul
 from .grouped import grouped_gated, grouped_matmul
-from .matmul_combine import moe_matmul_combine
+from .plan import MoEHandle
 from .rounds import Room, moe_rounds
 from .stages import moe_in_stages
 

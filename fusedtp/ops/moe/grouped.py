@@ -1,38 +1,55 @@
-"""Matmuls of ragged groups: each row by the weights of its expert. Public functions and their eager autograd.
+"""y[i] = rows[i] @ weights[e].T, e the expert of row i: matmuls of ragged groups, on one device.
 
     rows     [R, K]     expert-major: the rows of expert e are offsets[e] .. offsets[e + 1]
     offsets  [E + 1]    int32, on the device of rows: offsets[0] is 0, offsets[E] at most R
     weights  [E, N, K]  rows, weights and bias of one dtype, of any strides
     return   [R, N]
 
-Rows from offsets[E] on belong to nobody: room that a bounded buffer has left. What they hold, NaN too, is not used, the
-same rows of the result are undefined, and so are those of the gradient of `rows`. No gradient of a weight has a part of
-them. Whoever made the rows must not use those rows of the gradient either: a sum over all rows would.
+Rows from offsets[E] on belong to no expert: room that a bounded buffer has left. What they hold, NaN too, is not used,
+the same rows of the result are undefined, and so are those of the gradient of `rows`. No gradient of a weight has a
+part of them. Whoever made the rows must not use those rows of the gradient either: a sum over all rows would.
 
-dgrad and wgrad are nodes of their own, see Note [Split backward] in nodes.py. A weight with a `main_grad` gets
-its gradient added there in fp32, see Note [main_grad] in ../main_grad.py; grouped_mm (`chunked` on a GPU) rounds it.
+    engine    chunked   the vendor's matmul: torch's grouped_mm on a GPU, one matmul an expert on a CPU
+              triton    the kernels of kernels/grouped_matmul.py and grouped_wgrad.py
 
-Offsets on a CPU are checked. Those on a GPU are not, which would mean to wait for it: kernels cut them to [0, R].
+dgrad    drows = grouped_matmul(dy, weights.mT)
+wgrad    dweights[e] = dy[rows of e].T @ rows[rows of e]
+saved    rows and weights; of a gated matmul both products
+
+A weight with a `main_grad` gets its gradient added there in fp32, see Note [main_grad] in ../main_grad.py; grouped_mm
+(`chunked` on a GPU) rounds it. Offsets on a CPU are checked. Those on a GPU are never read on the host, which would
+mean to wait for it: there is no loop over experts, and kernels cut offsets to [0, R].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..first_order import first_order
-from ..main_grad import Sink, deliver, main_grads_of, wgrad_dtype
-from ..operation import as_autocast, needs_grad
-from ..pointwise import ACTIVATIONS
-from . import grouped_library as _library  # registers the custom ops
-from . import nodes
-from .nodes import Join, token
+from fusedtp.comm.device_view import runs_kernels
 
-assert _library
+from .. import matmul as dense
+from ..engines import has_triton, interpreting
+from ..launch.config import Config, Machine, machine_of
+from ..launch.operands import by_pointers, even_columns, local_config
+from ..launch.pointwise import ELEMENTS
+from ..launch.run import DTYPES, Launch, check_tensors
+from ..main_grad import Sink, deliver, main_grads_of, wgrad_dtype
+from ..matmul import is_16_bit, joined, matmul_add
+from ..operation import LocalOperation, as_autocast, needs_grad, wanted
+from ..pointwise import ACTIVATIONS
+from . import cpu
+
+ENGINES = ("auto", "chunked", "triton")
+ALIGNED = 8  # bf16 elements in the 16 bytes of which grouped_mm wants strides to be multiples
+LARGE_TILE = 128  # rows; where experts have fewer, a tile has as few
 
 
 def grouped_matmul(
@@ -47,40 +64,47 @@ def grouped_matmul(
         engine   "auto", "triton", or "chunked": torch's grouped_mm on a GPU, one matmul an expert on a CPU
         return   [R, N]     summed in fp32 (fp64), rounded once; undefined from row offsets[E] on
 
-    dgrad  drows = grouped_matmul(dy, weights.mT, offsets)
-    wgrad  dweights[e] = dy[rows of e].T @ rows[rows of e], dbias[e] = sum of dy[rows of e]; zeros for no rows
-
     Raises ValueError for shapes, dtypes, devices or an engine that do not fit; on CPU for offsets that do not.
     Source: Gale et al. 2022, "MegaBlocks", section 4.
     """
-    sinks = main_grads_of([weights])
-    rows, weights = as_autocast(rows.device.type, rows, weights)
-    (bias,) = as_autocast(rows.device.type, bias)
-    _check(rows, offsets, weights=weights)
+    (sink,) = main_grads_of([weights])
+    rows, weights, bias = as_autocast(rows.device.type, rows, weights, bias)
+    check_grouped(rows, offsets, weights=weights)
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"got a bias {tuple(bias.shape)} for weights {tuple(weights.shape)}, wanted [E, N]")
     _check_alike(rows, bias=bias)
-    if torch.compiler.is_compiling() or not needs_grad(rows, weights, bias):
-        y: Tensor = nodes.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
-        return y
-    fixed = None if bias is None else bias.detach()
-    y = _Rows.apply(engine, rows, weights.detach(), fixed, offsets)
-    return with_wgrad(y, engine, sinks[0], rows, weights, bias, offsets)
-
-
-def with_wgrad(
-    y: Tensor,
-    engine: str,
-    sink: Sink | None,
-    rows: Tensor,
-    weights: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-) -> Tensor:
-    """y, from whose gradient those of weights and bias follow too."""
-    if weights.requires_grad or (bias is not None and bias.requires_grad):
-        y = Join.apply(y, _Weights.apply(engine, sink, rows.detach(), offsets, weights, bias))
+    if needs_grad(rows, weights, bias):
+        y: Tensor = _Grouped.apply(engine, sink, rows, weights, bias, offsets)
+    else:
+        y = matmul_op([rows], [weights], offsets, bias, engine)
     return y
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: str,
+        sink: Sink | None,
+        rows: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+    ) -> Tensor:
+        _, _, need_rows, need_weights, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if need_weights else None, weights if need_rows else None, offsets)
+        ctx.engine, ctx.sink = engine, sink
+        y: Tensor = matmul_op([rows], [weights], offsets, bias, engine)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, need_rows, need_weights, need_bias, _ = wanted(ctx)
+        rows, weights, offsets = ctx.saved_tensors
+        drows = matmul_op([dy], [weights.mT], offsets, None, ctx.engine) if need_rows else None
+        [dw] = wgrads(ctx.engine, [dy], rows, offsets, [ctx.sink]) if need_weights else [None]
+        db = bias_grad_op(dy, offsets, ctx.engine) if need_bias else None
+        return None, None, drows, dw, db, None
 
 
 def grouped_gated(
@@ -106,169 +130,99 @@ def grouped_gated(
         raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
     sinks = main_grads_of([gate, up])
     rows, gate, up = as_autocast(rows.device.type, rows, gate, up)
-    _check(rows, offsets, gate=gate, up=up)
-    if gate.shape != up.shape:
-        raise ValueError(f"got gate {tuple(gate.shape)} and up {tuple(up.shape)}")
-    wanted = needs_grad(rows, gate, up)
-    if torch.compiler.is_compiling() or not wanted:
-        keep = wanted != 0
-        outs: list[Tensor] = nodes.op("grouped_gated")(rows, gate, up, offsets, act, engine, keep)
-        return outs[0]
-    made: dict[str, Tensor] = {}
-    g, u = _Pair.apply(engine, act, made, rows, gate.detach(), up.detach(), offsets)
-    return activated(g, u, engine, act, sinks, rows, gate, up, offsets, made)
-
-
-def activated(
-    g: Tensor,
-    u: Tensor,
-    engine: str,
-    act: str,
-    sinks: Sequence[Sink | None],
-    rows: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    offsets: Tensor,
-    made: dict[str, Tensor],
-) -> Tensor:
-    """act(g) * u, which is made["y"], from whose gradient those of gate and up follow too."""
-    if gate.requires_grad or up.requires_grad:
-        g, u = Join.apply(g, u, *_PairWeights.apply(engine, sinks, rows.detach(), offsets, gate, up))
-    y: Tensor = _Gate.apply(engine, act, made, offsets, g, u)
+    check_grouped(rows, offsets, gate=gate, up=up)
+    if needs_grad(rows, gate, up):
+        y: Tensor = _Gated.apply(engine, act, sinks, rows, gate, up, offsets)
+    else:
+        [y] = gated_op(rows, gate, up, offsets, act, engine, False)
     return y
 
 
-class _Rows(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, engine: str, rows: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(weights, offsets)
-        ctx.engine = engine
-        y: Tensor = nodes.op("grouped_matmul")([rows], [weights], offsets, bias, engine)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        weights, offsets = ctx.saved_tensors
-        drows = nodes.op("grouped_matmul")([dy], [weights.mT], offsets, None, ctx.engine)
-        return None, drows, None, None, None
-
-
-class _Weights(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: str,
-        sink: Sink | None,
-        rows: Tensor,
-        offsets: Tensor,
-        weights: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(rows, offsets)
-        ctx.engine, ctx.sink = engine, sink
-        return token(rows, rows.shape[0], weights.shape[1])
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        rows, offsets = ctx.saved_tensors
-        [dw] = wgrads(ctx.engine, [dy], rows, offsets, [ctx.sink]) if ctx.needs_input_grad[4] else [None]
-        wanted = ctx.needs_input_grad[5]
-        db = nodes.op("grouped_bias_grad")(dy, offsets, ctx.engine) if wanted else None
-        return None, None, None, None, dw, db
-
-
-class _Pair(Function):
-    """Both products, and in `made` the result, which _Gate hands out: so the gate's backward runs once."""
-
+class _Gated(Function):
     @staticmethod
     def forward(
         ctx: Any,
         engine: str,
         act: str,
-        made: dict[str, Tensor],
-        rows: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        offsets: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(gate, up, offsets)
-        ctx.engine = engine
-        made["y"], g, u = nodes.op("grouped_gated")(rows, gate, up, offsets, act, engine, True)
-        return g, u
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dg: Tensor, du: Tensor) -> tuple[Any, ...]:
-        gate, up, offsets = ctx.saved_tensors
-        drows = nodes.op("grouped_matmul")([dg, du], [gate.mT, up.mT], offsets, None, ctx.engine)
-        return None, None, None, drows, None, None, None
-
-
-class _PairWeights(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: str,
         sinks: Sequence[Sink | None],
         rows: Tensor,
-        offsets: Tensor,
         gate: Tensor,
         up: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows, offsets)
-        ctx.engine, ctx.sinks = engine, sinks
-        return token(rows, rows.shape[0], gate.shape[1]), token(rows, rows.shape[0], up.shape[1])
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dg: Tensor, du: Tensor) -> tuple[Any, ...]:
-        rows, offsets = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
-        if all(wanted):
-            dws = wgrads(ctx.engine, [dg, du], rows, offsets, ctx.sinks)
-        else:
-            each = zip((dg, du), ctx.sinks, wanted, strict=True)
-            dws = [wgrads(ctx.engine, [dy], rows, offsets, [s])[0] if w else None for dy, s, w in each]
-        return None, None, None, None, *dws
-
-
-class _Gate(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, engine: str, act: str, made: dict[str, Tensor], offsets: Tensor, g: Tensor, u: Tensor
+        offsets: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(g, u, offsets)
-        ctx.engine, ctx.act = engine, act
-        return made.pop("y")
+        need_rows, *need_weights = ctx.needs_input_grad[3:6]
+        y, g, u = gated_op(rows, gate, up, offsets, act, engine, True)
+        weights = (gate, up) if need_rows else (None, None)
+        ctx.save_for_backward(rows if any(need_weights) else None, *weights, offsets, g, u)
+        ctx.engine, ctx.act, ctx.sinks, ctx.kept = engine, act, sinks, None
+        out: Tensor = y
+        return out
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        g, u, offsets = ctx.saved_tensors
-        dg, du = nodes.op("grouped_gated_backward")(dy, g, u, offsets, ctx.act, ctx.engine)
-        return None, None, None, None, dg, du
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        need_rows, *need_weights = wanted(ctx)[3:6]
+        rows, gate, up, offsets, *products = ctx.saved_tensors
+        drows, dws = None, [None, None]
+        follows = need_rows and rows is not None and not any(need_weights)
+        dys = gated_grads(ctx, ctx.engine, dy, products, offsets, follows)
+        if need_rows:
+            drows = matmul_op(dys, [gate.mT, up.mT], offsets, None, ctx.engine)
+        if any(need_weights):
+            dws = wgrads(ctx.engine, dys, rows, offsets, ctx.sinks, need_weights)
+        return None, None, None, drows, *dws, None
+
+
+# -- what backward passes share, of these layers and of those that communicate -----------------------------------------
+
+
+def gated_grads(
+    ctx: Any, engine: str, dy: Tensor, products: Sequence[Tensor], offsets: Tensor, weight_pass_follows: bool
+) -> list[Tensor]:
+    """[dy], or of a gated matmul the gradients of its two products: made once for both passes of a split backward."""
+    if not products:
+        return [dy]
+    made = take_kept(ctx, dy)
+    if made is None:
+        made = gated_backward_op(dy, *products, offsets, ctx.act, engine)
+    if weight_pass_follows:
+        ctx.kept = dy, dy._version, made
+    return list(made)
+
+
+def take_kept(ctx: Any, dy: Tensor) -> Any:
+    """What the input pass of a split backward kept for the weight pass of the same dy; None after another one."""
+    if ctx.kept is None:
+        return None
+    (of, version, made), ctx.kept = ctx.kept, None
+    return made if of is dy and version == dy._version else None
 
 
 def wgrads(
-    engine: str, dys: Sequence[Tensor], rows: Tensor, offsets: Tensor, sinks: Sequence[Sink | None]
-) -> list[Tensor | None]:
-    """dw_i [E, N_i, K], or None where its sink took it; with sinks one after another, so that none waits for others."""
-    op = nodes.op("grouped_wgrad")
-    if all(sink is None for sink in sinks):
-        made: list[Tensor | None] = op(dys, rows, offsets, engine, rows.dtype)
-        return made
-    out = []
-    for dy, sink in zip(dys, sinks, strict=True):
-        [dw] = op([dy], rows, offsets, engine, wgrad_dtype(rows, [sink]))
+    engine: str,
+    dys: Sequence[Tensor],
+    rows: Tensor,
+    offsets: Tensor,
+    sinks: Sequence[Sink | None],
+    needs: Sequence[bool] = (True, True),
+) -> list[Any]:
+    """dw_i [E, N_i, K], or None where it is not needed or its sink took it; with sinks one after another, so that none
+    waits for others."""
+    if all(needs) and all(sink is None for sink in sinks):
+        return list(wgrad_op(dys, rows, offsets, engine, rows.dtype))
+    out: list[Any] = []
+    for dy, sink, need in zip(dys, sinks, needs, strict=False):
+        if not need:
+            out.append(None)
+            continue
+        [dw] = wgrad_op([dy], rows, offsets, engine, wgrad_dtype(rows, [sink]))
         out.append(deliver(dw, sink, rows.dtype))
     return out
 
 
-def _check(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:
+# -- what users can get wrong ------------------------------------------------------------------------------------------
+
+
+def check_grouped(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:
     """Raises ValueError for shapes, dtypes or devices that do not fit."""
     for name, w in weights.items():
         if rows.dim() != 2 or w.dim() != 3 or w.shape[2] != rows.shape[1]:
@@ -280,6 +234,10 @@ def _check(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:
                 f"got offsets {tuple(offsets.shape)} of {offsets.dtype} for {name} {tuple(w.shape)}, wanted [E + 1] of "
                 "int32 for one expert or more"
             )
+    (first, one), *others = weights.items()
+    for name, w in others:
+        if w.shape != one.shape:
+            raise ValueError(f"got {first} {tuple(one.shape)} and {name} {tuple(w.shape)}")
     if not rows.dtype.is_floating_point:
         raise ValueError(f"rows are {rows.dtype}; the operations take floating-point tensors")
     if offsets.device != rows.device:
@@ -291,3 +249,445 @@ def _check_alike(rows: Tensor, **others: Tensor | None) -> None:
     for name, t in others.items():
         if t is not None and (t.dtype != rows.dtype or t.device != rows.device):
             raise ValueError(f"rows are {rows.dtype} on {rows.device}, {name} {t.dtype} on {t.device}")
+
+
+def _check_offsets(offsets: Tensor, rows: int) -> None:
+    """Raises ValueError naming the offset that cannot be. Of a GPU's offsets nothing is read."""
+    if offsets.device.type != "cpu":
+        return
+    before, values = 0, offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"offsets[0] is {values[0]}; the rows of expert 0 begin at 0")
+    for e, value in enumerate(values):
+        if value < before:
+            raise ValueError(f"offsets[{e}] is {value}, less than offsets[{e - 1}], {before}")
+        before = value
+    if before > rows:
+        raise ValueError(f"offsets[{len(values) - 1}] is {before}, and there are {rows} rows")
+
+
+def choose(engine: str, x: Tensor) -> str:
+    """ "chunked" or "triton", by device and dtype alone. Raises ValueError where the engine asked for cannot run."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    if engine == "auto":
+        return "triton" if x.is_cuda and x.dtype in DTYPES and runs_kernels(x.device) else "chunked"
+    if engine == "triton":
+        if not has_triton():
+            raise ValueError("engine 'triton' needs the triton package; use 'chunked'")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"engine 'triton' takes fp32, fp16 and bf16, not {x.dtype}; use 'chunked'")
+        if not x.is_cuda and not interpreting():
+            raise ValueError(
+                "engine 'triton' on CPU tensors runs in Triton's interpreter: set TRITON_INTERPRET=1 in the "
+                "environment before Python starts, or use 'chunked'"
+            )
+    return engine
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def matmul_engine(
+    engine: str, xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    """xs[j] [R, K], weights[j] [E, N, K], bias [E, N] -> [R, N]: sum_j xs[j] @ weights[j][e].T + bias[e]."""
+    if choose(engine, xs[0]) == "triton":
+        check_tensors(xs[0], [*xs[1:], *weights, bias])
+        machine = machine_of(xs[0].device)
+        launch, y = plan_matmul(xs, weights, offsets, bias, None, fp32_precision(), machine)
+        launch.start(y.device)
+        return y
+    if xs[0].is_cuda:
+        return _vendor_matmul(xs, weights, offsets, bias)
+    y = xs[0].new_empty(xs[0].shape[0], weights[0].shape[1])
+    for e, rows in _experts(offsets):
+        cpu.linear_into(y, rows, xs, [w[e] for w in weights], None if bias is None else bias[e])
+    return y
+
+
+def matmul_by_expert(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """`matmul_engine` on a CPU, expert by expert: its first row and its y [R_e, N], until the next one."""
+    each = list(_experts(offsets))
+    windows = [cpu.window(rows, xs[0].shape[0], xs[0]) for _, rows in each]
+    most = max((wide.stop - wide.start for wide in windows), default=0)
+    buffer = xs[0].new_empty(most, weights[0].shape[1])
+    for (e, rows), wide in zip(each, windows, strict=True):
+        y = buffer[: wide.stop - wide.start]
+        inputs, own = joined([x[wide] for x in xs], [w[e] for w in weights])
+        dense.matmul_into(y, inputs, [w.t() for w in own])
+        yield rows.start, y[rows.start - wide.start : rows.stop - wide.start]
+
+
+def wgrad_engine(
+    engine: str, dys: Sequence[Tensor], x: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """dys[i] [R, N_i], x [R, K] -> [E, N_i, K] of dtype: dys[i][rows of e].T @ x[rows of e], summed in fp32."""
+    if choose(engine, x) == "triton":
+        return [_launch_wgrad(dy, x, offsets, dtype, fp32_precision()) for dy in dys]
+    if x.is_cuda:
+        return [_vendor_wgrad(dy, x, offsets).to(dtype) for dy in dys]
+    dws = [x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype) for dy in dys]
+    padded, *each = (cpu.Padded(t, offsets.tolist()) for t in (x, *dys))
+    for e, rows in _experts(offsets, empty=True):
+        if dtype == x.dtype and rows.stop > rows.start:
+            right = dense.to_fp32(padded[rows])  # read by all while a core's cache holds it
+            for dw, dy in zip(dws, each, strict=True):
+                dense.matmul_into(dw[e], [dy[rows].t()], [right])
+        else:
+            for dw, plain in zip(dws, dys, strict=True):
+                matmul_add(dw[e].zero_(), plain[rows].t(), x[rows])
+    return dws
+
+
+def _launch_wgrad(
+    dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, precision: str = "ieee"
+) -> Tensor:
+    check_tensors(x, [dy])
+    launch, dw = plan_wgrad(dy, x, offsets, dtype, None, precision, machine_of(x.device))
+    launch.start(x.device)
+    return dw
+
+
+def bias_grad_engine(engine: str, dy: Tensor, offsets: Tensor) -> Tensor:
+    """dy [R, N] -> [E, N]: the sum of each expert's rows, in fp32, rounded once."""
+    if choose(engine, dy) == "triton":  # in full precision: no factor is rounded
+        ones = dy.new_ones(1, 1).expand(dy.shape[0], 1)
+        return _launch_wgrad(dy, ones, offsets, dy.dtype)[:, :, 0].contiguous()
+    if dy.is_cuda:
+        return _vendor_wgrad(dy, dy.new_ones(dy.shape[0], ALIGNED), offsets)[:, :, 0].contiguous()
+    db = dy.new_zeros(offsets.shape[0] - 1, dy.shape[1])
+    for e, rows in _experts(offsets):
+        db[e] = dy[rows].sum(0, dtype=torch.float32 if is_16_bit(dy.dtype) else dy.dtype)
+    return db
+
+
+def gated_engine(
+    engine: str, x: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, keep: bool
+) -> list[Tensor]:
+    """x [R, K], gate and up [E, N, K] -> act(g) * u with g = x @ gate[e].T, u = x @ up[e].T; g and u too if `keep`."""
+    if choose(engine, x) == "triton":
+        check_tensors(x, [gate, up])
+        machine = machine_of(x.device)
+        launch, outs = plan_gated(x, gate, up, offsets, act, keep, None, fp32_precision(), machine)
+        launch.start(x.device)
+        return [y for y in outs if y is not None]
+    if x.is_cuda:
+        g, u = (_vendor_matmul([x], [w], offsets, None) for w in (gate, up))
+        y = cpu.gated(g, u, act)
+        return [y, g, u] if keep else [y]
+    made = [x.new_empty(x.shape[0], gate.shape[1]) for _ in range(3 if keep else 1)]
+    for e, rows in _experts(offsets):
+        here, there, products = rows, x, made[1:]
+        if not keep:  # products of this expert alone
+            wide = cpu.window(rows, x.shape[0], x)
+            here, there = slice(rows.start - wide.start, rows.stop - wide.start), x[wide]
+            products = [x.new_empty(there.shape[0], gate.shape[1]) for _ in range(2)]
+        g = cpu.linear_into(products[0], here, [there], [gate[e]])
+        u = cpu.linear_into(products[1], here, [there], [up[e]])
+        cpu.gated(g, u, act, made[0][rows])
+    return made
+
+
+def gated_backward_engine(
+    engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets: Tensor, act: str
+) -> list[Tensor]:
+    """dy, g, u [R, N] -> the gradients of g and u in act(g) * u."""
+    if choose(engine, g) == "triton":
+        dy = dy.contiguous()
+        check_tensors(dy, [g, u])
+        launch, grads = plan_gated_backward(dy, g, u, offsets, act, machine_of(dy.device))
+        launch.start(dy.device)
+        return [*grads]
+    outs = [torch.empty_like(g), torch.empty_like(u)]
+    rows = slice(0, g.shape[0] if g.is_cuda else int(offsets[-1]))
+    cpu.gated_backward(dy[rows], g[rows], u[rows], act, *(out[rows] for out in outs))
+    return outs
+
+
+def _experts(offsets: Tensor, *, empty: bool = False) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows), `empty` or only where there are any; of a CPU's offsets, which are read without waiting."""
+    assert not offsets.is_cuda
+    for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if end > begin or empty:
+            yield e, slice(begin, end)
+
+
+def fp32_precision() -> str:
+    """Of fp32 operands: what `allow_tf32` asks for."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _matmul(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, engine: str
+) -> Tensor:
+    _check_offsets(offsets, xs[0].shape[0])
+    return matmul_engine(engine, xs, weights, offsets, bias)
+
+
+def _gated(
+    x: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, engine: str, keep: bool
+) -> list[Tensor]:
+    _check_offsets(offsets, x.shape[0])
+    return gated_engine(engine, x, gate, up, offsets, act, keep)
+
+
+matmul_op = LocalOperation(
+    "grouped_matmul",
+    "Tensor[] xs, Tensor[] weights, Tensor offsets, Tensor? bias, str engine",
+    "Tensor",
+    fake=lambda xs, weights, *_: xs[0].new_empty(xs[0].shape[0], weights[0].shape[1]),
+    function=_matmul,
+)
+
+wgrad_op = LocalOperation(
+    "grouped_wgrad",
+    "Tensor[] dys, Tensor x, Tensor offsets, str engine, ScalarType dtype",
+    "Tensor[]",
+    fake=lambda dys, x, offsets, engine, dtype: [
+        x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype) for dy in dys
+    ],
+    function=lambda dys, x, offsets, engine, dtype: wgrad_engine(engine, dys, x, offsets, dtype),
+)
+
+bias_grad_op = LocalOperation(
+    "grouped_bias_grad",
+    "Tensor dy, Tensor offsets, str engine",
+    "Tensor",
+    fake=lambda dy, offsets, engine: dy.new_empty(offsets.shape[0] - 1, dy.shape[1]),
+    function=lambda dy, offsets, engine: bias_grad_engine(engine, dy, offsets),
+)
+
+gated_op = LocalOperation(
+    "grouped_gated",
+    "Tensor x, Tensor gate, Tensor up, Tensor offsets, str act, str engine, bool keep",
+    "Tensor[]",
+    fake=lambda x, gate, up, offsets, act, engine, keep: [
+        x.new_empty(x.shape[0], gate.shape[1]) for _ in range(3 if keep else 1)
+    ],
+    function=_gated,
+)
+
+gated_backward_op = LocalOperation(
+    "grouped_gated_backward",
+    "Tensor dy, Tensor g, Tensor u, Tensor offsets, str act, str engine",
+    "Tensor[]",
+    fake=lambda dy, g, u, *_: [torch.empty_like(g), torch.empty_like(u)],
+    function=lambda dy, g, u, offsets, act, engine: gated_backward_engine(engine, dy, g, u, offsets, act),
+)
+
+
+# -- grouped_mm --------------------------------------------------------------------------------------------------------
+
+
+def _vendor_matmul(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Rounds after each product and after the bias, which grouped_mm does not take."""
+    r, (_, n, k) = xs[0].shape[0], weights[0].shape
+    _check_vendor(xs[0], n, k)
+    if 0 in (r, n, k):
+        y = xs[0].new_zeros(r, n)
+    else:
+        y, *others = (
+            F.grouped_mm(_aligned(x), _aligned(w).transpose(1, 2), offs=offsets[1:].contiguous())
+            for x, w in zip(xs, weights, strict=True)
+        )
+        for other in others:
+            y.add_(other)
+    if bias is not None:
+        row = torch.arange(r, dtype=offsets.dtype, device=y.device)
+        expert = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=len(bias) - 1)
+        y.add_(bias[expert])
+    return y
+
+
+def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """In x's dtype: grouped_mm makes no other."""
+    _check_vendor(x, dy.shape[1], x.shape[1])
+    if 0 in (*dy.shape, x.shape[1]):
+        return x.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1])
+    dw = F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:].contiguous())
+    if not _writes_empty(dw.device):
+        dw.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
+    return dw
+
+
+def _writes_empty(device: torch.device) -> bool:
+    """Whether grouped_mm writes the zeros of an expert without rows. Hopper's does; Blackwell's and AMD's have left
+    there what was in memory (pytorch issue 172439, pull request 174314), and of others nothing is known.
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and torch.version.hip is None
+
+
+def _check_vendor(x: Tensor, n: int, k: int) -> None:
+    """Raises ValueError for what grouped_mm does not take."""
+    if x.dtype != torch.bfloat16 or n % ALIGNED or k % ALIGNED:
+        raise ValueError(
+            f"engine 'chunked' on a GPU is torch's grouped_mm, which takes bfloat16 and N and K that are multiples of "
+            f"{ALIGNED}, not {x.dtype} with N {n} and K {k}. A loop over experts would wait for the GPU to learn the "
+            f"offsets: use 'triton', or tensors on the CPU"
+        )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with an address and strides that are multiples of 16 bytes, and one dimension contiguous."""
+    inner = [s for s in x.stride()[-2:] if s != 1]
+    outer = [*x.stride()[:-2], *inner]
+    fits = len(inner) < 2 and all(s % ALIGNED == 0 and s > 0 for s in outer) and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous()
+
+
+# -- the launchers of the kernels --------------------------------------------------------------------------------------
+
+
+def plan_matmul(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    bias: Tensor | None,
+    config: Config | None,
+    precision: str,
+    machine: Machine,
+) -> tuple[Launch, Tensor]:
+    """The launch of grouped_matmul, not yet run, and its output."""
+    from fusedtp.kernels.grouped_matmul import grouped_matmul_kernel
+
+    (r, k), (e, n, _) = xs[0].shape, weights[0].shape
+    config = config or group_config(machine, xs[0].dtype, precision, r, e, n)
+    y = xs[0].new_empty(r, n)
+    assert 1 <= len(xs) == len(weights) <= 2
+    (x, *x2), (w, *w2) = of_one_layout(xs), of_one_layout(weights)
+    args = _sizes(config, precision, offsets, e, r, n, k) | dict(
+        x=x,
+        w=w,
+        x2=x2[0] if x2 else None,
+        w2=w2[0] if w2 else None,
+        strides=(*x.stride(), *w.stride()),
+        bias=None if bias is None else bias.contiguous(),
+        y=y,
+        EVEN_K=k % config.block_k == 0,
+        HALVES=config.halves,
+    )
+    return Launch(grouped_matmul_kernel, _programs(machine, config, r, e, n), args, config), y
+
+
+def plan_gated(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    offsets: Tensor,
+    act: str,
+    keep: bool,
+    config: Config | None,
+    precision: str,
+    machine: Machine,
+) -> tuple[Launch, tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The launch of grouped_gated, not yet run, and its outputs."""
+    from fusedtp.kernels.grouped_matmul import grouped_gated_kernel
+
+    (r, k), (e, n, _) = x.shape, gate.shape
+    config = config or group_config(machine, x.dtype, precision, r, e, n, 2, keep)
+    gate, up = of_one_layout([gate, up])
+    y = x.new_empty(r, n)
+    gate_out, up_out = (x.new_empty(r, n), x.new_empty(r, n)) if keep else (None, None)
+    args = _sizes(config, precision, offsets, e, r, n, k) | dict(
+        x=x,
+        gate=gate,
+        up=up,
+        strides=(*x.stride(), *gate.stride()),
+        y=y,
+        gate_out=gate_out,
+        up_out=up_out,
+        EVEN_K=k % config.block_k == 0,
+        ACT=act,
+    )
+    launch = Launch(grouped_gated_kernel, _programs(machine, config, r, e, n), args, config)
+    return launch, (y, gate_out, up_out)
+
+
+def plan_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    config: Config | None,
+    precision: str,
+    machine: Machine,
+) -> tuple[Launch, Tensor]:
+    """The launch of grouped_wgrad, not yet run, and its output."""
+    from fusedtp.kernels.grouped_wgrad import grouped_wgrad_kernel
+
+    width, depth = dy.shape[1], x.shape[1]
+    if machine.clock != "host":
+        dy, x = even_columns(dy), even_columns(x)
+    (r, n), k, e = dy.shape, x.shape[1], offsets.shape[0] - 1
+    wide = dtype.itemsize > x.dtype.itemsize and machine.capability // 10 == 10
+    config = config or group_config(machine, x.dtype, precision, e * n, e, k, keep=wide)
+    dw = x.new_empty(e, n, k, dtype=dtype)
+    args = _sizes(config, precision, offsets, e, r, n, k) | dict(dy=dy, x=x, dw=dw)
+    args["HALVES"] = config.halves
+    args["stride_dm"], args["stride_dn"] = dy.stride()
+    args["stride_xm"], args["stride_xk"] = x.stride()
+    tiles = e * -(-n // config.block_m) * -(-k // config.block_n)
+    return Launch(grouped_wgrad_kernel, min(machine.programs, tiles), args, config), dw[:, :width, :depth]
+
+
+def plan_gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, machine: Machine
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """The launch of grouped_gated_backward, not yet run, and its outputs."""
+    from fusedtp.kernels.grouped_wgrad import grouped_gated_backward_kernel
+
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    args = dict(
+        dy=dy, gate=gate, up=up, dgate=dgate, dup=dup, offsets=offsets.contiguous(), E=offsets.shape[0] - 1,
+        R=dy.shape[0], N=dy.shape[1], BLOCK=ELEMENTS, ACT=act,
+    )  # fmt: skip
+    most = 8 * machine.programs  # of few registers, so several share a processor
+    programs = min(most, -(-dy.numel() // ELEMENTS))
+    return Launch(grouped_gated_backward_kernel, programs, args, Config(0, 0, 0)), (dgate, dup)
+
+
+def group_config(
+    machine: Machine,
+    dtype: torch.dtype,
+    precision: str,
+    rows: int,
+    groups: int,
+    n: int,
+    weights: int = 1,
+    keep: bool = False,
+) -> Config:
+    """Tiles of `groups` matmuls with `rows` rows in all, by pointers: as of one matmul of them all, but no taller than
+    what a group has on average. keep: more is stored than one result of the operands' dtype.
+
+    Less deep are those that would spill, by what the lint shows: of two weights in tf32 on sm_80.
+    """
+    each = -(-rows // max(1, groups))
+    tall = min(rows, each) if each < LARGE_TILE else rows
+    config = by_pointers(local_config(machine, dtype, precision, tall, n, weights, keep))
+    deep = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
+    return replace(config, block_k=config.block_k // 2) if deep else config
+
+
+def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers with the same strides, as kernels want them of two; copied where they differ."""
+    if len({t.stride() for t in tensors}) == 1:
+        return list(tensors)
+    return [t.contiguous() for t in tensors]
+
+
+def _sizes(config: Config, precision: str, offsets: Tensor, e: int, r: int, n: int, k: int) -> dict[str, Any]:
+    return dict(
+        offsets=offsets.contiguous(), E=e, R=r, N=n, K=k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, GROUP=config.group, PRECISION=precision,
+    )  # fmt: skip
+
+
+def _programs(machine: Machine, config: Config, r: int, e: int, n: int) -> int:
+    """As many as there can be tiles at most: each expert with rows may add one row of tiles."""
+    return min(machine.programs, (-(-r // config.block_m) + min(e, r)) * -(-n // config.block_n))

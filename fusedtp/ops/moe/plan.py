@@ -1,25 +1,39 @@
-"""Where the rows of a mixture of experts go: what every rank knows once the plan has been exchanged.
+"""Which rows of a mixture of experts go where: what every rank knows once choices have been exchanged.
 
-    expert_ids [T_s, k]   the experts that the tokens of source s chose; -1 where a choice was dropped
-    slot                  t * k + j of a source: the j-th choice of its t-th token
-    order of s            its slots sorted by (expert, slot), the dropped ones last: a stable sort, no counters
-    table [W, E]          how many slots of s chose expert e; so also where each source's rows begin
-    rows of an owner      of its E / W experts, by (expert, source, slot): what it multiplies, expert by expert
+    expert_ids [T_s, k]    the experts that the tokens of source rank s chose; -1: the choice is dropped
+    choice                 t * k + j: the j-th choice of a source's t-th token
+    order of s             its choices sorted by (expert, choice), dropped ones last: a stable sort, no counters
+    table [W, E]           how many choices of s went to expert e; so also where each source's rows begin
+    rows of an owner       of its E / W experts, by (expert, source, choice): what it multiplies, expert by expert
 
-Slots of one source for one expert are neighbours in its order and in the owner's rows: a block. Rows of an expert are
-in the order of the global tokens, however tokens and experts are split, so its matmuls always see the same operands.
+Choices of one source for one expert are neighbours in its order and in the owner's rows: a block. Rows of an expert
+are in the order of the global tokens, however tokens and experts are split: its matmuls always see the same operands.
+
+rank r    sort own choices | gather all ranks' counts and orders | dispatch.py | matmuls: grouped.py | combine.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Communicator, Signature
+from fusedtp.comm import Communicator, Group, Place, alone, communicator, place
+from fusedtp.comm.constant import constant_to_compiler
+from fusedtp.comm.device_view import runs_kernels
 from fusedtp.comm.signature import WIRES
+
+from .. import engines
+from ..engines import Choice
+from ..operation import Operation, Shared, Spec
+from ..operation import Plan as Call
+from ..rows import Rows
+from .fp8 import fault
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Exchange(NamedTuple):
@@ -27,8 +41,9 @@ class Exchange(NamedTuple):
 
     sizes      tokens of every rank
     max_rows   rows that this rank has room for
+    engine     the one that runs, for the calls of the whole exchange
     bound      the same bound on all ranks that was asked for; -1: none was
-    wire       in which form rows travel to their experts, see wire.py
+    wire       in which form rows travel to their experts, see fp8.py
     """
 
     group: str
@@ -43,16 +58,19 @@ class Exchange(NamedTuple):
     wire: str = ""
 
     @classmethod
-    def of(cls, group: str, engine: str, layer: str, numbers: Sequence[int]) -> Exchange:
-        """What `flat` took apart."""
-        rank, num_experts, top_k, max_rows, bound, wire, *sizes = numbers
-        return cls(group, rank, tuple(sizes), num_experts, top_k, max_rows, engine, layer, bound, WIRES[wire])
+    def of(cls, spec: Spec, max_rows: int) -> Exchange:
+        """As an operation is given it."""
+        top_k, num_experts, bound, wire = spec.routing
+        return cls(
+            spec.group, spec.rank, spec.sizes, num_experts, top_k, max_rows, spec.engine, spec.layer, bound - 1,
+            WIRES[wire],
+        )  # fmt: skip
 
     @property
-    def flat(self) -> tuple[str, str, str, list[int]]:
-        """As custom ops take it: group, engine, layer, and all numbers."""
-        numbers = [self.rank, self.num_experts, self.top_k, self.max_rows, self.bound, WIRES.index(self.wire)]
-        return self.group, self.engine, self.layer, numbers + list(self.sizes)
+    def spec(self) -> Spec:
+        """What an operation is given beside its operands and `max_rows`."""
+        routing = self.top_k, self.num_experts, 1 + self.bound, WIRES.index(self.wire)
+        return Spec(self.group, self.rank, self.sizes, 1, self.engine, 0, self.layer, routing)
 
     @property
     def world_size(self) -> int:
@@ -60,8 +78,8 @@ class Exchange(NamedTuple):
 
     @property
     def experts_here(self) -> int:
-        """Experts an owner has."""
-        return self.num_experts // self.world_size
+        """Experts that an owner has."""
+        return self.num_experts // len(self.sizes)
 
     @property
     def tokens(self) -> int:
@@ -69,38 +87,146 @@ class Exchange(NamedTuple):
         return self.sizes[self.rank]
 
     @property
-    def most_rows(self) -> int:
+    def max_recv_rows(self) -> int:
         """What any routing needs of an owner: all tokens' choices among its experts."""
         return sum(self.sizes) * min(self.top_k, self.experts_here)
 
-    def slots_of(self, p: int) -> slice:
+    @property
+    def room(self) -> int:
+        """Rows that any owner has room for."""
+        return self.max_recv_rows if self.bound < 0 else min(self.bound, self.max_recv_rows)
+
+    @property
+    def local_engine(self) -> str:
+        """Of this rank's own matmuls, see grouped.py."""
+        return self.engine if self.engine in ("chunked", "triton") else "auto"
+
+    def choices_of(self, p: int) -> slice:
         """Where rank p's order stands among `orders`."""
         begin = sum(self.sizes[:p]) * self.top_k
         return slice(begin, begin + self.sizes[p] * self.top_k)
 
-    def signature(
-        self, operation: str, engine: str, dtype: torch.dtype, features: int, **more: Any
-    ) -> Signature:
-        """Of a call of this exchange."""
-        return Signature(
-            operation, engine, dtype, features, self.sizes, top_k=self.top_k, experts=self.num_experts,
-            max_rows=1 + self.bound, wire=WIRES.index(self.wire), **more,
-        )  # fmt: skip
 
-
-class Plan(NamedTuple):
+class RoutingPlan(NamedTuple):
     """table int32 [W, E] and orders int32 [T * k], the sources' one after another: the same on all ranks.
 
-    words   int32, the plan as kernels read it (layout.py), for this rank; empty for engines of the host
+    packed   int32, the plan as kernels read it, for this rank: see PackedIndex; empty for engines of the host
     """
 
     table: Tensor
     orders: Tensor
-    words: Tensor
+    packed: Tensor
 
 
-def sort_slots(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """expert_ids [T, k], -1 of dropped slots -> (counts [E], order [T * k]), int32. Nothing waits for the device."""
+@dataclass(frozen=True, eq=False)
+class MoEHandle:
+    """What a combine needs of its dispatch.
+
+    weights       [T_r, k]    as given, with their graph; zero where a choice is dropped
+    row_weights   [max_rows]  of the rows that this rank's experts got
+    plan, at                  the routing, and who takes part
+    offsets       [E_r + 1]   int32
+    """
+
+    weights: Tensor
+    row_weights: Tensor = field(repr=False)
+    plan: RoutingPlan = field(repr=False)
+    at: Exchange
+    offsets: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 [E]: rows of every expert, of all ranks' tokens."""
+        return self.plan.table.sum(0, dtype=torch.int32)
+
+
+# -- making a plan ---------------------------------------------------------------------------------------------------
+
+
+def place_of(group: Group | None, x: Tensor) -> Place:
+    """The group's, or without one that of rank 0 of 1."""
+    return alone(x.device.type) if group is None else place(group)
+
+
+def make_plan(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    at: Place,
+    *,
+    max_rows: int | None = None,
+    sizes: Sequence[int] | None = None,
+    engine: str = "auto",
+    layer: str = "",
+    weights_sum: float | None = None,
+    wire: str = "",
+) -> tuple[RoutingPlan, Exchange]:
+    """Check what moe_dispatch was given and make the plan of all ranks. Whether there is room is not looked at."""
+    check_choices(x, expert_ids, weights, num_experts, at)
+    who = f"rank {at.rank}: "
+    if num_experts < 1 or num_experts % at.world_size:
+        raise ValueError(f"{who}num_experts is {num_experts}, no multiple of the {at.world_size} ranks")
+    counts = (x.shape[0],) * at.world_size if sizes is None else tuple(int(n) for n in sizes)
+    if len(counts) != at.world_size or min(counts) < 0 or counts[at.rank] != x.shape[0]:
+        raise ValueError(
+            f"{who}sizes is {list(counts)}; wanted {at.world_size} token counts, {x.shape[0]} of them here"
+        )
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"{who}max_rows is {max_rows}, must not be negative")
+    cannot = fault(wire, x.dtype) if wire else None
+    if cannot:
+        raise ValueError(who + cannot)
+    ids, on_cpu = expert_ids.detach(), expert_ids.device.type == "cpu"
+    if weights_sum is not None and on_cpu and not torch.compiler.is_compiling():
+        _check_sums(ids, weights.detach(), weights_sum, at)
+    bound = -1 if max_rows is None else max_rows
+    chosen = _engine_of(at.name, engine, x.dtype)
+    where = Exchange(at.name, at.rank, counts, num_experts, ids.shape[1], 0, chosen, layer, bound, wire)
+    where = where._replace(max_rows=where.room)
+    return RoutingPlan(*moe_plan(where.spec, ids, where.max_rows)), where
+
+
+@constant_to_compiler
+def _engine_of(group: str, engine: str, dtype: torch.dtype) -> str:
+    comm, key = communicator(group), (engine, dtype)
+    if key not in comm.plans:
+        comm.plans[key] = choose(comm, engine, dtype).engine
+    chosen: str = comm.plans[key]
+    return chosen
+
+
+def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
+    """Which engine runs an exchange, and why. Raises ValueError for one that cannot run here."""
+    if comm.world_size == 1 and engine in (*engines.ENGINES, "local"):
+        return Choice("local", "a group of one rank has nothing to communicate")
+    if engine not in engines.ENGINES:
+        raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(engines.ENGINES)}")
+    on_cpu = comm.device.type == "cpu"
+    if not comm.has_workspace:
+        return Choice("collective", f"no shared memory: {comm.fallback}")
+    if engine == "auto":
+        if on_cpu:
+            return Choice("chunked", "CPU ranks read their peers' tokens in place")
+        if runs_kernels(comm.device) and dtype in KERNEL_DTYPES:
+            return Choice("triton", "kernels read on the device what goes where")
+        return Choice(
+            "collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where"
+        )
+    if engine == "triton":
+        engines.check_triton(comm, dtype)
+    elif engine == "chunked" and not on_cpu:
+        raise ValueError("engine 'chunked' of a mixture of experts reads peers' memory on the host: CPU only")
+    return Choice(engine, "asked for")
+
+
+def as_chosen(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> Choice:
+    """The engine of one call is that of its exchange, chosen by the dtype of x; scalars go the same way."""
+    return Choice(spec.engine, "chosen for the exchange")
+
+
+def sort_choices(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """expert_ids [T, k], -1 of dropped choices -> (counts [E], order [T * k]), int32. Nothing waits for the device."""
     keys = expert_ids.reshape(-1)
     keys = torch.where(keys < 0, num_experts, keys)
     if keys.device.type == "cpu" and num_experts <= torch.iinfo(torch.int16).max:
@@ -112,26 +238,69 @@ def sort_slots(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return starts.diff().to(torch.int32), order.to(torch.int32)
 
 
-def exchange(comm: Communicator | None, expert_ids: Tensor, at: Exchange) -> tuple[Tensor, Tensor]:
-    """expert_ids [T_r, k] -> (table, orders). One small gather; its shape is known on the host."""
-    counts, order = sort_slots(expert_ids, at.num_experts)
-    if comm is None:
-        return counts[None], order
-    words = torch.cat([counts, order])
-    by = "chunked" if at.engine == "chunked" else "collective"
-    signature = at.signature("moe_plan", by, torch.int32, 0)
+Parts = tuple[Tensor, Tensor, Tensor]  # of a RoutingPlan
+
+
+def _plan_alone(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
+    counts, order = sort_choices(expert_ids, call.spec.routing[1])
+    return counts[None], order, order.new_empty(0)
+
+
+def _plan_by_collective(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
+    """One small gather of counts and orders; its shape is known on the host."""
+    at = Exchange.of(call.spec, max_rows)
     lengths = [at.num_experts + n * at.top_k for n in at.sizes]
-    if by == "chunked":
-        with comm.workspace.call(signature, 4 * max(lengths)) as call:
-            shared = [call.buffer(p, (n,), torch.int32) for p, n in enumerate(lengths)]
-            shared[at.rank].copy_(words)
-            call.handshake()
-            parts = torch.cat(shared).split(lengths)
-    else:
-        with comm.agreed(signature):
-            parts = comm.all_gather(words, lengths).split(lengths)
+    with call.comm.agreed(call.signature):
+        gathered = call.comm.all_gather(torch.cat(sort_choices(expert_ids, at.num_experts)), lengths)
+    return _plan_of(gathered, lengths, at)
+
+
+def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
+    """On CPU: every rank reads its peers' counts and orders where they lie."""
+    at = Exchange.of(call.spec, max_rows)
+    lengths = [at.num_experts + n * at.top_k for n in at.sizes]
+    words = torch.cat(sort_choices(expert_ids, at.num_experts))
+    with call.call() as running:
+        shared = [running.buffer(p, (n,), torch.int32) for p, n in enumerate(lengths)]
+        shared[at.rank].copy_(words)
+        running.handshake()
+        return _plan_of(torch.cat(shared), lengths, at)
+
+
+def _plan_for_kernels(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
+    table, orders, _ = _plan_by_collective(call, expert_ids, max_rows)
+    return table, orders, packed_index(table, Exchange.of(call.spec, max_rows))
+
+
+def _plan_of(gathered: Tensor, lengths: Sequence[int], at: Exchange) -> Parts:
+    parts = gathered.split(lengths)
     table = torch.stack([part[: at.num_experts] for part in parts])
-    return table, torch.cat([part[at.num_experts :] for part in parts])
+    orders = torch.cat([part[at.num_experts :] for part in parts])
+    return table, orders, orders.new_empty(0)
+
+
+def _fake_plan(spec: Spec, expert_ids: Tensor, max_rows: int) -> Parts:
+    at = Exchange.of(spec, max_rows)
+    words = index_size(at) if at.engine == "triton" else 0
+    shapes = (at.world_size, at.num_experts), (sum(at.sizes) * at.top_k,), (words,)
+    table, orders, index = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return table, orders, index
+
+
+moe_plan = Operation(
+    "moe_plan",
+    "Tensor expert_ids, SymInt max_rows",
+    "(Tensor, Tensor, Tensor)",
+    fake=_fake_plan,
+    shared=lambda expert_ids, max_rows: Shared(torch.int32, 0),
+    engines=dict(
+        local=_plan_alone, collective=_plan_by_collective, chunked=_plan_in_place, triton=_plan_for_kernels
+    ),
+    slot_bytes=dict(
+        chunked=lambda rows, shared, top_k, num_experts, *_: 4 * (num_experts + rows.longest * top_k)
+    ),
+    choose=as_chosen,
+)
 
 
 def offsets_of(table: Tensor, at: Exchange) -> Tensor:
@@ -141,21 +310,24 @@ def offsets_of(table: Tensor, at: Exchange) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
 
+# -- the plan on the host --------------------------------------------------------------------------------------------
+
+
 class Block(NamedTuple):
-    """Slots of `source` for one expert of this rank: `size` of its rows from `row` on, from `slot` on in the order."""
+    """Choices of `source` for one expert of this rank: `size` rows from `row` on, `begin` on in the order."""
 
     source: int
     row: int
-    slot: int
+    begin: int
     size: int
 
 
 class Blocks:
     """The table as this rank's host integers.
 
-    lengths   [source][owner]  slots that travel
+    lengths   [source][owner]  choices that travel
     rows      [owner]          of its experts
-    sent      [source]         slots that are not dropped
+    sent      [source]         choices that are not dropped
     received  [source]         rows of this rank's experts
     begins    [source]         where they begin in the source's order
     each      in the order of this rank's rows: by expert, then by source; none is empty
@@ -170,24 +342,208 @@ class Blocks:
         self.received = [of_source[at.rank] for of_source in self.lengths]
         self.begins = [sum(of_source[: at.rank]) for of_source in self.lengths]
         self.each: list[Block] = []
-        row, slots = 0, list(self.begins)
+        row, begins = 0, list(self.begins)
         mine = slice(firsts[at.rank], firsts[at.rank] + here)
         for of_expert in zip(*(of_source[mine] for of_source in counts), strict=True):
             for source, n in enumerate(of_expert):
                 if n:
-                    self.each.append(Block(source, row, slots[source], n))
-                    row, slots[source] = row + n, slots[source] + n
+                    self.each.append(Block(source, row, begins[source], n))
+                    row, begins[source] = row + n, begins[source] + n
 
     def check_room(self, at: Exchange) -> None:
         """Raises ValueError, on all ranks alike, where an owner has more rows than there is room for."""
-        room = at.most_rows if at.bound < 0 else min(at.bound, at.most_rows)
         for owner, rows in enumerate(self.rows):
-            if rows > room:
+            if rows > at.room:
                 raise ValueError(
                     f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
-                    f"{room}"
+                    f"{at.room}"
                 )
 
     def of(self, source: int) -> list[Block]:
         """Those of one source."""
         return [block for block in self.each if block.source == source]
+
+
+def host_knows(plan: RoutingPlan, at: Exchange) -> bool:
+    """Whether the host reads the plan anyhow, in eager code: on CPU, and for the process group's all_to_all."""
+    on_host = plan.table.device.type == "cpu" or at.engine == "collective"
+    return on_host and not torch.compiler.is_compiling()
+
+
+def known_room(plan: RoutingPlan, at: Exchange) -> Exchange:
+    """Where the host knows the plan: ValueError on all ranks where one has too many rows, room for no more else."""
+    if not host_knows(plan, at):
+        return at
+    blocks = Blocks(plan.table, at)
+    blocks.check_room(at)
+    return at if at.bound >= 0 or at.engine == "triton" else at._replace(max_rows=blocks.rows[at.rank])
+
+
+# -- the plan as kernels read it, on the device ----------------------------------------------------------------------
+
+
+class PackedIndex(NamedTuple):
+    """Where segments begin and where the rows of a choice belong, int32: views of one tensor.
+
+    n[s, o]      rows from source s to owner o, a segment
+    begins       [W + 1]      this rank's order: where the segment for each owner begins, and where the last one ends
+    sources      [W + 1]      this rank's rows by (source, expert, choice): where the segment of each source begins
+    at_owners    [W]          where this rank's segment begins among each owner's rows, so ordered
+    in_sources   [W]          where this rank's segment begins in each source's order
+    totals       [W]          rows of each owner
+    blocks       [W * E_r + 1]   so ordered: where the rows of each source for each expert begin
+    arrivals     [max_rows]   by (source, expert, choice) -> by (expert, source, choice)
+    origins      [max_rows]   and back
+    """
+
+    begins: Tensor
+    sources: Tensor
+    at_owners: Tensor
+    in_sources: Tensor
+    totals: Tensor
+    blocks: Tensor
+    arrivals: Tensor
+    origins: Tensor
+
+
+def _index_lengths(at: Exchange) -> list[int]:
+    w = at.world_size
+    return [w + 1, w + 1, w, w, w, w * at.experts_here + 1, at.max_rows, at.max_rows]
+
+
+def index_size(at: Exchange) -> int:
+    """Elements of what `packed_index` makes."""
+    return sum(_index_lengths(at))
+
+
+def packed_index(table: Tensor, at: Exchange) -> Tensor:
+    """table [W, E] -> a PackedIndex as one int32 tensor; shapes are known on the host, values stay on the device."""
+    w, r, each = at.world_size, at.rank, at.experts_here
+    table = table.long()
+    n = table.view(w, w, each).sum(2)
+    begins, sources = _begins(n[r]), _begins(n[:, r])
+    at_owners = (n.cumsum(0) - n)[r]
+    in_sources = (n.cumsum(1) - n)[:, r]
+    mine = table[:, r * each : (r + 1) * each]
+    by_source, by_expert = _begins(mine.reshape(-1)), _begins(mine.t().reshape(-1))
+    arrivals = _new_rows(by_source, by_expert[:-1].view(each, w).t(), at.max_rows)
+    origins = _new_rows(by_expert, by_source[:-1].view(w, each).t(), at.max_rows)
+    parts = [begins, sources, at_owners, in_sources, n.sum(0), by_source, arrivals, origins]
+    return torch.cat(parts).to(torch.int32)
+
+
+def unpacked(index: Tensor, at: Exchange) -> PackedIndex:
+    """What `packed_index` made."""
+    return PackedIndex(*index.split(_index_lengths(at)))
+
+
+def _begins(counts: Tensor) -> Tensor:
+    """[n] -> [n + 1]: where each begins, and where the last one ends."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _new_rows(begins: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """[rows]: where each goes if block b, which begins at begins[b], begins at targets.flatten()[b]."""
+    row = torch.arange(rows, device=begins.device)
+    block = torch.searchsorted(begins[1:], row, right=True).clamp(max=begins.shape[0] - 2)
+    return targets.reshape(-1)[block] + row - begins[block]
+
+
+class CombineIndex(NamedTuple):
+    """Where this rank's rows go back to, as kernels/moe_matmul_combine.py reads it; undefined past the last row.
+
+    to      int32 [max_rows]   the source of each row
+    at      int32 [max_rows]   where the row stands in that source's order
+    counts  int32 [E]          rows of every expert, of all owners
+    """
+
+    to: Tensor
+    at: Tensor
+    counts: Tensor
+
+
+def combine_index(table: Tensor, at: Exchange) -> CombineIndex:
+    """table [W, E] -> CombineIndex; shapes are known on the host, values stay on the device."""
+    here = slice(at.rank * at.experts_here, (at.rank + 1) * at.experts_here)
+    table = table.long()
+    sizes = table[:, here].t().reshape(-1)  # of the blocks of rows, by (expert, source)
+    places = (table.cumsum(1) - table)[:, here].t().reshape(-1)
+    ends = sizes.cumsum(0)
+    rows = torch.arange(at.max_rows, device=table.device)
+    block = torch.searchsorted(ends, rows, right=True).clamp(max=sizes.shape[0] - 1)
+    place = rows + (places - ends + sizes)[block]
+    parts = (block % at.world_size, place, table.sum(0))
+    return CombineIndex(*(part.to(torch.int32) for part in parts))
+
+
+# -- what users can get wrong ----------------------------------------------------------------------------------------
+
+
+def check_choices(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:
+    """Raises ValueError for choices that do not fit x, and on CPU, where looking costs no wait, for their values."""
+    who = f"rank {at.rank}: "
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{who}x is {x.dtype} {tuple(x.shape)}; wanted floating-point tokens [T_r, K]")
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] < 1:
+        raise ValueError(
+            f"{who}expert_ids has shape {tuple(expert_ids.shape)}; wanted [{x.shape[0]}, k >= 1]"
+        )
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{who}expert_ids is {expert_ids.dtype}; wanted int32 or int64")
+    if weights.shape != expert_ids.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"{who}weights is {weights.dtype} {tuple(weights.shape)}; wanted one for each of expert_ids, "
+            f"{tuple(expert_ids.shape)}"
+        )
+    k = expert_ids.shape[1]
+    if k > num_experts:
+        raise ValueError(f"{who}{k} choices a token of {num_experts} experts")
+    if expert_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(expert_ids.detach(), weights.detach(), num_experts, at)
+
+
+def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:
+    who = f"rank {at.rank}: "
+    if not ids.numel():
+        return
+    least, most = ids.aminmax()
+    if least < -1 or most >= num_experts:
+        t, j = ((ids < -1) | (ids >= num_experts)).nonzero()[0].tolist()
+        raise ValueError(f"{who}expert_ids[{t}, {j}] is {int(ids[t, j])}; there are {num_experts} experts")
+    ordered = ids.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        t, j = twice.nonzero()[0].tolist()
+        raise ValueError(f"{who}token {t} chose expert {int(ordered[t, j])} twice: {ids[t].tolist()}")
+    if weights.sum().isfinite():  # in one pass; a sum may overflow where no weight does
+        return
+    bad = ~weights.isfinite() & (ids >= 0)
+    if bad.any():
+        t, j = bad.nonzero()[0].tolist()
+        raise ValueError(f"{who}weights[{t}, {j}] is {float(weights[t, j])}")
+
+
+def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
+    """Each of k weights has a few roundings (a score, a sum of k, a quotient, the scale); their sum here has none."""
+    wide = weights.double()
+    sums, k = wide.sum(1), ids.shape[1]
+    explained = (k + 8) * torch.finfo(weights.dtype).eps * wide.abs().sum(1).clamp(min=abs(wanted))
+    bad = ((sums - wanted).abs() > explained) & (ids >= 0).all(1)
+    if bad.any():
+        t = int(bad.nonzero()[0])
+        raise ValueError(
+            f"rank {at.rank}: the weights of token {t} sum to {float(sums[t]):.9g}, wanted {wanted:.9g}"
+        )
+
+
+def check_outputs(y: Tensor, at: Exchange, name: str = "y", width: str = "N") -> None:
+    """Raises ValueError for rows of another number than were dispatched."""
+    if y.dim() != 2 or y.shape[0] != at.max_rows:
+        raise ValueError(
+            f"rank {at.rank}: {name} has shape {tuple(y.shape)}, wanted [{at.max_rows}, {width}] as it was dispatched"
+        )
+
+
+def without_dropped(weights: Tensor, expert_ids: Tensor, x: Tensor) -> Tensor:
+    """Zero where a choice is dropped (0 * NaN is NaN), in the dtype that sums of x are made in."""
+    return weights.masked_fill(expert_ids < 0, 0.0).to(torch.promote_types(x.dtype, torch.float32))

@@ -1,17 +1,17 @@
 """An exchange in rounds, where an owner has room for fewer rows than come: M at a time.
 
-    rows of an owner    | 0 .. M-1 | M .. 2M-1 | 2M .. |      by (expert, source, slot), as always
+    rows of an owner    | 0 .. M-1 | M .. 2M-1 | 2M .. |      by (expert, source, choice), as always
                           round 0    round 1     round 2
-    a round             dispatch of its slots -> compute(rows, offsets) -> their rows back, one for each slot
-    after the last      the weighted sum of each token's slots, once
+    a round             dispatch of its choices -> compute(rows, offsets) -> their rows back, one for each choice
+    after the last      the weighted sum of each token's choices, once
 
 The plan is made once; what a round moves follows from it on the device: row r of an owner is in round r // M. A round's
-plan is a plan like any other, of tokens with one choice: the slots. Its table holds the part of each block that lies
-in the round's window, and in its orders the slots of the round come first, the others after them, as dropped ones do.
+plan is a plan like any other, of tokens with one choice. Its table holds the part of each block that lies in the
+round's window, and in its orders the choices of the round come first, the others after them, as dropped ones do.
 
-Every slot has its row in one round and zeros in the others, so the rounds' parts add up exactly, and the sum over a
+Every choice has its row in one round and zeros in the others, so the rounds' parts add up exactly, and the sum over a
 token's choices is made afterwards, in their order, in fp32, rounded once: the bits of an exchange without a bound. So
-are those of dx, for which the slots' gradients are kept apart until the last. (A zero may lose its sign. And the last
+are those of dx, for which the choices' gradients are kept apart until the last. (A zero may lose its sign. And the last
 sum is torch's: compilers may join a product and a sum there and not in the kernels' combine, or the other way round,
 which rounds the fp32 sums of `triton` otherwise.)
 """
@@ -25,12 +25,22 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm import Group, alone, propagate_errors
 
-from . import weigh
-from .api import ALONE, check_outputs, host_knows, moe_combine, planned, send, without_dropped
-from .layout import packed
-from .plan import Blocks, Exchange, Plan, offsets_of
+from .combine import combine_rows, moe_combine
+from .dispatch import dispatch, dispatch_rows
+from .plan import (
+    Blocks,
+    Exchange,
+    RoutingPlan,
+    check_outputs,
+    host_knows,
+    make_plan,
+    offsets_of,
+    packed_index,
+    place_of,
+    without_dropped,
+)
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -79,29 +89,28 @@ def moe_rounds(
     at most two rounds' rows are held at a time, the first one's and the repeated one's. (Not under torch.compile.)
     Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
     """
-    at = ALONE if group is None else place(group)
+    at = place_of(group, x)
     with propagate_errors(at):
         if max_rows < 1:
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
-        plan, where = planned(
-            x, expert_ids, weights, num_experts, at, max_rows, sizes, engine, layer, weights_sum, wire
-        )
-    weights = without_dropped(weights, expert_ids)
+        plan, where = make_plan(
+            x, expert_ids, weights, num_experts, at, max_rows=max_rows, sizes=sizes, engine=engine, layer=layer,
+            weights_sum=weights_sum, wire=wire,
+        )  # fmt: skip
+    weights = without_dropped(weights, expert_ids, x)
     room = _room(plan, where)
     found = Blocks(plan.table, where).rows if host_knows(plan, where) else None
-    most = where.most_rows if found is None else max(found)
+    most = where.max_recv_rows if found is None else max(found)
     if most <= max_rows:
-        rows, offsets, handle = send(x, weights, plan, _fitted(where, found, 0))
+        rows, offsets, handle = dispatch(x, weights, plan, _fitted(where, found, 0))
         return moe_combine(compute(rows, offsets), handle), room
-    weights = weights.to(weigh.accumulator(x.dtype))
-    alone, own = _slots_alone(where, x.device)
-    slots, _ = torch.ops.fusedtp.moe_dispatch(x, None, *own, *alone.flat)
-    parts = _all_rounds(slots, plan, where, found, -(-most // max_rows), compute)
-    of_slots = weights.detach().reshape(-1)
-    return torch.ops.fusedtp.moe_combine(parts, weights, of_slots, *own, *alone.flat), room
+    here, own = _choices_alone(where, x.device)
+    choices, _ = dispatch_rows(x, None, own, here)
+    parts = _all_rounds(choices, plan, where, found, -(-most // max_rows), compute)
+    return combine_rows(parts, weights, weights.detach().reshape(-1), own, here), room
 
 
-def _room(plan: Plan, at: Exchange) -> Room:
+def _room(plan: RoutingPlan, at: Exchange) -> Room:
     used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
     return Room(at.bound, used, (used.max() + at.bound - 1) // at.bound)
 
@@ -113,19 +122,24 @@ def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:
     return at._replace(max_rows=min(max(found[at.rank] - i * at.bound, 0), at.bound))
 
 
-def _slots_alone(at: Exchange, device: torch.device) -> tuple[Exchange, Plan]:
-    """An exchange of this rank with itself: the rows are its slots, in their order."""
+def _choices_alone(at: Exchange, device: torch.device) -> tuple[Exchange, RoutingPlan]:
+    """An exchange of this rank with itself: the rows are its choices, in their order."""
     count = at.tokens * at.top_k
-    alone = Exchange("", 0, (at.tokens,), 1, at.top_k, count, "local")
+    here = Exchange(alone(device.type).name, 0, (at.tokens,), 1, at.top_k, count, "local")
     table = torch.full((1, 1), count, dtype=torch.int32, device=device)
     order = torch.arange(count, dtype=torch.int32, device=device)
-    return alone, Plan(table, order, order.new_empty(0))
+    return here, RoutingPlan(table, order, order.new_empty(0))
 
 
 def _all_rounds(
-    slots: Tensor, plan: Plan, where: Exchange, found: Sequence[int] | None, rounds: int, compute: Compute
+    choices: Tensor,
+    plan: RoutingPlan,
+    where: Exchange,
+    found: Sequence[int] | None,
+    rounds: int,
+    compute: Compute,
 ) -> Tensor:
-    """slots [T_r k, K] -> [T_r k, N]: what the experts make of each slot, zeros of dropped ones."""
+    """choices [T_r k, K] -> [T_r k, N]: what the experts make of each choice, zeros of dropped ones."""
     at = where._replace(sizes=tuple(n * where.top_k for n in where.sizes), top_k=1)
     windows = Windows(plan, at)
     parts: Tensor | None = None
@@ -133,14 +147,14 @@ def _all_rounds(
         here = _fitted(at, found, i)
         of_round = windows.plan(i, here)
 
-        def forth(slots: Tensor, of_round: Plan = of_round, here: Exchange = here) -> Tensor:
-            rows, _ = torch.ops.fusedtp.moe_dispatch(slots, None, *of_round, *here.flat)
+        def forth(choices: Tensor, of_round: RoutingPlan = of_round, here: Exchange = here) -> Tensor:
+            rows, _ = dispatch_rows(choices, None, of_round, here)
             return compute(rows, offsets_of(of_round.table, here))
 
         keep = i == 0 or torch.compiler.is_compiling()
-        y = forth(slots) if keep else checkpoint(forth, slots, use_reentrant=False)
+        y = forth(choices) if keep else checkpoint(forth, choices, use_reentrant=False)
         check_outputs(y, here)
-        part = torch.ops.fusedtp.moe_combine(y, None, None, *of_round, *here.flat)
+        part = combine_rows(y, None, None, of_round, here)
         parts = part if parts is None else parts + part
     assert parts is not None
     return parts
@@ -151,17 +165,17 @@ class Windows:
 
     begins   int64 [W, E]    the owner's row where each block begins
     source   int64 [T k]     of each entry of the orders
-    round    int64 [T k]     in which that slot's row moves; -1 of dropped ones
+    round    int64 [T k]     in which that choice's row moves; -1 of dropped ones
     """
 
-    def __init__(self, plan: Plan, at: Exchange) -> None:
+    def __init__(self, plan: RoutingPlan, at: Exchange) -> None:
         w, each = at.world_size, at.experts_here
         self.orders, self.counts = plan.orders, plan.table.long()
         by_owner = self.counts.view(w, w, each).permute(1, 2, 0).reshape(w, each * w)
         begins = by_owner.cumsum(1) - by_owner
         self.begins = begins.view(w, each, w).permute(2, 0, 1).reshape(w, w * each)
         sizes = torch.cat([self.counts.new_full((1,), n * at.top_k) for n in at.sizes])
-        # blocks in the order of the orders; each source's last one holds its dropped slots
+        # blocks in the order of the orders; each source's last one holds its dropped choices
         blocks = torch.cat([self.counts, (sizes - self.counts.sum(1))[:, None]], 1).reshape(-1)
         rows = torch.cat([self.begins, self.begins.new_zeros(w, 1)], 1).reshape(-1)
         ends = blocks.cumsum(0)
@@ -171,12 +185,12 @@ class Windows:
         self.source = block // (w * each + 1)
         self.round = torch.where(block % (w * each + 1) == w * each, -1, row // at.bound)
 
-    def plan(self, i: int, at: Exchange) -> Plan:
+    def plan(self, i: int, at: Exchange) -> RoutingPlan:
         """Of round i."""
         low, high = i * at.bound, (i + 1) * at.bound
         table = (self.begins + self.counts).clamp(low, high) - self.begins.clamp(low, high)
         first = torch.sort(2 * self.source + (self.round != i), stable=True).indices
-        table, words = table.to(torch.int32), self.orders.new_empty(0)
+        table, index = table.to(torch.int32), self.orders.new_empty(0)
         if at.engine == "triton":
-            words = packed(table, at)
-        return Plan(table, self.orders[first], words)
+            index = packed_index(table, at)
+        return RoutingPlan(table, self.orders[first], index)

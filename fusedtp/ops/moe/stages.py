@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Group, Place, place, propagate_errors
+from fusedtp.comm import Group, Place, propagate_errors
 
-from . import weigh
-from .api import ALONE, check_choices, moe_combine, moe_dispatch
+from .combine import moe_combine
+from .cpu import accumulator
+from .dispatch import dispatch_rows, moe_dispatch
+from .plan import check_choices, place_of
 
 
 def moe_in_stages(
@@ -55,7 +57,7 @@ def moe_in_stages(
     Gradients reach x, the weights, and what compute uses. A relay has room for the tokens of all ranks at its place.
     Raises ValueError as moe_dispatch does, and for num_experts that do not divide among all ranks.
     """
-    outer, inner = (ALONE if group is None else place(group) for group in (between, within))
+    outer, inner = place_of(between, x), place_of(within, x)
     nodes, places = outer.world_size, inner.world_size
     with (
         propagate_errors(inner),
@@ -74,9 +76,8 @@ def moe_in_stages(
         ones = weights.new_ones(goes.shape)
         how: dict[str, Any] = dict(max_rows=sum(of_place), sizes=of_place, engine=engine_between, layer=layer)
         rows, offsets, handle = moe_dispatch(x, goes, ones, nodes, between, wire=wire, **how)
-        choices, _ = torch.ops.fusedtp.moe_dispatch(
-            _with_ids(expert_ids, weights, x.dtype), None, *handle.plan, *handle.at._replace(wire="").flat
-        )
+        with_ids = _with_ids(expert_ids, weights, x.dtype)
+        choices, _ = dispatch_rows(with_ids, None, handle.plan, handle.at._replace(wire=""))
     ids, kept_weights = _of_node(choices, offsets, outer.rank, each)
     relayed = [sum(row[p] for row in table) for p in range(places)]
     own, own_offsets, own_handle = moe_dispatch(
@@ -107,7 +108,7 @@ def _nodes(expert_ids: Tensor, each: int, nodes: int) -> Tensor:
 
 def _with_ids(expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, 2 k] of numbers that hold both exactly (ids below 2**24)."""
-    wide = weigh.accumulator(dtype)
+    wide = accumulator(dtype)
     return torch.cat([expert_ids.to(wide), weights.to(wide)], 1)
 
 

@@ -17,10 +17,6 @@ from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import (
     Launch,
     cross_entropy,
-    grouped,
-    moe,
-    moe_matmul,
-    moe_matmul_combine,
     plain,
     pointwise,
 )
@@ -28,9 +24,8 @@ from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
-from fusedtp.ops.moe.homes import homes
-from fusedtp.ops.moe.layout import layout_size, unpacked
-from fusedtp.ops.moe.plan import Exchange
+from fusedtp.ops.moe import combine, dispatch, grouped
+from fusedtp.ops.moe.plan import Exchange, combine_index, index_size, unpacked
 from fusedtp.ops.rows import Rows
 
 from .cases import ARRIVING, ELEMENTWISE, EXCHANGES, GROUPED, LOCAL, SIGNALS, Variant
@@ -85,8 +80,8 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     """Rows of K elements between 8 experts a rank, of which a token chooses 4."""
     w, t, dtype = variant.world_size, variant.rows // variant.world_size, getattr(torch, variant.dtype)
     at = Exchange("", 1, (t,) * w, 8 * w, 4, 0, "triton")
-    at = at._replace(max_rows=at.most_rows)
-    words = unpacked(torch.empty(layout_size(at), dtype=torch.int32), at)
+    at = at._replace(max_rows=at.max_recv_rows)
+    words = unpacked(torch.empty(index_size(at), dtype=torch.int32), at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
     view = _view(w, variant.link)
@@ -95,24 +90,26 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         gated = len(variant.widths) > 1
         shape, offsets = (8, variant.widths[0], variant.k), torch.empty(9, dtype=torch.int32)
         matrices = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(1 + gated)]
-        return moe_matmul.plan_dispatch_matmul(
+        return dispatch.plan_dispatch_matmul(
             view, 1, torch.empty(t, variant.k, dtype=dtype), index, matrices, offsets, words, at, 12345,
             variant.activation if gated else "", gated and variant.keep, None, variant.precision, machine,
         )[0]  # fmt: skip
     if kernel == "moe_dispatch_kernel":
         orders = torch.empty(w * t * at.top_k, dtype=torch.int32)
-        return moe.plan_dispatch(view, 1, torch.empty(t, width, dtype=dtype), at.top_k, orders, *end)[0]
+        return dispatch.plan_dispatch(view, 1, torch.empty(t, width, dtype=dtype), at.top_k, orders, *end)[0]
     choices = torch.empty(t, at.top_k, dtype=torch.int32)
     weights = torch.empty(t, at.top_k) if variant.bias else None
     if kernel == "moe_matmul_combine_kernel":
         h, n, e = torch.empty(at.max_rows, variant.k, dtype=dtype), variant.widths[0], at.experts_here
         experts, offsets = torch.empty(e, n, variant.k, dtype=dtype), torch.empty(e + 1, dtype=torch.int32)
-        back = homes(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
+        back = combine_index(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
         pairs = 1 if variant.bias else 2  # of a product with weights, and of the gradients of gate and up
         sums = (choices, weights, words, at, 12345, None, variant.precision)
         given = (view, 1, [h] * pairs, [experts] * pairs, offsets, back, *sums)
-        return moe_matmul_combine.plan_matmul_combine(*given, machine)[0]
-    return moe.plan_combine(view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end)[0]
+        return combine.plan_matmul_combine(*given, machine)[0]
+    return combine.plan_combine(
+        view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end
+    )[0]
 
 
 def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, Any], dict[str, int]]:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch import grouped
 from fusedtp.ops.launch.config import HOST, Config
+from fusedtp.ops.moe import grouped
 
 from ..case import Case, Launch, Mismatch, Run, compare
 

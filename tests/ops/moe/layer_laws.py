@@ -17,7 +17,8 @@ import fusedtp
 from fusedtp.comm import VirtualGroup
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.moe import MoEHandle
-from fusedtp.ops.moe.plan import Exchange, Plan, offsets_of
+from fusedtp.ops.moe.dispatch import dispatch_rows
+from fusedtp.ops.moe.plan import Exchange, RoutingPlan, offsets_of
 from tests.properties.laws import assert_same
 
 
@@ -144,7 +145,7 @@ class Planned:
         self.dy = tensors[4]
         self.plan, self.at = self._planned(tensors)
 
-    def _planned(self, tensors: tuple[Tensor, ...]) -> tuple[Plan, Exchange]:
+    def _planned(self, tensors: tuple[Tensor, ...]) -> tuple[RoutingPlan, Exchange]:
         most = sum(self.layer.sizes) * self.layer.top_k
         _rows, _offsets, handle = fusedtp.moe_dispatch(
             tensors[0].detach(), tensors[5], tensors[1].detach(), self.layer.num_experts, self.group,
@@ -165,7 +166,7 @@ class Planned:
     def forward(self) -> Tensor:
         """The layer by its plan, with nothing that looks at values."""
         x, weights, up, down = self.leaves
-        rows, row_weights = torch.ops.fusedtp.moe_dispatch(x, weights.detach(), *self.plan, *self.at.flat)
+        rows, row_weights = dispatch_rows(x, weights.detach(), self.plan, self.at)
         offsets = offsets_of(self.plan.table, self.at)
         handle = MoEHandle(weights, row_weights, self.plan, self.at, offsets)
         hidden = fusedtp.grouped_matmul(rows, up, offsets).relu()

@@ -10,7 +10,7 @@ import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.moe import (
-    dispatch_matmul,
+    dispatch,
     grouped_gated,
     grouped_matmul,
     moe_combine,
@@ -170,7 +170,7 @@ def layer(group, law: Matmul) -> None:
             if by == engine != "collective"
         }
         # Forward and backward, each one for the rows' way there and one for the way back; and a weight's for itself.
-        wanted = {"moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
+        wanted = {"moe_plan": 1, "moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
         assert calls == (wanted if engine != "collective" else {}), calls
     for got, want in zip(*results, strict=True):
         assert_same(f"rank {rank}", got, want)
@@ -208,7 +208,7 @@ def refuses(group, law: Matmul) -> None:
     inputs, case, rank = whole(law), law.case, group.rank()
     x, weights, own = leaves_of(law, inputs, rank)
     ids = inputs.data.ids[mine(case, rank)]
-    with patch.object(dispatch_matmul, "_known_room", lambda plan, at: at):
+    with patch.object(dispatch, "known_room", lambda plan, at: at):
         moe_dispatch_matmul(
             x, ids, weights, *own, case.num_experts, group, sizes=case.sizes, engine="triton", max_rows=1
         )

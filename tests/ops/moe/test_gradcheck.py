@@ -16,6 +16,7 @@ from torch.func import functional_call
 import fusedtp
 from fusedtp.nn import MoE, TokenLayout
 from fusedtp.nn.layout import Collected
+from fusedtp.ops.moe import combine
 from tests.harness import world
 from tests.parallel.support import tp_mesh
 from tests.properties.test_gradcheck import _Enter as Enter
@@ -143,14 +144,13 @@ def test_no_token_of_the_layer_is_near_a_tie():
 
 def of_one_choice_alone(group) -> None:
     """A dispatch whose backward brings home the first choice in the place of each."""
-    from fusedtp.ops.moe import exchange
 
-    def first_alone(y, choices, weights, *where):
-        first = choices[:, :1].expand_as(choices).contiguous()
-        return collect(y, choices if weights is not None else first, weights, *where)
+    def first_alone(parts, places, weights):
+        first = places[:, :1].expand_as(places).contiguous()
+        return weighted_sum(parts, places if weights is not None else first, weights)
 
-    collect = exchange._collect
-    with patch.object(exchange, "_collect", first_alone):
+    weighted_sum = combine.weighted_sum
+    with patch.object(combine, "weighted_sum", first_alone):
         check_dispatch(group, (2, 3), "chunked")
 
 

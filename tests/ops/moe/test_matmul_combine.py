@@ -12,15 +12,13 @@ from fusedtp.comm import communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.engines import has_triton
 from fusedtp.ops.moe import moe_dispatch_gated, moe_matmul_combine
-from fusedtp.ops.moe.homes import homes
-from fusedtp.ops.moe.layout import packed
-from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
+from fusedtp.ops.moe.plan import Exchange, combine_index, offsets_of, packed_index, sort_choices
 from tests.harness import WorldError, world
 from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
-OPS = ["moe_matmul_combine", "moe_matmul_combine_backward", "moe_matmul_combine_operands"]
+OPS = ["moe_matmul_combine"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,30 +93,14 @@ IDS = torch.tensor(
 
 def check_op(group, engine: str) -> None:
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
-    parts = [sort_slots(part, EXPERTS) for part in IDS.split(list(SIZES))]
+    parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     at = Exchange(group.group_name, group.rank(), SIZES, EXPERTS, 2, 4, engine)
-    plan = (table, torch.cat([order for _counts, order in parts]), packed(table, at))
-    h, experts, weights = (
-        torch.ones(*shape, requires_grad=True) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2))
-    )
-    given = (h, experts, offsets_of(table, at), "chunked", weights, torch.ones(4), *plan, *at.flat)
-    torch.library.opcheck(torch.ops.fusedtp.moe_matmul_combine.default, given)
-    for needs_weights in (False, True):
-        back = (
-            torch.ones(at.tokens, 5),
-            h.detach(),
-            experts.detach(),
-            given[2],
-            torch.ones(4),
-            True,
-            needs_weights,
-        )
-        op = torch.ops.fusedtp.moe_matmul_combine_backward.default
-        torch.library.opcheck(op, (*back, *plan, *at.flat))
-    op = torch.ops.fusedtp.moe_matmul_combine_operands.default
-    for each in (h.detach(), torch.ones(3, 4).t()):  # of any strides
-        torch.library.opcheck(op, (torch.ones(at.tokens, 5), each, torch.ones(4), *plan, *at.flat))
+    plan = (table, torch.cat([order for _counts, order in parts]), packed_index(table, at))
+    h, experts, weights = (torch.ones(*shape) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2)))
+    for some in (weights, None):
+        given = ([h], [experts], offsets_of(table, at), some, *plan, at.max_rows, *at.spec)
+        torch.library.opcheck(torch.ops.fusedtp.moe_matmul_combine.default, given)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -260,10 +242,10 @@ def test_gradients_of_experts_may_come_in_a_pass_of_their_own(engine):
 
 def test_homes_are_where_a_combine_looks():
     """A row's place is the one that the order of its source's slots has for it."""
-    parts = [sort_slots(part, EXPERTS) for part in IDS.split(list(SIZES))]
+    parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     for rank in range(3):
-        found = homes(table, Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton"))
+        found = combine_index(table, Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton"))
         wanted = []
         for expert in (2 * rank, 2 * rank + 1):
             for source, ids in enumerate(IDS.split(list(SIZES))):

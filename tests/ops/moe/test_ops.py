@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops.moe.plan import Exchange, sort_slots
+from fusedtp.ops.moe.plan import Exchange, sort_choices
 from tests.harness import world
 
-OPS = ["moe_plan", "moe_dispatch", "moe_combine", "moe_combine_backward"]
+OPS = ["moe_plan", "moe_dispatch", "moe_combine"]
 SIZES, EXPERTS, TOP_K = (2, 0, 3), 6, 2
 
 
@@ -16,7 +16,7 @@ def routed(group) -> tuple[Tensor, Exchange, list[Tensor]]:
     """(ids of this rank, its place with room for just its rows, the plan): no row of what ops return is undefined."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(sum(SIZES), EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
-    parts = [sort_slots(part, EXPERTS) for part in ids.split(list(SIZES))]
+    parts = [sort_choices(part, EXPERTS) for part in ids.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     rank, each = group.rank(), EXPERTS // len(SIZES)
     rows = int(table[:, rank * each : (rank + 1) * each].sum())
@@ -30,13 +30,12 @@ def check_op(group, name: str, engine: str, wire: str = "") -> None:
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
     ids, at, plan = routed(group)
     at = at._replace(engine=engine, wire=wire)
-    x, weights = torch.ones(len(ids), 4, requires_grad=True), torch.ones(ids.shape, requires_grad=True)
-    y, of_rows = torch.ones(at.max_rows, 4, requires_grad=True), torch.ones(at.max_rows)
+    x, weights = torch.ones(len(ids), 4, requires_grad=False), torch.ones(ids.shape)
+    y = torch.ones(at.max_rows, 4)
     given = {
-        "moe_plan": (ids, *at.flat),
-        "moe_dispatch": (x, weights.detach(), *plan, *at.flat),
-        "moe_combine": (y, weights, of_rows, *plan, *at.flat),
-        "moe_combine_backward": (x.detach(), y.detach(), of_rows, True, *plan, *at.flat),
+        "moe_plan": (ids, at.max_rows, *at.spec),
+        "moe_dispatch": (x, weights.detach(), *plan, at.max_rows, *at.spec),
+        "moe_combine": (y, weights, False, *plan, at.max_rows, *at.spec),
     }[name]
     torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, given)
 

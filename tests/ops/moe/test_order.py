@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.ops.moe.plan import sort_slots
+from fusedtp.ops.moe.plan import sort_choices
 
 
 @given(
@@ -19,7 +19,7 @@ def test_slots_are_sorted_by_expert_dropped_ones_last(experts, tokens, k, dtype,
     generator = torch.Generator().manual_seed(seed)
     few = torch.randint(-1, experts, (4,), generator=generator).tolist()  # which several slots share
     chosen = torch.tensor([-1, experts - 1, *few])[torch.randint(0, 6, (tokens, k), generator=generator)]
-    counts, order = sort_slots(chosen.to(dtype), experts)
+    counts, order = sort_choices(chosen.to(dtype), experts)
     slots = chosen.flatten().tolist()
     want = sorted(range(len(slots)), key=lambda slot: slots[slot] if slots[slot] >= 0 else experts)
     assert (order.dtype, order.tolist()) == (torch.int32, want)

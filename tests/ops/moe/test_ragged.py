@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops.moe import gate, grouped_engines, ragged, weigh
+from fusedtp.ops.moe import combine, cpu, grouped
 from tests.properties.laws import assert_same
 
 COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1, max_size=5)
@@ -18,9 +18,9 @@ COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1,
 @given(st.integers(1, 1 << 20))
 def test_rows_are_rounded_to_few_numbers(n):
     """At most a sixteenth more, or to a multiple of 32; at most 16 numbers between a power of two and the next."""
-    most = ragged.rounded(n)
+    most = cpu.rounded(n)
     assert n <= most < n + max(32, n / 16 + 1)
-    octave = {ragged.rounded(m) for m in range(1 << n.bit_length(), (2 << n.bit_length()) + 1, 1 + n // 50)}
+    octave = {cpu.rounded(m) for m in range(1 << n.bit_length(), (2 << n.bit_length()) + 1, 1 + n // 50)}
     assert len(octave) <= 17
 
 
@@ -42,14 +42,14 @@ def test_rounding_does_not_show(dtype, counts, past, seed):
     x.requires_grad_()
     gates, ups = (whole(len(counts), 4, 5, seed=seed + i, dtype=dtype).requires_grad_() for i in (1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged, "compiles", lambda x: True)
+        patch.setattr(cpu, "compiles", lambda x: True)
         y = fusedtp.grouped_matmul(x, gates, offsets)
         dx, dw = torch.autograd.grad(y, [x, gates], dy)
         hidden = fusedtp.grouped_gated(x, gates, ups, offsets)
         dx_gated, *_ = torch.autograd.grad(hidden, [x, gates, ups], dy)
         with torch.no_grad():
             alone = fusedtp.grouped_gated(x, gates, ups, offsets)
-            made = grouped_engines.matmul_by_expert([x.detach()], [gates], offsets)
+            made = grouped.matmul_by_expert([x.detach()], [gates], offsets)
             pieces = {first: y.clone() for first, y in made}
     for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
         rows, w = x[begin:end].detach(), gates[e].detach()
@@ -57,8 +57,8 @@ def test_rounding_does_not_show(dtype, counts, past, seed):
         assert_same(f"y of {e}", y[begin:end].detach(), products[0])
         if end > begin:
             assert_same(f"y of {e} alone", pieces[begin], products[0])
-        assert_same(f"gated of {e}", hidden[begin:end].detach(), gate.forward(*products, "silu"))
-        assert_same(f"gated of {e} alone", alone[begin:end], gate.forward(*products, "silu"))
+        assert_same(f"gated of {e}", hidden[begin:end].detach(), cpu.gated(*products, "silu"))
+        assert_same(f"gated of {e} alone", alone[begin:end], cpu.gated(*products, "silu"))
         assert_same(f"dx of {e}", dx[begin:end], dy[begin:end] @ w)
         assert_same(f"dw of {e}", dw[e], dy[begin:end].t() @ rows if end > begin else torch.zeros_like(w))
         assert e == ill or not dx_gated[begin:end].isnan().any()
@@ -79,8 +79,8 @@ def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, see
         part = part if weights is None else part * weights[:, j : j + 1]
         want, off = want + part, off + part.double().abs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weigh, "_BLOCK_BYTES", 3 * 70 * 4)
-        got = weigh.weighted_sum(parts, places, weights)
+        patch.setattr(cpu, "_BLOCK_BYTES", 3 * 70 * 4)
+        got = combine.weighted_sum(parts, places, weights)
     if not weighed:
         assert_same("sum", got, want.to(dtype))
         return
@@ -96,7 +96,7 @@ def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, see
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_gate_in_stretches(act, dtype, monkeypatch):
     """The gate and its gradients equal torch's of the whole tensors in fp64, whatever a core's cache holds."""
-    monkeypatch.setattr(weigh, "_BLOCK_BYTES", 3 * 7 * 8)
+    monkeypatch.setattr(cpu, "_BLOCK_BYTES", 3 * 7 * 8)
     g, u, dy = (3 * torch.randn(10, 7, dtype=torch.float64).to(dtype) for _ in range(3))
     wide_g, wide_u = (t.to(torch.float64, copy=True).requires_grad_() for t in (g, u))
     how = "tanh" if act.endswith("tanh") else "none"
@@ -106,8 +106,8 @@ def test_a_gate_in_stretches(act, dtype, monkeypatch):
     want = value * wide_u
     want_g, want_u = torch.autograd.grad(want, [wide_g, wide_u], dy.double())
     dg, du = torch.empty_like(g), torch.empty_like(u)
-    gate.backward(dy, g, u, act, dg, du)
+    cpu.gated_backward(dy, g, u, act, dg, du)
     # fp64: 16 roundings of terms up to 100; bf16: one rounding of the result, fp32's before it do not count
     rtol, atol = (1e-13, 1e-12) if dtype == torch.float64 else (2**-8, 1e-4)
-    for got, wanted in ((gate.forward(g, u, act), want), (dg, want_g), (du, want_u)):
+    for got, wanted in ((cpu.gated(g, u, act), want), (dg, want_g), (du, want_u)):
         torch.testing.assert_close(got.double(), wanted.detach(), rtol=rtol, atol=atol)

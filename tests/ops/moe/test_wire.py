@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.ops.moe.wire import BLOCK, DTYPES, pack, unpack
+from fusedtp.ops.moe.fp8 import BLOCK, DTYPES, pack, unpack
 from tests.harness import PerRank, WorldError, world
 from tests.ops.moe.laws import Case, build, mine
 from tests.properties.laws import assert_same, poison
@@ -144,24 +144,21 @@ def bytes_of_a_dispatch(group, wire: str, width: int) -> tuple[int, int]:
     """What a dispatch of four tokens declares of a slot, and what a collective one sends to peers."""
     comm = communicator(group)
     fusedtp.reserve(group, 1 << 16)
-    declared, sent = [], []
-    call, all_to_all = comm.workspace.call, comm.all_to_all
-
-    def counted_call(signature, nbytes):
-        declared.append(nbytes if signature.operation == "moe_move" else 0)
-        return call(signature, nbytes)
+    sent, all_to_all = [], comm.all_to_all
+    comm.plans.clear()
 
     def counted_all_to_all(x, *counts):
         sent.append(x.shape[1] * x.element_size() if x.dim() == 2 else 0)
         return all_to_all(x, *counts)
 
-    comm.workspace.call, comm.all_to_all = counted_call, counted_all_to_all
+    comm.all_to_all = counted_all_to_all
     x, ids = torch.ones(4, width, dtype=torch.bfloat16), torch.tensor([[0], [1], [0], [1]])
     try:
         for engine in ("chunked", "collective"):
             fusedtp.moe_dispatch(x, ids, torch.ones(4, 1), 2, group, engine=engine, wire=wire)
     finally:
-        del comm.workspace.call, comm.all_to_all
+        del comm.all_to_all
+    declared = [p.slot_bytes for p in comm.plans.values() if p.signature.operation == "moe_dispatch"]
     return max(declared), max(sent)
 
 

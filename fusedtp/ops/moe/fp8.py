@@ -39,6 +39,11 @@ def fault(wire: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def row_bytes(k: int) -> int:
+    """Of a packed row of k columns."""
+    return k + 4 * -(-k // BLOCK)
+
+
 def pack(x: Tensor) -> Tensor:
     """x [T, K] -> uint8 [T, K + 4 ceil(K / 128)]."""
     (tokens, k), count = x.shape, -(-x.shape[1] // BLOCK)

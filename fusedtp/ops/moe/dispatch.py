@@ -1,0 +1,748 @@
+"""Rows of a mixture of experts to their experts' owners: by themselves, or with the matmul that they go into.
+
+    moe_dispatch          x [T_r, K]  ->  rows [max_rows, K]
+    moe_dispatch_matmul   x [T_r, K]  ->  rows @ w_e.T [max_rows, N], w_e of each row's expert
+    moe_dispatch_gated    x [T_r, K]  ->  act(rows @ gate_e.T) * (rows @ up_e.T)
+
+rank r, chunked     copy x to the own slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
+rank r, triton      some programs publish x; the others read what they want of r+1, r+2, ... (kernels/moe_exchange.py)
+rank r, triton,     chunks of rows are pushed to their owners, expert by expert; an expert's tiles start when its rows
+with the matmul     have come (kernels/moe_dispatch_matmul.py)
+
+dgrad    dx = moe_combine of the rows' gradients, without weights; moe_matmul_combine(dy, w_e.T) with a matmul
+wgrad    dw_e = dy[rows of e].T @ rows[rows of e], local, on the rows that were dispatched
+saved    the plan; with a matmul rows and weights, and of a gated one both products
+
+Tokens are published once, not k times: an owner reads the rows that it wants. A compiled graph on a CPU learns only in
+the call whether there is room for all rows: every rank looks before it communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fusedtp.comm import Group, propagate_errors
+from fusedtp.comm.device_view import odd, peers_of
+from fusedtp.comm.signature import WIRES
+
+from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
+from ..launch.run import DTYPES, Launch, check, layouts, machine_for
+from ..main_grad import Sink, main_grads_of
+from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
+from ..operation import Plan as Call
+from ..pointwise import ACTIVATIONS
+from ..rows import Rows
+from ..shards import ring
+from . import fp8
+from .cpu import accumulator
+from .grouped import (
+    check_grouped,
+    fp32_precision,
+    gated_engine,
+    gated_grads,
+    group_config,
+    grouped_gated,
+    grouped_matmul,
+    matmul_engine,
+    of_one_layout,
+    wgrads,
+)
+from .plan import (
+    Blocks,
+    Exchange,
+    MoEHandle,
+    PackedIndex,
+    RoutingPlan,
+    as_chosen,
+    known_room,
+    make_plan,
+    offsets_of,
+    place_of,
+    unpacked,
+    without_dropped,
+)
+
+# bytes of x by which a flag more, and a sender fewer, cost the same: about 5 us, what 7 polls take, by 50 GB/s
+BALANCED = 256 * 1024
+
+
+def moe_dispatch(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    group: Group | None,
+    *,
+    max_rows: int | None = None,
+    sizes: Sequence[int] | None = None,
+    engine: str = "auto",
+    layer: str = "",
+    weights_sum: float | None = None,
+    wire: str = "",
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """Send each token to the experts that it chose. Rank r owns the experts r E / W, ..., (r + 1) E / W - 1.
+
+        x            [T_r, K]  this rank's tokens, which may be none
+        expert_ids   [T_r, k]  integers below num_experts, those of a token all different; -1 drops a choice
+        weights      [T_r, k]  what the combine multiplies the experts' outputs by; ignored for dropped choices
+        group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None where all experts are here
+        max_rows               room for rows of this rank's experts, the same on all ranks; default what any routing
+                               needs, T * min(k, E / W), or on CPU in eager code what did come
+        sizes                  tokens of every rank; default as many as here on all of them
+        weights_sum            what the weights of a token should sum to; checked on CPU, of tokens without a dropped
+                               choice, up to the rounding of weights.dtype
+        wire                   "": rows travel as x is; "fp8": in fp8-e4m3 with a scale for each 128 columns, rounded so
+                               on one rank too; see fp8.py. Gradients travel unrounded
+        return rows  [max_rows, K]  by expert, source rank and choice (token * k + j)
+               offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
+               handle   for moe_combine
+
+    Gradients reach x here, the weights in moe_combine. Rows of an expert are in the order of all ranks' tokens, so
+    what an expert computes does not depend on how tokens or experts are split.
+    Raises ValueError for shapes, ids, or weights that do not fit (on CPU also for their values), and for more rows
+    than max_rows, on all ranks alike (what a kernel finds, fusedtp.check raises as TooManyRows); SignatureMismatch
+    naming the rank that differs in num_experts, k, max_rows, dtype or width.
+    """
+    at = place_of(group, x)
+    with propagate_errors(at):
+        plan, where = make_plan(
+            x, expert_ids, weights, num_experts, at, max_rows=max_rows, sizes=sizes, engine=engine, layer=layer,
+            weights_sum=weights_sum, wire=wire,
+        )  # fmt: skip
+        return dispatch(x, without_dropped(weights, expert_ids, x), plan, known_room(plan, where))
+
+
+def dispatch(x: Tensor, weights: Tensor, plan: RoutingPlan, at: Exchange) -> tuple[Tensor, Tensor, MoEHandle]:
+    """moe_dispatch by a plan that has been made."""
+    rows, row_weights = dispatch_rows(x, weights.detach(), plan, at)
+    offsets = offsets_of(plan.table, at)
+    return rows, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
+
+
+def dispatch_rows(
+    x: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange
+) -> tuple[Tensor, Tensor]:
+    """x [T_r, K] -> rows [max_rows, K], with their gradient; weights [T_r, k] -> those of the rows [max_rows]."""
+    if needs_grad(x):
+        made: tuple[Tensor, Tensor] = _Dispatch.apply(at, x, weights, *plan)
+        return made
+    rows, row_weights = op(at.spec, x, weights, *plan, at.max_rows)
+    return rows, row_weights
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(ctx: Any, at: Exchange, x: Tensor, weights: Tensor | None, *plan: Tensor) -> Any:
+        rows, row_weights = op(at.spec, x, weights, *plan, at.max_rows)
+        ctx.save_for_backward(*plan)
+        ctx.at = at._replace(wire="")
+        ctx.mark_non_differentiable(row_weights)
+        return rows, row_weights
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        wanted(ctx)
+        at, plan = ctx.at, ctx.saved_tensors
+        dx = OPERATIONS["moe_combine"](at.spec, drows, None, False, *plan, at.max_rows)
+        return None, dx, None, None, None, None
+
+
+# -- with the matmul -------------------------------------------------------------------------------------------------
+
+
+def moe_dispatch_matmul(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    matrices: Tensor,
+    num_experts: int,
+    group: Group | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """moe_dispatch, then grouped_matmul of its rows; where kernels run, by one of them.
+
+        x, expert_ids, weights, num_experts, group   as in moe_dispatch, and its options
+        matrices   [E / W, N, K]  of this rank's experts, of x's dtype; under autocast both are cast
+        return     y [max_rows, N], offsets, handle; rows of y past offsets[-1] are undefined
+
+    The result has the bits of the two calls. Rows that travel in fp8 do so by themselves.
+    Raises ValueError as the two functions do.
+    """
+    return _with_matmul(x, expert_ids, weights, [matrices], "", num_experts, group, options)
+
+
+def moe_dispatch_gated(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    num_experts: int,
+    group: Group | None,
+    *,
+    act: str = "silu",
+    **options: Any,
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """moe_dispatch, then grouped_gated of its rows: as moe_dispatch_matmul, by gate and up [E / W, N, K] with `act`."""
+    at = place_of(group, x)
+    with propagate_errors(at):
+        if act not in ACTIVATIONS:
+            raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
+    return _with_matmul(x, expert_ids, weights, [gate, up], act, num_experts, group, options)
+
+
+def _with_matmul(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    matrices: list[Tensor],
+    act: str,
+    num_experts: int,
+    group: Group | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    if options.get("wire"):
+        rows, offsets, handle = moe_dispatch(x, expert_ids, weights, num_experts, group, **options)
+        if act:
+            y = grouped_gated(rows, matrices[0], matrices[1], offsets, act=act)
+        else:
+            y = grouped_matmul(rows, matrices[0], offsets)
+        return y, offsets, handle
+    at = place_of(group, x)
+    with propagate_errors(at):
+        sinks = main_grads_of(matrices)
+        x, *matrices = as_autocast(x.device.type, x, *matrices)
+        plan, where = make_plan(x, expert_ids, weights, num_experts, at, **options)
+        where = known_room(plan, where)
+        offsets = offsets_of(plan.table, where)
+        check_grouped(
+            x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True))
+        )
+        weights = without_dropped(weights, expert_ids, x)
+        given = x, weights.detach(), offsets, *plan
+        if needs_grad(x, *matrices):
+            y, row_weights = _DispatchMatmul.apply(where, act, sinks, *given, *matrices)
+        else:
+            x, scalars, _, *_ = given
+            _, row_weights, y = matmul_op(
+                where.spec, x, scalars, matrices, offsets, act, False, *plan, where.max_rows
+            )
+    return y, offsets, MoEHandle(weights, row_weights, plan, where, offsets)
+
+
+class _DispatchMatmul(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        at: Exchange,
+        act: str,
+        sinks: Sequence[Sink | None],
+        x: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        table: Tensor,
+        orders: Tensor,
+        index: Tensor,
+        *matrices: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        plan = table, orders, index
+        rows, row_weights, y, *products = matmul_op(
+            at.spec, x, weights, list(matrices), offsets, act, act != "", *plan, at.max_rows
+        )
+        need_x, need_matrices = ctx.needs_input_grad[3], any(ctx.needs_input_grad[9:])
+        # what no gradient reads is neither kept nor guarded against changes
+        ctx.save_for_backward(
+            rows if need_matrices else None, offsets, *plan, *products, *(matrices if need_x else ())
+        )
+        ctx.at, ctx.act, ctx.sinks, ctx.products, ctx.kept = at, act, sinks, len(products), None
+        ctx.mark_non_differentiable(row_weights)
+        return y, row_weights
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        needs, at, engine = wanted(ctx), ctx.at, ctx.at.local_engine
+        rows, offsets, table, orders, index, *saved = ctx.saved_tensors
+        products, matrices = saved[: ctx.products], saved[ctx.products :]
+        need_x, need_matrices = needs[3], needs[9:]
+        dx, dws = None, [None] * len(need_matrices)
+        follows = need_x and rows is not None and not any(need_matrices)
+        dys = gated_grads(ctx, engine, dy, products, offsets, follows)
+        if need_x:
+            dx = OPERATIONS["moe_matmul_combine"](
+                at.spec, dys, [w.mT for w in matrices], offsets, None, table, orders, index, at.max_rows
+            )
+        if any(need_matrices):
+            dws = wgrads(engine, dys, rows, offsets, ctx.sinks, need_matrices)
+        return None, None, None, dx, None, None, None, None, None, *dws
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+Moved = tuple[Tensor, Tensor]  # rows [max_rows, K], and the scalars of each [max_rows], or [0] without
+
+
+def local(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
+    """All experts are here. Nothing waits for the device."""
+    order = plan.orders[: at.max_rows]
+    rows = x.index_select(0, order // at.top_k)
+    return rows, x.new_empty(0) if scalars is None else scalars.reshape(-1).index_select(0, order)
+
+
+def collective(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
+    """The process group's all_to_all: between hosts, and where nothing else runs.
+
+    The host reads how many rows go where, which on a GPU waits for the device. Choices travel in their source's order,
+    which is by owner; blocks are then put where they belong.
+    """
+    blocks = Blocks(plan.table, at)
+    blocks.check_room(at)
+    sent, received = blocks.lengths[at.rank], blocks.received
+    choices = plan.orders[at.choices_of(at.rank)][: sum(sent)]
+    payloads = [(x.new_empty(at.max_rows, x.shape[1]), x.index_select(0, choices // at.top_k))]
+    if scalars is not None:
+        payloads.append((scalars.new_empty(at.max_rows), scalars.reshape(-1).index_select(0, choices)))
+    with call.comm.agreed(call.signature):
+        for out, payload in payloads:
+            parts = call.comm.all_to_all(payload, sent, received).split(received)
+            for source, row, begin, n in blocks.each:
+                begin -= blocks.begins[source]
+                out[row : row + n] = parts[source][begin : begin + n]
+    return payloads[0][0], payloads[1][0] if scalars is not None else x.new_empty(0)
+
+
+def chunked(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
+    """On CPU: read the rows of each source where they lie, own ones first."""
+    blocks, width = Blocks(plan.table, at), x.shape[1]
+    blocks.check_room(at)
+    rows = x.new_empty(at.max_rows, width)
+    of_rows = x.new_empty(0) if scalars is None else scalars.new_empty(at.max_rows)
+    after = _aligned(max(at.sizes) * width * x.element_size())
+
+    def take(source: int, theirs: Tensor, their_scalars: Tensor | None) -> None:
+        first = blocks.begins[source]
+        choices = plan.orders[at.choices_of(source)][first : first + blocks.received[source]]
+        tokens = choices // at.top_k
+        for _source, row, begin, n in blocks.of(source):
+            here = slice(begin - first, begin - first + n)
+            torch.index_select(theirs, 0, tokens[here], out=rows[row : row + n])
+            if their_scalars is not None:
+                torch.index_select(their_scalars.view(-1), 0, choices[here], out=of_rows[row : row + n])
+
+    with call.call() as running:
+
+        def shared(p: int) -> tuple[Tensor, Tensor | None]:
+            tokens = running.buffer(p, (at.sizes[p], width), x.dtype)
+            if scalars is None:
+                return tokens, None
+            return tokens, running.buffer(p, (at.sizes[p], at.top_k), scalars.dtype, after)
+
+        for mine, given in zip(shared(at.rank), (x, scalars), strict=True):
+            if mine is not None and given is not None:
+                mine.copy_(given)
+        running.publish_all()
+        take(at.rank, x, None if scalars is None else scalars.contiguous())
+        for p in ring(call.comm, own="first")[1:]:
+            with call.comm.span(f"wait {p}"):
+                running.wait(p)
+            take(p, *shared(p))
+    return rows, of_rows
+
+
+def triton(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
+    """By a kernel that reads the plan on the device; the scalars travel in a launch of their own."""
+    rows = _launch_dispatch(call, x, at.top_k, plan, at)
+    return rows, x.new_empty(0) if scalars is None else _scalars_of_rows(call, scalars, plan, at)
+
+
+def _scalars_of_rows(call: Call, scalars: Tensor, plan: RoutingPlan, at: Exchange) -> Tensor:
+    return _launch_dispatch(call, scalars.reshape(-1, 1), 1, plan, at)[:, 0]
+
+
+def _launch_dispatch(call: Call, x: Tensor, choices_per_row: int, plan: RoutingPlan, at: Exchange) -> Tensor:
+    with call.call() as running:
+        view = running.kernel_view()
+        key = choices_per_row, layouts(x)
+        launch = call.launches.get(key)
+        if launch is None:
+            check(view, call.slot_bytes, x, [], dtypes=(*DTYPES, torch.uint8))
+            launch = prepare_dispatch(view, x, choices_per_row, at, None, machine_for(view, x))
+            call.launches[key] = launch
+        rows = x.new_empty(at.max_rows, x.shape[1])
+        index = unpacked(plan.packed, at)
+        launch.run(view, x.device, None, dispatch_pointers(call.peers(view), x, plan.orders, index, rows))
+    return rows
+
+
+def _in_wire_form(move: Callable[..., Moved]) -> Callable[..., Moved]:
+    """An engine of the operation: rows are packed before they travel, and unpacked where they arrive."""
+
+    def engine(
+        call: Call, x: Tensor, scalars: Tensor | None, table: Tensor, orders: Tensor, index: Tensor, max_rows: int
+    ) -> Moved:  # fmt: skip
+        at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
+        if not at.wire:
+            return move(call, x, scalars, plan, at)
+        rows, of_rows = move(call, fp8.pack(x), scalars, plan, at)
+        return fp8.unpack(rows, x.shape[1], x.dtype), of_rows
+
+    return engine
+
+
+def _then_matmul(move: Callable[..., Moved]) -> Callable[..., list[Tensor]]:
+    """An engine of the operation with a matmul: rows are multiplied when all have come."""
+
+    def engine(
+        call: Call, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str,
+        keep: bool, table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
+    ) -> list[Tensor]:  # fmt: skip
+        at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
+        rows, of_rows = move(call, x, scalars, plan, at)
+        if act:
+            gate, up = matrices
+            return [rows, of_rows, *gated_engine(at.local_engine, rows, gate, up, offsets, act, keep)]
+        return [rows, of_rows, matmul_engine(at.local_engine, [rows], matrices, offsets, None)]
+
+    return engine
+
+
+def triton_matmul(
+    call: Call, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str, keep: bool,
+    table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
+) -> list[Tensor]:  # fmt: skip
+    """One launch: an expert's tiles start when its rows have come. The scalars travel in a launch of their own."""
+    at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
+    precision = fp32_precision()
+    with call.call() as running:
+        view = running.kernel_view()
+        matrices = of_one_layout(matrices)
+        key = max_rows, act, keep, precision, layouts(x, *matrices)
+        launch = call.launches.get(key)
+        if launch is None:
+            check(view, call.slot_bytes, x, matrices)
+            launch = prepare_dispatch_matmul(
+                view, x, matrices, at, act, keep, None, precision, machine_for(view, x)
+            )
+            call.launches[key] = launch
+        outs = matmul_outputs(x, matrices, at, keep)
+        tokens = orders[at.choices_of(at.rank)] // at.top_k
+        packed = unpacked(index, at)
+        launch.run(
+            view,
+            x.device,
+            None,
+            dispatch_matmul_pointers(call.peers(view), x, tokens, matrices, offsets, packed, outs),
+        )
+    rows, *products = outs
+    of_rows = x.new_empty(0) if scalars is None else _scalars_of_rows(call, scalars, plan, at)
+    return [rows, of_rows, *products]
+
+
+def _fake(
+    spec: Spec, x: Tensor, scalars: Tensor | None, table: Tensor, orders: Tensor, index: Tensor, max_rows: int
+) -> Moved:
+    of_rows = x.new_empty(0) if scalars is None else scalars.new_empty(max_rows)
+    return x.new_empty(max_rows, x.shape[1]), of_rows
+
+
+def _fake_matmul(
+    spec: Spec, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str, keep: bool,
+    table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
+) -> list[Tensor]:  # fmt: skip
+    products = [x.new_empty(max_rows, matrices[0].shape[1]) for _ in range(3 if keep else 1)]
+    return [*_fake(spec, x, scalars, table, orders, index, max_rows), *products]
+
+
+# -- what they need of a slot, from the rows of all ranks and the routing ----------------------------------------------
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def dispatch_bytes(at: Exchange, choices_per_row: int, k: int, dtype: torch.dtype) -> int:
+    """What the kernel needs in a slot: x of the rank that has most, a row of it for so many choices."""
+    return max(at.sizes) * at.top_k // choices_per_row * k * dtype.itemsize
+
+
+def dispatch_matmul_bytes(at: Exchange, k: int, dtype: torch.dtype) -> int:
+    """What the kernel needs in a slot: an owner's rows."""
+    return at.room * k * dtype.itemsize
+
+
+def _slot_bytes(rows: Rows, shared: Shared, top_k: int, num_experts: int, bound: int, wire: int) -> int:
+    """Published tokens, and scalars behind them or in a launch of their own."""
+    row = fp8.row_bytes(shared.features) if WIRES[wire] else shared.features * shared.dtype.itemsize
+    scalars = top_k * accumulator(shared.dtype).itemsize if shared.with_bias else 0
+    return _aligned(rows.longest * row) + rows.longest * scalars
+
+
+def _slot_bytes_by_rows(rows: Rows, shared: Shared, *routing: int) -> int:
+    at = Exchange.of(Spec("", 0, rows.sizes, routing=routing), 0)
+    scalars = rows.longest * at.top_k * torch.float32.itemsize if shared.with_bias else 0
+    return max(dispatch_matmul_bytes(at, shared.features, shared.dtype), scalars)
+
+
+op = Operation(
+    "moe_dispatch",
+    "Tensor x, Tensor? scalars, Tensor table, Tensor orders, Tensor index, SymInt max_rows",
+    "(Tensor, Tensor)",
+    fake=_fake,
+    shared=lambda x, scalars, *_: Shared(x.dtype, x.shape[1], with_bias=int(scalars is not None)),
+    engines={move.__name__: _in_wire_form(move) for move in (local, collective, chunked, triton)},
+    slot_bytes=dict(chunked=_slot_bytes, triton=_slot_bytes),
+    choose=as_chosen,
+)
+
+matmul_op = Operation(
+    "moe_dispatch_matmul",
+    "Tensor x, Tensor? scalars, Tensor[] matrices, Tensor offsets, str act, bool keep, Tensor table, Tensor orders, "
+    "Tensor index, SymInt max_rows",
+    "Tensor[]",
+    fake=_fake_matmul,
+    shared=lambda x, scalars, matrices, *_: Shared(
+        x.dtype, x.shape[1], len(matrices), int(scalars is not None)
+    ),
+    engines={
+        **{move.__name__: _then_matmul(move) for move in (local, collective, chunked)},
+        "triton": triton_matmul,
+    },
+    slot_bytes=dict(chunked=_slot_bytes, triton=_slot_bytes_by_rows),
+    choose=as_chosen,
+)
+
+
+# -- the launchers of the kernels --------------------------------------------------------------------------------------
+
+
+def prepare_dispatch(
+    view: Any, x: Tensor, choices_per_row: int, at: Exchange, config: Config | None, machine: Machine
+) -> Launch:
+    """The launch of moe_dispatch_kernel without its pointers.
+
+    x                 [M, K]   any strides; bytes too
+    choices_per_row            a row of x is of so many neighbouring choices: M of them are all choices of this rank
+    """
+    from fusedtp.kernels.moe_exchange import moe_dispatch_kernel
+
+    config = config or pulling(machine, at, choices_per_row, x, view.flags_per_source)
+    args = dict(
+        sizes=tuple(odd(n * at.top_k) for n in at.sizes),
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        slots_per_row=choices_per_row,
+        K=x.shape[1],
+        chunk_rows=config.chunk,
+        send_programs=config.send_programs,
+        BLOCK_M=config.block_m,
+        PULL_M=_pulled_at_once(at, config),
+        BLOCK_K=config.block_k,
+    )
+    return Launch(moe_dispatch_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def dispatch_pointers(
+    peers: Any, x: Tensor, orders: Tensor, index: PackedIndex, rows: Tensor
+) -> dict[str, Any]:
+    """The arguments that a prepared dispatch lacks: orders of all ranks, rows [max_rows, K] is the output."""
+    return dict(
+        peers=peers,
+        x=x,
+        begins=index.begins,
+        orders=orders,
+        in_sources=index.in_sources,
+        sources=index.sources,
+        arrivals=index.arrivals,
+        totals=index.totals,
+        max_rows=rows.shape[0],
+        rows=rows,
+    )
+
+
+def plan_dispatch(
+    view: Any, rank: int, x: Tensor, choices_per_row: int, orders: Tensor, index: PackedIndex, at: Exchange, sig: int,
+    config: Config | None, machine: Machine,
+) -> tuple[Launch, Tensor]:  # fmt: skip
+    """The whole launch of a dispatch, not yet run, and its rows."""
+    launch = prepare_dispatch(view, x, choices_per_row, at, config, machine)
+    rows = x.new_empty(at.max_rows, x.shape[1])
+    peers = peers_of(view, rank, at.world_size, sig, machine.clock)
+    return launch.given(dispatch_pointers(peers, x, orders, index, rows)), rows
+
+
+def prepare_dispatch_matmul(
+    view: Any,
+    x: Tensor,
+    matrices: Sequence[Tensor],
+    at: Exchange,
+    act: str,
+    keep: bool,
+    config: Config | None,
+    precision: str,
+    machine: Machine,
+) -> Launch:
+    """The launch of moe_dispatch_matmul_kernel without its pointers.
+
+    x          [M, K]      any strides
+    matrices   [E, N, K]   one, or gate and up with the activation `act`; any strides, the same of both
+    keep       whether gate's and up's products are stored too
+    precision  of fp32 operands: "ieee" or "tf32"
+    """
+    from fusedtp.kernels.moe_dispatch_matmul import moe_dispatch_matmul_kernel
+
+    assert len(matrices) == 1 + (act != "") and (act or not keep)
+    e, n, k = matrices[0].shape
+    moved = moving(machine, at, x, view.flags_per_source)
+    config = config or _matmul_config(
+        machine, moved, x.dtype, precision, at.max_rows, e, n, len(matrices), keep
+    )
+    args = dict(
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        strides=matrices[0].stride(),
+        E=e,
+        N=n,
+        K=k,
+        chunk_rows=config.chunk,
+        send_programs=config.send_programs,
+        copy_programs=config.send_programs,
+        COPY_M=moved.block_m,
+        COPY_K=moved.block_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        EVEN_K=k % config.block_k == 0,
+        HALVES=config.halves,
+        ACT=act,
+        PRECISION=precision,
+    )
+    return Launch(moe_dispatch_matmul_kernel, 2 * config.send_programs + config.other_programs, args, config)
+
+
+def matmul_outputs(x: Tensor, matrices: Sequence[Tensor], at: Exchange, keep: bool) -> list[Tensor]:
+    """rows, y, and gate's and up's products if `keep`."""
+    _, n, k = matrices[0].shape
+    return [x.new_empty(at.max_rows, width) for width in (k, n, *[n, n] * keep)]
+
+
+def dispatch_matmul_pointers(
+    peers: Any,
+    x: Tensor,
+    tokens: Tensor,
+    matrices: Sequence[Tensor],
+    offsets: Tensor,
+    index: PackedIndex,
+    outs: Sequence[Tensor],
+) -> dict[str, Any]:
+    """The arguments that a prepared dispatch with its matmul lacks.
+
+    tokens    int32     the row of x for each row that this rank sends
+    offsets   [E + 1]   int32, where the rows of each expert begin
+    """
+    rows, y, *products = outs
+    w, *w2 = matrices
+    return dict(
+        peers=peers,
+        x=x,
+        index=tokens,
+        begins=index.begins,
+        places=index.at_owners,
+        sources=index.sources,
+        blocks=index.blocks,
+        arrivals=index.arrivals,
+        origins=index.origins,
+        offsets=offsets.contiguous(),
+        totals=index.totals,
+        max_rows=rows.shape[0],
+        rows=rows,
+        w=w,
+        w2=w2[0] if w2 else None,
+        y=y,
+        gate_out=products[0] if products else None,
+        up_out=products[1] if products else None,
+    )
+
+
+def plan_dispatch_matmul(
+    view: Any, rank: int, x: Tensor, tokens: Tensor, matrices: Sequence[Tensor], offsets: Tensor, index: PackedIndex,
+    at: Exchange, sig: int, act: str, keep: bool, config: Config | None, precision: str, machine: Machine,
+) -> tuple[Launch, list[Tensor]]:  # fmt: skip
+    """The whole launch of a dispatch with its matmul, not yet run, and its outputs: rows, y, products if kept."""
+    matrices = of_one_layout(matrices)
+    launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, config, precision, machine)
+    outs = matmul_outputs(x, matrices, at, keep)
+    peers = peers_of(view, rank, at.world_size, sig, machine.clock)
+    return launch.given(dispatch_matmul_pointers(peers, x, tokens, matrices, offsets, index, outs)), outs
+
+
+def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:
+    """A block of whole cache lines of a few rows; chunks that all ranks agree on: of sizes, top_k and experts alone."""
+    senders, others = gather_programs(machine)
+    longest = max(at.sizes) * min(at.top_k, at.experts_here)
+    chunk = gather_chunk(longest, flags)
+    if machine.clock == "host":
+        return Config(64, 0, 256, send_programs=senders, other_programs=others, chunk=chunk)
+    wide, every = 2048 // max(2, x.element_size()), ALL_REGISTERS if machine.clock == "cuda" else 0
+    programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
+    return Config(8, 0, wide, num_warps=4, chunk=chunk, max_registers=every, **programs)
+
+
+def pulling(machine: Machine, at: Exchange, choices_per_row: int, x: Tensor, flags: int) -> Config:
+    """Of a dispatch: one large program for each multiprocessor of this rank, a quarter of them to publish.
+
+    Programs do not wait side by side, so that ranks which share a GPU have room for their other kernels; each has
+    bytes enough on their way to keep memory busy, where rows are many. Chunks are what all ranks agree on: of sizes,
+    top_k, and the row's bytes.
+    """
+    most, width, itemsize = max(at.sizes) * at.top_k // choices_per_row, x.shape[1], x.element_size()
+    if machine.clock == "host":
+        senders, others = gather_programs(machine)
+        chunk = gather_chunk(most, flags)
+        return Config(64, 0, 256, send_programs=senders, other_programs=others, chunk=chunk)
+    senders = max(1, machine.programs // 4)
+    others = max(1, machine.programs - senders)
+    # One chunk more is one flag more that every program polls; one less, longer until all is there.
+    chunks = max(1, min(isqrt(most * width * itemsize // BALANCED), flags - 1))
+    chunk = max(1, -(-most // chunks))
+    columns = 2048 // max(2, itemsize)
+    block_k = block(width, 1, columns)
+    fits = 32 if width % VECTOR == 0 else 16  # rows in registers, which addresses of single elements take too
+    block_m = min(256, fits * columns // block_k)
+    registers = 128 if machine.clock == "cuda" else 0  # what 512 threads can have
+    warps = 16 if machine.clock == "cuda" else 8
+    programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
+    return Config(block_m, 0, block_k, warps, chunk=chunk, max_registers=registers, **programs)
+
+
+def _pulled_at_once(at: Exchange, config: Config) -> int:
+    """Rows of a puller's block: as large as the publishers', unless pullers then had fewer than 16 each, if even."""
+    each = sum(at.sizes) * at.top_k // at.world_size // config.other_programs
+    return block(each // 16, min(4, config.block_m), config.block_m)
+
+
+def _matmul_config(
+    machine: Machine,
+    moved: Config,
+    dtype: torch.dtype,
+    precision: str,
+    rows: int,
+    groups: int,
+    n: int,
+    weights: int,
+    keep: bool,
+) -> Config:
+    """The grouped matmul's own tiles; as many programs copy what came as send, and the others multiply."""
+    tile = group_config(machine, dtype, precision, rows, groups, n, weights, keep)
+    return replace(
+        tile,
+        send_programs=moved.send_programs,
+        other_programs=max(1, moved.other_programs - moved.send_programs),
+        chunk=moved.chunk,
+    )
