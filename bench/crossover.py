@@ -1,7 +1,7 @@
 """fusedtp bench crossover: from how many tokens on which engine wins here; writes the table that engine="auto" reads.
 
 For every operation, dtype, world size and width, each engine is measured over tokens, interleaved in one run; the
-thresholds are those of fusedtp.ops.crossover.fit: an engine takes over from the smallest T on from which it wins, and
+thresholds are those of fusedtp.ops.measured.fit: an engine takes over from the smallest T on from which it wins, and
 wins at every larger T too, by more than 2 %. On a CPU, chunked against gloo's collectives with one thread a rank; on
 GPUs triton as well, not measured on a GPU yet.
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fusedtp.ops import crossover, measured
+from fusedtp.ops import measured
 
-from . import machine, trial
+from . import machine, tables, trial
 from .calls import call, operands
 from .cli import before_cuda
 from .crossover_report import draw, show
@@ -73,7 +73,7 @@ class Case:
         """What is measured; of a fused gather both transports."""
         fused = device == "cuda" and self.dtype != "float64"
         by_copy = (COPY,) if self.operation.startswith("all_gather") else ()
-        return (*crossover.ENGINES, *by_copy) if fused else crossover.ENGINES[:2]
+        return (*measured.ENGINES, *by_copy) if fused else measured.ENGINES[:2]
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def plan_of(options: CrossoverOptions) -> Plan:
     device = device_of(options.device)
     *defaults, minutes = DEFAULTS[device]
     faults: list[str] = []
-    at = trial.where(options, device, defaults, crossover.DTYPES, options.out, faults)
-    wanted = known("operations", options.operations, crossover.OPERATIONS, faults)
+    at = trial.where(options, device, defaults, measured.DTYPES, options.out, faults)
+    wanted = known("operations", options.operations, measured.FUSED, faults)
     if 1 in at.ranks:
         faults.append("--tp 1: one rank has nothing to choose")
     minutes = minutes if options.minutes is None else options.minutes
@@ -109,7 +109,7 @@ def plan_of(options: CrossoverOptions) -> Plan:
         for w in at.ranks
         for name in at.models
         for case in cases_of(name, dtype, w)
-        if case.operation in (wanted or crossover.OPERATIONS)
+        if case.operation in (wanted or measured.FUSED)
     )
     each = 60 * minutes / (len(cases) * len(at.tokens))
     pictures = machine.HERE / "results" if options.save else at.folder  # what ships is tables
@@ -121,7 +121,7 @@ def cases_of(model: str, dtype: str, ranks: int) -> list[Case]:
     (n, k), (out, inner) = trial.columns(model, ranks)[-1], trial.sums(model, ranks)[-1]
     return [
         Case(operation, dtype, ranks, *((n, k) if operation.startswith("all_gather") else (out, inner)))
-        for operation in crossover.OPERATIONS
+        for operation in measured.FUSED
     ]
 
 
@@ -131,7 +131,7 @@ def ways(rank: trial.Rank, case: Case, tokens: int, engines: Sequence[str]) -> d
 
     def way(engine: str) -> Way:
         def run() -> object:  # ranks have met before, so all of them are in this call or back from it
-            crossover.hold(crossover.TRANSPORTS[engine == COPY])
+            measured.hold(measured.TRANSPORTS[engine == COPY])
             return call(rank, case.operation, "triton" if engine == COPY else engine, tokens, *each())
 
         return run
@@ -156,22 +156,22 @@ def run(rank: trial.Rank, plan: Plan) -> list[tuple[Case, Times]]:
                 rank.warm(candidates["collective"])
                 times[tokens] = rank.rounds(candidates, plan.seconds)
             found.append((case, times))
-    crossover.hold(None)
+    measured.hold(None)
     return found
 
 
 def thresholds(times: Times) -> dict[str, Any]:
     """The part of an entry that follows from the medians: first the transports, then the engines by the better one."""
-    steps: dict[str, crossover.Steps] = {}
+    steps: dict[str, measured.Steps] = {}
     if all(COPY in known for known in times.values()):
         by = {rows: {"programs": known["triton"], "copy": known[COPY]} for rows, known in times.items()}
-        steps["transports"] = crossover.fit(by, crossover.TRANSPORTS)
-        taken = {rows: by[rows][crossover.at(steps["transports"], rows)[1]] for rows in times}
+        steps["transports"] = measured.fit(by, measured.TRANSPORTS)
+        taken = {rows: by[rows][measured.at(steps["transports"], rows)[1]] for rows in times}
         best = {rows: known | {"triton": taken[rows]} for rows, known in times.items()}
     else:
         best = times
-    names = [name for name in crossover.ENGINES if any(name in known for known in times.values())]
-    steps["engines"] = crossover.fit(best, names)
+    names = [name for name in measured.ENGINES if any(name in known for known in times.values())]
+    steps["engines"] = measured.fit(best, names)
     listed = {name: [list(step) for step in found] for name, found in steps.items()}
     return listed | {"seconds": [[rows, times[rows]] for rows in sorted(times)]}
 
@@ -180,25 +180,19 @@ def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str
     """As the table holds them: thresholds, and the medians that they were made from."""
     entries = {}
     for case, times in found:
-        key = crossover.Key(case.operation, case.dtype, case.ranks, plan.world)
+        key = measured.Key(case.operation, case.dtype, case.ranks, plan.world)
         entries[key, case.width] = key._asdict() | {"width": case.width, **thresholds(times)}
     return list(entries.values())
 
 
-def kept(path: Path, machine: str, new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a table there says of what was not measured now. Raises ValueError for a file that is no such table."""
-    if not path.exists():
-        return []
-    body = measured.parse(path.read_bytes(), "crossover", machine)
-    wrong = [fault for entry in body["entries"] for fault in crossover.faults(entry, machine)]
-    if wrong:
-        raise ValueError(f"{path}: {'; '.join(wrong)}")
+def kept(path: Path, machine: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All tables of a machine's file, and the entries of engines. Raises ValueError for a file that is bad."""
+    return tables.kept(path, machine, "engines", lambda entry: measured.faults(entry, machine))
 
-    def at(entry: dict[str, Any]) -> tuple[Any, ...]:
-        return *(entry[name] for name in crossover.Key._fields), entry["width"]
 
-    now = {at(entry) for entry in new}
-    return [entry for entry in body["entries"] if at(entry) not in now]
+def at(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What an entry is for."""
+    return *(entry[name] for name in measured.Key._fields), entry["width"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -210,20 +204,23 @@ def main(argv: Sequence[str]) -> int:
             before_cuda()
         about = trial.measured(plan.device, "fusedtp bench crossover", argv)
         machine = measured.kind_of(torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
-        path = plan.folder / crossover.file_of(machine)
-        kept(path, machine, [])  # what cannot be kept is said before it is measured
+        path = plan.folder / measured.file_of(machine)
+        kept(path, machine)  # what cannot be kept is said before it is measured
         found = []
         for ranks in sorted({case.ranks for case in plan.cases}):
             found += trial.run(plan.device, plan.world, ranks, run, plan)
         entries = entries_of(found, plan)
-        measured.write(path, "crossover", machine, about, [*kept(path, machine, entries), *entries])
+        others, earlier = kept(path, machine)
+        now = {at(entry) for entry in entries}
+        whole = [*(entry for entry in earlier if at(entry) not in now), *entries]
+        tables.write(path, machine, "engines", about, whole, others)
     except ValueError as error:
         print(f"fusedtp bench crossover: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     show(entries, machine)
-    picture = (plan.pictures / path.name).with_suffix(".png")
+    picture = plan.pictures / f"{machine}.crossover.png"
     draw(picture, entries, f"{about['device']}, torch {about['torch']}, {plan.world}")
     print(f"{path}, {picture}; to use it: FUSEDTP_TABLES={path.parent}")
     return 0

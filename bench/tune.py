@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fusedtp.ops import measured
-from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import Machine, machine_of
 
-from . import trial
+from . import tables, trial
 from .cli import before_cuda
 from .options import Shared, device_of, known, parse
 from .output import progress, table
@@ -83,8 +83,8 @@ def plan_of(options: TuneOptions, argv: Sequence[str]) -> Plan:
     device = device_of(options.device)
     *defaults, limit = DEFAULTS[device]
     faults: list[str] = []
-    at = trial.where(options, device, defaults, tuned_entries.DTYPES, options.out, faults)
-    wanted = known("kernels", options.kernels, tuned_entries.KERNELS, faults) or tuple(tuned_entries.KERNELS)
+    at = trial.where(options, device, defaults, tuned.DTYPES, options.out, faults)
+    wanted = known("kernels", options.kernels, tuned.KERNELS, faults) or tuple(tuned.KERNELS)
     if options.candidates is not None and options.candidates < 0:
         faults.append(f"--candidates {options.candidates} must not be negative")
     if faults:
@@ -136,7 +136,7 @@ def entry_of(key: Key, jobs: Sequence[Job], winner: Winner) -> dict[str, Any]:
     return {
         "kernel": kernel,
         "dtype": dtype,
-        "class": dict(zip(tuned_entries.KERNELS[kernel].axes, at, strict=True)),
+        "class": dict(zip(tuned.KERNELS[kernel].axes, at, strict=True)),
         "config": winner.values,
         "seconds": winner.seconds,
         "default_seconds": winner.default_seconds,
@@ -144,23 +144,17 @@ def entry_of(key: Key, jobs: Sequence[Job], winner: Winner) -> dict[str, Any]:
     }
 
 
-def kept(path: Path, machine: Machine) -> list[dict[str, Any]]:
-    """The entries of a table that an earlier run wrote. Raises ValueError for a file that is no such table."""
-    if not path.exists():
-        return []
-    body = measured.parse(path.read_bytes(), "configurations", path.name.removesuffix(".json"))
-    wrong = [fault for entry in body["entries"] for fault in tuned_entries.faults(entry, machine)]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    entries: list[dict[str, Any]] = body["entries"]
-    return entries
+def kept(path: Path, machine: Machine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All tables of a machine's file, and the entries of this Triton's. Raises ValueError for a file that is bad."""
+    return tables.kept(path, machine.name, tuned.table_name(), lambda entry: tuned.faults(entry, machine))
 
 
 def run(rank: trial.Rank, plan: Plan) -> Path:
     """Tune the jobs of this rank's world. Collective; the first rank writes."""
     machine = machine_of(rank.device, 1 if rank.comm is None else rank.comm.world.ranks_per_device)
-    path = plan.folder / tuned.file_of(machine)
-    entries = {tuned_entries.key_of(entry): entry for entry in kept(path, machine)}
+    path = plan.folder / measured.file_of(machine.name)
+    others, earlier = kept(path, machine)
+    entries = {tuned.key_of(entry): entry for entry in earlier}
     winners: dict[Key, Values] = {key: entry["config"] for key, entry in entries.items()}
     jobs = classes([job for job in plan.jobs if job.ranks == rank.world_size], machine)
     missing = {key: of for key, of in jobs.items() if not (plan.resume and key in entries)}
@@ -172,8 +166,8 @@ def run(rank: trial.Rank, plan: Plan) -> Path:
             winner = tune(rank, some, plan.candidates, held_beside(some[0], machine, winners))
             entries[key], winners[key] = entry_of(key, some, winner), winner.values
             if rank.rank == 0:
-                name = path.name.removesuffix(".json")
-                measured.write(path, "configurations", name, plan.measured, list(entries.values()))
+                name, made = tuned.table_name(), list(entries.values())
+                tables.write(path, machine.name, name, plan.measured, made, others)
     return path
 
 
@@ -188,12 +182,12 @@ def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[
 
 def show(path: Path) -> None:
     """Print a table that was written."""
-    body = measured.parse(path.read_bytes(), "configurations", path.name.removesuffix(".json"))
+    tables = measured.parse(path.read_bytes(), path.stem)
     lines = []
-    for entry in body["entries"]:
+    for entry in tables[tuned.table_name()]["entries"]:
         config = " ".join(f"{name} {value}" for name, value in entry["config"].items())
         mine, default = entry["seconds"], entry["default_seconds"]
-        at = tuned.described(*tuned_entries.key_of(entry))
+        at = tuned.described(*tuned.key_of(entry))
         lines.append([at, config, f"{1e6 * mine:.1f}", f"{1e6 * default:.1f}", f"{default / mine - 1:.1%}"])
     header = ["kernel, dtype, class", "configuration", "us", "default us", "gain"]
     table(path.name, header, lines, wide=header[:2])

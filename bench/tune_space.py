@@ -10,7 +10,7 @@ from math import log2
 import torch
 
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
-from fusedtp.ops.launch import tuned_entries
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import (
     ALL_REGISTERS,
     VECTOR,
@@ -54,7 +54,7 @@ class Job:
             "two_shot": dict(rows=each, cols=self.n),
         }[self.kernel]
         found |= dict(world=self.ranks, even=int(columns % VECTOR == 0))
-        return {axis: n for axis, n in found.items() if axis in tuned_entries.KERNELS[self.kernel].axes}
+        return {axis: n for axis, n in found.items() if axis in tuned.KERNELS[self.kernel].axes}
 
     @property
     def operation(self) -> str:
@@ -78,7 +78,7 @@ class Job:
             senders, chunk = gather_programs(machine)[0], gather_chunk(at["rows"], FLAGS_PER_SOURCE)
             return dict(chunk=chunk, send_programs=senders)
         flags = FLAGS_PER_SOURCE // (2 if self.kernel == "two_shot" else 1) - 1
-        if "chunk" in tuned_entries.KERNELS[self.kernel].sets:
+        if "chunk" in tuned.KERNELS[self.kernel].sets:
             owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
         elif self.kernel == "matmul":
@@ -88,7 +88,7 @@ class Job:
         return {
             name: int(value)
             for name, value in asdict(config).items()
-            if name in tuned_entries.KERNELS[self.kernel].sets
+            if name in tuned.KERNELS[self.kernel].sets
         }
 
 
@@ -109,7 +109,7 @@ def candidates(job: Job, machine: Machine, limit: int) -> list[Values]:
 def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
     """Configurations that differ from this one in one field that a tile search leaves alone."""
     choices: dict[str, tuple[int, ...]] = {} if machine.clock == "host" else {"group": (1, 4, 8, 16, 32)}
-    if "chunk" in tuned_entries.KERNELS[job.kernel].sets and job.kernel != "all_gather":
+    if "chunk" in tuned.KERNELS[job.kernel].sets and job.kernel != "all_gather":
         choices |= {"chunk": (1, 2, 4)}
         if machine.clock != "host":
             choices |= {"part": (128, 256, 512, 1024)}
@@ -117,7 +117,7 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
             choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
     if machine.clock != "host":  # of which `_possible` leaves what machine and dtype have
         toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1))
-        sets = tuned_entries.KERNELS[job.kernel].sets
+        sets = tuned.KERNELS[job.kernel].sets
         choices |= {name: known for name, known in toggles.items() if name in sets}
     found = [values | {name: n} for name, known in choices.items() for n in known if values.get(name) != n]
     return [each for each in found if _possible(job, machine, each)]
@@ -155,7 +155,7 @@ def _plain(default: Values, tile: Values) -> Values:
 
 
 def _possible(job: Job, machine: Machine, values: Values) -> bool:
-    return not tuned_entries.config_faults(tuned_entries.KERNELS[job.kernel], values, job.dtype, machine)
+    return not tuned.config_faults(tuned.KERNELS[job.kernel], values, job.dtype, machine)
 
 
 def _distance(values: Mapping[str, int], other: Mapping[str, int]) -> float:

@@ -41,7 +41,7 @@ from fusedtp.comm import Call, Communicator, Place, Signature, communicator, reg
 from fusedtp.comm.device_view import clock_of, peers_of
 
 from . import engines
-from .measured import GENERATION
+from .measured import FUSED, GENERATION
 from .rows import Rows
 
 SPEC = "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer"
@@ -152,6 +152,8 @@ class Operation:
         self.op = getattr(torch.ops.fusedtp, name).default
         _keep_order(name)
         OPERATIONS[name] = self
+        if "triton" in engines:
+            FUSED.append(name)
 
     def _split(self, function: Engine) -> Engine:
         n = self.num_operands

@@ -18,7 +18,8 @@ from fusedtp.bench import trial, tune, tune_run
 from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
 from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
 from fusedtp.comm import communicator
-from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.ops import measured
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
@@ -33,11 +34,9 @@ SIZES = st.one_of(st.integers(1, 100), st.integers(1, 1 << 16))
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
-    kernel = draw(st.sampled_from(list(tuned_entries.KERNELS)))
+    kernel = draw(st.sampled_from(list(tuned.KERNELS)))
     ranks = 1 if kernel == "matmul" else draw(st.integers(2, 8))
-    return Job(
-        kernel, draw(st.sampled_from(tuned_entries.DTYPES)), ranks, *draw(st.tuples(SIZES, SIZES, SIZES))
-    )
+    return Job(kernel, draw(st.sampled_from(tuned.DTYPES)), ranks, *draw(st.tuples(SIZES, SIZES, SIZES)))
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -57,14 +56,14 @@ def test_what_is_tried_fits_the_machine(job, machine, limit):
     found += refinements(job, machine, found[-1])
     at = dict(
         zip(
-            tuned_entries.KERNELS[job.kernel].axes,
+            tuned.KERNELS[job.kernel].axes,
             tuned.shape_class(job.kernel, machine, **job.extents),
             strict=True,
         )
     )
     for values in found:
         one = {"kernel": job.kernel, "dtype": job.dtype, "class": at, "config": values}
-        assert tuned_entries.faults(one, machine) == []
+        assert tuned.faults(one, machine) == []
     assert len({tuple(sorted(values.items())) for values in found}) == len(found)
 
 
@@ -85,7 +84,7 @@ def test_tuning_a_matmul_begins_where_its_launcher_does(machine, rows):
     assert {each["tma"] for each in found} == {int(default.tma)}
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in tuned_entries.KERNELS if kernel != "matmul"])
+@pytest.mark.parametrize("kernel", [kernel for kernel in tuned.KERNELS if kernel != "matmul"])
 def test_a_job_asks_for_what_its_launcher_asks_for(kernel):
     """One entry that only this job's class reaches is what its launch takes."""
     job = Job(kernel, "float32", 2, 60, 48, 80)
@@ -182,11 +181,11 @@ def test_bad_input_is_refused(argv, told, capsys):
 
 
 def test_a_table_that_is_none_is_not_written_over(tmp_path: Path):
-    path = tmp_path / tuned.file_of(HOST)
+    path = tmp_path / measured.file_of(HOST.name)
     path.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         tune.kept(path, HOST)
-    assert tune.kept(tmp_path / "none.json", HOST) == []
+    assert tune.kept(tmp_path / "none.json", HOST) == ({}, [])
 
 
 def test_jobs_of_a_model_cover_every_kernel():
@@ -194,7 +193,7 @@ def test_jobs_of_a_model_cover_every_kernel():
     found = [
         job for ranks in (1, 8) for rows in (8, 8192) for job in tune.jobs_of(model, "bfloat16", ranks, rows)
     ]
-    assert {job.kernel for job in found} == set(tuned_entries.KERNELS)
+    assert {job.kernel for job in found} == set(tuned.KERNELS)
     by_class = tune.classes(found, H200)
     assert sorted(map(str, found)) == sorted(str(job) for of in by_class.values() for job in of)
     assert reduction_kernel(8, 8192, "bfloat16") == "one_shot" != reduction_kernel(8192, 8192, "bfloat16")
@@ -216,8 +215,8 @@ def test_a_table_of_the_interpreter_is_tuned_kept_and_read(tmp_path: Path, capsy
     argv += ["--kernels", "all_gather"]
     with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
         assert tune.main(argv) == 0
-    path = tmp_path / tuned.file_of(HOST)
-    entries = tune.kept(path, HOST)
+    path = tmp_path / measured.file_of(HOST.name)
+    _, entries = tune.kept(path, HOST)
     assert {entry["kernel"] for entry in entries} == {"all_gather"}
     assert all(0 < entry["seconds"] <= entry["default_seconds"] for entry in entries)
     with tables_in(tmp_path):
@@ -226,5 +225,5 @@ def test_a_table_of_the_interpreter_is_tuned_kept_and_read(tmp_path: Path, capsy
             assert tuned.lookup(entry["kernel"], HOST, torch.float32, **at) == entry["config"]
     plan = tune.plan_of(tune.TuneOptions(device="cpu", out=tmp_path, tp="2", tokens="8"), argv)
     done = [job for job in plan.jobs if job.kernel == "all_gather"]
-    assert set(tune.classes(done, HOST)) == {tuned_entries.key_of(entry) for entry in entries}
+    assert set(tune.classes(done, HOST)) == {tuned.key_of(entry) for entry in entries}
     assert str(path) in capsys.readouterr().out
