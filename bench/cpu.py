@@ -10,7 +10,8 @@ import tyro
 from rich.console import Console
 
 from . import machine, ops, report, step, timeline
-from .world import run_ranks
+from .options import Plan
+from .rank import Rank, run
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ def main(argv: Sequence[str]) -> int:
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim", soft_wrap=True)
     if about["cores"] < options.ranks:
         console.print(f"{options.ranks} ranks share {about['cores']} cores: these figures say little")
+    plan = Plan(world="processes", device="cpu")
     if options.timeline:
-        calls = run_ranks(timeline.record, options.ranks, 2048, 1024, 2816)
+        calls = run(plan, options.ranks, _timeline)
         timeline.draw(folder / "timeline.png", calls)
         for operation, ranks in calls.items():
             overlap = ", ".join(
@@ -63,16 +65,20 @@ def main(argv: Sequence[str]) -> int:
     result = None
     if options.only != "step":
         cases = [case for case in ops.all_cases() if options.match in case.label]
-        result = run_ranks(ops.measure, options.ranks, cases, options.engine, share * seconds)
+        result = run(plan, options.ranks, ops.measure, cases, options.engine, share * seconds)
         report.print_ops(console, result)
     steps = []
     if options.only != "ops":
         share = 0.35 if options.only == "all" else 1.0
         for dtype in ops.DTYPES:
             budget = share * seconds / len(ops.DTYPES)
-            steps.append(run_ranks(step.measure, options.ranks, dtype, options.engine, budget))
+            steps.append(run(plan, options.ranks, step.measure, dtype, options.engine, budget))
         report.print_steps(console, steps)
     report.save_json(folder / "bench.json", about, result, steps)
     report.save_picture(folder / "bench.png", about, result, steps)
     console.print(f"{folder / 'bench.json'}, {folder / 'bench.png'}", soft_wrap=True)
     return 0
+
+
+def _timeline(rank: Rank) -> dict[str, list[timeline.Call]]:
+    return timeline.record(rank.rank, 2048, 1024, 2816)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,21 @@ import torch
 
 from fusedtp.ops import measured
 
-from . import machine, tables, trial
-from .calls import call, operands
+from . import machine, options, tables
+from . import rank as ranks
 from .cli import before_cuda
 from .crossover_report import draw, show
-from .options import Shared, device_of, known, parse
+from .options import Shared, known, parse
 from .output import progress
+from .rank import Rank
 from .sample import Way
 
-DEFAULTS: dict[str, tuple[Any, ...]] = {  # shapes, tokens, tp, dtype, minutes
-    "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16", 5.0),
-    "cpu": ("qwen3-0.6b", "16,64,256,1024", "2", "float32", 2.0),
+DEFAULTS = {  # shapes, tokens, tp, dtype
+    "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16"),
+    "cpu": ("qwen3-0.6b", "16,64,256,1024", "2", "float32"),
 }
+MINUTES = {"cuda": 5.0, "cpu": 2.0}
+WARM_SECONDS = {"cuda": 0.5, "cpu": 0.0}
 COPY = "triton copy"  # the fused gather with rows brought by the copy engine; "triton" has programs for it
 
 
@@ -78,27 +81,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """Options with every default filled in."""
+    """Options with every default filled in; its seconds are of one case and number of tokens."""
 
-    device: str
-    world: str
-    tokens: tuple[int, ...]
+    ranks: options.Plan
     cases: tuple[Case, ...]
-    seconds: float  # of one case and number of tokens
     folder: Path
     pictures: Path
 
 
-def plan_of(options: CrossoverOptions) -> Plan:
+def plan_of(given: CrossoverOptions) -> Plan:
     """Fill in and check. Raises ValueError that lists every fault."""
-    device = device_of(options.device)
-    *defaults, minutes = DEFAULTS[device]
     faults: list[str] = []
-    at = trial.where(options, device, defaults, measured.DTYPES, options.out, faults)
-    wanted = known("operations", options.operations, measured.FUSED, faults)
-    if 1 in at.ranks:
+    at, folder = tables.plan_of(given, DEFAULTS, measured.DTYPES, given.out, faults)
+    wanted = known("operations", given.operations, measured.FUSED, faults)
+    if 1 in at.tp:
         faults.append("--tp 1: one rank has nothing to choose")
-    minutes = minutes if options.minutes is None else options.minutes
+    minutes = MINUTES[at.device] if given.minutes is None else given.minutes
     if minutes < 0:
         faults.append(f"--minutes {minutes} must not be negative")
     if faults:
@@ -106,33 +104,36 @@ def plan_of(options: CrossoverOptions) -> Plan:
     cases = dict.fromkeys(
         case
         for dtype in at.dtypes
-        for w in at.ranks
-        for name in at.models
+        for w in at.tp
+        for name in at.shapes
         for case in cases_of(name, dtype, w)
         if case.operation in (wanted or measured.FUSED)
     )
     each = 60 * minutes / (len(cases) * len(at.tokens))
-    pictures = machine.HERE / "results" if options.save else at.folder  # what ships is tables
-    return Plan(device, at.world, tuple(sorted(set(at.tokens))), tuple(cases), each, at.folder, pictures)
+    pictures = machine.HERE / "results" if given.save else folder  # what ships is tables
+    at = replace(at, tokens=tuple(sorted(set(at.tokens))), seconds=each)
+    return Plan(at, tuple(cases), folder, pictures)
 
 
 def cases_of(model: str, dtype: str, ranks: int) -> list[Case]:
     """The largest layers of the model: gate and up after a gather, down before a sum."""
-    (n, k), (out, inner) = trial.columns(model, ranks)[-1], trial.sums(model, ranks)[-1]
+    (n, k), (out, inner) = tables.columns(model, ranks)[-1], tables.sums(model, ranks)[-1]
     return [
         Case(operation, dtype, ranks, *((n, k) if operation.startswith("all_gather") else (out, inner)))
         for operation in measured.FUSED
     ]
 
 
-def ways(rank: trial.Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, Way]:
-    """Engine (or COPY) -> one call on the next set of operands, the same sets for all."""
-    each = operands(rank, case.operation, case.dtype, tokens, case.n, case.k)
+def ways(rank: Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, Way]:
+    """Engine (or COPY) -> one call on the next set of operands."""
 
-    def way(engine: str) -> Way:
+    def way(name: str) -> Way:
+        engine = "triton" if name == COPY else name
+        one = tables.call_of(rank, case.operation, engine, case.dtype, tokens, case.n, case.k)
+
         def run() -> object:  # ranks have met before, so all of them are in this call or back from it
-            measured.hold(measured.TRANSPORTS[engine == COPY])
-            return call(rank, case.operation, "triton" if engine == COPY else engine, tokens, *each())
+            measured.hold(measured.TRANSPORTS[name == COPY])
+            return one()
 
         return run
 
@@ -143,18 +144,18 @@ Times = dict[int, dict[str, float]]  # tokens -> engine -> median seconds
 
 
 @torch.no_grad()
-def run(rank: trial.Rank, plan: Plan) -> list[tuple[Case, Times]]:
+def run(rank: Rank, plan: Plan) -> list[tuple[Case, Times]]:
     """Every case of this rank's world over tokens. Collective."""
     cases = [case for case in plan.cases if case.ranks == rank.world_size]
     found = []
-    with progress(len(cases) * len(plan.tokens), shown=rank.rank == 0) as begin:
+    with progress(len(cases) * len(plan.ranks.tokens), shown=rank.rank == 0) as begin:
         for case in cases:
             times: Times = {}
-            for tokens in plan.tokens:
+            for tokens in plan.ranks.tokens:
                 begin(f"{case.label}, T = {tokens}")
-                candidates = ways(rank, case, tokens, case.engines(plan.device))
-                rank.warm(candidates["collective"])
-                times[tokens] = rank.rounds(candidates, plan.seconds)
+                candidates = ways(rank, case, tokens, case.engines(plan.ranks.device))
+                rank.warm(candidates["collective"], WARM_SECONDS[rank.device.type])
+                times[tokens] = rank.rounds(candidates, plan.ranks.seconds)
             found.append((case, times))
     measured.hold(None)
     return found
@@ -180,7 +181,7 @@ def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str
     """As the table holds them: thresholds, and the medians that they were made from."""
     entries = {}
     for case, times in found:
-        key = measured.Key(case.operation, case.dtype, case.ranks, plan.world)
+        key = measured.Key(case.operation, case.dtype, case.ranks, plan.ranks.world)
         entries[key, case.width] = key._asdict() | {"width": case.width, **thresholds(times)}
     return list(entries.values())
 
@@ -190,29 +191,30 @@ def kept(path: Path, machine: str) -> tuple[dict[str, Any], list[dict[str, Any]]
     return tables.kept(path, machine, "engines", lambda entry: measured.faults(entry, machine))
 
 
-def at(entry: dict[str, Any]) -> tuple[Any, ...]:
+def place(entry: dict[str, Any]) -> tuple[Any, ...]:
     """What an entry is for."""
     return *(entry[name] for name in measured.Key._fields), entry["width"]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 2 for bad input."""
-    options = parse(CrossoverOptions, argv, "fusedtp bench crossover")
+    given = parse(CrossoverOptions, argv, "fusedtp bench crossover")
     try:
-        plan = plan_of(options)
-        if plan.device == "cuda":
+        plan = plan_of(given)
+        at = plan.ranks
+        if at.device == "cuda":
             before_cuda()
-        about = trial.measured(plan.device, "fusedtp bench crossover", argv)
-        machine = measured.kind_of(torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
+        about = tables.about(at.device, "fusedtp bench crossover", argv)
+        machine = measured.kind_of(torch.device("cuda", 0) if at.device == "cuda" else torch.device("cpu"))
         path = plan.folder / measured.file_of(machine)
         kept(path, machine)  # what cannot be kept is said before it is measured
         found = []
-        for ranks in sorted({case.ranks for case in plan.cases}):
-            found += trial.run(plan.device, plan.world, ranks, run, plan)
+        for count in sorted({case.ranks for case in plan.cases}):
+            found += ranks.run(at, count, run, plan)
         entries = entries_of(found, plan)
         others, earlier = kept(path, machine)
-        now = {at(entry) for entry in entries}
-        whole = [*(entry for entry in earlier if at(entry) not in now), *entries]
+        now = {place(entry) for entry in entries}
+        whole = [*(entry for entry in earlier if place(entry) not in now), *entries]
         tables.write(path, machine, "engines", about, whole, others)
     except ValueError as error:
         print(f"fusedtp bench crossover: error: {error}", file=sys.stderr)
@@ -221,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     show(entries, machine)
     picture = plan.pictures / f"{machine}.crossover.png"
-    draw(picture, entries, f"{about['device']}, torch {about['torch']}, {plan.world}")
+    draw(picture, entries, f"{about['device']}, torch {about['torch']}, {at.world}")
     print(f"{path}, {picture}; to use it: FUSEDTP_TABLES={path.parent}")
     return 0
 

@@ -7,7 +7,7 @@ import os
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .ranks import Rank
+from .rank import Rank
 from .sample import Way
 
 

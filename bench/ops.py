@@ -10,12 +10,9 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from fusedtp.comm import communicator
-
 from .cases import OPERATIONS, Case, ways
-from .sample import Spread, interleave
+from .rank import Rank
+from .sample import Spread
 
 SHAPES = ((512, 512, 1408), (2048, 1024, 2816), (4096, 2048, 2048))  # tokens, K, N
 DTYPES = ("float32", "bfloat16")
@@ -93,16 +90,14 @@ def all_cases() -> list[Case]:
     ]
 
 
-def measure(rank: int, cases: list[Case], engine: str, budget: float) -> Result:
+def measure(rank: Rank, cases: list[Case], engine: str, budget: float) -> Result:
     """All cases in about `budget` seconds, shared out by the square root of their work. Collective."""
     weights = [math.sqrt(case.matmul_flops) for case in cases]
     rows = []
     for case, weight in zip(cases, weights, strict=True):
-        times = interleave(ways(case, engine), budget * weight / sum(weights))
-        rows.append(Row(case, **{name: Spread.of(seconds) for name, seconds in times.items()}))
-    group = dist.group.WORLD
-    assert group is not None
-    comm = communicator(group)
+        rows.append(Row(case, **rank.measure(ways(case, engine), budget * weight / sum(weights))))
+    comm = rank.comm
+    assert comm is not None
     if not comm.has_workspace:
         return Result(rows, 0, 0, 0)
     held, control = comm.workspace.nbytes, comm.workspace.control.nbytes

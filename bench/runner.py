@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from . import machine, output, ranks
+from . import machine, output
+from . import rank as ranks
 from .journal import Journal
 from .options import Options, Plan, Refused, plan_of
-from .ranks import Rank
+from .rank import Rank
 from .rows import FAILED, FORMAT, Row
 
 SUITES = (

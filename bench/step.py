@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from fusedtp.comm import communicator
 from fusedtp.nn import ModelConfig, TokenLayout
 from fusedtp.ops.rows import split
 
 from . import models
 from .errors import unit
-from .sample import Spread, interleave
-from .world import pin
+from .rank import Rank, pin
 
 TOKENS = 2048
 SHAPE = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1408, "num_hidden_layers": 4}
@@ -103,29 +101,29 @@ def tolerance(config: ModelConfig) -> float:
 
 
 def measure(
-    rank: int, dtype: str, engine: str, budget: float, tokens: int = TOKENS, shape: Mapping[str, int] = SHAPE
+    rank: Rank, dtype: str, engine: str, budget: float, tokens: int = TOKENS, shape: Mapping[str, int] = SHAPE
 ) -> dict[str, Any]:
     """Times of each way as Spreads, and what was checked. Collective.
 
     Raises RuntimeError where the first loss of a way is not the unparallelized one's.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
     config = ModelConfig(**shape, dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
-    steps = _ways(rank, mesh, config, engine, tokens)
+    steps = _ways(rank.rank, rank.mesh, config, engine, tokens)
     difference = _difference({name: step for name, step in steps.items() if name != "ceiling"})
     if not max(difference.values()) <= tolerance(config):
         raise RuntimeError(f"the models do not compute the same: {difference}")
     ways: dict[str, Callable[[], object]] = {k: v for k, v in steps.items() if k != "single"}
-    times = interleave(ways, 0.8 * budget)
+    times = rank.measure(ways, 0.8 * budget)
     alone = {f"single, {n} thread{'s' * (n > 1)}": _alone(steps["single"], n) for n in (1, 2)}
-    times |= interleave(alone, 0.2 * budget)
-    comm = communicator(mesh)
+    times |= rank.measure(alone, 0.2 * budget)
+    comm = rank.comm
+    assert comm is not None
     gc.collect()
     moved = tokens * config.hidden_size * config.compute_dtype.itemsize
     held, control = (comm.workspace.nbytes, comm.workspace.control.nbytes) if comm.has_workspace else (0, 0)
     return {
         "dtype": dtype,
-        "seconds": {name: vars(Spread.of(values)) for name, values in times.items()},
+        "seconds": {name: vars(spread) for name, spread in times.items()},
         "first_loss_difference": difference,
         "symmetric_bytes": held,
         "symmetric_bound_bytes": 2 * moved + control,  # two slots of what is gathered or scattered, and flags

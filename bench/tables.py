@@ -1,14 +1,30 @@
-"""The one writer of a machine's file of tables (fusedtp/ops/measured.py reads it)."""
+"""What `tune` and `crossover` share: what they measure and where, and the one writer of a machine's file of tables.
+
+fusedtp/ops/measured.py reads that file.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+import fusedtp
 from fusedtp.ops import measured
+from fusedtp.ops.launch import plain
+from fusedtp.ops.rows import split
+
+from . import machine
+from .options import Plan, Shared, filled, known
+from .rank import Rank
+from .sample import Rotating
+from .shapes import MODELS, layers
 
 Entry = dict[str, Any]
 
@@ -47,3 +63,97 @@ def write(
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     beside.write_text(text)
     os.replace(beside, path)
+
+
+def about(device: str, prog: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What a table says of how it came about."""
+    here = machine.describe_run(device, [])
+    processors = os.cpu_count()
+    if device == "cuda":
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return {
+        "device": here["gpu"] or here["cpu"],
+        "processors": processors,
+        "driver": (here["gpu_state"] or {}).get("driver_version"),
+        "torch": here["torch"],
+        "triton": here["triton"],
+        "commit": here["commit"],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": " ".join([prog, *argv]),
+    }
+
+
+def plan_of(
+    options: Shared,
+    defaults: Mapping[str, Sequence[str]],
+    dtypes: Sequence[str],
+    out: Path | None,
+    faults: list[str],
+) -> tuple[Plan, Path]:
+    """(what to measure, folder of the file), filled in and checked; every fault is entered in `faults`."""
+    plan = filled(options, defaults, faults, dtypes)
+    known("shapes", options.shapes, MODELS, faults)
+    folder = folder_of(plan.device, out, options.save, faults)
+    if not faults and plan.device == "cuda" and plan.world == "processes":
+        most, here = max(plan.tp), torch.cuda.device_count()
+        if most > here:
+            need = "processes need a GPU each"
+            faults.append(f"--tp {most}: {need}, here are {here}; take --world virtual")
+    return plan, folder
+
+
+def folder_of(device: str, out: Path | None, save: bool, faults: list[str]) -> Path:
+    """Where a table goes: bench/out/tables of a checkout, what ships with the package (--save), or elsewhere."""
+    in_checkout = machine.in_checkout()
+    if save and out is not None:
+        faults.append("--save and --out name two folders")
+    if save and device == "cpu":
+        faults.append("--save keeps tables of GPUs, for others to use: take --out")
+    if save and not in_checkout:
+        faults.append("--save keeps a table in the repository, which is not here: take --out")
+    if save:
+        return measured.SHIPPED
+    return out or (machine.HERE / "out" / "tables" if in_checkout else Path("fusedtp-bench"))
+
+
+def columns(name: str, count: int) -> list[tuple[int, int]]:
+    """(N of a rank, K) of what a model multiplies after a gather: q, k, v in one; gate and up in one."""
+    return [(layer.n, layer.k) for layer in layers(name, count) if layer.kind == "column"]
+
+
+def sums(name: str, count: int) -> list[tuple[int, int]]:
+    """(N, K of a rank) of what is summed after: o and down."""
+    return [(layer.n, layer.k) for layer in layers(name, count) if layer.kind == "row"]
+
+
+# -- one call of an operation ----------------------------------------------------------------------------------------
+
+
+def call_of(rank: Rank, operation: str, engine: str, dtype: str, tokens: int, n: int, k: int) -> Rotating:
+    """An operation on random operands, another set at each call; N and K of the weight as this rank has it."""
+    gathers = operation.startswith("all_gather")
+    sizes = split(tokens, rank.world_size)
+    rows = sizes[rank.rank] if gathers else tokens
+    other = (tokens, n) if operation == "all_gather_wgrad" else (n, k)
+
+    def make(i: int) -> tuple[Tensor, Tensor]:
+        return rank.randn(rows, k, dtype=dtype, seed=2 * i), rank.randn(*other, dtype=dtype, seed=2 * i + 1)
+
+    def run(x: Tensor, w: Tensor) -> object:
+        return call(rank, operation, engine, tokens, x, w)
+
+    return Rotating(run, rank.copies(make))
+
+
+def call(rank: Rank, operation: str, engine: str, tokens: int, x: Tensor, w: Tensor) -> object:
+    """Run it. "matmul" is the library's own plain kernel, whatever the engine."""
+    sizes = split(tokens, rank.world_size)
+    if operation == "matmul":
+        return plain.matmul(x, w)
+    if operation == "all_gather_matmul":
+        return fusedtp.all_gather_matmul(x, [w], rank.group, sizes=sizes, engine=engine)
+    if operation == "all_gather_wgrad":
+        return fusedtp.all_gather_wgrad(x, [w], rank.group, sizes=sizes, engine=engine)
+    if operation == "matmul_reduce_scatter":
+        return fusedtp.matmul_reduce_scatter(x, w, rank.group, engine=engine)
+    return fusedtp.matmul_all_reduce(x, w, rank.group, engine=engine)

@@ -8,10 +8,8 @@ that was broken off goes on from there. See fusedtp/ops/launch/tuned.py for how 
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,21 @@ from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import Machine, machine_of
 
-from . import tables, trial
+from . import options, tables
+from . import rank as ranks
 from .cli import before_cuda
-from .options import Shared, device_of, known, parse
+from .options import Shared, known, parse
 from .output import progress, table
+from .rank import Rank
 from .shapes import MODELS
 from .tune_run import Winner, tune
 from .tune_space import PART_OF_CLASS, Job, Values, reduction_kernel
 
-DEFAULTS: dict[str, tuple[Any, ...]] = {  # shapes, tokens, tp, dtype, candidates
-    "cuda": ("llama3-8b,llama3-70b", "512,2048,8192,16384", "1,8", "bfloat16", 48),
-    "cpu": ("tiny", "32", "1,2", "float32", 2),
+DEFAULTS = {  # shapes, tokens, tp, dtype
+    "cuda": ("llama3-8b,llama3-70b", "512,2048,8192,16384", "1,8", "bfloat16"),
+    "cpu": ("tiny", "32", "1,2", "float32"),
 }
+CANDIDATES = {"cuda": 48, "cpu": 2}
 
 
 GATHERS = (
@@ -65,48 +66,41 @@ class TuneOptions(Shared):
 class Plan:
     """Options with every default filled in."""
 
-    device: str
-    world: str
+    ranks: options.Plan
     jobs: tuple[Job, ...]
     candidates: int
     folder: Path
     resume: bool
-    measured: dict[str, Any]
-
-    @property
-    def ranks(self) -> list[int]:
-        return sorted({job.ranks for job in self.jobs})
+    about: dict[str, Any]
 
 
-def plan_of(options: TuneOptions, argv: Sequence[str]) -> Plan:
+def plan_of(given: TuneOptions, argv: Sequence[str]) -> Plan:
     """Fill in and check. Raises ValueError that lists every fault."""
-    device = device_of(options.device)
-    *defaults, limit = DEFAULTS[device]
     faults: list[str] = []
-    at = trial.where(options, device, defaults, tuned.DTYPES, options.out, faults)
-    wanted = known("kernels", options.kernels, tuned.KERNELS, faults) or tuple(tuned.KERNELS)
-    if options.candidates is not None and options.candidates < 0:
-        faults.append(f"--candidates {options.candidates} must not be negative")
+    at, folder = tables.plan_of(given, DEFAULTS, tuned.DTYPES, given.out, faults)
+    wanted = known("kernels", given.kernels, tuned.KERNELS, faults) or tuple(tuned.KERNELS)
+    if given.candidates is not None and given.candidates < 0:
+        faults.append(f"--candidates {given.candidates} must not be negative")
     if faults:
         raise ValueError("; ".join(faults))
     jobs = [
         job
         for dtype in at.dtypes
-        for name in at.models
-        for w in at.ranks
+        for name in at.shapes
+        for w in at.tp
         for rows in at.tokens
         for job in jobs_of(name, dtype, w, rows)
         if job.kernel in wanted
     ]
-    return Plan(
-        device, at.world, tuple(dict.fromkeys(jobs)), limit if options.candidates is None else options.candidates,
-        at.folder, options.resume, trial.measured(device, "fusedtp bench tune", argv),
-    )  # fmt: skip
+    limit = CANDIDATES[at.device] if given.candidates is None else given.candidates
+    about = tables.about(at.device, "fusedtp bench tune", argv)
+    at = replace(at, interpret=at.device == "cpu")
+    return Plan(at, tuple(dict.fromkeys(jobs)), limit, folder, given.resume, about)
 
 
 def jobs_of(model: str, dtype: str, ranks: int, rows: int) -> list[Job]:
     """What a block of this model launches for so many tokens; of one rank the plain matmuls."""
-    columns, sums = trial.columns(model, ranks), trial.sums(model, ranks)
+    columns, sums = tables.columns(model, ranks), tables.sums(model, ranks)
     if ranks == 1:
         return [Job("matmul", dtype, 1, rows, n, k) for n, k in (*columns, *sums)]
     reduce = reduction_kernel(rows, MODELS[model].hidden, dtype)
@@ -149,7 +143,7 @@ def kept(path: Path, machine: Machine) -> tuple[dict[str, Any], list[dict[str, A
     return tables.kept(path, machine.name, tuned.table_name(), lambda entry: tuned.faults(entry, machine))
 
 
-def run(rank: trial.Rank, plan: Plan) -> Path:
+def run(rank: Rank, plan: Plan) -> Path:
     """Tune the jobs of this rank's world. Collective; the first rank writes."""
     machine = machine_of(rank.device, 1 if rank.comm is None else rank.comm.world.ranks_per_device)
     path = plan.folder / measured.file_of(machine.name)
@@ -158,7 +152,7 @@ def run(rank: trial.Rank, plan: Plan) -> Path:
     winners: dict[Key, Values] = {key: entry["config"] for key, entry in entries.items()}
     jobs = classes([job for job in plan.jobs if job.ranks == rank.world_size], machine)
     missing = {key: of for key, of in jobs.items() if not (plan.resume and key in entries)}
-    rank.worst([0.0])  # all have read the file before the first one writes it
+    rank.meet()  # all have read the file before the first one writes it
     with progress(len(missing), shown=rank.rank == 0) as begin:
         for key, of in missing.items():
             begin(f"{rank.world_size} ranks: {of[0].label}")
@@ -167,7 +161,7 @@ def run(rank: trial.Rank, plan: Plan) -> Path:
             entries[key], winners[key] = entry_of(key, some, winner), winner.values
             if rank.rank == 0:
                 name, made = tuned.table_name(), list(entries.values())
-                tables.write(path, machine.name, name, plan.measured, made, others)
+                tables.write(path, machine.name, name, plan.about, made, others)
     return path
 
 
@@ -182,9 +176,8 @@ def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[
 
 def show(path: Path) -> None:
     """Print a table that was written."""
-    tables = measured.parse(path.read_bytes(), path.stem)
     lines = []
-    for entry in tables[tuned.table_name()]["entries"]:
+    for entry in measured.parse(path.read_bytes(), path.stem)[tuned.table_name()]["entries"]:
         config = " ".join(f"{name} {value}" for name, value in entry["config"].items())
         mine, default = entry["seconds"], entry["default_seconds"]
         at = tuned.described(*tuned.key_of(entry))
@@ -193,29 +186,15 @@ def show(path: Path) -> None:
     table(path.name, header, lines, wide=header[:2])
 
 
-@contextmanager
-def _interpreting() -> Iterator[None]:
-    """Processes that start in here interpret kernels."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 2 for bad input."""
-    options = parse(TuneOptions, argv, "fusedtp bench tune")
+    given = parse(TuneOptions, argv, "fusedtp bench tune")
     try:
-        plan, path = plan_of(options, argv), None
-        if plan.device != "cpu":
+        plan, path = plan_of(given, argv), None
+        if plan.ranks.device != "cpu":
             before_cuda()
-        with _interpreting() if plan.device == "cpu" else nullcontext():
-            for ranks in plan.ranks:
-                path = trial.run(plan.device, plan.world, ranks, run, plan)
+        for count in sorted({job.ranks for job in plan.jobs}):
+            path = ranks.run(plan.ranks, count, run, plan)
     except ValueError as error:
         print(f"fusedtp bench tune: error: {error}", file=sys.stderr)
         return 2

@@ -20,13 +20,14 @@ from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.rows import Rows, split
 
-from .calls import call, operands
+from .rank import Rank
 from .sample import Way
-from .trial import Rank
+from .tables import call_of
 from .tune_space import Job, Values, candidates, refinements
 
 GAIN = 0.01  # below which the default is kept
 FINALISTS = 4
+WARM_SECONDS = {"cuda": 0.5, "cpu": 0.0}
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ def tune(rank: Rank, jobs: Sequence[Job], limit: int, held: Mapping[str, Values]
         tuned.hold(other, values)
     try:
         found = _tune(rank, jobs, limit)
-        rank.worst([0.0])  # nobody launches any more
+        rank.meet()  # nobody launches any more
     finally:
         for name in (jobs[0].kernel, *held):
             tuned.hold(name, None)
-    rank.worst([0.0])  # nor takes away what another has put there for the next jobs
+    rank.meet()  # nor takes away what another has put there for the next jobs
     return found
 
 
@@ -106,26 +107,25 @@ def _race(rank: Rank, jobs: Sequence[Job], pool: list[Values]) -> dict[int, floa
 
     def sample(i: int) -> float:
         _hold(rank, kernel, pool[i])
-        times = rank.worst([rank.once(way, n) for way, n in zip(ways, calls, strict=True)])
+        times = rank.worst(*(rank.once(way, n) for way, n in zip(ways, calls, strict=True)))
         return exp(fsum(map(log, times)) / len(times))
 
     for i in range(len(pool)):  # compiles, and grows the workspace
         sample(i)
     _hold(rank, kernel, pool[0])
-    rank.warm(ways[0])  # the GPU has idled while the host compiled
+    rank.warm(ways[0], WARM_SECONDS[rank.device.type])  # the GPU has idled while the host compiled
     return halving(len(pool), sample, keep=(0,))
 
 
 def _hold(rank: Rank, kernel: str, values: Values) -> None:
     """Not before every rank has made its last call: those of a virtual world share it."""
-    rank.worst([0.0])
+    rank.meet()
     tuned.hold(kernel, values)
 
 
 def way_of(rank: Rank, job: Job) -> Way:
     """One call of the job, with the next set of operands."""
-    each = operands(rank, job.operation, job.dtype, job.rows, job.n, job.k)
-    return lambda: call(rank, job.operation, "triton", job.rows, *each())
+    return call_of(rank, job.operation, "triton", job.dtype, job.rows, job.n, job.k)
 
 
 def _refuses(rank: Rank, machine: Machine, job: Job, values: Values) -> bool:
@@ -143,7 +143,7 @@ def _refuses(rank: Rank, machine: Machine, job: Job, values: Values) -> bool:
                 failed = bool(compiled.n_spills)
         except Exception:  # the compiler, the assembler and the driver each have exceptions of their own
             failed = True
-    return rank.worst([float(failed)])[0] > 0
+    return rank.worst(float(failed))[0] > 0
 
 
 def plan_of(rank: Rank, machine: Machine, job: Job) -> Any:

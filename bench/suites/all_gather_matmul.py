@@ -13,7 +13,7 @@ from fusedtp.ops.shards import gather_rows
 
 from .. import arrived, errors
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from . import parallel
 from .common import Case, even, layer_cases, matmul

@@ -23,7 +23,7 @@ from fusedtp.parallel import parallelize
 
 from .. import baselines, errors
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from .common import OfModel, drop_what_fails, model_cases, offer, rows_of

@@ -14,7 +14,7 @@ from fusedtp.comm.errors import PeerFailed, SignalTimeout
 from ..by_hand import widens
 from ..errors import Error
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import FAILED, Row
 from ..sample import Spread, Way
 from ..shapes import MODELS, Model, layers

@@ -24,7 +24,7 @@ from fusedtp.ops.moe import grouped_engines as engines
 from .. import errors
 from ..experts import EXPERTS, SKEWS, TINY, Experts, shared_out
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from .common import drop_what_fails, matmul, rows_of

@@ -26,7 +26,7 @@ from fusedtp.ops.shards import gather_rows
 from .. import baselines, errors
 from ..memory import peak_bytes
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from .common import OfModel, drop_what_fails, even, matmul, model_cases, offer, rows_of

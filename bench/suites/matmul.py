@@ -12,7 +12,7 @@ from fusedtp.ops import matmul as cpu
 
 from .. import baselines, errors
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from .common import Case, drop_what_fails, layer_cases, offer, rows_of

@@ -30,7 +30,7 @@ from .. import errors, memory, moe_by_hand
 from ..by_hand import widens
 from ..experts import SKEWS
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from .common import drop_what_fails, rows_of

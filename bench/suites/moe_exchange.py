@@ -23,7 +23,7 @@ from fusedtp.ops.rows import split
 from .. import errors
 from ..experts import SKEWS
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from . import moe

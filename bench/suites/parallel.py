@@ -20,7 +20,7 @@ from fusedtp.ops.engines import interpreting
 from .. import baselines
 from ..arrived import Pair
 from ..errors import Error
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from .common import COPIED, Case, drop_what_fails, held_gbps, link_of, median, row

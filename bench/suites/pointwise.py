@@ -27,7 +27,7 @@ from fusedtp.ops import pointwise
 
 from .. import baselines, errors
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
 from ..rows import Row
 from ..sample import Rotating, Way
 from ..shapes import MODELS, Model

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fusedtp
-from fusedtp.bench import arrived, ranks
+from fusedtp.bench import arrived
+from fusedtp.bench import rank as ranks
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import Row
 from fusedtp.bench.suites import all_gather_matmul, matmul_reduce_scatter, parallel

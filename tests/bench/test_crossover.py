@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,9 +84,9 @@ def test_each_way_of_a_gather_goes_by_its_transport(monkeypatch):
         key = measured.Key(operation, "bfloat16", 2, "processes")
         seen.append((engine, measured.find("nowhere", key, 8, 8).transport))
 
-    monkeypatch.setattr(command, "call", call)
-    monkeypatch.setattr(command, "operands", lambda *_: lambda: (None, None))
-    for way in command.ways(None, case, 8, case.engines("cuda")).values():
+    monkeypatch.setattr(command.tables, "call", call)
+    rank = SimpleNamespace(world_size=2, rank=0, copies=lambda make: [(None, None)])
+    for way in command.ways(rank, case, 8, case.engines("cuda")).values():
         way()
     measured.hold(None)
     assert seen == [

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from fusedtp.bench import memory, ranks
+from fusedtp.bench import memory
+from fusedtp.bench import rank as ranks
 from fusedtp.bench.baselines import ByHand
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import Row

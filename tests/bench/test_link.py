@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.bench import link, ranks
+from fusedtp.bench import link
+from fusedtp.bench import rank as ranks
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import Row
 from fusedtp.bench.sample import Spread

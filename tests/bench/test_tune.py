@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp import VirtualWorld
-from fusedtp.bench import trial, tune, tune_run
+from fusedtp.bench import tables, tune, tune_run
+from fusedtp.bench.options import Plan
+from fusedtp.bench.rank import Rank
 from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
 from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
-from fusedtp.comm import communicator
 from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
@@ -142,10 +143,10 @@ def test_all_ranks_find_the_cheapest_that_is_not_refused(gain, stages, monkeypat
     monkeypatch.setattr(tune_run, "machine_of", lambda *_: H200)
     monkeypatch.setattr(tune_run, "_refuses", lambda rank, machine, job, values: values["num_stages"] == 2)
     monkeypatch.setattr(tune_run, "way_of", lambda rank, job: lambda: None)
-    monkeypatch.setattr(trial.Rank, "once", once)
+    monkeypatch.setattr(Rank, "once", once)
 
     def body(group):
-        rank = trial.Rank(torch.device("cpu"), communicator(group), group)
+        rank = Rank(Plan(world="virtual"), group)
         return [tune_run.tune(rank, [job], 12, {"matmul": {"block_m": 16 << i}}) for i in range(2)]
 
     found = VirtualWorld(2).run(body)
@@ -197,7 +198,7 @@ def test_jobs_of_a_model_cover_every_kernel():
     by_class = tune.classes(found, H200)
     assert sorted(map(str, found)) == sorted(str(job) for of in by_class.values() for job in of)
     assert reduction_kernel(8, 8192, "bfloat16") == "one_shot" != reduction_kernel(8192, 8192, "bfloat16")
-    assert trial.sums(model, 8) == [(8192, 1024), (8192, 3584)]
+    assert tables.sums(model, 8) == [(8192, 1024), (8192, 3584)]
 
 
 def test_a_transport_is_tuned_with_the_best_tile_of_its_matmul():

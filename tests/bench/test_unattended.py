@@ -47,7 +47,7 @@ def test_an_engine_that_raises_has_a_row_that_says_so_and_the_others_are_measure
 
 def test_what_fails_on_one_rank_is_dropped_by_all() -> None:
     from fusedtp.bench.options import Options, plan_of
-    from fusedtp.bench.ranks import Rank, run
+    from fusedtp.bench.rank import Rank, run
     from fusedtp.bench.suites.common import drop_what_fails
 
     def body(rank: Rank) -> list[dict[str, str]]:
