@@ -17,15 +17,18 @@ from typing import Any
 import torch
 
 from fusedtp.ops import measured
+from fusedtp.ops.operation import OPERATIONS
 
 from . import machine, options, tables
 from . import rank as ranks
+from .cases import Case, linear
 from .cli import before_cuda
 from .crossover_report import draw, show
 from .options import Shared, known, parse
 from .output import progress
 from .rank import Rank
-from .sample import Way
+from .sample import Rotating, Way
+from .shapes import layers
 
 DEFAULTS = {  # shapes, tokens, tp, dtype
     "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16"),
@@ -53,30 +56,11 @@ class CrossoverOptions(Shared):
     """Folder of the table and the picture. Default: bench/out/tables."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line over tokens: an operation on weights [n, k] of a rank."""
-
-    operation: str
-    dtype: str
-    ranks: int
-    n: int
-    k: int
-
-    @property
-    def width(self) -> int:
-        """Of the tensor that travels."""
-        return self.k if self.operation.startswith("all_gather") else self.n
-
-    @property
-    def label(self) -> str:
-        return f"{self.operation} {self.dtype} {self.n} x {self.k}, {self.ranks} ranks"
-
-    def engines(self, device: str) -> tuple[str, ...]:
-        """What is measured; of a fused gather both transports."""
-        fused = device == "cuda" and self.dtype != "float64"
-        by_copy = (COPY,) if self.operation.startswith("all_gather") else ()
-        return (*measured.ENGINES, *by_copy) if fused else measured.ENGINES[:2]
+def engines_of(case: Case, device: str) -> tuple[str, ...]:
+    """What is measured; of a fused gather both transports."""
+    fused = device == "cuda" and case.dtype != "float64"
+    by_copy = (COPY,) if case.example.moves == "gather" else ()
+    return (*measured.ENGINES, *by_copy) if fused else measured.ENGINES[:2]
 
 
 @dataclass(frozen=True)
@@ -115,21 +99,22 @@ def plan_of(given: CrossoverOptions) -> Plan:
     return Plan(at, tuple(cases), folder, pictures)
 
 
-def cases_of(model: str, dtype: str, ranks: int) -> list[Case]:
+def cases_of(model: str, dtype: str, ranks: int, tokens: int = 0) -> list[Case]:
     """The largest layers of the model: gate and up after a gather, down before a sum."""
-    (n, k), (out, inner) = tables.columns(model, ranks)[-1], tables.sums(model, ranks)[-1]
+    largest = {layer.kind: layer for layer in layers(model, ranks)}  # of each kind the last
     return [
-        Case(operation, dtype, ranks, *((n, k) if operation.startswith("all_gather") else (out, inner)))
+        linear(operation, dtype, tokens, largest[example.layer], ranks)
         for operation in measured.FUSED
+        if (example := OPERATIONS[operation].example) is not None
     ]
 
 
-def ways(rank: Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, Way]:
-    """Engine (or COPY) -> one call on the next set of operands."""
+def ways(rank: Rank, case: Case, engines: Sequence[str]) -> dict[str, Way]:
+    """Engine (or COPY) -> one call on the next set of operands, the same sets for all."""
+    sets = rank.copies(case.draw(rank))
 
     def way(name: str) -> Way:
-        engine = "triton" if name == COPY else name
-        one = tables.call_of(rank, case.operation, engine, case.dtype, tokens, case.n, case.k)
+        one = Rotating(case.call(rank, "triton" if name == COPY else name), sets)
 
         def run() -> object:  # ranks have met before, so all of them are in this call or back from it
             measured.hold(measured.TRANSPORTS[name == COPY])
@@ -146,14 +131,15 @@ Times = dict[int, dict[str, float]]  # tokens -> engine -> median seconds
 @torch.no_grad()
 def run(rank: Rank, plan: Plan) -> list[tuple[Case, Times]]:
     """Every case of this rank's world over tokens. Collective."""
-    cases = [case for case in plan.cases if case.ranks == rank.world_size]
+    cases = [case for case in plan.cases if case.tp == rank.world_size]
     found = []
     with progress(len(cases) * len(plan.ranks.tokens), shown=rank.rank == 0) as begin:
         for case in cases:
             times: Times = {}
             for tokens in plan.ranks.tokens:
-                begin(f"{case.label}, T = {tokens}")
-                candidates = ways(rank, case, tokens, case.engines(plan.ranks.device))
+                begin(f"{case.operation} {case.label}, T = {tokens}")
+                at = replace(case, tokens=tokens)
+                candidates = ways(rank, at, engines_of(case, plan.ranks.device))
                 rank.warm(candidates["collective"], WARM_SECONDS[rank.device.type])
                 times[tokens] = rank.rounds(candidates, plan.ranks.seconds)
             found.append((case, times))
@@ -181,7 +167,7 @@ def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str
     """As the table holds them: thresholds, and the medians that they were made from."""
     entries = {}
     for case, times in found:
-        key = measured.Key(case.operation, case.dtype, case.ranks, plan.ranks.world)
+        key = measured.Key(case.operation, case.dtype, case.tp, plan.ranks.world)
         entries[key, case.width] = key._asdict() | {"width": case.width, **thresholds(times)}
     return list(entries.values())
 
@@ -209,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
         path = plan.folder / measured.file_of(machine)
         kept(path, machine)  # what cannot be kept is said before it is measured
         found = []
-        for count in sorted({case.ranks for case in plan.cases}):
+        for count in sorted({case.tp for case in plan.cases}):
             found += ranks.run(at, count, run, plan)
         entries = entries_of(found, plan)
         others, earlier = kept(path, machine)

@@ -16,6 +16,7 @@ from .sample import Spread
 
 SHAPES = ((512, 512, 1408), (2048, 1024, 2816), (4096, 2048, 2048))  # tokens, K, N
 DTYPES = ("float32", "bfloat16")
+CASE = ("operation", "dtype", "tokens", "k", "n", "backward")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "ratio": self.ratio, "share_removed": self.share}
+        sizes = {name: getattr(self.case, name) for name in CASE}
+        return {**asdict(self), "case": sizes, "ratio": self.ratio, "share_removed": self.share}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class Result:
         }
 
 
+def moved_bytes(case: Case) -> int:
+    """The largest tensor that one call gathers or scatters."""
+    width = max(case.k, case.width) if case.backward else case.width
+    return case.tokens * width * case.itemsize
+
+
 def all_cases() -> list[Case]:
     """Every row of the table; large and small alternate with neither operation nor dtype."""
     return [
@@ -92,7 +100,7 @@ def all_cases() -> list[Case]:
 
 def measure(rank: Rank, cases: list[Case], engine: str, budget: float) -> Result:
     """All cases in about `budget` seconds, shared out by the square root of their work. Collective."""
-    weights = [math.sqrt(case.matmul_flops) for case in cases]
+    weights = [math.sqrt(case.flops * (3 if case.backward else 1)) for case in cases]
     rows = []
     for case, weight in zip(cases, weights, strict=True):
         rows.append(Row(case, **rank.measure(ways(case, engine), budget * weight / sum(weights))))
@@ -101,4 +109,4 @@ def measure(rank: Rank, cases: list[Case], engine: str, budget: float) -> Result
     if not comm.has_workspace:
         return Result(rows, 0, 0, 0)
     held, control = comm.workspace.nbytes, comm.workspace.control.nbytes
-    return Result(rows, held, control, max(case.moved_bytes for case in cases))
+    return Result(rows, held, control, max(moved_bytes(case) for case in cases))

@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import fusedtp
 from fusedtp.ops import measured
-from fusedtp.ops.launch import plain
-from fusedtp.ops.rows import split
 
 from . import machine
 from .options import Plan, Shared, filled, known
-from .rank import Rank
-from .sample import Rotating
-from .shapes import MODELS, layers
+from .shapes import MODELS
 
 Entry = dict[str, Any]
 
@@ -114,46 +108,3 @@ def folder_of(device: str, out: Path | None, save: bool, faults: list[str]) -> P
     if save:
         return measured.SHIPPED
     return out or (machine.HERE / "out" / "tables" if in_checkout else Path("fusedtp-bench"))
-
-
-def columns(name: str, count: int) -> list[tuple[int, int]]:
-    """(N of a rank, K) of what a model multiplies after a gather: q, k, v in one; gate and up in one."""
-    return [(layer.n, layer.k) for layer in layers(name, count) if layer.kind == "column"]
-
-
-def sums(name: str, count: int) -> list[tuple[int, int]]:
-    """(N, K of a rank) of what is summed after: o and down."""
-    return [(layer.n, layer.k) for layer in layers(name, count) if layer.kind == "row"]
-
-
-# -- one call of an operation ----------------------------------------------------------------------------------------
-
-
-def call_of(rank: Rank, operation: str, engine: str, dtype: str, tokens: int, n: int, k: int) -> Rotating:
-    """An operation on random operands, another set at each call; N and K of the weight as this rank has it."""
-    gathers = operation.startswith("all_gather")
-    sizes = split(tokens, rank.world_size)
-    rows = sizes[rank.rank] if gathers else tokens
-    other = (tokens, n) if operation == "all_gather_wgrad" else (n, k)
-
-    def make(i: int) -> tuple[Tensor, Tensor]:
-        return rank.randn(rows, k, dtype=dtype, seed=2 * i), rank.randn(*other, dtype=dtype, seed=2 * i + 1)
-
-    def run(x: Tensor, w: Tensor) -> object:
-        return call(rank, operation, engine, tokens, x, w)
-
-    return Rotating(run, rank.copies(make))
-
-
-def call(rank: Rank, operation: str, engine: str, tokens: int, x: Tensor, w: Tensor) -> object:
-    """Run it. "matmul" is the library's own plain kernel, whatever the engine."""
-    sizes = split(tokens, rank.world_size)
-    if operation == "matmul":
-        return plain.matmul(x, w)
-    if operation == "all_gather_matmul":
-        return fusedtp.all_gather_matmul(x, [w], rank.group, sizes=sizes, engine=engine)
-    if operation == "all_gather_wgrad":
-        return fusedtp.all_gather_wgrad(x, [w], rank.group, sizes=sizes, engine=engine)
-    if operation == "matmul_reduce_scatter":
-        return fusedtp.matmul_reduce_scatter(x, w, rank.group, engine=engine)
-    return fusedtp.matmul_all_reduce(x, w, rank.group, engine=engine)

@@ -24,7 +24,7 @@ from .cli import before_cuda
 from .options import Shared, known, parse
 from .output import progress, table
 from .rank import Rank
-from .shapes import MODELS
+from .shapes import MODELS, layers
 from .tune_run import Winner, tune
 from .tune_space import PART_OF_CLASS, Job, Values, reduction_kernel
 
@@ -100,16 +100,17 @@ def plan_of(given: TuneOptions, argv: Sequence[str]) -> Plan:
 
 def jobs_of(model: str, dtype: str, ranks: int, rows: int) -> list[Job]:
     """What a block of this model launches for so many tokens; of one rank the plain matmuls."""
-    columns, sums = tables.columns(model, ranks), tables.sums(model, ranks)
-    if ranks == 1:
-        return [Job("matmul", dtype, 1, rows, n, k) for n, k in (*columns, *sums)]
-    reduce = reduction_kernel(rows, MODELS[model].hidden, dtype)
-    return [
-        Job(kernel, dtype, ranks, rows, n, k)
-        for kernels, shapes in ((GATHERS, columns), (("matmul_reduce_scatter", reduce), sums))
-        for kernel in kernels
-        for n, k in shapes
-    ]
+    kernels = {
+        "column": GATHERS,
+        "row": ("matmul_reduce_scatter", reduction_kernel(rows, MODELS[model].hidden, dtype)),
+    }
+    found = []
+    for kind, names in kernels.items():
+        for kernel in names if ranks > 1 else ("matmul",):
+            for layer in layers(model, ranks):
+                if layer.kind == kind:
+                    found.append(Job(kernel, dtype, ranks, rows, layer.n, layer.k))
+    return found
 
 
 Key = tuple[str, str, tuple[int, ...]]  # kernel, dtype, class

@@ -14,15 +14,14 @@ import torch
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
-from fusedtp.ops.launch import tuned
+from fusedtp.ops.launch import plain, tuned
 from fusedtp.ops.launch.config import Machine, machine_of
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.rows import Rows, split
 
 from .rank import Rank
-from .sample import Way
-from .tables import call_of
+from .sample import Rotating, Way
 from .tune_space import Job, Values, candidates, refinements
 
 GAIN = 0.01  # below which the default is kept
@@ -124,8 +123,16 @@ def _hold(rank: Rank, kernel: str, values: Values) -> None:
 
 
 def way_of(rank: Rank, job: Job) -> Way:
-    """One call of the job, with the next set of operands."""
-    return call_of(rank, job.operation, "triton", job.dtype, job.rows, job.n, job.k)
+    """One call of the job, with the next set of operands. "matmul" is the library's own plain kernel."""
+    if job.kernel == "matmul":
+
+        def operands(seed: int) -> tuple[torch.Tensor, ...]:
+            x = rank.randn(job.rows, job.k, dtype=job.dtype, seed=2 * seed)
+            return x, rank.randn(job.n, job.k, dtype=job.dtype, seed=2 * seed + 1)
+
+        return Rotating(plain.matmul, rank.copies(operands))
+    case = job.case
+    return Rotating(case.call(rank, "triton"), rank.copies(case.draw(rank)))
 
 
 def _refuses(rank: Rank, machine: Machine, job: Job, values: Values) -> bool:

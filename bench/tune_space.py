@@ -23,6 +23,9 @@ from fusedtp.ops.launch.operands import local_config
 from fusedtp.ops.matmul_all_reduce import is_one_shot
 from fusedtp.ops.matmul_reduce_scatter import reduction
 
+from .cases import Case, linear
+from .shapes import Layer
+
 Values = dict[str, int]
 PART_OF_CLASS = 3  # jobs of a class that are measured
 MOST_SUMS = 128  # fp32 sums of a tile in each thread; a thread names 255 registers
@@ -57,14 +60,17 @@ class Job:
         return {axis: n for axis, n in found.items() if axis in tuned.KERNELS[self.kernel].axes}
 
     @property
-    def operation(self) -> str:
+    def case(self) -> Case:
         """What is called to launch it."""
         names = {
             "all_gather": "all_gather_matmul",
             "one_shot": "matmul_all_reduce",
             "two_shot": "matmul_all_reduce",
         }
-        return names.get(self.kernel, self.kernel)
+        operation = names.get(self.kernel, self.kernel)
+        kind = "column" if operation.startswith("all_gather") else "row"
+        layer = Layer("", self.kernel, kind, self.k, self.n)
+        return linear(operation, self.dtype, self.rows, layer, self.ranks)
 
     @property
     def label(self) -> str:

@@ -11,10 +11,12 @@ and its backward. It declares itself once:
         shared=...,                                                 what the ranks' signatures compare, see Shared
         engines=dict(local=..., collective=..., chunked=..., triton=...),
         slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
+        example=...,                                                how a linear layer calls it, see Example
     )
 
 From that follow the custom op `torch.ops.fusedtp.<name>`, the eager path, the signature that ranks compare, the choice
-of an engine and its crossover key, the counts of `explain` and the ranges of a profile. `op(spec, *operands)` runs it:
+of an engine and its crossover key, the counts of `explain`, the ranges of a profile, and a suite of `fusedtp bench`.
+`op(spec, *operands)` runs it:
 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function
     compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
@@ -91,6 +93,23 @@ class Shared(NamedTuple):
     with_bias: int = 0
 
 
+class Example(NamedTuple):
+    """How a linear layer of T tokens, K inputs and N outputs calls an operation: the benchmark's row of it.
+
+    layer     "column": each rank has a part of the N outputs; "row": a part of the K inputs
+    moves     what travels: "gather" of x, "scatter" of summed y, or "all_reduce" of y
+    shapes    (T_r, T, K, N) -> shapes of this rank's two operands; K and N are a rank's
+    factors   both operands, x of all ranks where it is gathered -> (a, b), where a @ b.T is this rank's product
+    call      (both operands, group, sizes, engine) -> the result, by the public function
+    """
+
+    layer: str
+    moves: str
+    shapes: Callable[[int, int, int, int], tuple[tuple[int, int], tuple[int, int]]]
+    factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    call: Callable[..., Tensor]
+
+
 class Plan(NamedTuple):
     """How calls of one Spec and Shared run on this rank: decided once, kept by the communicator.
 
@@ -142,9 +161,10 @@ class Operation:
         shared: Callable[..., Shared],
         engines: dict[str, Engine],
         slot_bytes: dict[str, Callable[[Rows, Shared], int]],
+        example: Example | None = None,
     ) -> None:
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
-        self.reference = reference
+        self.reference, self.example = reference, example
         self.num_operands = operands.count(",") + 1
         LIBRARY.define(f"{name}({operands}, {SPEC}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, self._from_graph, "CompositeExplicitAutograd")

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fusedtp.bench import crossover as command
-from fusedtp.bench.shapes import MODELS
+from fusedtp.bench.cases import linear
+from fusedtp.bench.shapes import MODELS, Layer
 from fusedtp.ops import measured
+from fusedtp.ops.operation import OPERATIONS
 from tests.ops.tables import tables_in
 
 CPU = measured.kind_of(torch.device("cpu"))
@@ -74,19 +76,19 @@ def test_thresholds_of_engines_are_those_of_the_better_transport():
 
 
 def test_each_way_of_a_gather_goes_by_its_transport(monkeypatch):
-    case = command.Case("all_gather_matmul", "bfloat16", 2, 8, 8)
-    assert case.engines("cuda") == (*measured.ENGINES, command.COPY)
-    assert case.engines("cpu") == ("collective", "chunked")
-    assert replace(case, operation="matmul_all_reduce").engines("cuda") == measured.ENGINES
+    case = linear("all_gather_matmul", "bfloat16", 8, Layer("", "", "column", 8, 8), 2)
+    assert command.engines_of(case, "cuda") == (*measured.ENGINES, command.COPY)
+    assert command.engines_of(case, "cpu") == ("collective", "chunked")
+    assert command.engines_of(replace(case, operation="matmul_all_reduce"), "cuda") == measured.ENGINES
     seen = []
 
-    def call(rank, operation, engine, *_) -> None:
-        key = measured.Key(operation, "bfloat16", 2, "processes")
+    def call(x, w, group, sizes, engine) -> None:
+        key = measured.Key(case.operation, "bfloat16", 2, "processes")
         seen.append((engine, measured.find("nowhere", key, 8, 8).transport))
 
-    monkeypatch.setattr(command.tables, "call", call)
-    rank = SimpleNamespace(world_size=2, rank=0, copies=lambda make: [(None, None)])
-    for way in command.ways(rank, case, 8, case.engines("cuda")).values():
+    monkeypatch.setattr(OPERATIONS[case.operation], "example", case.example._replace(call=call))
+    rank = SimpleNamespace(rank=0, group=None, copies=lambda make: [(None, None)])
+    for way in command.ways(rank, case, command.engines_of(case, "cuda")).values():
         way()
     measured.hold(None)
     assert seen == [

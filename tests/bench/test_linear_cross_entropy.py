@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 from fusedtp.bench import memory
 from fusedtp.bench import rank as ranks
-from fusedtp.bench.baselines import ByHand
 from fusedtp.bench.options import Options, plan_of
+from fusedtp.bench.rivals import ByHand
 from fusedtp.bench.rows import Row
-from fusedtp.bench.suites import linear_cross_entropy as suite
+from fusedtp.bench.suites import model as suite
 from fusedtp.ops.rows import Rows, split
 from tests.harness import world
 
@@ -49,7 +49,8 @@ def test_the_unfused_way_and_the_reference_are_one_devices_formula() -> None:
 def measured(group: Any) -> list[Row]:
     plan = plan_of(Options(smoke=True, device="cpu", world="processes", tp="2", minutes=0.0))
     rank = ranks.Rank(plan, group, roofs={"float32": 1.0})
-    return suite.measure(rank, suite.Case("tiny", 64, 2, "float32"))
+    (case,) = (case for case in suite.loss_cases(plan, 2) if case.dtype == "float32")
+    return suite.measure_loss(rank, case)
 
 
 def test_rows_of_several_ranks() -> None:
