@@ -23,10 +23,9 @@ import torch
 from . import machine, output
 from . import rank as ranks
 from .cases import Case
-from .journal import Journal
 from .options import Options, Plan, Refused, plan_of
 from .rank import Rank
-from .rows import FAILED, FORMAT, Row
+from .rows import FAILED, FORMAT, Journal, Row
 from .suites import SUITES
 
 Job = tuple[str, Case]  # suite, case

@@ -49,7 +49,7 @@ from fusedtp.ops.moe import moe_dispatch_gated, moe_matmul_combine
 from fusedtp.ops.moe.api import MoEHandle
 from fusedtp.ops.rows import split
 
-from .. import errors, memory
+from .. import errors
 from ..cases import Case
 from ..options import Plan
 from ..rank import Rank
@@ -390,7 +390,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         off = float((y - want).abs().max()) if len(want) else 0.0
         found[name] = {
             "error": errors.Error(*rank.worst(off, off / allowed)),
-            "peak_bytes": memory.peak_bytes(rank, ways.timed[name]),
+            "peak_bytes": errors.peak_bytes(rank, ways.timed[name]),
         }
     # Of all ranks, forward and both gradients of three matmuls.
     flops = 3 * 6.0 * case.tokens * layer.top_k * layer.dim * layer.hidden

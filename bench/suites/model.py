@@ -34,7 +34,6 @@ from fusedtp.parallel import parallelize
 
 from .. import errors, rivals
 from ..cases import Case, even, model_cases
-from ..memory import peak_bytes
 from ..options import Plan
 from ..rank import Rank
 from ..rivals import matmul
@@ -147,7 +146,7 @@ def measure_loss(rank: Rank, case: Case) -> list[Row]:
         # With gradients, as it was compiled.
         off = float((fn(*sets[0]).detach().double() - want).abs())
         error = errors.Error(*rank.worst(off, off / (allowed * max(1.0, float(want)))))
-        found[name] = {"error": error, "peak_bytes": peak_bytes(rank, ways.timed[name])}
+        found[name] = {"error": error, "peak_bytes": errors.peak_bytes(rank, ways.timed[name])}
     return ways.rows(found, flops=6.0 * case.tokens * k * v, roof=rank.roofs[case.dtype])
 
 

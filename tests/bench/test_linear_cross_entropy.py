@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from fusedtp.bench import memory
+from fusedtp.bench import errors
 from fusedtp.bench import rank as ranks
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rivals import ByHand
@@ -73,4 +73,4 @@ def test_the_peak_is_of_what_is_held_at_once() -> None:
         del a, b
 
     plan = plan_of(Options(smoke=True, device="cpu", tp="1"))
-    assert 5 << 20 <= (memory.peak_bytes(ranks.Rank(plan), way) or 0) < 6 << 20
+    assert 5 << 20 <= (errors.peak_bytes(ranks.Rank(plan), way) or 0) < 6 << 20

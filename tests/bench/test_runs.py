@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.bench import cli, machine, output, plots
+from fusedtp.bench import cli, machine, output
 from fusedtp.bench.cases import Case
 from fusedtp.bench.crossover import CrossoverOptions
-from fusedtp.bench.journal import Journal
 from fusedtp.bench.options import Options, _parse_plainly, parse
-from fusedtp.bench.rows import Row
+from fusedtp.bench.rows import Journal, Row
 from fusedtp.bench.sample import Rotating, Spread, cache_bytes, copies, steady, warm_up
 from fusedtp.bench.tune import TuneOptions
 
@@ -203,10 +202,10 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     assert [path.name for path in drawn] == ["r-roofline.png", "r-tokens.png", "r-crossover.png"]
     assert all(path.stat().st_size > 1000 for path in drawn)
     assert output.draw(tmp_path / "e.json", about, roofs, []) == []
-    (lines,) = plots.fused_lines(rows).values()
+    (lines,) = output.fused_lines(rows).values()
     assert lines["fusedtp chunked"] == [(8.0, 16000.0), (16.0, 32000.0)]
     faster = replace(rows[0], engine="fusedtp collective", seconds=Spread(20.0, 20.0, 20.0, 3))
-    (lines,) = plots.ratios([*rows, faster]).values()
+    (lines,) = output.ratios([*rows, faster]).values()
     assert lines == {"fusedtp chunked": [(8.0, 1.25), (16.0, 1.5)]}
 
 

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp import VirtualWorld
-from fusedtp.bench import tune, tune_run
+from fusedtp.bench import tune
 from fusedtp.bench.options import Plan
 from fusedtp.bench.rank import Rank
-from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
-from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
+from fusedtp.bench.tune import FINALISTS, Job, candidates, halving, launch_of, reduction_kernel, refinements
 from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
@@ -92,7 +91,7 @@ def test_a_job_asks_for_what_its_launcher_asks_for(kernel):
     rank = mock.Mock(rank=1, device=torch.device("cpu"), comm=None)
     values = candidates(job, H200, 1)[1]
     with mock.patch.object(tuned, "lookup", wraps=tuned.lookup) as lookup, holding(kernel, values):
-        launch = plan_of(rank, H200, job)
+        launch = launch_of(rank, H200, job)
     asked = [(call.args[0], call.kwargs) for call in lookup.call_args_list if call.args[0] == kernel]
     assert asked == [(kernel, job.extents)]
     assert {name: getattr(launch.config, name) for name in values if name != "other_programs"} == {
@@ -140,14 +139,14 @@ def test_all_ranks_find_the_cheapest_that_is_not_refused(gain, stages, monkeypat
         held.append(dict(tuned._tried["matmul"]))
         return 1e-3 * cost(dict(tuned._tried[job.kernel])) ** gain
 
-    monkeypatch.setattr(tune_run, "machine_of", lambda *_: H200)
-    monkeypatch.setattr(tune_run, "_refuses", lambda rank, machine, job, values: values["num_stages"] == 2)
-    monkeypatch.setattr(tune_run, "way_of", lambda rank, job: lambda: None)
+    monkeypatch.setattr(tune, "machine_of", lambda *_: H200)
+    monkeypatch.setattr(tune, "_refuses", lambda rank, machine, job, values: values["num_stages"] == 2)
+    monkeypatch.setattr(tune, "way_of", lambda rank, job: lambda: None)
     monkeypatch.setattr(Rank, "once", once)
 
     def body(group):
         rank = Rank(Plan(world="virtual"), group)
-        return [tune_run.tune(rank, [job], 12, {"matmul": {"block_m": 16 << i}}) for i in range(2)]
+        return [tune.tune(rank, [job], 12, {"matmul": {"block_m": 16 << i}}) for i in range(2)]
 
     found = VirtualWorld(2).run(body)
     assert found[0] == found[1] and found[0][0] == found[0][1] and not tuned._tried
