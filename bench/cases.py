@@ -1,93 +1,152 @@
-"""The three ways of each benchmarked operation, on the same operands.
-
-bare   the local matmuls on all ranks at once, no communication
-gloo   the process group's collectives and the same matmuls (by_hand.py)
-ours   fusedtp's operation
+"""One case of a benchmark: an operation on a shape, in a dtype, on so many ranks. The linear layers of a fused
+operation come from its declaration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fusedtp
+from fusedtp.ops.operation import OPERATIONS as DECLARED
+from fusedtp.ops.operation import Example
+from fusedtp.ops.rows import split
 
-from .by_hand import Column, Gloo, Moves, Nothing, Row
+from .options import Plan
+from .rank import Rank
+from .rivals import ByHand, Column, Nothing, Row
+from .sample import Way
+from .shapes import MODELS, Layer, Model, layers
 
-Way = Callable[[], object]
-OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")  # that have a backward by hand beside theirs
+
+
+Names = tuple[tuple[str, int | str], ...]
+
+
+def named(**shape: int | str) -> Names:
+    """A shape as a row tells it."""
+    return tuple(shape.items())
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a linear layer of K inputs and N outputs on T tokens, split over the ranks.
+    """T tokens of all ranks through an operation or a part of a model.
 
-    all_gather_matmul       x [T / W, K], w [N / W, K]
-    matmul_reduce_scatter   x [T, K / W], w [N, K / W]
+    operation   of a declaration (fusedtp/ops/operation.py), or a suite's word for what it runs
+    k, n        of a linear layer: its inputs and outputs, of all ranks together
+    names       the shape as a row tells it, in this order
+    model       what else a suite wants to know: sizes of a model
     """
 
     operation: str
     dtype: str
     tokens: int
-    k: int
-    n: int
-    backward: bool
+    k: int = 0
+    n: int = 0
+    backward: bool = False
+    tp: int = 1
+    names: Names = ()
+    model: Any = None
+
+    @property
+    def shape(self) -> dict[str, int | str]:
+        return dict(self.names)
 
     @property
     def label(self) -> str:
-        """One line that names this row."""
+        """One line that names this case."""
+        if self.names:
+            return " ".join(f"{name}={value}" for name, value in self.names) + f" {self.dtype}"
         direction = "fwd+bwd" if self.backward else "fwd"
         return f"{self.operation} {self.dtype} {self.tokens}x{self.k}x{self.n} {direction}"
 
+    @property
+    def itemsize(self) -> int:
+        size: int = getattr(torch, self.dtype).itemsize
+        return size
+
+    # -- a linear layer, as its operation's declaration has it --
+
+    @property
+    def example(self) -> Example:
+        """How its operation is called."""
+        found = DECLARED[self.operation].example
+        assert found is not None
+        return found
+
+    @property
+    def of_rank(self) -> tuple[int, int]:
+        """(K, N) of a rank."""
+        column = self.example.layer == "column"
+        return (self.k, self.n // self.tp) if column else (self.k // self.tp, self.n)
+
+    @property
+    def width(self) -> int:
+        """Of the tensor that travels."""
+        return self.k if self.example.moves == "gather" else self.n
+
+    @property
+    def flops(self) -> float:
+        """Of all ranks, forward."""
+        return 2.0 * self.tokens * self.k * self.n
+
+    @property
+    def moved(self) -> int:
+        """Bytes that all ranks together receive; of an all-reduce without a switch's help the least."""
+        once = (self.tp - 1) * self.tokens * self.width * self.itemsize
+        return 2 * once if self.example.moves == "all_reduce" else once
+
     def operands(self, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, w and dy of this rank."""
-        w = world_size
-        if self.operation == "all_gather_matmul":
-            shapes = (self.tokens // w, self.k), (self.n // w, self.k), (self.tokens, self.n // w)
-        else:
-            shapes = (self.tokens, self.k // w), (self.n, self.k // w), (self.tokens // w, self.n)
+        """x, w and dy of this rank of a CPU."""
+        own, w = self.tokens // world_size, world_size
+        gathers = self.example.moves == "gather"
+        k, n = (self.k, self.n // w) if gathers else (self.k // w, self.n)
+        of_y = (self.tokens, n) if gathers else (own, n)
         generator = torch.Generator().manual_seed(rank)
-        draw = [torch.randn(shape, generator=generator).to(getattr(torch, self.dtype)) for shape in shapes]
-        return draw[0], draw[1], draw[2]
+        shapes = *self.example.shapes(own, self.tokens, k, n), of_y
+        x, w_, dy = (torch.randn(s, generator=generator).to(getattr(torch, self.dtype)) for s in shapes)
+        return x, w_, dy
 
-    @property
-    def matmul_flops(self) -> int:
-        """Of one rank of two."""
-        return self.tokens * self.k * self.n * (3 if self.backward else 1)
+    def draw(self, rank: Rank) -> Callable[[int], tuple[Tensor, ...]]:
+        """seed -> both operands of this rank, such that the result is of the size of one."""
+        x, w = self.example.shapes(split(self.tokens, self.tp)[rank.rank], self.tokens, *self.of_rank)
+        scale = (self.k if self.example.layer == "row" else x[1]) ** -0.5
 
-    @property
-    def moved_bytes(self) -> int:
-        """The largest tensor that one call gathers or scatters."""
-        width = self.k if self.operation == "all_gather_matmul" else self.n
-        if self.backward:
-            width = max(self.k, width)
-        return self.tokens * width * getattr(torch, self.dtype).itemsize
+        def operands(seed: int) -> tuple[Tensor, ...]:
+            first = rank.randn(*x, dtype=self.dtype, seed=2 * seed)
+            return first, rank.randn(*w, dtype=self.dtype, seed=2 * seed + 1, scale=scale)
+
+        return operands
+
+    def call(self, rank: Rank, engine: str) -> Callable[..., Tensor]:
+        """The public function of both operands."""
+        run, group, sizes = self.example.call, rank.group, split(self.tokens, self.tp)
+        return lambda x, w: run(x, w, group, sizes, engine)
 
 
 def ways(case: Case, engine: str) -> dict[str, Way]:
-    """bare, gloo, ours -> what a sample runs."""
+    """What a sample runs of a case on CPU ranks, on the same operands.
+
+    bare   the local matmuls on all ranks at once, no communication
+    gloo   the process group's collectives and the same matmuls
+    ours   fusedtp's operation
+    """
     group = dist.group.WORLD
     assert group is not None
-    x, w, dy = case.operands(dist.get_rank(), dist.get_world_size())
-    hand = Column if case.operation == "all_gather_matmul" else Row
-
-    def by_hand(moves: Moves) -> Tensor:
-        return hand.apply(moves, x, w)
-
-    def ours() -> Tensor:
-        if case.operation == "all_gather_matmul":
-            return fusedtp.all_gather_matmul(x, [w], group, engine=engine)[0]
-        return fusedtp.matmul_reduce_scatter(x, w, group, engine=engine)
-
-    nothing, gloo = Nothing(), Gloo()
+    world_size = dist.get_world_size()
+    x, w, dy = case.operands(dist.get_rank(), world_size)
+    hand = Column if case.example.moves == "gather" else Row
+    nothing, gloo = Nothing(group), ByHand(group)
+    run, sizes = case.example.call, split(case.tokens, world_size)
     forwards: dict[str, Callable[[], Tensor]] = {
-        "bare": lambda: by_hand(nothing),
-        "gloo": lambda: by_hand(gloo),
-        "ours": ours,
+        "bare": lambda: hand.apply(nothing, x, w),
+        "gloo": lambda: hand.apply(gloo, x, w),
+        "ours": lambda: run(x, w, group, sizes, engine),
     }
     if not case.backward:
         return {name: torch.no_grad()(forward) for name, forward in forwards.items()}
@@ -97,3 +156,48 @@ def ways(case: Case, engine: str) -> dict[str, Way]:
         return lambda: torch.autograd.grad(forward(), [x, w], dy)
 
     return {name: both(forward) for name, forward in forwards.items()}
+
+
+# -- tables of cases -------------------------------------------------------------------------------------------------
+
+
+def layer_cases(plan: Plan, tp: int, operation: str) -> list[Case]:
+    """A declared operation on each model's layers of its kind, tokens and dtype; small before large."""
+    example = DECLARED[operation].example
+    assert example is not None
+    of = [layer for model in plan.shapes for layer in layers(model, tp) if layer.kind == example.layer]
+    return [
+        linear(operation, dtype, tokens, layer, tp)
+        for tokens in sorted(plan.tokens)
+        for layer in of
+        for dtype in plan.dtypes
+    ]
+
+
+def linear(operation: str, dtype: str, tokens: int, layer: Layer, tp: int) -> Case:
+    """An operation on a layer of a model, whose K and N are a rank's."""
+    k = layer.k * tp if layer.kind == "row" else layer.k
+    n = layer.n * tp if layer.kind == "column" else layer.n
+    names = named(model=layer.model, layer=layer.name, T=tokens, K=layer.k, N=layer.n, tp=tp)
+    return Case(operation, dtype, tokens, k, n, False, tp, names)
+
+
+def model_cases(suite: str, plan: Plan, tp: int, **more: Callable[[Model], int]) -> list[Case]:
+    """A case for each model, tokens and dtype; small before large. `more` follows T in the names."""
+    found = []
+    for tokens in sorted(plan.tokens):
+        for model in (MODELS[name] for name in plan.shapes if name in MODELS):
+            extra = {name: of(model) for name, of in more.items()}
+            names = named(model=model.name, T=tokens, **extra, tp=tp)
+            found += [Case(suite, dtype, tokens, tp=tp, names=names, model=model) for dtype in plan.dtypes]
+    return found
+
+
+def even(cases: list[Case], suite: str) -> list[Case]:
+    """The same, if every rank has as many rows as the others, which collectives called by hand ask for."""
+    for case in cases:
+        if case.tokens % case.tp:
+            raise ValueError(
+                f"{suite} wants equal rows: {case.tokens} tokens do not split over {case.tp} ranks"
+            )
+    return cases

@@ -1,4 +1,4 @@
-"""`fusedtp bench SUITE`: one table of what there is, each a module that is imported when it is called."""
+"""`fusedtp bench SUITE`: a suite of suites/, or a command, a module that is imported when it is called."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-SUITES = {
-    "matmul": "the plain matmul against the vendor's",
-    "all-gather-matmul": "fused against gather, then matmul, and torch's own fusion",
-    "matmul-reduce-scatter": "fused against matmul, then reduce-scatter, and torch's own fusion",
-    "matmul-all-reduce": "fused against matmul, then all-reduce",
-    "pointwise": "RMSNorm, SwiGLU, rotary embedding against torch, torch.compile and Liger-Kernel",
-    "linear-cross-entropy": "output head and loss against torch, torch.compile, Liger-Kernel, NCCL",
-    "block": "a Transformer block, forward and backward",
-    "grouped-matmul": "rows by the weights of their experts, against torch's grouped_mm",
-    "moe-exchange": "dispatch and combine of a mixture of experts alone, against a copy",
-    "moe": "a layer of experts split over ranks, against all_to_all with torch",
-    "all": "all of the above in one run",
-}
 COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv begins with, help
     "tune": ("tune", "find the fastest configurations of the kernels on this GPU"),
     "crossover": ("crossover", "measure from how many tokens on fusion wins: the table of engine auto"),
@@ -33,8 +20,11 @@ COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv be
 
 
 def usage() -> str:
+    from .suites import SUITES
+
     width = 2 + max(map(len, [*SUITES, *COMMANDS]))
-    suites = [f"  {name:{width}}{text}" for name, text in SUITES.items()]
+    suites = [f"  {name:{width}}{suite.help}" for name, suite in SUITES.items()]
+    suites.append(f"  {'all':{width}}all of the above in one run")
     others = [f"  {name:{width}}{text}" for name, (_, text) in COMMANDS.items()]
     lines = ["usage: fusedtp bench SUITE [OPTIONS]", "", *suites, "", *others, ""]
     return "\n".join(
@@ -60,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
         module = importlib.import_module(f"{__package__}.{module_name}")
         code: int = module.main([*first, *rest])
         return code
-    if name not in SUITES:
+    from .suites import SUITES
+
+    if name not in (*SUITES, "all"):
         print(f"fusedtp bench: unknown suite {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
     from . import runner

@@ -1,7 +1,7 @@
 """fusedtp bench crossover: from how many tokens on which engine wins here; writes the table that engine="auto" reads.
 
 For every operation, dtype, world size and width, each engine is measured over tokens, interleaved in one run; the
-thresholds are those of fusedtp.ops.crossover.fit: an engine takes over from the smallest T on from which it wins, and
+thresholds are those of fusedtp.ops.measured.fit: an engine takes over from the smallest T on from which it wins, and
 wins at every larger T too, by more than 2 %. On a CPU, chunked against gloo's collectives with one thread a rank; on
 GPUs triton as well, not measured on a GPU yet.
 """
@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusedtp.ops import crossover, measured
+from fusedtp.ops import measured
+from fusedtp.ops.operation import OPERATIONS
 
-from . import machine, trial
-from .calls import call, operands
+from . import machine, options, tables
+from . import rank as ranks
+from .cases import Case, linear
 from .cli import before_cuda
-from .crossover_report import draw, show
-from .options import Shared, device_of, known, parse
-from .output import progress
-from .sample import Way
+from .options import Shared, known, parse
+from .output import progress, table
+from .rank import Rank
+from .sample import Rotating, Way
+from .shapes import layers
 
-DEFAULTS: dict[str, tuple[Any, ...]] = {  # shapes, tokens, tp, dtype, minutes
-    "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16", 5.0),
-    "cpu": ("qwen3-0.6b", "16,64,256,1024", "2", "float32", 2.0),
+DEFAULTS = {  # shapes, tokens, tp, dtype
+    "cuda": ("llama3-8b,llama3-70b", "64,128,256,512,1024,2048,4096,8192,16384", "8", "bfloat16"),
+    "cpu": ("qwen3-0.6b", "16,64,256,1024", "2", "float32"),
 }
+MINUTES = {"cuda": 5.0, "cpu": 2.0}
+WARM_SECONDS = {"cuda": 0.5, "cpu": 0.0}
 COPY = "triton copy"  # the fused gather with rows brought by the copy engine; "triton" has programs for it
 
 
@@ -50,55 +55,31 @@ class CrossoverOptions(Shared):
     """Folder of the table and the picture. Default: bench/out/tables."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line over tokens: an operation on weights [n, k] of a rank."""
-
-    operation: str
-    dtype: str
-    ranks: int
-    n: int
-    k: int
-
-    @property
-    def width(self) -> int:
-        """Of the tensor that travels."""
-        return self.k if self.operation.startswith("all_gather") else self.n
-
-    @property
-    def label(self) -> str:
-        return f"{self.operation} {self.dtype} {self.n} x {self.k}, {self.ranks} ranks"
-
-    def engines(self, device: str) -> tuple[str, ...]:
-        """What is measured; of a fused gather both transports."""
-        fused = device == "cuda" and self.dtype != "float64"
-        by_copy = (COPY,) if self.operation.startswith("all_gather") else ()
-        return (*crossover.ENGINES, *by_copy) if fused else crossover.ENGINES[:2]
+def engines_of(case: Case, device: str) -> tuple[str, ...]:
+    """What is measured; of a fused gather both transports."""
+    fused = device == "cuda" and case.dtype != "float64"
+    by_copy = (COPY,) if case.example.moves == "gather" else ()
+    return (*measured.ENGINES, *by_copy) if fused else measured.ENGINES[:2]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Options with every default filled in."""
+    """Options with every default filled in; its seconds are of one case and number of tokens."""
 
-    device: str
-    world: str
-    tokens: tuple[int, ...]
+    ranks: options.Plan
     cases: tuple[Case, ...]
-    seconds: float  # of one case and number of tokens
     folder: Path
     pictures: Path
 
 
-def plan_of(options: CrossoverOptions) -> Plan:
+def plan_of(given: CrossoverOptions) -> Plan:
     """Fill in and check. Raises ValueError that lists every fault."""
-    device = device_of(options.device)
-    *defaults, minutes = DEFAULTS[device]
     faults: list[str] = []
-    at = trial.where(options, device, defaults, crossover.DTYPES, options.out, faults)
-    wanted = known("operations", options.operations, crossover.OPERATIONS, faults)
-    if 1 in at.ranks:
+    at, folder = tables.plan_of(given, DEFAULTS, measured.DTYPES, given.out, faults)
+    wanted = known("operations", given.operations, measured.FUSED, faults)
+    if 1 in at.tp:
         faults.append("--tp 1: one rank has nothing to choose")
-    minutes = minutes if options.minutes is None else options.minutes
+    minutes = MINUTES[at.device] if given.minutes is None else given.minutes
     if minutes < 0:
         faults.append(f"--minutes {minutes} must not be negative")
     if faults:
@@ -106,33 +87,37 @@ def plan_of(options: CrossoverOptions) -> Plan:
     cases = dict.fromkeys(
         case
         for dtype in at.dtypes
-        for w in at.ranks
-        for name in at.models
+        for w in at.tp
+        for name in at.shapes
         for case in cases_of(name, dtype, w)
-        if case.operation in (wanted or crossover.OPERATIONS)
+        if case.operation in (wanted or measured.FUSED)
     )
     each = 60 * minutes / (len(cases) * len(at.tokens))
-    pictures = machine.HERE / "results" if options.save else at.folder  # what ships is tables
-    return Plan(device, at.world, tuple(sorted(set(at.tokens))), tuple(cases), each, at.folder, pictures)
+    pictures = machine.HERE / "results" if given.save else folder  # what ships is tables
+    at = replace(at, tokens=tuple(sorted(set(at.tokens))), seconds=each)
+    return Plan(at, tuple(cases), folder, pictures)
 
 
-def cases_of(model: str, dtype: str, ranks: int) -> list[Case]:
+def cases_of(model: str, dtype: str, ranks: int, tokens: int = 0) -> list[Case]:
     """The largest layers of the model: gate and up after a gather, down before a sum."""
-    (n, k), (out, inner) = trial.columns(model, ranks)[-1], trial.sums(model, ranks)[-1]
+    largest = {layer.kind: layer for layer in layers(model, ranks)}  # of each kind the last
     return [
-        Case(operation, dtype, ranks, *((n, k) if operation.startswith("all_gather") else (out, inner)))
-        for operation in crossover.OPERATIONS
+        linear(operation, dtype, tokens, largest[example.layer], ranks)
+        for operation in measured.FUSED
+        if (example := OPERATIONS[operation].example) is not None
     ]
 
 
-def ways(rank: trial.Rank, case: Case, tokens: int, engines: Sequence[str]) -> dict[str, Way]:
+def ways(rank: Rank, case: Case, engines: Sequence[str]) -> dict[str, Way]:
     """Engine (or COPY) -> one call on the next set of operands, the same sets for all."""
-    each = operands(rank, case.operation, case.dtype, tokens, case.n, case.k)
+    sets = rank.copies(case.draw(rank))
 
-    def way(engine: str) -> Way:
+    def way(name: str) -> Way:
+        one = Rotating(case.call(rank, "triton" if name == COPY else name), sets)
+
         def run() -> object:  # ranks have met before, so all of them are in this call or back from it
-            crossover.hold(crossover.TRANSPORTS[engine == COPY])
-            return call(rank, case.operation, "triton" if engine == COPY else engine, tokens, *each())
+            measured.hold(measured.TRANSPORTS[name == COPY])
+            return one()
 
         return run
 
@@ -143,35 +128,36 @@ Times = dict[int, dict[str, float]]  # tokens -> engine -> median seconds
 
 
 @torch.no_grad()
-def run(rank: trial.Rank, plan: Plan) -> list[tuple[Case, Times]]:
+def run(rank: Rank, plan: Plan) -> list[tuple[Case, Times]]:
     """Every case of this rank's world over tokens. Collective."""
-    cases = [case for case in plan.cases if case.ranks == rank.world_size]
+    cases = [case for case in plan.cases if case.tp == rank.world_size]
     found = []
-    with progress(len(cases) * len(plan.tokens), shown=rank.rank == 0) as begin:
+    with progress(len(cases) * len(plan.ranks.tokens), shown=rank.rank == 0) as begin:
         for case in cases:
             times: Times = {}
-            for tokens in plan.tokens:
-                begin(f"{case.label}, T = {tokens}")
-                candidates = ways(rank, case, tokens, case.engines(plan.device))
-                rank.warm(candidates["collective"])
-                times[tokens] = rank.rounds(candidates, plan.seconds)
+            for tokens in plan.ranks.tokens:
+                begin(f"{case.operation} {case.label}, T = {tokens}")
+                at = replace(case, tokens=tokens)
+                candidates = ways(rank, at, engines_of(case, plan.ranks.device))
+                rank.warm(candidates["collective"], WARM_SECONDS[rank.device.type])
+                times[tokens] = rank.rounds(candidates, plan.ranks.seconds)
             found.append((case, times))
-    crossover.hold(None)
+    measured.hold(None)
     return found
 
 
 def thresholds(times: Times) -> dict[str, Any]:
     """The part of an entry that follows from the medians: first the transports, then the engines by the better one."""
-    steps: dict[str, crossover.Steps] = {}
+    steps: dict[str, measured.Steps] = {}
     if all(COPY in known for known in times.values()):
         by = {rows: {"programs": known["triton"], "copy": known[COPY]} for rows, known in times.items()}
-        steps["transports"] = crossover.fit(by, crossover.TRANSPORTS)
-        taken = {rows: by[rows][crossover.at(steps["transports"], rows)[1]] for rows in times}
+        steps["transports"] = measured.fit(by, measured.TRANSPORTS)
+        taken = {rows: by[rows][measured.at(steps["transports"], rows)[1]] for rows in times}
         best = {rows: known | {"triton": taken[rows]} for rows, known in times.items()}
     else:
         best = times
-    names = [name for name in crossover.ENGINES if any(name in known for known in times.values())]
-    steps["engines"] = crossover.fit(best, names)
+    names = [name for name in measured.ENGINES if any(name in known for known in times.values())]
+    steps["engines"] = measured.fit(best, names)
     listed = {name: [list(step) for step in found] for name, found in steps.items()}
     return listed | {"seconds": [[rows, times[rows]] for rows in sorted(times)]}
 
@@ -180,51 +166,102 @@ def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str
     """As the table holds them: thresholds, and the medians that they were made from."""
     entries = {}
     for case, times in found:
-        key = crossover.Key(case.operation, case.dtype, case.ranks, plan.world)
+        key = measured.Key(case.operation, case.dtype, case.tp, plan.ranks.world)
         entries[key, case.width] = key._asdict() | {"width": case.width, **thresholds(times)}
     return list(entries.values())
 
 
-def kept(path: Path, machine: str, new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a table there says of what was not measured now. Raises ValueError for a file that is no such table."""
-    if not path.exists():
-        return []
-    body = measured.parse(path.read_bytes(), "crossover", machine)
-    wrong = [fault for entry in body["entries"] for fault in crossover.faults(entry, machine)]
-    if wrong:
-        raise ValueError(f"{path}: {'; '.join(wrong)}")
+def kept(path: Path, machine: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All tables of a machine's file, and the entries of engines. Raises ValueError for a file that is bad."""
+    return tables.kept(path, machine, "engines", lambda entry: measured.faults(entry, machine))
 
-    def at(entry: dict[str, Any]) -> tuple[Any, ...]:
-        return *(entry[name] for name in crossover.Key._fields), entry["width"]
 
-    now = {at(entry) for entry in new}
-    return [entry for entry in body["entries"] if at(entry) not in now]
+def place(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What an entry is for."""
+    return *(entry[name] for name in measured.Key._fields), entry["width"]
+
+
+# -- for people: a table and a picture --------------------------------------------------------------------------------
+
+
+COLORS = {"collective": "tab:gray", "chunked": "tab:blue", "triton": "tab:orange", "triton copy": "tab:red"}
+
+
+def show(entries: Sequence[dict[str, Any]], title: str) -> None:
+    """Print what was found."""
+    lines = []
+    for entry in entries:
+        steps = ", ".join(f"{rows} {engine}" for rows, engine in entry["engines"])
+        times = "; ".join(
+            f"{rows}: " + ", ".join(f"{engine} {1e3 * s:.3g}" for engine, s in times_of.items())
+            for rows, times_of in entry["seconds"]
+        )
+        where = f"{entry['world']} {entry['ranks']}"
+        lines.append([entry["operation"], entry["dtype"], where, str(entry["width"]), steps, times])
+    header = ["operation", "dtype", "ranks", "width", "from rows on", "ms of each engine"]
+    table(title, header, lines, wide=header[4:])
+
+
+def draw(path: Path, entries: Sequence[dict[str, Any]], title: str) -> None:
+    """A picture an entry: time over tokens as a share of collective's, and where the engine changes."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    height = -(-len(entries) // 2)
+    figure, axes = plt.subplots(height, 2, figsize=(10, 2.6 * height), squeeze=False, layout="constrained")
+    for axis, entry in zip(axes.flat, entries):
+        rows = [at for at, _ in entry["seconds"]]
+        for engine in dict.fromkeys(name for _, times_of in entry["seconds"] for name in times_of):
+            share = [times_of[engine] / times_of["collective"] for _, times_of in entry["seconds"]]
+            axis.plot(rows, share, marker=".", label=engine, color=COLORS[engine])
+        ends = [begin for begin, _ in entry["engines"][1:]] + [rows[-1]]
+        for (begin, engine), end in zip(entry["engines"], ends, strict=True):
+            axis.axvspan(max(begin, rows[0]), end, color=COLORS[engine], alpha=0.08)
+        axis.set(xscale="log", xlabel="tokens", ylabel="time / collective")
+        axis.set_title(
+            f"{entry['operation']} {entry['dtype']}, width {entry['width']}, {entry['world']} ranks",
+            fontsize=8,
+        )
+        axis.legend(fontsize=7)
+    for axis in axes.flat[len(entries) :]:
+        axis.axis("off")
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 2 for bad input."""
-    options = parse(CrossoverOptions, argv, "fusedtp bench crossover")
+    given = parse(CrossoverOptions, argv, "fusedtp bench crossover")
     try:
-        plan = plan_of(options)
-        if plan.device == "cuda":
+        plan = plan_of(given)
+        at = plan.ranks
+        if at.device == "cuda":
             before_cuda()
-        about = trial.measured(plan.device, "fusedtp bench crossover", argv)
-        machine = measured.kind_of(torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
-        path = plan.folder / crossover.file_of(machine)
-        kept(path, machine, [])  # what cannot be kept is said before it is measured
+        about = tables.about(at.device, "fusedtp bench crossover", argv)
+        machine = measured.kind_of(torch.device("cuda", 0) if at.device == "cuda" else torch.device("cpu"))
+        path = plan.folder / measured.file_of(machine)
+        kept(path, machine)  # what cannot be kept is said before it is measured
         found = []
-        for ranks in sorted({case.ranks for case in plan.cases}):
-            found += trial.run(plan.device, plan.world, ranks, run, plan)
+        for count in sorted({case.tp for case in plan.cases}):
+            found += ranks.run(at, count, run, plan)
         entries = entries_of(found, plan)
-        measured.write(path, "crossover", machine, about, [*kept(path, machine, entries), *entries])
+        others, earlier = kept(path, machine)
+        now = {place(entry) for entry in entries}
+        whole = [*(entry for entry in earlier if place(entry) not in now), *entries]
+        tables.write(path, machine, "engines", about, whole, others)
     except ValueError as error:
         print(f"fusedtp bench crossover: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     show(entries, machine)
-    picture = (plan.pictures / path.name).with_suffix(".png")
-    draw(picture, entries, f"{about['device']}, torch {about['torch']}, {plan.world}")
+    picture = plan.pictures / f"{machine}.crossover.png"
+    draw(picture, entries, f"{about['device']}, torch {about['torch']}, {at.world}")
     print(f"{path}, {picture}; to use it: FUSEDTP_TABLES={path.parent}")
     return 0
 

@@ -8,10 +8,6 @@ streams and one to enter the device.
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
 import json
 import statistics
 import time
@@ -20,18 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import fusedtp
-from fusedtp.comm import communicator
 
 from . import machine
-from .world import run_ranks
+from .options import Plan
+from .rank import Rank, run
 
 RANKS = 2
+PLAN = Plan(interpret=True)
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,15 @@ class Options:
     """Keep the result in the repository."""
 
 
-def measure(rank: int, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
+def measure(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
     """call -> pass -> microseconds, of this rank. Collective."""
     from triton.runtime.interpreter import InterpretedFunction
 
     torch.set_num_threads(1)
-    group = dist.group.WORLD
-    assert group is not None
+    group, comm = rank.group, rank.comm
+    assert comm is not None
     fusedtp.reserve(group, 1 << 20)
-    workspace = communicator(group).workspace
+    workspace = comm.workspace
     workspace.on_cpu, workspace.meets = False, True
     InterpretedFunction.__getitem__ = lambda self, grid: lambda *args, **kwargs: None
     x, full = torch.zeros(tokens // RANKS, 64), torch.zeros(tokens, 64)
@@ -97,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     options = tyro.cli(Options, args=list(argv), prog="fusedtp bench host", description=Options.__doc__)
     about = machine.describe(RANKS, list(argv))
-    found = run_ranks(measure, RANKS, options.rounds, options.tokens)
+    found = run(PLAN, RANKS, measure, options.rounds, options.tokens)
     table = Table("call", "no gradients", "repeated", "forward", "backward", title="host time, us")
     for name, of in found.items():
         table.add_row(name, *(f"{us:.1f}" for us in of.values()))

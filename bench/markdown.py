@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .report import gap
+from .cpu import gap
 
 
 def operations(result: dict[str, Any]) -> str:

@@ -32,14 +32,14 @@ from fusedtp.nn import ModelConfig, TokenLayout, TransformerBlock
 from fusedtp.nn.linear import Linear
 from fusedtp.parallel import parallelize
 
-from .by_hand import widens
+from .rivals import widens
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 
 
 def same_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, 16-bit through fp32 where that is faster here (by_hand.py)."""
+    """x @ weight.T, 16-bit through fp32 where that is faster here (rivals.py)."""
     return F.linear(x.float(), weight.float()).to(x.dtype) if widens(x.dtype) else F.linear(x, weight)
 
 

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -96,32 +96,38 @@ class Options(Shared):
 
 @dataclass(frozen=True)
 class Plan:
-    """Options with every default filled in, and checked."""
+    """Options with every default filled in, and checked.
 
-    shapes: tuple[str, ...]
-    tokens: tuple[int, ...]
-    tp: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    engines: tuple[str, ...]
-    world: str
-    link_gbps: float | None
-    device: str
-    seconds: float
-    compile: bool
-    smoke: bool
+    seconds     what all samples take together
+    interpret   ranks are processes in which Triton interprets kernels
+    """
+
+    shapes: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    tp: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
+    world: str = "processes"
+    link_gbps: float | None = None
+    device: str = "cpu"
+    seconds: float = 0.0
+    compile: bool = False
+    smoke: bool = False
+    interpret: bool = False
 
 
-def plan_of(options: Options) -> Plan:
-    """Fill in and check. Raises ValueError that lists every fault."""
+def filled(
+    options: Shared, defaults: Mapping[str, Sequence[str]], faults: list[str], dtypes: Sequence[str] = DTYPES
+) -> Plan:
+    """What commands share, filled in and checked; every fault is entered in `faults`.
+
+    defaults   device -> shapes, tokens, tp, dtype
+    """
     device = device_of(options.device)
-    defaults = WHERE["smoke" if options.smoke else device]
-    given = (options.shapes, options.tokens, options.tp, options.dtype, options.engine)
-    shapes, tokens, tp, dtype, engine = (mine or theirs for mine, theirs in zip(given, defaults))
-    faults: list[str] = []
-    ranks, counts = numbers("tp", tp, faults), numbers("tokens", tokens, faults)
-    dtypes, engines = known("dtype", dtype, DTYPES, faults), known("engine", engine, ENGINES, faults)
-    models = items(shapes)
-    for name in models:
+    given = (options.shapes, options.tokens, options.tp, options.dtype)
+    shapes, tokens, tp, dtype = (mine or theirs for mine, theirs in zip(given, defaults[device]))
+    ranks = numbers("tp", tp, faults)
+    for name in items(shapes):
         for count in ranks or (1,):
             try:
                 layers(name, count)
@@ -129,10 +135,21 @@ def plan_of(options: Options) -> Plan:
                 faults.append(str(error))
     if device == "cuda" and not torch.cuda.is_available():
         faults.append("--device cuda: torch sees no GPU here")
-    world = world_of(options.world, device)
-    if options.link_gbps is not None and (world != "virtual" or device != "cuda"):
+    return Plan(
+        items(shapes), numbers("tokens", tokens, faults), ranks, known("dtype", dtype, dtypes, faults),
+        world=world_of(options.world, device), device=device,
+    )  # fmt: skip
+
+
+def plan_of(options: Options) -> Plan:
+    """The plan of suites. Raises ValueError that lists every fault."""
+    faults: list[str] = []
+    defaults = {device: WHERE["smoke" if options.smoke else device] for device in ("cpu", "cuda")}
+    plan = filled(options, defaults, faults)
+    engines = known("engine", options.engine or defaults[plan.device][4], ENGINES, faults)
+    if options.link_gbps is not None and (plan.world != "virtual" or plan.device != "cuda"):
         faults.append("--link-gbps holds what ranks of a virtual world on a GPU send; here is none")
-    if options.link_gbps is not None and ranks and max(ranks) < 2:
+    if options.link_gbps is not None and plan.tp and max(plan.tp) < 2:
         faults.append("--link-gbps holds what ranks send each other: --tp must be more than 1")
     if options.link_gbps is not None and not options.link_gbps > 0:
         faults.append(f"--link-gbps is {options.link_gbps}, must be positive")
@@ -141,9 +158,9 @@ def plan_of(options: Options) -> Plan:
         faults.append(f"--minutes is {minutes}, must not be negative")
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
-    return Plan(
-        models, counts, ranks, dtypes, engines, world, options.link_gbps, device, 60 * minutes,
-        options.compile and not options.smoke, options.smoke,
+    return dataclasses.replace(
+        plan, engines=engines, link_gbps=options.link_gbps, seconds=60 * minutes,
+        compile=options.compile and not options.smoke, smoke=options.smoke,
     )  # fmt: skip
 
 

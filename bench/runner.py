@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import json
 import os
 import signal
@@ -21,32 +20,26 @@ from typing import Any
 
 import torch
 
-from . import machine, output, ranks
-from .journal import Journal
+from . import machine, output
+from . import rank as ranks
+from .cases import Case
 from .options import Options, Plan, Refused, plan_of
-from .ranks import Rank
-from .rows import FAILED, FORMAT, Row
+from .rank import Rank
+from .rows import FAILED, FORMAT, Journal, Row
+from .suites import SUITES
 
-SUITES = (
-    "matmul", "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce", "pointwise",
-    "linear-cross-entropy", "block", "grouped-matmul", "moe", "moe-exchange",
-)  # fmt: skip
-Job = tuple[str, Any]  # suite, case
-
-
-def suite_module(name: str) -> Any:
-    return importlib.import_module(f"{__package__}.suites.{name.replace('-', '_')}")
+Job = tuple[str, Case]  # suite, case
 
 
 def jobs_of(plan: Plan, suites: Sequence[str]) -> dict[int, list[Job]]:
     """Ranks -> the cases that run there; no case twice. A suite of one device takes --tp for its shapes only."""
     found: dict[int, list[Job]] = {}
     for name in suites:
-        module = suite_module(name)
+        suite = SUITES[name]
         for tp in plan.tp:
-            count = 1 if module.RANKS == "one" else tp
-            if count > 1 or module.RANKS != "several":
-                found.setdefault(count, []).extend((name, case) for case in module.cases(plan, tp))
+            count = 1 if suite.ranks == "one" else tp
+            if count > 1 or suite.ranks != "several":
+                found.setdefault(count, []).extend((name, case) for case in suite.cases(plan, tp))
     return {count: list(dict.fromkeys(jobs)) for count, jobs in found.items() if jobs}
 
 
@@ -60,13 +53,13 @@ def run_cases(rank: Rank, jobs: Sequence[Job], seconds: float, path: str, key: d
             world=f"{rank.world}x{rank.world_size}", roofs=rank.roofs, link=rank.link and vars(rank.link)
         )
     for suite, case in jobs:
-        rows = suite_module(suite).measure(rank, case)
+        rows = SUITES[suite].measure(rank, case)
         if journal is not None:
             failed = any(row.note.startswith(FAILED) for row in rows)
             journal.add_case(suite, _name(rank.world_size, case), rows, failed)
 
 
-def _name(world_size: int, case: Any) -> str:
+def _name(world_size: int, case: Case) -> str:
     return f"{world_size}: {case.label}"
 
 
@@ -96,7 +89,7 @@ def _free() -> None:
     torch.cuda.empty_cache()  # nothing where CUDA was not started
 
 
-def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Any, error: Exception) -> None:
+def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Case, error: Exception) -> None:
     why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
     print(f"fusedtp bench: {suite} {case.label} failed: {why}", file=sys.stderr)
     world = plan.world if count > 1 else "one"

@@ -1,4 +1,4 @@
-"""Sizes of published models, and the matrices that one layer of them multiplies on a rank.
+"""Shapes of published models, and the matrices that one layer of them multiplies on a rank.
 
 `source` names the repository on huggingface.co whose config.json has these numbers. They were compared, all of them,
 with what others keep of these files:
@@ -11,11 +11,13 @@ with what others keep of these files:
     qwen2.5-*                   pytorch/torchtune on GitHub, torchtune/models/qwen2_5/_model_builders.py
     mistral-7b                  shapes of its weights; and its model card: "Extended vocabulary to 32768"
     phi-4                       a whole config.json, reprinted in a tutorial
+    experts                     a printed MixtralConfig of Mixtral-8x7B-Instruct-v0.1, reprinted config.json of others
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,37 @@ def layers(name: str, tp: int) -> list[Layer]:
         Layer(name, "o", "row", model.heads // tp * model.head_dim, model.hidden),
         Layer(name, "down", "row", width, model.hidden),
     ]
+
+
+# -- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """As in config.json: hidden_size, intermediate_size of one expert, number of experts, experts of a token."""
+
+    name: str
+    source: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+EXPERTS = (
+    Experts("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 14336, 8, 2),
+    Experts("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Experts("deepseek-v3", "deepseek-ai/DeepSeek-V3", 7168, 2048, 256, 8),
+)
+TINY_EXPERTS = Experts("tiny-experts", "", 64, 40, 4, 2)  # no model: for a quick run
+SKEWS = ("balanced", "skewed")
+
+
+def shared_out(rows: int, experts: int, skew: str) -> tuple[int, ...]:
+    """Rows of each expert. balanced: equal, as far as they can be; skewed: expert e has a part like 1 / (1 + e)."""
+    parts = [1.0 if skew == "balanced" else 1 / (1 + e) for e in range(experts)]
+    ends, total, so_far = [0], sum(parts), 0.0
+    for part in parts:
+        so_far += part
+        ends.append(round(rows * so_far / total))
+    return tuple(b - a for a, b in pairwise(ends))

@@ -1,1 +1,55 @@
-"""One file a suite: NAME, RANKS ("one", "several" or "any"), cases(plan, tp) and measure(rank, case) -> rows."""
+"""The suites by name. Those of fused operations follow from the operations' declarations: fused.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..cases import Case
+from . import experts, fused, local, model
+
+
+class Suite(NamedTuple):
+    """ranks: "one" (a device), "several" or "any"; cases(plan, tp); measure(rank, case) -> rows, collective."""
+
+    ranks: str
+    cases: Callable[..., list[Case]]
+    measure: Callable[..., Any]
+    help: str
+
+
+FUSED = {
+    name: Suite(
+        "several",
+        partial(fused.cases, name),
+        fused.measure,
+        "each engine against its parts, one after the other",
+    )
+    for name in fused.SUITES
+}
+SUITES = {
+    "matmul": Suite("one", local.matmul_cases, local.measure_matmul, "the plain matmul against the vendor's"),
+    **FUSED,
+    "pointwise": Suite(
+        "one", local.pointwise_cases, local.measure_pointwise,
+        "RMSNorm, SwiGLU, rotary embedding against torch, torch.compile and Liger-Kernel",
+    ),
+    "linear-cross-entropy": Suite(
+        "any", model.loss_cases, model.measure_loss,
+        "output head and loss against torch, torch.compile, Liger-Kernel, NCCL",
+    ),
+    "block": Suite("any", model.block_cases, model.measure_block, "a Transformer block, forward and backward"),
+    "grouped-matmul": Suite(
+        "one", experts.grouped_cases, experts.measure_grouped,
+        "rows by the weights of their experts, against torch's grouped_mm",
+    ),
+    "moe-exchange": Suite(
+        "several", experts.exchange_cases, experts.measure_exchange,
+        "dispatch and combine of a mixture of experts alone, against a copy",
+    ),
+    "moe": Suite(
+        "several", experts.moe_cases, experts.measure_moe,
+        "a layer of experts split over ranks, against all_to_all with torch",
+    ),
+}  # fmt: skip

@@ -36,6 +36,7 @@ from .main_grad import Sink, deliver, main_grads_of, wgrad_dtype
 from .matmul import linear, linear_into, matmul_as, to_fp32
 from .operation import (
     OPERATIONS,
+    Example,
     Operation,
     Plan,
     Shared,
@@ -230,6 +231,15 @@ op = Operation(
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
+    ),
+    example=Example(
+        "column",
+        "gather",
+        shapes=lambda own, total, k, n: ((own, k), (n, k)),
+        factors=lambda x, w: (x, w),
+        call=lambda x, w, group, sizes, engine: all_gather_matmul(x, [w], group, sizes=sizes, engine=engine)[
+            0
+        ],
     ),
 )
 

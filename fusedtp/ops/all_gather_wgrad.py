@@ -20,7 +20,7 @@ from .launch.config import VECTOR, Config, Machine
 from .launch.operands import descriptors, even_columns, takes_tma
 from .launch.run import Launch, check, layouts, machine_for
 from .matmul import is_16_bit, matmul_as, to_fp32, widens
-from .operation import Operation, Plan, Shared, Spec
+from .operation import Example, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
@@ -134,6 +134,15 @@ op = Operation(
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
+    ),
+    example=Example(
+        "column",
+        "gather",
+        shapes=lambda own, total, k, n: ((own, k), (total, n)),
+        factors=lambda x, dy: (dy.t(), x.t()),
+        call=lambda x, dy, group, sizes, engine: all_gather_wgrad(x, [dy], group, sizes=sizes, engine=engine)[
+            0
+        ],
     ),
 )
 

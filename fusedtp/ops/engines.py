@@ -1,7 +1,7 @@
 """Which engine runs an operation, and why.
 
 The choice depends only on what all ranks share: device, whether the group has a common workspace, sizes, dtype, and
-the table of what was measured on this machine (crossover.py).
+the table of what was measured on this machine (measured.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from fusedtp.comm import Communicator
 
-from . import crossover
+from . import measured
 from .measured import kind_of
 from .rows import Rows
 
@@ -80,13 +80,13 @@ def choose(
 
 def _measured(
     comm: Communicator, rows: Rows, dtype: torch.dtype, operation: str, width: int
-) -> crossover.Found:
+) -> measured.Found:
     """What the table of this machine says."""
     if not operation:
-        return crossover.NOTHING
+        return measured.NOTHING
     ranks = "virtual" if comm.world.shares_process else "processes"
-    at = crossover.Key(operation, str(dtype).removeprefix("torch."), comm.world_size, ranks)
-    return crossover.find(kind_of(comm.device), at, rows.total, width)
+    at = measured.Key(operation, str(dtype).removeprefix("torch."), comm.world_size, ranks)
+    return measured.find(kind_of(comm.device), at, rows.total, width)
 
 
 def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Choice:

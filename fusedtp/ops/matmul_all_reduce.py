@@ -27,7 +27,7 @@ from .main_grad import Sink, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .matmul_reduce_scatter import matmul_args, pointers, reduction
-from .operation import Operation, Plan, Shared, Spec, as_autocast, check_linear, needs_grad, wanted
+from .operation import Example, Operation, Plan, Shared, Spec, as_autocast, check_linear, needs_grad, wanted
 from .rows import split
 from .shards import gather_rows
 
@@ -172,6 +172,13 @@ op = Operation(
         triton=lambda rows, shared: all_reduce_slot_bytes(
             rows.total, shared.features, len(rows.sizes), shared.dtype
         ),
+    ),
+    example=Example(
+        "row",
+        "all_reduce",
+        shapes=lambda own, total, k, n: ((total, k), (n, k)),
+        factors=lambda x, w: (x, w),
+        call=lambda x, w, group, sizes, engine: matmul_all_reduce(x, w, group, engine=engine),
     ),
 )
 

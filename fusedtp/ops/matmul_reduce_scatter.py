@@ -33,6 +33,7 @@ from .main_grad import Sink, main_grads_of, weight_grad
 from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
+    Example,
     Operation,
     Plan,
     Shared,
@@ -204,6 +205,15 @@ op = Operation(
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: scatter_slot_bytes(rows, shared.features, shared.dtype),
+    ),
+    example=Example(
+        "row",
+        "scatter",
+        shapes=lambda own, total, k, n: ((total, k), (n, k)),
+        factors=lambda x, w: (x, w),
+        call=lambda x, w, group, sizes, engine: matmul_reduce_scatter(
+            x, w, group, sizes=sizes, engine=engine
+        ),
     ),
 )
 

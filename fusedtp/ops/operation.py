@@ -11,10 +11,12 @@ and its backward. It declares itself once:
         shared=...,                                                 what the ranks' signatures compare, see Shared
         engines=dict(local=..., collective=..., chunked=..., triton=...),
         slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
+        example=...,                                                how a linear layer calls it, see Example
     )
 
 From that follow the custom op `torch.ops.fusedtp.<name>`, the eager path, the signature that ranks compare, the choice
-of an engine and its crossover key, the counts of `explain` and the ranges of a profile. `op(spec, *operands)` runs it:
+of an engine and its crossover key, the counts of `explain`, the ranges of a profile, and a suite of `fusedtp bench`.
+`op(spec, *operands)` runs it:
 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function
     compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
@@ -43,7 +45,7 @@ from fusedtp.comm import Call, Communicator, Place, Signature, communicator, reg
 from fusedtp.comm.device_view import clock_of, peers_of
 
 from . import engines
-from .measured import GENERATION
+from .measured import FUSED, GENERATION
 from .rows import Rows
 
 SPEC = (
@@ -94,6 +96,23 @@ class Shared(NamedTuple):
     weights: int = 1
     with_bias: int = 0
     tf32: int = 0
+
+
+class Example(NamedTuple):
+    """How a linear layer of T tokens, K inputs and N outputs calls an operation: the benchmark's row of it.
+
+    layer     "column": each rank has a part of the N outputs; "row": a part of the K inputs
+    moves     what travels: "gather" of x, "scatter" of summed y, or "all_reduce" of y
+    shapes    (T_r, T, K, N) -> shapes of this rank's two operands; K and N are a rank's
+    factors   both operands, x of all ranks where it is gathered -> (a, b), where a @ b.T is this rank's product
+    call      (both operands, group, sizes, engine) -> the result, by the public function
+    """
+
+    layer: str
+    moves: str
+    shapes: Callable[[int, int, int, int], tuple[tuple[int, int], tuple[int, int]]]
+    factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    call: Callable[..., Tensor]
 
 
 class Plan(NamedTuple):
@@ -149,14 +168,17 @@ class Operation:
         engines: dict[str, Engine],
         slot_bytes: dict[str, Callable[..., int]],
         choose: Choose | None = None,
+        example: Example | None = None,
     ) -> None:
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
-        self.reference = reference
+        self.reference, self.example = reference, example
         self.choose = choose or (_choose_fused if "triton" in engines else _choose_mover)
         self.num_operands = operands.count(",") + 1
         self.op = define(name, f"{operands}, {SPEC}", returns, self._from_graph, self._split(fake))
         _keep_order(name)
         OPERATIONS[name] = self
+        if self.choose is _choose_fused:
+            FUSED.append(name)
 
     def _split(self, function: Engine) -> Engine:
         n = self.num_operands

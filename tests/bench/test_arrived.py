@@ -9,12 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-import fusedtp
-from fusedtp.bench import arrived, ranks
+from fusedtp.bench import arrived, ways
+from fusedtp.bench import rank as ranks
+from fusedtp.bench.cases import Case, linear
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import Row
-from fusedtp.bench.suites import all_gather_matmul, matmul_reduce_scatter, parallel
-from fusedtp.bench.suites.common import Case
+from fusedtp.bench.shapes import Layer
+from fusedtp.bench.suites import fused
+from fusedtp.ops.operation import OPERATIONS
 from fusedtp.ops.rows import Rows
 from tests.harness import world
 from tests.sim.support import interpreted
@@ -81,30 +83,38 @@ def test_the_kernel_polls_flags_and_compares_signatures() -> None:
     assert [interpreted(one_is_late, which) for which in ("nothing", "flag", "signature")] == [0, 1, 2]
 
 
+BOTH = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+def small(operation: str) -> Case:
+    kind = "column" if operation == "all_gather_matmul" else "row"
+    return linear(operation, "float32", 16, Layer("tiny", "x", kind, 16, 16), 2)
+
+
 def cases(group: Any) -> list[Row]:
     """Of one small case of both suites."""
     plan = plan_of(Options(smoke=True, device="cpu", world="processes", tp="2", engine="triton", minutes=0.0))
     rank = ranks.Rank(plan, group)
     rank.roofs = {"float32": 1.0, "copy": 1.0}
-    case = Case("tiny", "x", 16, 16, 16, 2, "float32")
-    return [row for suite in (all_gather_matmul, matmul_reduce_scatter) for row in suite.measure(rank, case)]
+    return [row for operation in BOTH for row in fused.measure(rank, small(operation))]
 
 
 def test_rows_of_the_suites_have_the_ratio_of_the_medians() -> None:
     rows = world(2).run(cases, timeout=120)[0]
-    for suite in (all_gather_matmul, matmul_reduce_scatter):
-        of = {row.engine: row for row in rows if row.suite == suite.NAME}
-        fused, plain = of[parallel.ARRIVED], of[parallel.PLAIN]
-        assert fused.seconds is not None and plain.seconds is not None
-        assert fused.overhead == fused.seconds.median / plain.seconds.median
-        assert fused.error_share is not None and 0 <= fused.error_share <= 1
-        assert fused.flops == plain.flops == 2 * 16 * 16 * 16 * 2 and fused.hidden_share is None
+    for operation in BOTH:
+        of = {row.engine: row for row in rows if row.suite == fused.suite_of(operation)}
+        there, plain = of[fused.ARRIVED], of[fused.PLAIN]
+        assert there.seconds is not None and plain.seconds is not None
+        assert there.overhead == there.seconds.median / plain.seconds.median
+        assert there.error_share is not None and 0 <= there.error_share <= 1
+        assert there.flops == plain.flops == 2 * 16 * 16 * 16 * 2 and there.hidden_share is None
         assert of["fusedtp triton"].hidden_share is not None and plain.overhead is None
 
 
 def test_of_a_virtual_world_only_the_first_rank_has_the_device() -> None:
     """The others call nothing, and report the same. What would need a GPU is replaced."""
-    case, usual = Case("tiny", "x", 16, 16, 16, 2, "float32"), fusedtp.all_gather_matmul
+    case, op = small("all_gather_matmul"), OPERATIONS["all_gather_matmul"]
+    usual = case.example.call
     calls: list[int] = []
 
     def gather(rank: int, rows: Rows, full: torch.Tensor, w: torch.Tensor) -> arrived.Pair:
@@ -116,19 +126,21 @@ def test_of_a_virtual_world_only_the_first_rank_has_the_device() -> None:
 
     def body(rank: ranks.Rank) -> tuple[list[Row], list[list[float]]]:
         rank.roofs = {"float32": 1.0, "copy": 1.0}
-        rows = all_gather_matmul.measure(rank, case)
+        rows = fused.measure(rank, case)
         medians = [row.seconds.median for row in rows if row.seconds is not None]
         assert rank.comm is not None
         return rows, rank.comm.world.exchange(medians)
 
     plan = plan_of(Options(smoke=True, device="cpu", world="virtual", tp="2", engine="triton", minutes=0.0))
     with (
-        mock.patch.object(parallel, "_cannot", lambda *_: ""),
-        mock.patch.object(all_gather_matmul.arrived, "gather", gather),
-        mock.patch.object(fusedtp, "all_gather_matmul", lambda *args, engine: usual(*args, engine="chunked")),
+        mock.patch.object(ways, "interpreting", lambda: True),
+        mock.patch.object(fused.arrived, "gather", gather),
+        mock.patch.object(
+            op, "example", case.example._replace(call=lambda *args: usual(*args[:-1], "chunked"))
+        ),
     ):
         rows, (mine, theirs) = ranks.run(plan, 2, body)
     found = {row.engine: row for row in rows}
     assert set(calls) == {0} and mine == theirs
-    assert found[parallel.ARRIVED].flops == 2 * 16 * 16 * 16 and found["fusedtp triton"].flops == 4 * 16**3
-    assert 0 <= (found[parallel.ARRIVED].error_share or 0) <= 1
+    assert found[fused.ARRIVED].flops == 2 * 16 * 16 * 16 and found["fusedtp triton"].flops == 4 * 16**3
+    assert 0 <= (found[fused.ARRIVED].error_share or 0) <= 1

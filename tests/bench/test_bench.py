@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedtp.bench.cases import OPERATIONS, Case, ways
+from fusedtp.bench.cpu import WAYS, Result, Row, measure_step
 from fusedtp.bench.machine import slug
-from fusedtp.bench.ops import Result, Row
-from fusedtp.bench.report import WAYS
+from fusedtp.bench.options import Plan
+from fusedtp.bench.rank import run, run_ranks
 from fusedtp.bench.sample import LEAST, Spread, interleave
-from fusedtp.bench.step import measure
 from fusedtp.bench.timeline import Call, arrivals, draw, overlapped
-from fusedtp.bench.world import run_ranks
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def test_overlap_counts_matmuls_before_the_last_shard_arrived(tmp_path: Path) ->
 
 def test_the_training_steps_compute_the_same_and_are_timed() -> None:
     shape = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "num_hidden_layers": 2}
-    found = run_ranks(measure, 2, "float32", "chunked", 0.0, 256, shape)
+    found = run(Plan(), 2, measure_step, "float32", "chunked", 0.0, 256, shape)
     difference = found["first_loss_difference"]
     assert difference.keys() == {"single", "torch", "collective", "ours"}
     # Of 16 operations, each a sum of up to 160 terms and one rounding of its own.

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from fusedtp.bench import memory, ranks
-from fusedtp.bench.baselines import ByHand
+from fusedtp.bench import errors
+from fusedtp.bench import rank as ranks
 from fusedtp.bench.options import Options, plan_of
+from fusedtp.bench.rivals import ByHand
 from fusedtp.bench.rows import Row
-from fusedtp.bench.suites import linear_cross_entropy as suite
+from fusedtp.bench.suites import model as suite
 from fusedtp.ops.rows import Rows, split
 from tests.harness import world
 
@@ -48,7 +49,8 @@ def test_the_unfused_way_and_the_reference_are_one_devices_formula() -> None:
 def measured(group: Any) -> list[Row]:
     plan = plan_of(Options(smoke=True, device="cpu", world="processes", tp="2", minutes=0.0))
     rank = ranks.Rank(plan, group, roofs={"float32": 1.0})
-    return suite.measure(rank, suite.Case("tiny", 64, 2, "float32"))
+    (case,) = (case for case in suite.loss_cases(plan, 2) if case.dtype == "float32")
+    return suite.measure_loss(rank, case)
 
 
 def test_rows_of_several_ranks() -> None:
@@ -71,4 +73,4 @@ def test_the_peak_is_of_what_is_held_at_once() -> None:
         del a, b
 
     plan = plan_of(Options(smoke=True, device="cpu", tp="1"))
-    assert 5 << 20 <= (memory.peak_bytes(ranks.Rank(plan), way) or 0) < 6 << 20
+    assert 5 << 20 <= (errors.peak_bytes(ranks.Rank(plan), way) or 0) < 6 << 20

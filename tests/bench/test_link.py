@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.bench import link, ranks
+from fusedtp.bench import link
+from fusedtp.bench import rank as ranks
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import Row
 from fusedtp.bench.sample import Spread
-from fusedtp.bench.suites import common, moe
+from fusedtp.bench.suites import experts
+from fusedtp.bench.ways import link_of
 from fusedtp.comm import streams
 from fusedtp.ops import shards
 from fusedtp.ops.engines import has_triton
@@ -139,17 +141,17 @@ def test_what_kernels_reach_is_measured_and_no_more_than_the_rate() -> None:
 )
 def test_a_row_says_what_its_link_reached(name: str, gbps: float) -> None:
     rank = mock.MagicMock(link=link.Held(5.0, 4.0), notes={name: "late"})
-    assert common.link_of(rank, name) == {"link_gbps": gbps, "note": "late"}
+    assert link_of(rank, name) == {"link_gbps": gbps, "note": "late"}
     rank.link = None
-    assert common.link_of(rank, name) == {"note": "late"}
+    assert link_of(rank, name) == {"note": "late"}
 
 
 def test_a_row_that_nothing_holds_says_so() -> None:
     rank = mock.MagicMock(link=link.Held(5.0, None), notes={})
     for name in ("fusedtp collective", "fusedtp triton"):
-        found = common.link_of(rank, name)
+        found = link_of(rank, name)
         assert "link_gbps" not in found and "not held" in found["note"]
-    assert common.link_of(rank, "matmul alone") == {"note": ""}
+    assert link_of(rank, "matmul alone") == {"note": ""}
 
 
 def test_a_layer_with_overlap_stands_beside_the_one_without() -> None:
@@ -162,6 +164,6 @@ def test_a_layer_with_overlap_stands_beside_the_one_without() -> None:
         made("fusedtp triton, one by one", 3.0),
         made("fusedtp collective", None),
     ]
-    first, *others = moe.with_gain(rows)
+    first, *others = experts.with_gain(rows)
     assert first.gain == 1.5 and Row.from_dict(first.as_dict()) == first
     assert others == rows[1:] and all(row.gain is None for row in others)

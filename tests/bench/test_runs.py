@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.bench import cli, machine, output, plots
+from fusedtp.bench import cli, machine, output
+from fusedtp.bench.cases import Case
 from fusedtp.bench.crossover import CrossoverOptions
-from fusedtp.bench.journal import Journal
 from fusedtp.bench.options import Options, _parse_plainly, parse
-from fusedtp.bench.rows import Row
+from fusedtp.bench.rows import Journal, Row
 from fusedtp.bench.sample import Rotating, Spread, cache_bytes, copies, steady, warm_up
 from fusedtp.bench.tune import TuneOptions
 
@@ -42,20 +42,21 @@ def test_a_run_measures_only_what_its_journal_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A case that raises is told, and those after it are measured; with --resume nothing is measured twice."""
-    from fusedtp.bench.suites import matmul
+    from fusedtp.bench.suites import SUITES
 
     about = machine.describe_run("cpu", []) | {"commit": "abc"}
     monkeypatch.setattr(machine, "describe_run", lambda device, argv: dict(about))
     measured: list[str] = []
-    usual = matmul.measure
+    usual = SUITES["matmul"]
 
-    def measure(rank: object, case: matmul.Case) -> list[Row]:
-        measured.append(case.layer)
-        if case.layer == "o" and "--" not in measured:
+    def measure(rank: object, case: Case) -> list[Row]:
+        measured.append(str(case.shape["layer"]))
+        if measured[-1] == "o" and "--" not in measured:
             raise RuntimeError("no luck")
-        return usual(rank, case)  # type: ignore[arg-type]
+        rows: list[Row] = usual.measure(rank, case)
+        return rows
 
-    monkeypatch.setattr(matmul, "measure", measure)
+    monkeypatch.setitem(SUITES, "matmul", usual._replace(measure=measure))
     path = tmp_path / "m.json"
     run = [
         "matmul",
@@ -86,7 +87,7 @@ def test_a_run_measures_only_what_its_journal_lacks(
 def test_a_baseline_that_raises_says_so_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fusedtp.bench.suites import linear_cross_entropy as suite
+    from fusedtp.bench.suites import model as suite
 
     def broken(*_: object) -> None:
         raise TypeError("another version\nof theirs")
@@ -201,10 +202,10 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     assert [path.name for path in drawn] == ["r-roofline.png", "r-tokens.png", "r-crossover.png"]
     assert all(path.stat().st_size > 1000 for path in drawn)
     assert output.draw(tmp_path / "e.json", about, roofs, []) == []
-    (lines,) = plots.fused_lines(rows).values()
+    (lines,) = output.fused_lines(rows).values()
     assert lines["fusedtp chunked"] == [(8.0, 16000.0), (16.0, 32000.0)]
     faster = replace(rows[0], engine="fusedtp collective", seconds=Spread(20.0, 20.0, 20.0, 3))
-    (lines,) = plots.ratios([*rows, faster]).values()
+    (lines,) = output.ratios([*rows, faster]).values()
     assert lines == {"fusedtp chunked": [(8.0, 1.25), (16.0, 1.5)]}
 
 

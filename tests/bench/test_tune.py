@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp import VirtualWorld
-from fusedtp.bench import trial, tune, tune_run
-from fusedtp.bench.tune_run import FINALISTS, halving, plan_of
-from fusedtp.bench.tune_space import Job, candidates, reduction_kernel, refinements
-from fusedtp.comm import communicator
-from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.bench import tune
+from fusedtp.bench.options import Plan
+from fusedtp.bench.rank import Rank
+from fusedtp.bench.tune import FINALISTS, Job, candidates, halving, launch_of, reduction_kernel, refinements
+from fusedtp.ops import measured
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
@@ -33,11 +34,9 @@ SIZES = st.one_of(st.integers(1, 100), st.integers(1, 1 << 16))
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
-    kernel = draw(st.sampled_from(list(tuned_entries.KERNELS)))
+    kernel = draw(st.sampled_from(list(tuned.KERNELS)))
     ranks = 1 if kernel == "matmul" else draw(st.integers(2, 8))
-    return Job(
-        kernel, draw(st.sampled_from(tuned_entries.DTYPES)), ranks, *draw(st.tuples(SIZES, SIZES, SIZES))
-    )
+    return Job(kernel, draw(st.sampled_from(tuned.DTYPES)), ranks, *draw(st.tuples(SIZES, SIZES, SIZES)))
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -57,14 +56,14 @@ def test_what_is_tried_fits_the_machine(job, machine, limit):
     found += refinements(job, machine, found[-1])
     at = dict(
         zip(
-            tuned_entries.KERNELS[job.kernel].axes,
+            tuned.KERNELS[job.kernel].axes,
             tuned.shape_class(job.kernel, machine, **job.extents),
             strict=True,
         )
     )
     for values in found:
         one = {"kernel": job.kernel, "dtype": job.dtype, "class": at, "config": values}
-        assert tuned_entries.faults(one, machine) == []
+        assert tuned.faults(one, machine) == []
     assert len({tuple(sorted(values.items())) for values in found}) == len(found)
 
 
@@ -85,14 +84,14 @@ def test_tuning_a_matmul_begins_where_its_launcher_does(machine, rows):
     assert {each["tma"] for each in found} == {int(default.tma)}
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in tuned_entries.KERNELS if kernel != "matmul"])
+@pytest.mark.parametrize("kernel", [kernel for kernel in tuned.KERNELS if kernel != "matmul"])
 def test_a_job_asks_for_what_its_launcher_asks_for(kernel):
     """One entry that only this job's class reaches is what its launch takes."""
     job = Job(kernel, "float32", 2, 60, 48, 80)
     rank = mock.Mock(rank=1, device=torch.device("cpu"), comm=None)
     values = candidates(job, H200, 1)[1]
     with mock.patch.object(tuned, "lookup", wraps=tuned.lookup) as lookup, holding(kernel, values):
-        launch = plan_of(rank, H200, job)
+        launch = launch_of(rank, H200, job)
     asked = [(call.args[0], call.kwargs) for call in lookup.call_args_list if call.args[0] == kernel]
     assert asked == [(kernel, job.extents)]
     assert {name: getattr(launch.config, name) for name in values if name != "other_programs"} == {
@@ -140,14 +139,14 @@ def test_all_ranks_find_the_cheapest_that_is_not_refused(gain, stages, monkeypat
         held.append(dict(tuned._tried["matmul"]))
         return 1e-3 * cost(dict(tuned._tried[job.kernel])) ** gain
 
-    monkeypatch.setattr(tune_run, "machine_of", lambda *_: H200)
-    monkeypatch.setattr(tune_run, "_refuses", lambda rank, machine, job, values: values["num_stages"] == 2)
-    monkeypatch.setattr(tune_run, "way_of", lambda rank, job: lambda: None)
-    monkeypatch.setattr(trial.Rank, "once", once)
+    monkeypatch.setattr(tune, "machine_of", lambda *_: H200)
+    monkeypatch.setattr(tune, "_refuses", lambda rank, machine, job, values: values["num_stages"] == 2)
+    monkeypatch.setattr(tune, "way_of", lambda rank, job: lambda: None)
+    monkeypatch.setattr(Rank, "once", once)
 
     def body(group):
-        rank = trial.Rank(torch.device("cpu"), communicator(group), group)
-        return [tune_run.tune(rank, [job], 12, {"matmul": {"block_m": 16 << i}}) for i in range(2)]
+        rank = Rank(Plan(world="virtual"), group)
+        return [tune.tune(rank, [job], 12, {"matmul": {"block_m": 16 << i}}) for i in range(2)]
 
     found = VirtualWorld(2).run(body)
     assert found[0] == found[1] and found[0][0] == found[0][1] and not tuned._tried
@@ -182,11 +181,11 @@ def test_bad_input_is_refused(argv, told, capsys):
 
 
 def test_a_table_that_is_none_is_not_written_over(tmp_path: Path):
-    path = tmp_path / tuned.file_of(HOST)
+    path = tmp_path / measured.file_of(HOST.name)
     path.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         tune.kept(path, HOST)
-    assert tune.kept(tmp_path / "none.json", HOST) == []
+    assert tune.kept(tmp_path / "none.json", HOST) == ({}, [])
 
 
 def test_jobs_of_a_model_cover_every_kernel():
@@ -194,11 +193,12 @@ def test_jobs_of_a_model_cover_every_kernel():
     found = [
         job for ranks in (1, 8) for rows in (8, 8192) for job in tune.jobs_of(model, "bfloat16", ranks, rows)
     ]
-    assert {job.kernel for job in found} == set(tuned_entries.KERNELS)
+    assert {job.kernel for job in found} == set(tuned.KERNELS)
     by_class = tune.classes(found, H200)
     assert sorted(map(str, found)) == sorted(str(job) for of in by_class.values() for job in of)
     assert reduction_kernel(8, 8192, "bfloat16") == "one_shot" != reduction_kernel(8192, 8192, "bfloat16")
-    assert trial.sums(model, 8) == [(8192, 1024), (8192, 3584)]
+    rows_of = {(job.n, job.k) for job in found if job.kernel == "matmul_reduce_scatter"}
+    assert rows_of == {(8192, 1024), (8192, 3584)}
 
 
 def test_a_transport_is_tuned_with_the_best_tile_of_its_matmul():
@@ -216,8 +216,8 @@ def test_a_table_of_the_interpreter_is_tuned_kept_and_read(tmp_path: Path, capsy
     argv += ["--kernels", "all_gather"]
     with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
         assert tune.main(argv) == 0
-    path = tmp_path / tuned.file_of(HOST)
-    entries = tune.kept(path, HOST)
+    path = tmp_path / measured.file_of(HOST.name)
+    _, entries = tune.kept(path, HOST)
     assert {entry["kernel"] for entry in entries} == {"all_gather"}
     assert all(0 < entry["seconds"] <= entry["default_seconds"] for entry in entries)
     with tables_in(tmp_path):
@@ -226,5 +226,5 @@ def test_a_table_of_the_interpreter_is_tuned_kept_and_read(tmp_path: Path, capsy
             assert tuned.lookup(entry["kernel"], HOST, torch.float32, **at) == entry["config"]
     plan = tune.plan_of(tune.TuneOptions(device="cpu", out=tmp_path, tp="2", tokens="8"), argv)
     done = [job for job in plan.jobs if job.kernel == "all_gather"]
-    assert set(tune.classes(done, HOST)) == {tuned_entries.key_of(entry) for entry in entries}
+    assert set(tune.classes(done, HOST)) == {tuned.key_of(entry) for entry in entries}
     assert str(path) in capsys.readouterr().out

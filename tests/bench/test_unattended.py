@@ -1,4 +1,4 @@
-"""What a run with nobody watching meets: engines and baselines that raise, a slow host, a tree without git."""
+"""What a run with nobody watching meets: engines and rivals that raise, a slow host, a tree without git."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fusedtp
-from fusedtp.bench import baselines, cli, machine, output, sample
-from fusedtp.bench.baselines import ByHand
+from fusedtp.bench import cli, machine, output, rivals, sample
+from fusedtp.bench.rivals import ByHand
 from fusedtp.bench.sample import LONGER, Alone, DeviceClock
-from fusedtp.bench.suites import pointwise
+from fusedtp.bench.shapes import MODELS
+from fusedtp.bench.suites import local
+from fusedtp.ops.operation import OPERATIONS
 
 RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots", "--tp", "2", "--dtype", "float32"]
 
@@ -29,14 +30,16 @@ def rows_of(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
 def test_an_engine_that_raises_has_a_row_that_says_so_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = fusedtp.matmul_all_reduce
+    operation = OPERATIONS["matmul_all_reduce"]
+    example = operation.example
+    assert example is not None
 
-    def raises(*args: Any, engine: str) -> Any:
-        if engine == "chunked":
+    def raises(*args: Any) -> Any:
+        if args[-1] == "chunked":
             raise NotImplementedError("not today\nor ever")
-        return usual(*args, engine=engine)
+        return example.call(*args)
 
-    monkeypatch.setattr(fusedtp, "matmul_all_reduce", raises)
+    monkeypatch.setattr(operation, "example", example._replace(call=raises))
     path = tmp_path / "r.json"
     assert cli.main(["matmul-all-reduce", *RUN, "--world", "virtual", "--out", str(path)]) == 1
     rows, failures = rows_of(path)
@@ -46,20 +49,22 @@ def test_an_engine_that_raises_has_a_row_that_says_so_and_the_others_are_measure
 
 
 def test_what_fails_on_one_rank_is_dropped_by_all() -> None:
+    from fusedtp.bench.cases import Case
     from fusedtp.bench.options import Options, plan_of
-    from fusedtp.bench.ranks import Rank, run
-    from fusedtp.bench.suites.common import drop_what_fails
+    from fusedtp.bench.rank import Rank, run
+    from fusedtp.bench.ways import Ways
 
     def body(rank: Rank) -> list[dict[str, str]]:
         def way() -> None:
             if rank.rank == 1:
                 raise MemoryError("full")
 
-        ways: dict[str, Any] = {"theirs": way, "fusedtp": lambda: None}
-        absent: dict[str, str] = {}
-        drop_what_fails(rank, ways, dict(ways), absent)
-        assert list(ways) == ["fusedtp"] and rank.comm is not None
-        return rank.comm.world.exchange(absent)
+        ways = Ways(rank, "s", Case("x", "float32", 8))
+        ways.add("theirs", way)
+        ways.add("fusedtp", lambda: None)
+        ways.prepare([()])
+        assert list(ways.functions) == list(ways.timed) == ["fusedtp"] and rank.comm is not None
+        return rank.comm.world.exchange(ways.absent)
 
     plan = plan_of(Options(smoke=True, device="cpu", world="virtual", tp="2"))
     assert run(plan, 2, body) == [{"theirs": "failed on another rank"}, {"theirs": "MemoryError: full"}]
@@ -90,7 +95,7 @@ def test_collectives_that_raise_are_a_baseline_that_is_not_here(
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("NCCL error: unhandled system error")
 
-    monkeypatch.setattr(baselines, "by_hand", lambda *_: (Raises(), ""))
+    monkeypatch.setattr(rivals, "by_hand", lambda *_: (Raises(), ""))
     path = tmp_path / "r.json"
     assert cli.main(["matmul-all-reduce", *RUN, "--world", "virtual", "--out", str(path)]) == 0
     rows, failures = rows_of(path)
@@ -192,14 +197,14 @@ def test_liger_is_asked_for_its_own_residual_sum_where_it_has_one(
     def both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> Any:
         return norm(x + residual, weight, eps), asked.append("sum") or x + residual
 
-    def liger(module: str, name: str, device: torch.device) -> baselines.Found:
+    def liger(module: str, name: str, device: torch.device) -> rivals.Found:
         if module == "fused_add_rms_norm":
             return (mock.Mock(apply=both), "") if version == "with the sum" else (None, "too old")
         return mock.Mock(apply=norm), ""
 
-    monkeypatch.setattr(baselines, "liger", liger)
-    case = pointwise.Case("add_rms_norm", "tiny", 4, 1, "float32", False)
-    function, why = pointwise.liger(case, torch.device("cpu"))
+    monkeypatch.setattr(rivals, "liger", liger)
+    case = local.pointwise_case("add_rms_norm", MODELS["tiny"], 4, 1, "float32", False)
+    function, why = local.liger(case.operation, torch.device("cpu"))
     tensors = tuple(torch.randn(shape) for shape in ((4, 64), (4, 64), (64,)))
-    assert why == "" and pointwise.error(case, function, tensors).share <= 1
+    assert why == "" and local.error(case, function, tensors).share <= 1
     assert asked == ["norm", "sum"][: 1 + (version == "with the sum")]

@@ -11,12 +11,13 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
-from fusedtp.ops import crossover, measured
-from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.bench import tables
+from fusedtp.ops import measured
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST, Machine
 
 H200 = Machine("cuda", 132, 227 * 1024, name="nvidia-h200")
-FILE = tuned.file_of(H200)
+FILE = measured.file_of(H200.name)
 TILE = dict(block_m=64, block_n=32, block_k=32, num_warps=4, num_stages=3)
 
 
@@ -24,11 +25,11 @@ TILE = dict(block_m=64, block_n=32, block_k=32, num_warps=4, num_stages=3)
 def tables_in(folder: Path) -> Iterator[None]:
     """The library reads its tables in `folder`; it has read none before, and forgets these after."""
     with mock.patch.dict(os.environ, {measured.ENVIRONMENT: str(folder)}):
-        tuned.forget(), crossover.forget()
+        tuned.forget()
         try:
             yield
         finally:
-            tuned.forget(), crossover.forget()
+            tuned.forget()
 
 
 @contextmanager
@@ -49,15 +50,13 @@ def entry(kernel: str, config: dict[str, int], dtype: str = "float32", **at: int
 def write_configurations(folder: Path, entries: list[dict[str, Any]], machine: str = "nvidia-h200") -> Path:
     """The table of configurations of an H200, or of another machine under the same name."""
     path = folder / FILE
-    version = FILE.removesuffix(".json").removeprefix("nvidia-h200")
-    measured.write(path, "configurations", machine + version, {}, entries)
+    tables.write(path, machine, tuned.table_name(), {}, entries, {})
     return path
 
 
 def interpreters(folder: Path, entries: list[dict[str, Any]]) -> None:
     """The table of configurations of the interpreter."""
-    name = tuned.file_of(HOST)
-    measured.write(folder / name, "configurations", name.removesuffix(".json"), {}, entries)
+    tables.write(folder / measured.file_of(HOST.name), HOST.name, tuned.table_name(), {}, entries, {})
 
 
 @st.composite
@@ -70,11 +69,11 @@ def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
         max_registers=st.sampled_from([0, 128, 255]), send_programs=st.integers(1, 200),
         other_programs=st.integers(1, 200), tma=st.just(0), specialized=st.just(0), halves=st.integers(0, 1),
     )  # fmt: skip
-    sets = tuned_entries.KERNELS[kernel].sets
+    sets = tuned.KERNELS[kernel].sets
     return {
         name: draw(known[name])
         for name in sets
-        if name in tuned_entries.NEEDED or name in tuned_entries.SPLIT or draw(st.booleans())
+        if name in tuned.NEEDED or name in tuned.SPLIT or draw(st.booleans())
     }
 
 
@@ -83,13 +82,13 @@ def entries(draw: st.DrawFn, most: int = 6, extent: int = 7) -> list[dict[str, A
     """Entries of different classes, of extents up to 2 ** extent."""
     made = {}
     for _ in range(draw(st.integers(0, most))):
-        kernel = draw(st.sampled_from(list(tuned_entries.KERNELS)))
-        at = {axis: 1 << draw(st.integers(0, extent)) for axis in tuned_entries.KERNELS[kernel].axes}
+        kernel = draw(st.sampled_from(list(tuned.KERNELS)))
+        at = {axis: 1 << draw(st.integers(0, extent)) for axis in tuned.KERNELS[kernel].axes}
         at |= {"programs": H200.programs} | {
             "world": draw(st.integers(2, 4)),
             "even": draw(st.integers(0, 1)),
         }
-        at = {axis: n for axis, n in at.items() if axis in tuned_entries.KERNELS[kernel].axes}
+        at = {axis: n for axis, n in at.items() if axis in tuned.KERNELS[kernel].axes}
         one = entry(kernel, draw(configs(kernel)), draw(st.sampled_from(["float32", "bfloat16"])), **at)
-        made[tuned_entries.key_of(one)] = one
+        made[tuned.key_of(one)] = one
     return list(made.values())

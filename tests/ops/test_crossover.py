@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedtp
-from fusedtp.ops import crossover, engines, measured
-from fusedtp.ops.crossover import ENGINES, MARGIN, Key, at, find, fit
+from fusedtp.bench import tables
+from fusedtp.ops import engines, measured
+from fusedtp.ops.measured import ENGINES, MARGIN, Key, at, find, fit
 from fusedtp.ops.rows import Rows
 from tests.ops.tables import tables_in
 
@@ -36,8 +37,8 @@ def entry(steps: list[list[Any]], key: Key = KEY, width: int = 8, **more: Any) -
 
 
 def write(folder: Path, entries: list[dict[str, Any]], machine: str = CPU, name: str = "") -> Path:
-    path = folder / crossover.file_of(name or machine)
-    measured.write(path, "crossover", machine, {}, entries)
+    path = folder / measured.file_of(name or machine)
+    tables.write(path, machine, "engines", {}, entries, {})
     return path
 
 
@@ -81,8 +82,8 @@ def test_noise_delays_a_crossover_but_makes_no_engine_come_and_go():
 
 
 KEYS = st.builds(
-    Key, st.sampled_from(crossover.OPERATIONS), st.sampled_from(crossover.DTYPES), st.integers(2, 4),
-    st.sampled_from(crossover.RANKS),
+    Key, st.sampled_from(measured.FUSED), st.sampled_from(measured.DTYPES), st.integers(2, 4),
+    st.sampled_from(measured.RANKS),
 )  # fmt: skip
 STEPS = st.lists(st.integers(1, 5000), max_size=3, unique=True).flatmap(
     lambda rows: st.tuples(*(st.sampled_from(ENGINES[:2]) for _ in range(len(rows) + 1))).map(
@@ -112,7 +113,7 @@ def test_a_lookup_never_raises_and_finds_what_was_written(tmp_path_factory, draw
             begin, engine = at(table[k, w]["engines"], rows)
             assert found.engine == engine and found.transport == "programs"
             assert found.reason == f"{rows} rows, at least {begin}: measured crossover of {CPU}, width {w}"
-        assert find("nvidia-h200", key, rows, width) == crossover.NOTHING
+        assert find("nvidia-h200", key, rows, width) == measured.NOTHING
 
 
 def test_the_nearer_width_holds_within_a_factor_of_four(tmp_path):
@@ -239,7 +240,7 @@ def test_one_bad_entry_puts_the_table_aside(what, tmp_path):
     good = entry([[0, "collective"]])
     path = write(tmp_path, [good, bad] if bad else [good], CPU if bad else "nvidia-h200", CPU)
     with tables_in(tmp_path), pytest.warns(UserWarning) as seen:
-        assert find(CPU, KEY, 5, 8) == crossover.NOTHING == find(CPU, KEY, 6, 8)
+        assert find(CPU, KEY, 5, 8) == measured.NOTHING == find(CPU, KEY, 6, 8)
     assert len(seen) == 1
     assert str(path) in str(seen[0].message) and told in str(seen[0].message), seen[0].message
 
@@ -258,4 +259,4 @@ def test_damage_gives_the_default_or_changes_nothing(tmp_path_factory, data):
     if found.engine:
         assert found.engine == "collective" and json.loads(path.read_bytes()) == json.loads(good)
     else:
-        assert found == crossover.NOTHING and len(seen) == 1
+        assert found == measured.NOTHING and len(seen) == 1

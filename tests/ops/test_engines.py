@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusedtp.comm import alone, communicator
-from fusedtp.ops import crossover, engines
+from fusedtp.ops import engines, measured
 from fusedtp.ops.moe import grouped
 from fusedtp.ops.moe import plan as routing
 from fusedtp.ops.rows import Rows
@@ -43,7 +43,7 @@ def machine(
     interprets: bool = False,
     capability=(9, 0),
     cuda: bool = True,
-    found=crossover.NOTHING,
+    found=measured.NOTHING,
 ) -> Iterator[list[tuple]]:
     """A machine that is not here. Yields what the crossover table was asked."""
     asked: list[tuple] = []
@@ -58,7 +58,7 @@ def machine(
         *(mock.patch.object(module, "runs_kernels", lambda _: triton) for module in (routing, grouped)),
         mock.patch.object(torch.version, "cuda", "13.0" if cuda else None),
         mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
-        mock.patch.object(crossover, "find", find),
+        mock.patch.object(measured, "find", find),
         mock.patch.object(engines, "kind_of", lambda device: f"a {device.type}"),
     ]
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engi
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_asked_for_runs_whatever_the_table_says(device, engine):
-    found = crossover.Found("triton", "measured", "copy")
+    found = measured.Found("triton", "measured", "copy")
     for dtype, triton in product(DTYPES, (True, False)):
         with machine(triton=triton, found=found):
             assert choose(group(device), engine, dtype=dtype) == (engine, "asked for", "copy")
@@ -163,7 +163,7 @@ def test_auto_on_a_gpu_without_a_table(rows, dtype, here, engine, why):
     assert got.engine == engine and got.reason.startswith(why) and got.transport == "programs"
 
 
-@pytest.mark.parametrize("measured", ["collective", "chunked", "triton"])
+@pytest.mark.parametrize("winner", ["collective", "chunked", "triton"])
 @pytest.mark.parametrize(
     ("dtype", "here", "default"),
     [
@@ -173,11 +173,11 @@ def test_auto_on_a_gpu_without_a_table(rows, dtype, here, engine, why):
         (FP32, {"capability": (7, 5)}, "chunked"),
     ],
 )
-def test_auto_takes_a_measured_engine_unless_it_is_a_kernel_that_cannot_run(measured, dtype, here, default):
-    found = crossover.Found(measured, "measured", "copy")
+def test_auto_takes_a_measured_engine_unless_it_is_a_kernel_that_cannot_run(winner, dtype, here, default):
+    found = measured.Found(winner, "measured", "copy")
     with machine(found=found, **here):
         got = choose(group("cuda"), dtype=dtype)
-    if measured == "triton" and default == "chunked":
+    if winner == "triton" and default == "chunked":
         assert got.engine == "chunked" and "Triton" in got.reason and got.transport == "programs"
     else:
         assert got == tuple(found)
@@ -189,7 +189,7 @@ def test_the_table_is_asked_by_what_the_ranks_share(engine):
         with machine() as asked:
             choose(group("cuda", threads=threads), engine, rows=512, dtype=dtype)
             ranks, name = ("virtual" if threads else "processes"), str(dtype).removeprefix("torch.")
-            key = crossover.Key("all_gather_matmul", name, 2, ranks)
+            key = measured.Key("all_gather_matmul", name, 2, ranks)
             assert asked == [("a cuda", key, 512, 64)]
             engines.choose(group("cuda"), engine, Rows((2, 2)), dtype)  # a mover: no operation, no table
             assert len(asked) == 1

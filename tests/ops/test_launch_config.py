@@ -13,7 +13,7 @@ from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.operands import even_columns
 from fusedtp.ops.launch.run import Launch
-from fusedtp.ops.launch.tuned_entries import REGISTERS
+from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
 from fusedtp.ops.moe.dispatch import pulling

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.bench import tables
 from fusedtp.ops import measured
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, with_senders
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
-from fusedtp.ops.launch import tuned, tuned_entries
+from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import ALL_REGISTERS, HOST, Config, tiles
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction
@@ -50,7 +51,7 @@ def empty(tmp_path: Path) -> Any:
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(list(tuned_entries.KERNELS)),
+    st.sampled_from(list(tuned.KERNELS)),
     st.builds(dict, rows=extents, cols=extents, k=extents, even=st.booleans(), world=st.integers(1, 64)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]),
     entries(),
@@ -65,9 +66,7 @@ def test_a_lookup_never_raises_and_finds_what_was_written(
         warnings.simplefilter("ignore")
         found = tuned.lookup(kernel, machine, dtype, **at)
         key = kernel, str(dtype).removeprefix("torch."), tuned.shape_class(kernel, machine, **at)
-        written = (
-            {tuned_entries.key_of(one): one["config"] for one in table} if machine.name == H200.name else {}
-        )
+        written = {tuned.key_of(one): one["config"] for one in table} if machine.name == H200.name else {}
         assert found == written.get(key, {})
         for one in table:  # every entry is found by the extents of its own class
             own = {axis: n for axis, n in one["class"].items() if axis != "programs"}
@@ -90,14 +89,14 @@ def full(tmp_path_factory) -> Path:
     """A table with another configuration for every class of small extents."""
     random, table = Random(0), []
     for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot"):
-        axes = tuned_entries.KERNELS[kernel].axes
+        axes = tuned.KERNELS[kernel].axes
         for rows, other, even, world in product(
             (0, 1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (0, 1), (2, 3)
         ):
             values = TILE | dict(group=random.randint(1, 9), chunk=random.randint(1, 200))
             values |= {name: random.choice((16, 32, 64)) for name in ("block_m", "block_n")}
             values |= {name: random.randint(1, 300) for name in ("send_programs", "other_programs")}
-            values = {name: n for name, n in values.items() if name in tuned_entries.KERNELS[kernel].sets}
+            values = {name: n for name, n in values.items() if name in tuned.KERNELS[kernel].sets}
             at = dict(rows=rows, cols=other, k=other, even=even, world=world)
             table.append(entry(kernel, values, **{axis: n for axis, n in at.items() if axis in axes}))
     folder = tmp_path_factory.mktemp("full")
@@ -263,19 +262,22 @@ def test_one_bad_entry_puts_the_table_aside(what: str, empty: Path):
 
 def rewritten(path: Path, digest: bool, **changes: Any) -> None:
     body = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(body | ({"digest": measured.digest_of(body)} if digest else {})))
+    rest = {name: value for name, value in body.items() if name != "digest"}
+    path.write_text(json.dumps(body | ({"digest": measured.digest_of(rest)} if digest else {})))
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"format": 2}, "field 'format' is 2, which is newer than this version of fusedtp reads"),
+        ({"format": 3}, "field 'format' is 3, which is newer than this version of fusedtp reads"),
         ({"format": 0}, "field 'format' is 0, which is not known"),
         ({"format": None}, "field 'format' is missing"),
         ({"more": 1}, "fields are missing or unknown: 'more'"),
-        ({"table": "crossover"}, "field 'table' is 'crossover'"),
-        ({"entries": {}}, "field 'entries' is not a list"),
-        ({"entries": [1]}, "field 'entries' is not a list"),
+        ({"format": 1}, "field 'format' is 1, which is not known"),
+        ({"tables": []}, "field 'tables' is not an object"),
+        ({"tables": {"x": []}}, "table 'x' has not the fields measured, entries"),
+        ({"tables": {"x": {"measured": {}, "entries": {}}}}, "field 'entries' of table 'x' is not a list"),
+        ({"tables": {"x": {"measured": {}, "entries": [1]}}}, "field 'entries' of table 'x' is not a list"),
     ],
 )
 def test_a_table_of_another_format_is_put_aside(changes, told, empty: Path):
@@ -286,7 +288,8 @@ def test_a_table_of_another_format_is_put_aside(changes, told, empty: Path):
 
 def test_an_edited_table_is_put_aside(empty: Path):
     path = write_configurations(empty, [entry("matmul", TILE, **MATMUL)])
-    rewritten(path, False, entries=[entry("matmul", TILE | {"num_stages": 2}, **MATMUL)])
+    edited = [entry("matmul", TILE | {"num_stages": 2}, **MATMUL)]
+    rewritten(path, False, tables={tuned.table_name(): {"measured": {}, "entries": edited}})
     with pytest.warns(UserWarning, match="field 'digest' is not that of the content"):
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
 
@@ -320,3 +323,45 @@ def test_damage_gives_the_default_or_changes_nothing(tmp_path_factory, data):
         assert found == TILE and json.loads(path.read_bytes()) == before
     else:
         assert sum("is not used" in str(each.message) for each in seen) == 1
+
+
+def both_found() -> tuple[str, bool]:
+    """The engine of the table of engines, and whether the table of configurations has its entry."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        key = measured.Key("matmul_all_reduce", "float32", 2, "processes")
+        engine = measured.find(H200.name, key, 5, 8).engine
+        return engine, tuned.lookup("matmul", H200, FLOAT, **MATMUL) == TILE
+
+
+def test_both_tables_of_a_machine_stand_in_one_file(empty: Path, monkeypatch):
+    """Writing one keeps the other; a bad entry in one puts only that one aside; a damaged file both."""
+    engines = {
+        "operation": "matmul_all_reduce",
+        "dtype": "float32",
+        "world": 2,
+        "ranks": "processes",
+        "width": 8,
+    }
+    path, good = empty / FILE, engines | {"engines": [[0, "triton"]]}
+    write_configurations(empty, [entry("matmul", TILE, **MATMUL)])
+    for steps, want in (([[0, "magic"]], ("", True)), ([[0, "triton"]], ("triton", True))):
+        others, _ = tables.kept(path, H200.name, "engines", lambda entry: [])
+        tables.write(path, H200.name, "engines", {}, [engines | {"engines": steps}], others)
+        tuned.forget()
+        assert both_found() == want
+    others, _ = tables.kept(path, H200.name, tuned.table_name(), lambda entry: [])
+    tables.write(
+        path, H200.name, tuned.table_name(), {}, [entry("matmul", TILE | {"part": 3}, **MATMUL)], others
+    )
+    tuned.forget()
+    assert both_found() == ("triton", False)
+    path.write_bytes(path.read_bytes()[:-3])
+    tuned.forget()
+    assert both_found() == ("", False)
+    shipped = empty / "shipped"  # a table that the user's file lacks is taken from what ships
+    monkeypatch.setattr(measured, "SHIPPED", shipped)
+    tables.write(shipped / FILE, H200.name, "engines", {}, [good], {})
+    write_configurations(empty, [entry("matmul", TILE, **MATMUL)])
+    tuned.forget()
+    assert both_found() == ("triton", True)

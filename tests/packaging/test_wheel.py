@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 import torch
-import fusedtp, fusedtp.bench.suites.block, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train
+import fusedtp, fusedtp.bench.suites.model, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train
 
 for module in (fusedtp, fusedtp.bench, fusedtp.kernels, fusedtp.nn, fusedtp.parallel, fusedtp.train):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
@@ -82,7 +82,7 @@ def test_wheel_holds_every_module_and_every_kernel(tree: Path, wheel: Path) -> N
     for folder in (tree / "fusedtp", tree / "kernels", tree / "bench"):
         name = "fusedtp" if folder.name == "fusedtp" else f"fusedtp/{folder.name}"
         want |= {f"{name}/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.py")}
-    assert {"fusedtp/kernels/__init__.py", "fusedtp/bench/suites/block.py"} <= set(want)
+    assert {"fusedtp/kernels/__init__.py", "fusedtp/bench/suites/model.py"} <= set(want)
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if name.endswith(".py")} == set(want)
         assert [name for name, text in want.items() if archive.read(name) != text] == []

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from fusedtp.comm import VirtualWorld, communicator
 from fusedtp.nn import ModelConfig, TransformerBlock
-from fusedtp.ops import crossover
+from fusedtp.ops import measured
 from fusedtp.parallel import FusedColwise, FusedRowwise, explain, parallelize
 from fusedtp.parallel.plan import plan_of
 from tests.harness import world
@@ -150,7 +150,7 @@ def transports(group) -> list[str]:
     _, parallel = make_pair(group, options={"engine": "triton"}, num_hidden_layers=1)
     workspace, said = communicator(group).workspace, []
     for transport, captured in (("programs", False), ("copy", False), ("copy", True)):
-        crossover.hold(transport)
+        measured.hold(transport)
         kept = workspace.on_cpu, workspace.epochs
         try:
             if captured:  # the host of a GPU has then lost count
@@ -158,7 +158,7 @@ def transports(group) -> list[str]:
             said.append(str(explain(parallel, tokens=8, dtype=torch.float32)))
         finally:
             workspace.on_cpu, workspace.epochs = kept
-            crossover.hold(None)
+            measured.hold(None)
     return said
 
 

@@ -21,15 +21,140 @@ A missing entry means the default of config.py. `report()` lists what was looked
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fusedtp.ops.measured import Table, read, renew, say
+from fusedtp.ops import measured
+from fusedtp.ops.measured import Faults, Table, renew, say, wrong_number
 
 from .config import Config, Machine
-from .tuned_entries import EXACT, KERNELS, SPLIT, SWITCHES, faults, key_of
+
+NEEDED = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+TILE = (*NEEDED, "group", "part", "max_registers")
+SPLIT = ("chunk", "send_programs", "other_programs")
+SWITCHES = ("tma", "specialized", "halves")  # 0 or 1
+LIMITS = {  # least, most, a power of two
+    "block_m": (16, 256, True),
+    "block_n": (16, 256, True),
+    "block_k": (16, 256, True),
+    "num_warps": (1, 16, True),
+    "num_stages": (1, 8, False),
+    "group": (1, 64, False),
+    "part": (32, 4096, True),
+    "max_registers": (0, 255, False),
+    "tma": (0, 1, False),
+    "specialized": (0, 1, False),
+    "halves": (0, 1, False),
+    "chunk": (1, 1 << 16, False),
+    "send_programs": (1, 4096, False),
+    "other_programs": (1, 4096, False),
+}
+EXACT = ("even", "world", "programs")
+REGISTERS = 1 << 16  # of a multiprocessor
+
+
+class Kernel(NamedTuple):
+    """What the class of a kernel's entries is made of, and which fields they set."""
+
+    axes: tuple[str, ...]
+    sets: tuple[str, ...]
+
+
+_SCATTER = Kernel(("rows", "cols", "even", "world", "programs"), (*TILE, "tma", *SPLIT))
+_GATHER = Kernel(("rows", "cols", "k", "even", "world", "programs"), (*TILE, "tma"))
+KERNELS = {
+    "matmul": Kernel(("rows", "cols", "k", "even", "programs"), (*TILE, *SWITCHES)),
+    "all_gather_matmul": _GATHER,
+    "all_gather_wgrad": _GATHER,
+    "all_gather": Kernel(("rows", "k", "world", "programs"), ("chunk", "send_programs")),
+    "matmul_reduce_scatter": _SCATTER,
+    "one_shot": _SCATTER,
+    "two_shot": _SCATTER,
+}
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def key_of(entry: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+    """What an entry of a table is for."""
+    axes = KERNELS[entry["kernel"]].axes
+    return entry["kernel"], entry["dtype"], tuple(entry["class"][axis] for axis in axes)
+
+
+def faults(entry: dict[str, Any], machine: Machine) -> Faults:
+    """What is wrong with one entry {"kernel", "dtype", "class", "config"} of a table of this kind of machine."""
+    if not (isinstance(entry.get("kernel"), str) and entry["kernel"] in KERNELS):
+        return [f"field 'kernel' is {entry.get('kernel')!r}; known are {', '.join(KERNELS)}"]
+    kernel, found = KERNELS[entry["kernel"]], []
+    if entry.get("dtype") not in DTYPES:
+        found.append(f"field 'dtype' is {entry.get('dtype')!r}; known are {', '.join(DTYPES)}")
+    odd = set(entry) - {"kernel", "dtype", "class", "config", "seconds", "default_seconds", "shapes"}
+    found += [f"unknown field {name!r}" for name in sorted(odd)]
+    at = entry.get("class")
+    if not isinstance(at, dict) or set(at) != set(kernel.axes):
+        found.append(f"field 'class' must give {', '.join(kernel.axes)}, not {at!r}")
+    else:
+        for axis, value in at.items():
+            wrong = wrong_number(value, 0, 1 << 40, axis not in EXACT)
+            found += [f"class.{axis} {wrong}"] if wrong else []
+    values = entry.get("config")
+    if not isinstance(values, dict):
+        return [*found, f"field 'config' must be an object, not {values!r}"]
+    return [
+        *found,
+        *(f"config.{each}" for each in config_faults(kernel, values, str(entry["dtype"]), machine)),
+    ]
+
+
+def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine: Machine) -> Faults:
+    """What makes values impossible for a kernel on this machine. Bytes and registers are lower bounds."""
+    found = [f"{name} is no field of this kernel" for name in values if name not in kernel.sets]
+    found += [f"{name} is missing" for name in NEEDED if name in kernel.sets and name not in values]
+    for name in kernel.sets:
+        wrong = wrong_number(values[name], *LIMITS[name]) if name in values else ""
+        found += [f"{name} {wrong}"] if wrong else []
+    if found or machine.clock == "host" or "block_m" not in values:
+        return found
+    m, n, k = values["block_m"], values["block_n"], values["block_k"]
+    width = 4 if dtype == "float32" else 2
+    shared = max(1, values["num_stages"] - 1) * (m + n) * k * width
+    if shared > machine.shared_bytes:
+        stages, most = values["num_stages"], machine.shared_bytes
+        found.append(f"num_stages {stages} keeps {shared} bytes of shared memory, of {most}")
+    lanes = 32 * values["num_warps"]
+    registers = values.get("max_registers", 0)
+    if machine.clock == "cuda" and lanes * max(registers, m * n // lanes) > REGISTERS:
+        found.append(
+            f"max_registers {registers}: {lanes} threads with a tile of {m} x {n} have {REGISTERS} registers"
+        )
+    if machine.clock != "cuda" and registers:
+        found.append(f"max_registers {registers} is an option of CUDA only")
+    if machine.clock == "cuda" and 0 < registers < 32:
+        found.append(f"max_registers {registers} is too few to run")
+    return [*found, *_switch_faults(values, dtype, machine)]
+
+
+def _switch_faults(values: Mapping[str, Any], dtype: str, machine: Machine) -> Faults:
+    """What is switched on that this machine, or this dtype, has not."""
+    found = []
+    if values.get("tma") and (machine.capability < 90 or dtype == "float32"):
+        found.append(f"tma needs sm_90 or later and 16 bits; this is sm_{machine.capability}, {dtype}")
+    if values.get("specialized"):
+        if not values.get("tma") or machine.capability // 10 != 10:
+            found.append(
+                "specialized needs tma and sm_100: see Note [Warp specialisation] in kernels/matmul.py"
+            )
+        if values.get("max_registers"):
+            found.append("max_registers is a limit of all warps alike, which those of specialized are not")
+    return found
+
+
+assert set(LIMITS) <= {field.name for field in fields(Config)}
+
+
+# -- looking one up ---------------------------------------------------------------------------------------------------
 
 MOST_ROWS = 1 << 15
 NOTHING: Mapping[str, int] = {}
@@ -102,7 +227,7 @@ def _lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) -
     if table is not None:
         where = str(table.path) if found else f"default: {table.path} has no such entry"
     else:
-        where = f"default: {_file(machine.name)} was not found, or not good"
+        where = f"default: no good table {table_name()!r} in {measured.file_of(machine.name)}"
     _miss(machine, found, where, key)
     _seen[key] = where
     return found
@@ -172,6 +297,7 @@ def hold(kernel: str, values: Mapping[str, int] | None) -> None:
 
 def forget() -> None:
     """Read tables anew at the next call."""
+    measured.forget()
     _forget_remembered()
     _table.cache_clear()
     _read.cache_clear()
@@ -187,16 +313,12 @@ def _forget_remembered() -> None:
     renew()
 
 
-def file_of(machine: Machine) -> str:
-    """The name of the file with the configurations of this kind of machine, and of the Triton that is installed."""
-    return _file(machine.name)
-
-
 @cache
-def _file(name: str) -> str:
+def table_name() -> str:
+    """The name of the table of configurations: another compiler may need more shared memory than the GPU has."""
     import triton
 
-    return f"{name}.triton-{'.'.join(triton.__version__.split('.')[:2])}.json"
+    return f"triton-{'.'.join(triton.__version__.split('.')[:2])}"
 
 
 Entries = dict[tuple[str, str, tuple[int, ...]], Mapping[str, int]]
@@ -210,6 +332,6 @@ def _table(machine: Machine) -> tuple[Table | None, Entries]:
 @cache
 def _read(name: str, clock: str, shared_bytes: int, capability: int) -> tuple[Table | None, Entries]:
     """Once for a GPU, however many ranks share it."""
-    file, machine = _file(name), Machine(clock, 0, shared_bytes, name=name, capability=capability)
-    table = read(file, "configurations", file.removesuffix(".json"), lambda entry: faults(entry, machine))
+    machine = Machine(clock, 0, shared_bytes, name=name, capability=capability)
+    table = measured.read(table_name(), name, lambda entry: faults(entry, machine))
     return table, {} if table is None else {key_of(entry): entry["config"] for entry in table.entries}

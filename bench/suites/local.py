@@ -1,7 +1,11 @@
-"""RMSNorm (alone and with the residual sum before it), SwiGLU and rotary embedding, forward and backward.
+"""Suites of one device: the plain matmul, and the operations that move every byte once.
 
-Bytes are those that must move: each input read once and each output written once, forward; backward reads the gradient
-of the output and what the forward kept, and writes the gradients. The roof is a copy's bytes read and written.
+    matmul      the plain Triton matmul, which the fused kernels add communication to, against the vendor's
+    pointwise   RMSNorm (alone and with the residual sum before it), SwiGLU and rotary embedding, forward and backward
+
+Bytes of `pointwise` are those that must move: each input read once and each output written once, forward; backward
+reads the gradient of the output and what the forward kept, and writes the gradients. The roof is a copy's bytes read
+and written.
 
     rms_norm        fwd x -> y                 bwd dy, x -> dx
     add_rms_norm    fwd x, residual -> y, h    bwd dy, dh, h -> dx
@@ -12,7 +16,6 @@ of the output and what the forward kept, and writes the gradients. The roof is a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,81 +26,102 @@ from fusedtp.nn import TokenLayout
 from fusedtp.nn.mlp import gated
 from fusedtp.nn.norm import rms_norm
 from fusedtp.nn.rope import rotary_tables, rotate_pair
-from fusedtp.ops import pointwise
+from fusedtp.ops import launch, pointwise
+from fusedtp.ops import matmul as cpu
 
-from .. import baselines, errors
+from .. import errors, rivals
+from ..cases import Case, named
 from ..options import Plan
-from ..ranks import Rank
+from ..rank import Rank
+from ..rivals import matmul as vendor
 from ..rows import Row
-from ..sample import Rotating, Way
-from ..shapes import MODELS, Model
-from .common import drop_what_fails, offer, rows_of
+from ..shapes import MODELS, Model, layers
+from ..ways import INTERPRETED, Ways
 
-NAME, RANKS = "pointwise", "one"
 EPS = 1e-5
 Outputs = tuple[Tensor, ...]
+OPERATIONS = {  # tensors of a token's width that move: forward, backward
+    "rms_norm": (2, 3),
+    "add_rms_norm": (4, 4),
+    "swiglu": (3, 5),
+    "rope": (2, 2),
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One operation on T tokens of a model; swiglu has a rank's part of the intermediate size, rope of the heads."""
-
-    operation: str
-    model: str
-    tokens: int
-    tp: int
-    dtype: str
-    backward: bool
-
-    @property
-    def shape(self) -> dict[str, int | str]:
-        direction = "fwd+bwd" if self.backward else "fwd"
-        return {
-            "model": self.model, "op": self.operation, "T": self.tokens, "width": self.width, "tp": self.tp,
-            "direction": direction,
-        }  # fmt: skip
-
-    @property
-    def label(self) -> str:
-        return " ".join(f"{value}" for value in (*self.shape.values(), self.dtype))
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """(query heads, kv heads, head_dim) of a rank."""
-        model = MODELS[self.model]
-        return model.heads // self.tp, max(1, model.kv_heads // self.tp), model.head_dim
-
-    @property
-    def width(self) -> int:
-        """Elements of a token, of one input."""
-        model = MODELS[self.model]
-        if self.operation == "swiglu":
-            return model.intermediate // self.tp
-        if self.operation == "rope":
-            queries, keys, head_dim = self.heads
-            return (queries + keys) * head_dim
-        return model.hidden
-
-    @property
-    def moved(self) -> int:
-        """Bytes read and written."""
-        forward = {"rms_norm": 2, "add_rms_norm": 4, "swiglu": 3, "rope": 2}[self.operation]
-        backward = {"rms_norm": 3, "add_rms_norm": 4, "swiglu": 5, "rope": 2}[self.operation]
-        tensors = forward + (backward if self.backward else 0)
-        return tensors * self.tokens * self.width * int(getattr(torch, self.dtype).itemsize)
+# -- matmul ----------------------------------------------------------------------------------------------------------
 
 
-def cases(plan: Plan, tp: int) -> list[Case]:
-    """Every operation on every model."""
+def matmul_cases(plan: Plan, tp: int) -> list[Case]:
+    """All layers of the shapes as one rank of `tp` has them, and squares; small before large."""
+    found = []
+    for tokens in sorted(plan.tokens):
+        for model in plan.shapes:
+            for layer in layers(model, tp):
+                rows = layer.n if layer.kind == "square" else tokens
+                names = named(model=model, layer=layer.name, T=rows, K=layer.k, N=layer.n, tp=tp)
+                found += [Case("matmul", dtype, rows, layer.k, layer.n, names=names) for dtype in plan.dtypes]
+    return list(dict.fromkeys(found))
+
+
+@torch.no_grad()
+def measure_matmul(rank: Rank, case: Case) -> list[Row]:
+    """Rows of one case."""
+
+    def operands(seed: int) -> tuple[Tensor, ...]:
+        x = rank.randn(case.tokens, case.k, dtype=case.dtype, seed=2 * seed)
+        return x, rank.randn(case.n, case.k, dtype=case.dtype, seed=2 * seed + 1, scale=case.k**-0.5)
+
+    on_cpu, ways = rank.device.type == "cpu", Ways(rank, "matmul", case)
+    ways.add(rivals.vendor_name(rank.device), vendor)
+    if on_cpu:
+        ways.add("fusedtp (local matmul of chunked)", cpu.linear)
+        ways.add("fusedtp triton", None, INTERPRETED)
+    else:
+        ways.add("fusedtp triton", launch.matmul)
+    compiled = rivals.compiled(lambda x, w: x @ w.t(), rank.device, rank.plan.compile)
+    ways.add("torch.compile", *compiled)
+    sets = rank.copies(operands)
+    sampled = errors.sampled(case.tokens).to(rank.device)
+    x, w = sets[0]
+    want = errors.product(x, w, sampled)
+    ways.prepare(sets)
+    found = {
+        name: {"error": errors.compare(function(*sets[0])[sampled], want, case.k)}
+        for name, function in ways.functions.items()
+    }
+    return ways.rows(found, flops=case.flops, roof=rank.roofs[case.dtype])
+
+
+# -- pointwise -------------------------------------------------------------------------------------------------------
+
+
+def pointwise_cases(plan: Plan, tp: int) -> list[Case]:
+    """Every operation on every model; swiglu has a rank's part of the intermediate size, rope of the heads."""
     models: list[Model] = [MODELS[name] for name in plan.shapes if name in MODELS]
     return [
-        Case(operation, model.name, tokens, tp, dtype, backward)
+        pointwise_case(operation, model, tokens, tp, dtype, backward)
         for tokens in sorted(plan.tokens)
         for model in models
-        for operation in ("rms_norm", "add_rms_norm", "swiglu", "rope")
+        for operation in OPERATIONS
         for dtype in plan.dtypes
         for backward in (False, True)
     ]
+
+
+def pointwise_case(operation: str, model: Model, tokens: int, tp: int, dtype: str, backward: bool) -> Case:
+    """k: elements of a token, of one input; model: the model, query heads and kv heads of a rank."""
+    queries, keys = model.heads // tp, max(1, model.kv_heads // tp)
+    widths = {"swiglu": model.intermediate // tp, "rope": (queries + keys) * model.head_dim}
+    width, direction = widths.get(operation, model.hidden), "fwd+bwd" if backward else "fwd"
+    names = named(model=model.name, op=operation, T=tokens, width=width, tp=tp, direction=direction)
+    heads = model.head_dim, queries, keys
+    return Case(operation, dtype, tokens, width, backward=backward, names=names, model=heads)
+
+
+def moved(case: Case) -> float:
+    """Bytes read and written."""
+    forward, backward = OPERATIONS[case.operation]
+    return float((forward + backward * case.backward) * case.tokens * case.k * case.itemsize)
 
 
 def operands(rank: Rank, case: Case, seed: int) -> Outputs:
@@ -108,20 +132,15 @@ def operands(rank: Rank, case: Case, seed: int) -> Outputs:
         return t.requires_grad_() if case.backward else t
 
     if case.operation == "rope":
-        queries, keys, head_dim = case.heads
+        head_dim, queries, keys = case.model
         tables = rotary_tables(TokenLayout(1, case.tokens), head_dim, device=rank.device)
-        return (
-            draw(0, 1, case.tokens, queries, head_dim),
-            draw(1, 1, case.tokens, keys, head_dim),
-            *tables,
-        )
-    x = draw(0, case.tokens, case.width)
-    weight = draw(2, case.width)
-    return {
-        "rms_norm": lambda: (x, weight),
-        "add_rms_norm": lambda: (x, draw(1, case.tokens, case.width), weight),
-        "swiglu": lambda: (x, draw(1, case.tokens, case.width)),
-    }[case.operation]()
+        q, k = (draw(i, 1, case.tokens, heads, head_dim) for i, heads in enumerate((queries, keys)))
+        return q, k, *tables
+    x, weight = draw(0, case.tokens, case.k), draw(2, case.k)
+    if case.operation == "rms_norm":
+        return x, weight
+    other = draw(1, case.tokens, case.k)
+    return (x, other) if case.operation == "swiglu" else (x, other, weight)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -158,10 +177,10 @@ OURS: dict[str, Callable[..., Outputs]] = {
 }
 
 
-def liger(case: Case, device: torch.device) -> baselines.Found:
+def liger(operation: str, device: torch.device) -> rivals.Found:
     """The same of Liger-Kernel. Where it is too old to have the residual sum before its norm, that is torch's."""
-    if case.operation == "rope":
-        function, why = baselines.liger("rope", "LigerRopeFunction", device)
+    if operation == "rope":
+        function, why = rivals.liger("rope", "LigerRopeFunction", device)
 
         def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Outputs:
             # Tables of whole heads [1, S, D], heads before tokens: as transformers' models hold them.
@@ -170,14 +189,14 @@ def liger(case: Case, device: torch.device) -> baselines.Found:
             return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
         return (rope if function is not None else None), why
-    if case.operation == "swiglu":
-        function, why = baselines.liger("swiglu", "LigerSiLUMulFunction", device)
+    if operation == "swiglu":
+        function, why = rivals.liger("swiglu", "LigerSiLUMulFunction", device)
         return (None if function is None else lambda gate, up: (function.apply(gate, up),)), why
-    if case.operation == "add_rms_norm":
-        both, why = baselines.liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", device)
+    if operation == "add_rms_norm":
+        both, why = rivals.liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", device)
         if both is not None:
             return lambda x, residual, weight: both.apply(x, residual, weight, EPS, 0.0, "llama", False), why
-    function, why = baselines.liger("rms_norm", "LigerRMSNormFunction", device)
+    function, why = rivals.liger("rms_norm", "LigerRMSNormFunction", device)
     if function is None:
         return None, why
 
@@ -185,7 +204,7 @@ def liger(case: Case, device: torch.device) -> baselines.Found:
         y: Tensor = function.apply(x, weight, EPS, 0.0, "llama", False)
         return y
 
-    if case.operation == "rms_norm":
+    if operation == "rms_norm":
         return lambda x, weight: (norm(x, weight),), ""
 
     def add_then_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
@@ -195,32 +214,25 @@ def liger(case: Case, device: torch.device) -> baselines.Found:
     return add_then_norm, ""
 
 
-def measure(rank: Rank, case: Case) -> list[Row]:
+def measure_pointwise(rank: Rank, case: Case) -> list[Row]:
     """Rows of one case."""
-    functions: dict[str, Callable[..., Outputs]] = {
-        "torch": TORCH[case.operation],
-        "fusedtp": OURS[case.operation],
-    }
-    absent: dict[str, str] = {}
-    compiled = baselines.compiled(TORCH[case.operation], rank.device, rank.plan.compile)
-    offer(functions, absent, "torch.compile", compiled)
-    offer(functions, absent, "Liger-Kernel", liger(case, rank.device))
+    ways, plain = Ways(rank, "pointwise", case), TORCH[case.operation]
+    ways.add("torch", plain)
+    ways.add("fusedtp", OURS[case.operation])
+    ways.add("torch.compile", *rivals.compiled(plain, rank.device, rank.plan.compile))
+    ways.add("Liger-Kernel", *liger(case.operation, rank.device))
     # Liger-Kernel writes gradients over its inputs: it gets its own.
     inputs: dict[str, list[tuple[Any, ...]]] = {
         name: rank.copies(lambda seed: operands(rank, case, seed))
-        for name in ("torch", "Liger-Kernel")
-        if name in functions
+        for name in ("", "Liger-Kernel")
+        if name in ("", *ways.functions)
     }
-    shared = inputs["torch"]
-    ways: dict[str, Way] = {
-        name: Rotating(_both(fn) if case.backward else _forward(fn), inputs.get(name, shared))
-        for name, fn in functions.items()
+    ways.prepare(inputs, lambda _, fn: _both(fn) if case.backward else _forward(fn))
+    found = {
+        name: {"error": error(case, fn, inputs.get(name, inputs[""])[0])}
+        for name, fn in ways.functions.items()
     }
-    drop_what_fails(rank, ways, functions, absent)
-    found = {name: {"error": error(case, fn, inputs.get(name, shared)[0])} for name, fn in functions.items()}
-    return rows_of(
-        rank, NAME, case, ways, found, absent, moved_bytes=float(case.moved), roof=rank.roofs["copy"]
-    )
+    return ways.rows(found, moved_bytes=moved(case), roof=rank.roofs["copy"])
 
 
 def _forward(fn: Callable[..., Outputs]) -> Callable[..., object]:
@@ -261,7 +273,7 @@ def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Er
     # On a CPU silu(gate) is rounded before it meets up.
     roundings = 2 if case.operation == "swiglu" and tokens.device.type == "cpu" else 1
     found = [
-        errors.elementwise(y, exact, _magnitude(case, some, exact), case.width + 16, roundings)
+        errors.elementwise(y, exact, _magnitude(case, some, exact), case.k + 16, roundings)
         for y, exact in zip(got, want)
     ]
     return errors.Error(max(e.largest for e in found), max(e.share for e in found))

@@ -3,6 +3,15 @@
 torch.compile    needs a C++ compiler on CPU, Triton on a GPU
 Liger-Kernel     the optional extra `liger`; its kernels need a GPU
 symm_mem         torch's fused_all_gather_matmul and fused_matmul_reduce_scatter: a GPU for each process
+by hand          the process group's collectives and torch's matmuls, one after another
+
+Parallel linear layers by hand save the shard of x, as fusedtp does:
+
+    Column   y = gather(x) @ w.T     dx = reduce_scatter(dy @ w)    dw = dy.T @ gather(x)
+    Row      y = reduce_scatter(x @ w.T)    dx = gather(dy) @ w     dw = gather(dy).T @ x, of one gather
+
+On a CPU without 16-bit instructions 16-bit matmuls go through fp32, as fusedtp's do: what is compared is the
+communication.
 """
 
 from __future__ import annotations
@@ -12,12 +21,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
 # torch 2.13 renamed both and warns of the old names.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -122,3 +133,61 @@ def vendor_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "torch.matmul"
     return "torch.matmul (hipBLAS)" if torch.version.hip else "torch.matmul (cuBLAS)"
+
+
+class Nothing(ByHand):
+    """The same outputs, never written: what remains are the matmuls."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._output("gather", x.shape[0] * self.world_size, x.shape[1], x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._output("scatter", x.shape[0] // self.world_size, x.shape[1], x)
+
+
+@cache
+def widens(dtype: torch.dtype) -> bool:
+    """Whether matmuls of this dtype run faster in fp32 on this CPU."""
+    ops = torch.ops.mkldnn
+    if dtype == torch.bfloat16:
+        return not ops._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and not ops._is_mkldnn_fp16_supported()
+
+
+def matmul(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, K] @ w [N, K].T by the vendor's library; 16 bits through fp32 on a CPU that is faster so."""
+    if x.device.type == "cpu" and widens(x.dtype):
+        return torch.mm(x.float(), w.float().t()).to(x.dtype)
+    return torch.mm(x, w.t())
+
+
+class Column(Function):
+    """x [T_r, K], w [N_r, K] -> y [T, N_r]."""
+
+    @staticmethod
+    def forward(ctx: Any, moves: ByHand, x: Tensor, w: Tensor) -> Tensor:
+        ctx.moves = moves
+        ctx.save_for_backward(x, w)
+        return matmul(moves.gather(x), w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, w = ctx.saved_tensors
+        dx = ctx.moves.reduce_scatter(matmul(dy, w.t()))
+        return None, dx, matmul(dy.t(), ctx.moves.gather(x).t())
+
+
+class Row(Function):
+    """x [T, K_r], w [N, K_r] -> y [T_r, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, moves: ByHand, x: Tensor, w: Tensor) -> Tensor:
+        ctx.moves = moves
+        ctx.save_for_backward(x, w)
+        return moves.reduce_scatter(matmul(x, w)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, w = ctx.saved_tensors
+        full = ctx.moves.gather(dy)
+        return None, matmul(full, w.t()), matmul(full.t(), x.t())

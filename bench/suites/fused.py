@@ -1,0 +1,212 @@
+"""A suite for every operation that declares an example: the fused operation against what it replaces.
+
+From the declaration (fusedtp/ops/operation.py, Example) follow the layers it runs on, its operands, the matmul alone,
+the communication alone, both after each other, the call of each engine, the bytes and flops, and a reference for the
+error. Only what others offer stands here by name: torch's own fusion, and the kernel with all its data there
+(arrived.py). That one has a GPU of its own, which of a virtual world only the first rank has, while the others are
+idle.
+
+Everything is sampled in one interleaved run, and each fused row carries the times of the two parts, from which its
+share of hidden communication follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops.operation import OPERATIONS
+from fusedtp.ops.rows import Rows, split
+from fusedtp.ops.shards import gather_rows, scatter_rows
+
+from .. import arrived, errors, rivals
+from ..arrived import Pair
+from ..cases import Case, even, layer_cases
+from ..errors import Error
+from ..options import Plan
+from ..rank import Rank
+from ..rivals import matmul
+from ..rows import Row
+from ..ways import COPIED, Function, Ways, held_gbps
+
+MATMUL, OURS_ALONE = "matmul alone", COPIED[0]
+ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
+LocalError = Callable[[Tensor], Error]
+TORCHS = {  # operation -> (torch.ops.symm_mem, group) -> a function of both operands
+    "all_gather_matmul": lambda library, group: (
+        lambda x, w: library.fused_all_gather_matmul(x, [w.t()], 0, group.group_name)[1][0]
+    ),
+    "matmul_reduce_scatter": lambda library, group: (
+        lambda x, w: library.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)
+    ),
+}
+
+
+def suite_of(operation: str) -> str:
+    """Its name on the command line."""
+    return operation.replace("_", "-")
+
+
+SUITES = {suite_of(name): name for name, operation in OPERATIONS.items() if operation.example is not None}
+
+
+def cases(suite: str, plan: Plan, tp: int) -> list[Case]:
+    """The layers of its kind. Raises ValueError for tokens that do not split evenly, if they must."""
+    found = layer_cases(plan, tp, SUITES[suite])
+    return found if found and found[0].example.moves == "all_reduce" else even(found, suite)
+
+
+class Parts:
+    """An operation on one case and rank, taken apart; every function takes both operands.
+
+    alone     our own copies over the workspace
+    local     the matmul
+    """
+
+    def __init__(self, rank: Rank, case: Case) -> None:
+        comm, example = rank.comm, case.example
+        assert comm is not None
+        self.rank, self.case, self.factors = rank, case, example.factors
+        self.rows, self.own = Rows(split(case.tokens, case.tp)), case.tokens // case.tp
+        self.gathers = example.moves == "gather"
+        self.sampled, self.want = errors.sampled(case.tokens), None
+        self.first = case.draw(rank)(0)
+        x, w = self.first
+        self.full = gather_rows(comm, x, self.rows) if self.gathers else None
+        self.partial = None if self.gathers else rank.randn(case.tokens, case.n, dtype=case.dtype, seed=99)
+        a, b = self.factors(x if self.full is None else self.full, w)
+        self.sampled = errors.sampled(a.shape[0])
+        part = errors.product(a, b, self.sampled)
+        self.terms, self.local_part = a.shape[1], part
+        if self.gathers:
+            self.want = part
+        else:
+            total, terms, parts = (comm.all_reduce(t) for t in (part.y, part.terms, part.y.abs()))
+            self.want = errors.Reference(total, terms, parts)
+        mine = (self.sampled >= rank.rank * self.own) & (self.sampled < (rank.rank + 1) * self.own)
+        # Rows of the result that this rank has, and their places in it.
+        self.here = mine if example.moves == "scatter" else torch.ones_like(mine)
+        self.places = self.sampled[self.here] - (rank.rank * self.own if example.moves == "scatter" else 0)
+
+    def alone(self, x: Tensor, w: Tensor) -> Tensor:
+        comm = self.rank.comm
+        assert comm is not None
+        if self.partial is None:
+            return gather_rows(comm, x, self.rows)
+        mine = scatter_rows(comm, self.partial, self.rows)
+        return mine if self.case.example.moves == "scatter" else gather_rows(comm, mine, self.rows)
+
+    def local(self, x: Tensor, w: Tensor) -> Tensor:
+        return matmul(*self.factors(x if self.full is None else self.full, w))
+
+    def by_hand(self, hand: Any) -> tuple[Function, Function]:
+        """(communication alone, both after each other) by the group's collectives."""
+        if self.gathers:
+            return lambda x, w: hand.gather(x), lambda x, w: matmul(*self.factors(hand.gather(x), w))
+        move = getattr(hand, {"scatter": "reduce_scatter"}.get(self.case.example.moves, "all_reduce"))
+        return lambda x, w: move(self.partial), lambda x, w: move(matmul(*self.factors(x, w)))
+
+    def error(self, y: Tensor, is_ours: bool) -> Error:
+        """Of the result of the first operands, on all ranks. Collective."""
+        # Ours sums in fp32; a collective may round after each addition, in its own order.
+        roundings, ranks = (1, 1) if self.gathers else (1 if is_ours else self.case.tp, self.case.tp)
+        want = self._here(self.want)
+        found = errors.compare(y[self.places.to(y.device)], want, self.terms, ranks, roundings)
+        return Error(*self.rank.worst(*found))
+
+    def _here(self, want: errors.Reference | None) -> errors.Reference:
+        assert want is not None
+        y, terms, parts = (None if t is None else t[self.here.to(t.device)] for t in want)
+        assert y is not None and terms is not None
+        return errors.Reference(y, terms, parts)
+
+    def there(self) -> tuple[Pair, LocalError]:
+        """The fused kernel with all data there and the plain one, and the error of what both return."""
+        x, w = self.first
+        number = self.rank.rank
+        if self.gathers:
+            assert self.full is not None
+            places, part = self.places, self._here(self.local_part)
+            return arrived.gather(number, self.rows, self.full, w), lambda y: errors.compare(
+                y[places.to(y.device)], part, self.terms
+            )
+        parts = self.rank.randn(self.case.tp, self.own, self.case.n, dtype=self.case.dtype, seed=98)
+        others = torch.cat([parts[:number], parts[number + 1 :]])[:, self.places.to(x.device)].double()
+        part = self._here(self.local_part)
+        total = errors.Reference(part.y + others.sum(0), part.terms + others.abs().sum(0), part.y.abs())
+
+        def local_error(y: Tensor) -> Error:
+            return errors.compare(y[self.places.to(y.device)], total, self.terms, self.case.tp)
+
+        return arrived.scatter(number, self.rows, parts, x, w), local_error
+
+
+@torch.no_grad()
+def measure(rank: Rank, case: Case) -> list[Row]:
+    """All ways of one case, interleaved. Collective."""
+    parts, ways = Parts(rank, case), Ways(rank, suite_of(case.operation), case)
+    collective = rivals.collective_name(rank.device)
+    collective_alone, both = f"communication alone: {collective}", f"{collective} + matmul"
+    ways.functions |= {MATMUL: parts.local, OURS_ALONE: parts.alone}
+    hand, why = rivals.by_hand(rank.group, rank.device)
+    if hand is not None:
+        ways.functions[collective_alone], ways.functions[both] = parts.by_hand(hand)
+    else:
+        ways.absent[both] = why
+    library, why = rivals.symm_mem(rank.group, rank.device)
+    torchs = TORCHS.get(case.operation) if library is not None else None
+    ways.add("torch symm_mem", torchs and torchs(library, rank.group), why or "torch has no such operation")
+    for engine in rank.plan.engines:
+        if engine == "triton-copy" and not parts.gathers:
+            ways.absent[f"fusedtp {engine}"] = "copies carry the rows of a gather only"
+        else:
+            ways.add_engine(engine, case.call(rank, engine))
+    ours, is_wrong = [f"fusedtp {engine}" for engine in rank.plan.engines], None
+    if case.operation in TORCHS and "triton" in rank.plan.engines and rank.link is None:
+        if "fusedtp triton" in ways.absent:
+            ways.absent[ARRIVED] = ways.absent["fusedtp triton"]
+        elif rank.world == "virtual" and rank.rank > 0:
+            ways.functions |= {ARRIVED: _nothing, PLAIN: _nothing}
+        else:
+            pair, is_wrong = parts.there()
+            ways.functions |= {ARRIVED: pair.fused, PLAIN: pair.plain}
+    ways.prepare(rank.copies(case.draw(rank)))
+    wrong = {
+        name: parts.error(function(*parts.first), name in ours)
+        for name, function in ways.functions.items()
+        if "alone" not in name and name not in (ARRIVED, PLAIN)
+    }
+    if ARRIVED in ways.functions:
+        y = ways.functions[ARRIVED](*parts.first)
+        wrong[ARRIVED] = Error(*rank.worst(*(is_wrong(y) if is_wrong is not None else Error(0.0, 0.0))))
+    spreads = rank.measure(ways.timed)
+    alone = [spreads[name].median for name in (collective_alone, OURS_ALONE) if name in spreads]
+    t_comm, t_matmul = min(alone), spreads[MATMUL].median
+    rows = []
+    for name, spread in spreads.items():
+        figures: dict[str, Any] = {}
+        if name in (OURS_ALONE, collective_alone):
+            # Each byte that a rank receives is read once and written once, as the roof's copy does.
+            figures |= dict(moved_bytes=2 * case.moved, roof=rank.roofs["copy"])
+        else:
+            one = rank.world == "virtual" and name in (ARRIVED, PLAIN)
+            flops = case.flops / case.tp if one else case.flops
+            figures |= dict(flops=flops, roof=rank.roofs[case.dtype], error=wrong.get(name))
+        if name == ARRIVED:
+            figures |= dict(t_plain=spreads[PLAIN].median if PLAIN in spreads else None)
+        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN) and _whole_link(rank, name):
+            figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
+        rows.append(ways.row(name, spread, **figures))
+    return rows + ways.missing()
+
+
+def _nothing(*_: Any) -> Any:
+    """What a rank does while another one has the GPU."""
+
+
+def _whole_link(rank: Rank, name: str) -> bool:
+    """Whether all that this way moves takes the link that the communication alone took, or there is none to hold."""
+    return rank.link is None or held_gbps(rank, name) is not None
