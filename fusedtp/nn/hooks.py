@@ -4,7 +4,7 @@ The modules of this package are ordinary single-device modules. `fusedtp.paralle
 of them an attribute `parallel`; where it is not None, the module hands over the few steps that differ:
 
     module                    step                      hook
-    Linear, several on one x  one gather, W matmuls     parallel.project(x, linears, layout) -> tuple
+    Linear, several on one x  one gather, W matmuls     parallel.project(x, linears, layout, gathering) -> tuple
     Linear                    the whole layer           parallel.linear(x, linear, layout) -> Tensor
     VocabParallelEmbedding    the lookup                parallel.embed(input_ids, embedding, layout)
     Experts                   the whole layer           parallel.experts(x, expert_ids, weights, experts, layout)
@@ -20,7 +20,7 @@ and its neighbours balance.py and capacity.py (whose batch is that of all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -44,9 +44,16 @@ class Parallel(Protocol):
         """Column-parallel: [T_r, K] -> [T, N_r]. Row-parallel: [T, K_r] -> [T_r, N]."""
 
     def project(
-        self, x: Tensor, linears: Sequence[nn.Module], layout: TokenLayout | None
+        self,
+        x: Tensor,
+        linears: Sequence[nn.Module],
+        layout: TokenLayout | None,
+        gathering: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Column-parallel, several weights on one gathered x: [T_r, K] -> ([T, N_r], ...)."""
+        """Column-parallel, several weights on one gathered x: [T_r, K] -> ([T, N_r], ...).
+
+        gathering   an operation to do it by, where x is gathered; called as all_gather_matmul is
+        """
 
     def embed(self, input_ids: Tensor, embedding: nn.Module, layout: TokenLayout) -> Tensor:
         """[T] ids of all ranks -> [T_r, H]."""

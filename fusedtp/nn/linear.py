@@ -5,7 +5,7 @@ fp32 parameters with bf16 activations then compute in bf16, and the optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,13 +94,19 @@ class _WideLinear(torch.autograd.Function):
         )
 
 
-def project(x: Tensor, linears: Sequence[nn.Module], layout: TokenLayout | None = None) -> tuple[Tensor, ...]:
+def project(
+    x: Tensor,
+    linears: Sequence[nn.Module],
+    layout: TokenLayout | None = None,
+    gathering: Callable[..., tuple[Tensor, ...]] | None = None,
+) -> tuple[Tensor, ...]:
     """All linears on the same x; when they are parallel, x is gathered once for all of them.
 
-    x        [T_r, K]
-    return   one [T, N_i] for each linear (N_i: this rank's columns)
+    x          [T_r, K]
+    gathering  the operation that does it where x is gathered, in place of all_gather_matmul
+    return     one [T, N_i] for each linear (N_i: this rank's columns), or what `gathering` returns
     """
     parallel = parallel_of(linears[0])
     if parallel is not None:
-        return parallel.project(x, linears, layout)
+        return parallel.project(x, linears, layout, gathering)
     return tuple(linear(x) for linear in linears)

@@ -84,7 +84,10 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
         replicas += isinstance(parallel, Replica)
         if isinstance(parallel, Member):
             comm = groups.setdefault(parallel.group, communicator(parallel.group))
-            layers.append(_explained(name, module, parallel, comm, tokens, dtype or weight_of(module).dtype))
+            above, _, child = name.rpartition(".")
+            joined = getattr(model.get_submodule(above), "gathering", {}).get(child)
+            of = dtype or weight_of(module).dtype
+            layers.append(_explained(name, module, parallel, comm, tokens, of, joined))
     if not layers and not replicas:
         raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
     calls = {name: engines.calls(comm) for name, comm in groups.items()}
@@ -92,11 +95,20 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
 
 
 def _explained(
-    name: str, module: nn.Module, parallel: Member, comm: Communicator, tokens: int, dtype: torch.dtype
+    name: str,
+    module: nn.Module,
+    parallel: Member,
+    comm: Communicator,
+    tokens: int,
+    dtype: torch.dtype,
+    joined: str | None,
 ) -> Layer:
+    """joined: the operation by which the module above gathers for this one and its siblings."""
     operation = OPERATIONS[type(parallel), parallel.sequence_parallel]
     if isinstance(parallel, ColumnParallel) and parallel.gather_output:
         operation += ", all_gather"
+    elif operation == "all_gather_matmul" and joined:
+        operation = joined
     if operation == "matmul":
         return Layer(
             name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"
@@ -106,12 +118,10 @@ def _explained(
         return Layer(name, operation, chosen.engine, chosen.reason)
     asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
     width = weight_of(module).shape[1 if isinstance(parallel, ColumnParallel) else 0]
-    known = (
-        "" if isinstance(parallel, VocabParallel) else OPERATIONS[type(parallel), parallel.sequence_parallel]
-    )
+    known = "" if isinstance(parallel, VocabParallel) else operation.partition(",")[0]
     choice = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype, known, width)
     transport = ""
-    if choice.engine == "triton" and known == "all_gather_matmul":
+    if choice.engine == "triton" and isinstance(parallel, ColumnParallel):
         transport = choice.transport if comm.workspace.can_copy else "programs"
     return Layer(name, operation, choice.engine, choice.reason, transport)
 

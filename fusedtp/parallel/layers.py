@@ -90,7 +90,9 @@ class Replica:
         bias = None if linear.bias is None else self.read(linear.bias).to(x.dtype)
         return ops.local_linear(x, self._weight(linear.weight, x.dtype), bias)
 
-    def project(self, x: Tensor, linears: Sequence[Any], layout: Any = None) -> tuple[Tensor, ...]:
+    def project(
+        self, x: Tensor, linears: Sequence[Any], layout: Any = None, gathering: Any = None
+    ) -> tuple[Tensor, ...]:
         """Each for itself."""
         return tuple(each(x) for each in linears)
 
@@ -111,8 +113,10 @@ class ColumnParallel(Member):
         """x [T_r, K] -> [T, N_r]; without sequence parallelism x [..., K] -> [..., N_r]."""
         return self.project(x, (linear,), layout)[0]
 
-    def project(self, x: Tensor, linears: Sequence[Any], layout: Any = None) -> tuple[Tensor, ...]:
-        """x [T_r, K] -> one [T, N_i] for each linear, x gathered once for all."""
+    def project(
+        self, x: Tensor, linears: Sequence[Any], layout: Any = None, gathering: Any = None
+    ) -> tuple[Tensor, ...]:
+        """x [T_r, K] -> one [T, N_i] for each linear, x gathered once for all; or what `gathering` makes of them."""
         if any(not isinstance(each.parallel, ColumnParallel) for each in linears):
             raise ValueError(f"linears that share one input must all be column-parallel, not {list(linears)}")
         weights = [each.parallel._weight(each.weight, x.dtype) for each in linears]
@@ -121,17 +125,20 @@ class ColumnParallel(Member):
         ]
         kind = joined_kind([each.parallel.layer for each in linears])
         if self.sequence_parallel:
-            sizes = self.token_sizes(layout)
-            ys = ops.all_gather_matmul(
+            whole = any(each.parallel.gather_output for each in linears)
+            gathers = ops.all_gather_matmul if gathering is None or whole else gathering
+            ys = gathers(
                 x,
                 weights,
                 self.group,
                 biases=biases,
-                sizes=sizes,
+                sizes=self.token_sizes(layout),
                 dim=self.dim,
                 engine=self.engine,
                 layer=kind,
             )
+            if not whole:
+                return ys
         else:
             x = copy_to_group(x, self.group, layer=kind)
             ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))

@@ -60,5 +60,5 @@ def test_a_parallel_object_takes_over() -> None:
 
     x, layers = torch.randn(6, 4), [Linear(4, 3), Linear(4, 5)]
     layers[0].parallel = Recorder()
-    assert project(x, layers, None) == ("project", x, layers, None)
+    assert project(x, layers, None) == ("project", x, layers, None, None)
     assert layers[0](x) == ("linear", x, layers[0], None)

@@ -32,14 +32,15 @@ from fusedtp.comm import place, propagate_errors
 from fusedtp.comm.device_view import peers_of
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
+from ..cpu import accumulator, cache_blocks
 from ..launch.config import Config, Machine
+from ..launch.operands import of_one_layout
 from ..launch.run import Launch, check, layouts, machine_for
 from ..main_grad import Sink, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call
 from ..rows import Rows
 from ..shards import ring
-from .cpu import accumulator, cache_blocks
 from .dispatch import moving
 from .grouped import (
     check_grouped,
@@ -48,7 +49,6 @@ from .grouped import (
     grouped_matmul,
     matmul_by_expert,
     matmul_engine,
-    of_one_layout,
     take_kept,
     wgrads,
 )

@@ -32,7 +32,9 @@ from fusedtp.comm import Group, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.signature import WIRES
 
+from ..cpu import accumulator
 from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
+from ..launch.operands import of_one_layout
 from ..launch.run import DTYPES, Launch, check, layouts, machine_for
 from ..main_grad import Sink, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
@@ -41,7 +43,6 @@ from ..pointwise import ACTIVATIONS
 from ..rows import Rows
 from ..shards import ring
 from . import fp8
-from .cpu import accumulator
 from .grouped import (
     check_grouped,
     fp32_precision,
@@ -51,7 +52,6 @@ from .grouped import (
     grouped_gated,
     grouped_matmul,
     matmul_engine,
-    of_one_layout,
     wgrads,
 )
 from .plan import (

@@ -35,17 +35,17 @@ from torch.autograd import Function
 
 from fusedtp.comm.device_view import runs_kernels
 
+from .. import cpu
 from .. import matmul as dense
 from ..engines import has_triton, interpreting
 from ..launch.config import Config, Machine, machine_of
-from ..launch.operands import by_pointers, even_columns, local_config
+from ..launch.operands import by_pointers, even_columns, local_config, of_one_layout
 from ..launch.pointwise import ELEMENTS
 from ..launch.run import DTYPES, Launch, check_tensors
 from ..main_grad import Sink, deliver, main_grads_of, wgrad_dtype
 from ..matmul import is_16_bit, joined, matmul_add
 from ..operation import LocalOperation, as_autocast, needs_grad, wanted
 from ..pointwise import ACTIVATIONS
-from . import cpu
 
 ENGINES = ("auto", "chunked", "triton")
 ALIGNED = 8  # bf16 elements in the 16 bytes of which grouped_mm wants strides to be multiples
@@ -672,13 +672,6 @@ def group_config(
     config = by_pointers(local_config(machine, dtype, precision, tall, n, weights, keep))
     deep = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
     return replace(config, block_k=config.block_k // 2) if deep else config
-
-
-def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers with the same strides, as kernels want them of two; copied where they differ."""
-    if len({t.stride() for t in tensors}) == 1:
-        return list(tensors)
-    return [t.contiguous() for t in tensors]
 
 
 def _sizes(config: Config, precision: str, offsets: Tensor, e: int, r: int, n: int, k: int) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fusedtp.comm import Group, Place, propagate_errors
 
+from ..cpu import accumulator
 from .combine import moe_combine
-from .cpu import accumulator
 from .dispatch import dispatch_rows, moe_dispatch
 from .plan import check_choices, place_of
 

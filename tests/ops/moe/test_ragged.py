@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fusedtp
-from fusedtp.ops.moe import combine, cpu, grouped
+from fusedtp.ops import cpu
+from fusedtp.ops.moe import combine, grouped
 from tests.properties.laws import assert_same
 
 COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1, max_size=5)

@@ -1,4 +1,4 @@
-"""Experts on a CPU: matmuls of as many rows as an expert happens to get, and passes that stay in a core's cache.
+"""What engines need of a CPU: activations and passes that stay in a core's cache, matmuls of any number of rows.
 
 Note [Kernels for every number of rows]
 oneDNN, which multiplies 16-bit matrices on a CPU, compiles a kernel for every new shape. An expert's rows are another
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..matmul import is_16_bit, joined, matmul_into, widens
+from .matmul import is_16_bit, joined, matmul_into, widens
 
 LEAST = 32
 _BLOCK_BYTES = 1 << 18  # of sums held at a time, so that they stay in a core's cache
