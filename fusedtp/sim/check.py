@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .check_code import lint, mutants
+from .check_code import lint
 from .faults import Fault
 from .options import EXHAUST_LIMIT, CheckOptions
 from .report import WIDTH, replay, report
@@ -68,8 +68,6 @@ def main(argv: list[str]) -> int:
     if wrong:
         return _refuse(wrong)
     try:
-        if options.mutants:
-            return 0 if _mutants(options) else FAULTY
         with pool(options.workers or cores()) as workers:
             found, passed = check(options, workers)
         if options.lint:  # after the workers: while they live the environment says to interpret
@@ -125,19 +123,6 @@ def _lint(found: Sequence[Found]) -> bool:
     with _progress("compilations") as progress:
         task = progress.add_task("compiling for GPUs", total=None)
         passed, words = lint(found, lambda: progress.advance(task))
-    _print(words)
-    return passed
-
-
-def _mutants(options: CheckOptions) -> bool:
-    with _progress("verdicts") as progress:
-        task = progress.add_task("mutants", total=None)
-        passed, words = mutants(
-            options.workers or cores(),
-            options.oldest_python,
-            options.keep,
-            lambda done, of: progress.update(task, completed=done, total=of),
-        )
     _print(words)
     return passed
 

@@ -1,9 +1,8 @@
-"""What `fusedtp check` does beside running cases: compile kernels for the lint to judge, and seed mutants into them."""
+"""What `fusedtp check` does beside running cases: compile kernels for the lint to judge."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .workers import Found, UserError
@@ -45,23 +44,6 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
     )  # ranks and calls whose arguments specialise otherwise to the same code
     words = _by_finding(reports)
     return not words, [table(reports), *words]
-
-
-def mutants(
-    workers: int, oldest_python: Path | None, keep: Path | None, judged: Callable[[int, int], None]
-) -> tuple[bool, list[Any]]:
-    """Seed faults into the library's kernels and judge each: whether all are found, and what to print.
-
-    keep     where verdicts are kept, to go on from
-    judged   called with how many verdicts there are and how many there will be
-    """
-    from .mutants import run
-
-    python = None if oldest_python is None else str(oldest_python)
-    matrix = run(
-        workers=workers, oldest_python=python, keep=keep, progress=lambda _, *counts: judged(*counts)
-    )
-    return matrix.clean, [matrix.table(), *matrix.lines()]
 
 
 def _by_finding(reports: Sequence[Report]) -> list[str]:

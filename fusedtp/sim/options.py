@@ -47,12 +47,6 @@ class CheckOptions:
     lint: bool = True
     """Compile the kernels for several kinds of GPU, none of which need be here, and check the memory order and the
     instructions of the result. Default: only where no case is named."""
-    mutants: bool = False
-    """Instead: seed faults into the library's kernels, one at a time, and print which check finds each. Takes long."""
-    oldest_python: Path | None = None
-    """For --mutants: an interpreter with the oldest Triton, under which the memory order of mutants is judged."""
-    keep: Path | None = None
-    """For --mutants: a file that takes each verdict as it comes; a run that was broken off goes on from there."""
     timeline: Path | None = None
     """Write an HTML timeline of the fault, or of one schedule where there is none."""
 
@@ -74,12 +68,6 @@ class CheckOptions:
             found.append("--strategies names none")
         if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
             found.append(f"--timeline {self.timeline}: no such folder")
-        if self.keep is not None and not self.keep.absolute().parent.is_dir():
-            found.append(f"--keep {self.keep}: no such folder")
-        if self.mutants and self.cases:
-            found.append("--mutants is of the library's own kernels; it takes no cases")
-        if self.oldest_python is not None and not self.oldest_python.is_file():
-            found.append(f"--oldest-python {self.oldest_python}: no such file")
         return found
 
     def residents(self) -> tuple[int | str | None, ...] | None:

@@ -20,9 +20,9 @@ from fusedtp.sim import Fault, Outcome, Run, Schedule, SimulationFault, explore,
 from fusedtp.sim.call import Call
 from fusedtp.sim.cases import fused_case, fused_cases, operands, plan, slot_bytes
 from fusedtp.sim.explore import schedules as schedules_in_turn
-from fusedtp.sim.mutants.trials import schedules as out_of_step
 from fusedtp.sim.worlds import SimulatedWorld, launches
 from tests.harness import world
+from tests.mutants.trials import schedules as out_of_step
 from tests.sampling import examples
 from tests.sim.support import interpreted
 from tests.sim.test_machine import schedules

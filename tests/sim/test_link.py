@@ -26,9 +26,9 @@ from fusedtp.sim import (
     run_schedule,
 )  # fmt: skip
 from fusedtp.sim.link_cases import held_case
-from fusedtp.sim.mutants.trial_cases import calls
-from fusedtp.sim.mutants.trials import OPERATIONS
 from fusedtp.sim.worlds import SimulatedWorld
+from tests.mutants.trial_cases import calls
+from tests.mutants.trials import OPERATIONS
 from tests.sim.support import interpreted
 
 PROGRAMS, TIMES, COLS, NS_OF_BYTE = 3, 4, 5, 2

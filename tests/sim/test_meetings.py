@@ -6,7 +6,7 @@ import pytest
 
 from fusedtp.sim import Case, Launch, explore
 from fusedtp.sim.meetings import meeting_case
-from fusedtp.sim.mutants.trials import schedules as out_of_step
+from tests.mutants.trials import schedules as out_of_step
 from tests.sim.support import interpreted
 
 

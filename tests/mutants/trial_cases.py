@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call
-from ..case import Case, Copy, Mismatch, Run, Work, compare
-from ..cases import fused_case, operands, plan, slot_bytes
-from ..worlds import SimulatedWorld, launches, meeting
+from fusedtp.sim.call import Call
+from fusedtp.sim.case import Case, Copy, Mismatch, Run, Work, compare
+from fusedtp.sim.cases import fused_case, operands, plan, slot_bytes
+from fusedtp.sim.worlds import SimulatedWorld, launches, meeting
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from ..lint import OWN, Compiler, Finding, check, compiler
-from ..lint.cases import VARIANTS
-from ..lint.compiler import CompileError
+from fusedtp.sim.lint import OWN, Compiler, Finding, check, compiler
+from fusedtp.sim.lint.cases import VARIANTS
+from fusedtp.sim.lint.compiler import CompileError
+
 from . import fit
 from .mutant import Mutant
 from .source import File, Sources

@@ -30,15 +30,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusedtp.ops.rows import split
+from fusedtp.sim.call import Call
+from fusedtp.sim.case import Case
+from fusedtp.sim.cases import fused_case
+from fusedtp.sim.exchange_cases import OPERATIONS as EXCHANGED
+from fusedtp.sim.explore import Schedule
+from fusedtp.sim.link_cases import held_case
+from fusedtp.sim.lint.cases import ELEMENTWISE, GROUPED, LOCAL
+from fusedtp.sim.strategies import DEFAULT
 
-from ..call import Call
-from ..case import Case
-from ..cases import fused_case
-from ..exchange_cases import OPERATIONS as EXCHANGED
-from ..explore import Schedule
-from ..link_cases import held_case
-from ..lint.cases import ELEMENTWISE, GROUPED, LOCAL
-from ..strategies import DEFAULT
 from .elementwise_cases import elementwise
 from .grouped_cases import grouped_case
 from .local_cases import local
