@@ -33,6 +33,8 @@ from .main_grad import Sink, main_grads_of, weight_grad
 from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
+    FusedKernel,
+    OnRank,
     Operation,
     Plan,
     Shared,
@@ -191,6 +193,15 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     return y
 
 
+def _launched(
+    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
+) -> tuple[Launch, dict[str, Tensor]]:
+    launch, y = plan_matmul_reduce_scatter(
+        at.view, at.rank, at.world_size, x, weights[0], biases[0], at.rows, at.sig, at.config, at.machine
+    )
+    return launch, {"y": y}
+
+
 op = Operation(
     "matmul_reduce_scatter",
     "Tensor[] xs, Tensor[] weights, Tensor? bias",
@@ -204,6 +215,17 @@ op = Operation(
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: scatter_slot_bytes(rows, shared.features, shared.dtype),
+    ),
+    kernels=(
+        FusedKernel(
+            "matmul_reduce_scatter",
+            "matmul_reduce_scatter_kernel",
+            _launched,
+            lambda rows: [rows.total - rows.local(r) for r in range(len(rows.sizes))],
+            scatters=True,
+            in_runs=True,
+            example=dict(chunk=1),
+        ),
     ),
 )
 

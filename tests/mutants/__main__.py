@@ -13,8 +13,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusedtp.checks.workers import cores
 from fusedtp.sim.report import WIDTH
-from fusedtp.sim.workers import cores
 
 from . import runner
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from fusedtp.sim.lint import OWN, Compiler, Finding, check, compiler
-from fusedtp.sim.lint.cases import VARIANTS
+from fusedtp.checks.lint import OWN, VARIANTS, check
+from fusedtp.sim.lint import Compiler, Finding, compiler
 from fusedtp.sim.lint.compiler import CompileError
 
 from . import fit

@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import fusedtp.checks
 import fusedtp.sim
 
 from .mutant import Mutant
@@ -13,8 +14,8 @@ from .source import Sources
 from .verdict import Verdict
 
 FIELDS = ("result", "rule", "where", "report", "schedules", "seconds")
-# mutants, simulator and lint: a verdict of another version of them does not count
-CHECKS = (Path(__file__).parent, Path(fusedtp.sim.__file__).parent)
+# mutants, cases, simulator and lint: a verdict of another version of them does not count
+CHECKS = [Path(__file__).parent, *(Path(p.__file__ or "").parent for p in (fusedtp.checks, fusedtp.sim))]
 
 
 class Kept:

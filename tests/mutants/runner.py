@@ -8,8 +8,8 @@ from concurrent.futures import as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from fusedtp.sim.lint import OWN
-from fusedtp.sim.workers import pool
+from fusedtp.checks.lint import OWN
+from fusedtp.checks.workers import pool
 
 from .census import uncovered, unlisted
 from .compiled import try_compiled

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.sim.call import Call
+from fusedtp.checks.cases import fused_case, operands, plan, slot_bytes
+from fusedtp.checks.dense import Call, SimulatedWorld, launches, meeting
 from fusedtp.sim.case import Case, Copy, Mismatch, Run, Work, compare
-from fusedtp.sim.cases import fused_case, operands, plan, slot_bytes
-from fusedtp.sim.worlds import SimulatedWorld, launches, meeting
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2

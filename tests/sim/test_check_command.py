@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.checks.command import CheckOptions, _parts, main, run_case
+from fusedtp.checks.workers import Found, Part
 from fusedtp.cli import main as fusedtp
 from fusedtp.sim import Fault, Schedule
-from fusedtp.sim.check import _parts, main, run_case
 from fusedtp.sim.lint import TARGETS
-from fusedtp.sim.options import CheckOptions
-from fusedtp.sim.workers import Found, Part
 
 CASES = """
 from fusedtp.sim import Case
@@ -174,6 +173,6 @@ def test_the_reported_fault_is_the_earliest_however_workers_finish(data, workers
         return type("Done", (), {"done": [future for future in futures if future.done()]})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedtp.sim.check.wait", waits)
+        patch.setattr("fusedtp.checks.command.wait", waits)
         result = run_case(Found("case", None, 2), CheckOptions(schedules=200), pool, lambda count: None)
     assert result.part is not None and result.part.fault.seed == min(faulty)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.sim.check import main
-from fusedtp.sim.options import CheckOptions
+from fusedtp.checks.command import CheckOptions, main
 from tests.mutants.__main__ import Options as MutantOptions
 from tests.sim.test_api import plain_pytest
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedtp.checks.cases import held_case
+from fusedtp.checks.dense import SimulatedWorld
 from fusedtp.comm.device_view import peers_of
 from fusedtp.kernels import signals
 from fusedtp.sim import (
@@ -25,8 +27,6 @@ from fusedtp.sim import (
     machine,
     run_schedule,
 )  # fmt: skip
-from fusedtp.sim.link_cases import held_case
-from fusedtp.sim.worlds import SimulatedWorld
 from tests.mutants.trial_cases import calls
 from tests.mutants.trials import OPERATIONS
 from tests.sim.support import interpreted

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.sim.lint import OWN
+from fusedtp.checks.lint import ELEMENTWISE, OWN
+from fusedtp.checks.workers import Pool, pool
 from fusedtp.sim.lint import RULES as ORDERING
-from fusedtp.sim.lint.cases import ELEMENTWISE
-from fusedtp.sim.workers import Pool, pool
 from tests.mutants import Matrix, Mutant, Sources, Verdict, mutants, run
 from tests.mutants.__main__ import main
 from tests.mutants.census import uncovered, unlisted

@@ -24,7 +24,7 @@ from fusedtp.ops.moe.layout import packed, unpacked
 from fusedtp.ops.moe.plan import Exchange, offsets_of, sort_slots
 from fusedtp.ops.moe.weigh import places_of
 
-from .call import Call
+from .dense import Call
 
 OPERATIONS = ("moe_dispatch", "moe_combine", "moe_dispatch_matmul", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2
