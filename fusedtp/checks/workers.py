@@ -35,8 +35,7 @@ import torch
 
 import fusedtp.sim
 from fusedtp.sim.case import Case, Launch, Run
-from fusedtp.sim.exhaust import exhaust
-from fusedtp.sim.explore import Schedule, explore, trace
+from fusedtp.sim.explore import Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
 
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
