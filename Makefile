@@ -36,10 +36,10 @@ check: venv ## look for races, deadlocks and wrong results of every fused kernel
 	$(BIN)/fusedtp check $(ARGS)
 
 lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules
-	$(BIN)/python -m fusedtp.sim.lint $(ARGS)
+	$(BIN)/python -m fusedtp.checks.lint $(ARGS)
 
 mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found
-	$(BIN)/fusedtp check --mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)
+	$(BIN)/python -m tests.mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)
 
 faults: venv ## seed known faults into the library, see that its tests find each; ARGS=ops names an area
 	$(BIN)/python -m tests.faults.run --jobs 2 $(ARGS)

@@ -24,8 +24,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from fusedtp.checks.cases import fused_cases
 from fusedtp.sim import Case, Launch, Schedule, explore, run_schedule
-from fusedtp.sim.cases import fused_cases
 
 from . import machine
 

@@ -12,7 +12,7 @@ import sys
 COMMANDS = {
     "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
     "check": (
-        "fusedtp.sim.check",
+        "fusedtp.checks.command",
         "find races, deadlocks and wrong results of multi-rank kernels, without a GPU",
     ),
     "bench": ("fusedtp.bench.cli", "measure kernels and fused operations beside what others offer"),

@@ -37,6 +37,8 @@ from .matmul import linear, linear_into, matmul_as, to_fp32
 from .operation import (
     OPERATIONS,
     Example,
+    FusedKernel,
+    OnRank,
     Operation,
     Plan,
     Shared,
@@ -220,6 +222,21 @@ def _fake(
     return [*outs, x.new_empty(total, x.shape[1])] if keep else outs
 
 
+def _launched(
+    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, copied: bool, _: Any
+) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
+    launch, ys, gathered = plan_all_gather_matmul(
+        at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, keep, at.config, at.machine, copied
+    )  # fmt: skip
+    outputs = {f"y{i}": y for i, y in enumerate(ys)}
+    return launch, outputs if gathered is None else {**outputs, "gathered": gathered}
+
+
+def sent_rows(rows: Rows) -> list[int]:
+    """Rows that each rank sends: its shard to every peer."""
+    return [(len(rows.sizes) - 1) * rows.local(r) for r in range(len(rows.sizes))]
+
+
 op = Operation(
     "all_gather_matmul",
     "Tensor x, Tensor[] weights, Tensor?[] biases, bool keep",
@@ -240,6 +257,18 @@ op = Operation(
         call=lambda x, w, group, sizes, engine: all_gather_matmul(x, [w], group, sizes=sizes, engine=engine)[
             0
         ],
+    ),
+    kernels=(
+        FusedKernel(
+            "all_gather_matmul",
+            "all_gather_matmul_kernel",
+            _launched,
+            sent_rows,
+            gathers=True,
+            keeps=True,
+            in_runs=True,
+            example=dict(widths=(17, 5), keep=True),
+        ),
     ),
 )
 

@@ -15,12 +15,19 @@ from torch import Tensor
 from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import peers_of
 
-from .all_gather_matmul import choose_config, gather_args, gather_slot_bytes, sending_of, without_senders
+from .all_gather_matmul import (
+    choose_config,
+    gather_args,
+    gather_slot_bytes,
+    sending_of,
+    sent_rows,
+    without_senders,
+)
 from .launch.config import VECTOR, Config, Machine
 from .launch.operands import descriptors, even_columns, takes_tma
 from .launch.run import Launch, check, layouts, machine_for
 from .matmul import is_16_bit, matmul_as, to_fp32, widens
-from .operation import Example, Operation, Plan, Shared, Spec
+from .operation import Example, FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
@@ -123,6 +130,15 @@ def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list
     return outputs
 
 
+def _launched(
+    at: OnRank, x: Tensor, dys: Sequence[Tensor], _: Any, keep: bool, copied: bool, dtype: torch.dtype | None
+) -> tuple[Launch, dict[str, Tensor]]:
+    launch, dws = plan_all_gather_wgrad(
+        at.view, at.rank, at.world_size, x, dys, at.rows, at.sig, at.config, at.machine, dtype, copied
+    )
+    return launch, {f"y{i}": dw for i, dw in enumerate(dws)}
+
+
 op = Operation(
     "all_gather_wgrad",
     "Tensor x, Tensor[] dys, ScalarType dtype",
@@ -143,6 +159,16 @@ op = Operation(
         call=lambda x, dy, group, sizes, engine: all_gather_wgrad(x, [dy], group, sizes=sizes, engine=engine)[
             0
         ],
+    ),
+    kernels=(
+        FusedKernel(
+            "all_gather_wgrad",
+            "all_gather_wgrad_kernel",
+            _launched,
+            sent_rows,
+            gathers=True,
+            others="TN",
+        ),
     ),
 )
 

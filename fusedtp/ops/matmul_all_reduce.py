@@ -11,6 +11,7 @@ saved    x and the weight
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,19 @@ from .main_grad import Sink, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .matmul_reduce_scatter import matmul_args, pointers, reduction
-from .operation import Example, Operation, Plan, Shared, Spec, as_autocast, check_linear, needs_grad, wanted
+from .operation import (
+    Example,
+    FusedKernel,
+    OnRank,
+    Operation,
+    Plan,
+    Shared,
+    Spec,
+    as_autocast,
+    check_linear,
+    needs_grad,
+    wanted,
+)
 from .rows import split
 from .shards import gather_rows
 
@@ -159,6 +172,13 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return y
 
 
+def _launched(
+    plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
+) -> tuple[Launch, dict[str, Tensor]]:
+    launch, y = plan(at.view, at.rank, at.world_size, x, weights[0], biases[0], at.sig, at.config, at.machine)
+    return launch, {"y": y}
+
+
 op = Operation(
     "matmul_all_reduce",
     "Tensor x, Tensor weight, Tensor? bias",
@@ -179,6 +199,31 @@ op = Operation(
         shapes=lambda own, total, k, n: ((total, k), (n, k)),
         factors=lambda x, w: (x, w),
         call=lambda x, w, group, sizes, engine: matmul_all_reduce(x, w, group, engine=engine),
+    ),
+    kernels=(
+        FusedKernel(
+            "one_shot_all_reduce",
+            "one_shot_kernel",
+            lambda *given: _launched(plan_one_shot, *given),
+            lambda rows: [rows.total * (len(rows.sizes) - 1)] * len(rows.sizes),
+            slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
+                rows.total, shared.features, len(rows.sizes), shared.dtype, True
+            ),
+            example=dict(chunk=1),
+        ),
+        FusedKernel(
+            "two_shot_all_reduce",
+            "two_shot_kernel",
+            lambda *given: _launched(plan_two_shot, *given),
+            # partials to who sums them, then sums to all
+            lambda rows: [
+                rows.total + (len(rows.sizes) - 2) * own for own in split(rows.total, len(rows.sizes))
+            ],
+            slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
+                rows.total, shared.features, len(rows.sizes), shared.dtype, False
+            ),
+            example=dict(chunk=1),
+        ),
     ),
 )
 

@@ -34,6 +34,8 @@ from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to
 from .operation import (
     OPERATIONS,
     Example,
+    FusedKernel,
+    OnRank,
     Operation,
     Plan,
     Shared,
@@ -192,6 +194,15 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     return y
 
 
+def _launched(
+    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
+) -> tuple[Launch, dict[str, Tensor]]:
+    launch, y = plan_matmul_reduce_scatter(
+        at.view, at.rank, at.world_size, x, weights[0], biases[0], at.rows, at.sig, at.config, at.machine
+    )
+    return launch, {"y": y}
+
+
 op = Operation(
     "matmul_reduce_scatter",
     "Tensor[] xs, Tensor[] weights, Tensor? bias",
@@ -213,6 +224,17 @@ op = Operation(
         factors=lambda x, w: (x, w),
         call=lambda x, w, group, sizes, engine: matmul_reduce_scatter(
             x, w, group, sizes=sizes, engine=engine
+        ),
+    ),
+    kernels=(
+        FusedKernel(
+            "matmul_reduce_scatter",
+            "matmul_reduce_scatter_kernel",
+            _launched,
+            lambda rows: [rows.total - rows.local(r) for r in range(len(rows.sizes))],
+            scatters=True,
+            in_runs=True,
+            example=dict(chunk=1),
         ),
     ),
 )

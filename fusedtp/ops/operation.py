@@ -12,11 +12,12 @@ and its backward. It declares itself once:
         engines=dict(local=..., collective=..., chunked=..., triton=...),
         slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
         example=...,                                                how a linear layer calls it, see Example
+        kernels=(FusedKernel(...),),                                how the checks launch what `triton` launches
     )
 
 From that follow the custom op `torch.ops.fusedtp.<name>`, the eager path, the signature that ranks compare, the choice
-of an engine and its crossover key, the counts of `explain`, the ranges of a profile, and a suite of `fusedtp bench`.
-`op(spec, *operands)` runs it:
+of an engine and its crossover key, the counts of `explain`, the ranges of a profile, a suite of `fusedtp bench`, and
+the kernels' cases for the simulator and the lint of compiled code (fusedtp/checks). `op(spec, *operands)` runs it:
 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function
     compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
@@ -115,6 +116,55 @@ class Example(NamedTuple):
     call: Callable[..., Tensor]
 
 
+class OnRank(NamedTuple):
+    """Where a check launches a kernel: `rank` of a simulated group, or of one on a GPU that is not here.
+
+    view     the workspace as a kernel's launcher takes it, see comm.DeviceView
+    sig      the hash that ranks compare
+    config   None: as the launcher chooses
+    machine  a launch.config.Machine
+    """
+
+    view: Any
+    rank: int
+    world_size: int
+    rows: Rows
+    sig: int
+    config: Any
+    machine: Any
+
+
+class FusedKernel(NamedTuple):
+    """A fused kernel as the checks call it. They draw its operands, and `reference` is the oracle of its results.
+
+    name       of its cases
+    function   name of the kernel's function
+    launch     (OnRank, x, others, biases, keep, copied, dtype) -> its whole launch, not yet run, and outputs by name.
+               copied: copies bring x, dtype: of the outputs; both only of a gather
+    sends      rows -> how many rows of the shared width each rank sends over its link
+    gathers    x is this rank's rows; all else, and the outputs y0, y1, ..., are its own. Not: every rank has all rows
+               and its own columns of x and of its one weight, and a sum over ranks follows, with one bias
+    scatters   of a sum: each rank has its rows of the result y
+    keeps      if asked to `keep`, the gathered x is one more output, "gathered"
+    others     shape of the operands beside x: "NK" weights, "TN" gradients of the outputs, which have no bias
+    in_runs    takes rows in runs, Rows with a batch
+    slot_bytes of the kernel where it is not the only one of its engine
+    example    further arguments of its case, as checks.dense.Call takes them
+    """
+
+    name: str
+    function: str
+    launch: Callable[..., tuple[Any, dict[str, Tensor]]]
+    sends: Callable[[Rows], Sequence[int]]
+    gathers: bool = False
+    scatters: bool = False
+    keeps: bool = False
+    others: str = "NK"
+    in_runs: bool = False
+    slot_bytes: Callable[[Rows, Shared], int] | None = None
+    example: dict[str, Any] = {}
+
+
 class Plan(NamedTuple):
     """How calls of one Spec and Shared run on this rank: decided once, kept by the communicator.
 
@@ -169,7 +219,9 @@ class Operation:
         slot_bytes: dict[str, Callable[..., int]],
         choose: Choose | None = None,
         example: Example | None = None,
+        kernels: Sequence[FusedKernel] = (),
     ) -> None:
+        self.kernels = tuple(kernels)
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
         self.reference, self.example = reference, example
         self.choose = choose or (_choose_fused if "triton" in engines else _choose_mover)

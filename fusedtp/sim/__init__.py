@@ -4,8 +4,7 @@ Kernels must be decorated under TRITON_INTERPRET=1. See docs/checking-kernels.md
 """
 
 from .case import Await, Case, Copy, Launch, Run, Signal, compare
-from .exhaust import exhaust
-from .explore import Outcome, Schedule, explore, run, run_schedule
+from .explore import Outcome, Schedule, exhaust, explore, run, run_schedule
 from .faults import RULES, Access, Fault, Mismatch, Moment, SimulationFault, Site, UnsupportedKernel, Wait
 from .memory import Memory, symmetric
 from .strategies import DEFAULT, STRATEGIES

@@ -111,7 +111,7 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
         shlex.join(words),
         "or in Python, with TRITON_INTERPRET=1 in the environment:",
         "  from fusedtp.sim import Schedule, run_schedule",
-        "  from fusedtp.sim.select import case_of",
+        "  from fusedtp.checks.workers import case_of",
         f"  run_schedule({case}.make(), {schedule})",
     ]
 

@@ -18,17 +18,17 @@ from fusedtp.bench import tune
 from fusedtp.bench.options import Plan
 from fusedtp.bench.rank import Rank
 from fusedtp.bench.tune import FINALISTS, Job, candidates, halving, launch_of, reduction_kernel, refinements
+from fusedtp.checks.lint import _view, machine_of
 from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
 from fusedtp.sim.lint import TARGETS
-from fusedtp.sim.lint.plans import _view
 from tests.ops.tables import H200, holding, tables_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:kernels run in their default configuration")
-MACHINES = [HOST, H200, *(target.machine for target in TARGETS.values())]
+MACHINES = [HOST, H200, *(machine_of(target) for target in TARGETS.values())]
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 1 << 16))
 
 
@@ -41,7 +41,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_the_default_of_a_two_shot_all_reduce_is_what_the_launcher_takes(target):
-    job, machine = Job("two_shot", "bfloat16", 8, 8192, 4096, 64), TARGETS[target].machine
+    job, machine = Job("two_shot", "bfloat16", 8, 8192, 4096, 64), machine_of(TARGETS[target])
     x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (8192, 4096))
     launched = plan_two_shot(_view(8), 1, 8, x, weight, None, 12345, None, machine)[0].config
     assert job.default(machine).items() <= asdict(launched).items()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.checks.lint import _view, machine_of
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, tiles
 from fusedtp.ops.launch.operands import even_columns
@@ -20,13 +21,12 @@ from fusedtp.ops.moe.dispatch import pulling
 from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
-from fusedtp.sim.lint.plans import _view
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_cuda_is_told_of_registers(dtype):
     """Other backends and the interpreter refuse the option."""
-    for machine in (HOST, *(target.machine for target in TARGETS.values())):
+    for machine in (HOST, *(machine_of(target) for target in TARGETS.values())):
         options = [
             Launch(None, 1, {}, tiles(machine, dtype, rows, 512, even)).options
             for rows in (1, 64, 512)
@@ -38,7 +38,7 @@ def test_only_cuda_is_told_of_registers(dtype):
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_a_large_two_shot_all_reduce_takes_the_tiles_of_the_whole_product(target):
     """A rank multiplies the rows of all owners, so the tiles of 8192 rows fill the machine, not those of its 1024."""
-    machine, world_size, rows, n = TARGETS[target].machine, 8, 8192, 4096
+    machine, world_size, rows, n = machine_of(TARGETS[target]), 8, 8192, 4096
     x, weight = (torch.empty(extent, 16, dtype=torch.bfloat16, device="meta") for extent in (rows, n))
     launch, _y = plan_two_shot(_view(world_size), 1, world_size, x, weight, None, 12345, None, machine)
     whole = tiles(machine, torch.bfloat16, rows, n)
@@ -54,7 +54,7 @@ def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
     rows, w, n = Rows((1024,) * 8), 8, 4096
     x, full = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (1024, 8192))
     weight, view = torch.empty(n, 64, dtype=torch.bfloat16, device="meta"), _view(w)
-    machine = replace(TARGETS["sm_90"].machine, programs=programs)
+    machine = replace(machine_of(TARGETS["sm_90"]), programs=programs)
     for shared in (False, True):
         machine = replace(machine, shared_gpu=shared)
         end = (12345, None, machine)
@@ -96,7 +96,7 @@ def test_a_dispatch_fits_its_flags_and_its_part_of_a_gpu(sizes, top_k, scalars, 
         for programs in (2, 16, 132):
             for rank, tokens in enumerate(sizes):
                 x = torch.empty(tokens * top_k // per_row, width, dtype=dtype, device="meta")
-                machine = replace(target.machine, programs=programs)
+                machine = replace(machine_of(target), programs=programs)
                 config = pulling(machine, at._replace(rank=rank), per_row, x, flags)
                 chunks.add(config.chunk)
                 assert config.send_programs + config.other_programs == programs

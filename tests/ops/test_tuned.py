@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.bench import tables
+from fusedtp.checks.lint import _view
 from fusedtp.ops import measured
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, with_senders
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
@@ -24,7 +25,6 @@ from fusedtp.ops.launch.config import ALL_REGISTERS, HOST, Config, tiles
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction
 from fusedtp.ops.rows import Rows
-from fusedtp.sim.lint.plans import _view
 from tests.ops.tables import (
     FILE,
     H200,

@@ -14,7 +14,7 @@ from fusedtp.comm.constant import constant_to_compiler
 ROOT = Path(__file__).resolve().parents[2]
 
 # Lower layers first: a module may import from its own layer and from those before it.
-LAYERS = ("kernels", "comm", "ops", "nn", "parallel", "sim", "plan", "train", "bench", "cli")
+LAYERS = ("kernels", "comm", "ops", "nn", "parallel", "sim", "checks", "plan", "train", "bench", "cli")
 BESIDE = ("kernels", "bench")  # folders at the root, mapped into the package
 
 # Makes the modules named in argv importable no more, then computes one operation on two ranks.
@@ -122,6 +122,19 @@ def test_kernels_import_triton_only() -> None:
     assert files
     wrong = {
         f"{p.name} imports {name}" for p in files for name in imports(p) if name.split(".")[0] not in allowed
+    }
+    assert wrong == set()
+
+
+def test_the_simulator_knows_nothing_of_the_library_but_its_kernels() -> None:
+    """What it simulates, lints or times is handed to it: fusedtp/checks and bench/ know operations, sim/ knows none."""
+    files = sources("sim")
+    assert files
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in imports(path)
+        if name.split(".")[0] == "fusedtp" and name.split(".")[1:2] not in (["sim"], ["kernels"])
     }
     assert wrong == set()
 

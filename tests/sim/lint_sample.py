@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from fusedtp.checks.lint import planned
 from fusedtp.sim import lint
-from fusedtp.sim.lint.plans import planned
-from fusedtp.sim.lint.targets import target
 
 Taken = tuple[str, ...]
 
@@ -16,8 +15,7 @@ def takes(case: lint.CompileCase) -> Iterator[Taken]:
     """What a case shows of its kernel: a target, a variant, a switch on or off, an operand by pointer or descriptor."""
     yield case.kernel, "target", case.target
     yield case.kernel, "variant", case.config
-    assert case.variant is not None
-    kernel, args, _options = planned(case.kernel, case.variant, target(case.target).machine)
+    kernel, args, _options = planned(case.kernel, case.target, **case.given)
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     for name, value in args.items():
         if name not in constants:

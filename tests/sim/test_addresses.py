@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from fusedtp.checks.lint import own_cases
 from fusedtp.sim import lint
-from fusedtp.sim.lint.cases import own_cases
 from fusedtp.sim.lint.mlir import Value, behind
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedtp.checks.workers import BadInput, Part, UserError, find, run_part
 from fusedtp.sim import Launch, Run, Schedule, UnsupportedKernel, run_schedule
 from fusedtp.sim.explore import schedules
-from fusedtp.sim.workers import BadInput, Part, UserError, find, run_part
 from tests.sim.support import interpreted
 
 HEADER = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,14 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.checks.command import CheckOptions, _parts, main, run_case
+from fusedtp.checks.workers import Found, Part
 from fusedtp.cli import main as fusedtp
 from fusedtp.sim import Fault, Schedule
-from fusedtp.sim.check import _parts, main, run_case
 from fusedtp.sim.lint import TARGETS
-from fusedtp.sim.mutants import Matrix, Mutant, Verdict
-from fusedtp.sim.mutants.verdict import KILLED, SURVIVED
-from fusedtp.sim.options import CheckOptions
-from fusedtp.sim.workers import Found, Part
 
 CASES = """
 from fusedtp.sim import Case
@@ -104,19 +100,6 @@ def test_lint_compiles_the_same_case_and_says_each_finding_once(file, capsys):
         assert out.count(f"{target},") + out.count(f"{target}\n") == 1, out
 
 
-@pytest.mark.parametrize("survivors", [0, 1])
-def test_mutants_print_their_matrix_and_survivors_end_with_one(survivors, capsys, monkeypatch):
-    mutant = Mutant("drop wait", "kernel.py", 3, 0, "kernel", "wait()", "", (), "unordered")
-    made = Matrix([Verdict(mutant, "schedules", KILLED, "deadlock")], holes=[])
-    made.verdicts += survivors * [Verdict(mutant, "lint", SURVIVED)]
-    asked = {}
-    monkeypatch.setattr("fusedtp.sim.mutants.run", lambda **how: asked.update(how) or made)
-    assert main(["--mutants", "--oldest-python", sys.executable, "--workers", "3"]) == survivors
-    out = capsys.readouterr().out
-    assert "drop wait" in out and "deadlock 1" in out and ("survived: " in out) == bool(survivors)
-    assert (asked["workers"], asked["oldest_python"]) == (3, sys.executable)
-
-
 def test_a_fused_kernel_goes_by_its_name(capsys):
     code, out, _ = check(capsys, "two_shot_all_reduce", "--world-size", 2, "--schedules", 2)
     assert code == 0 and row(out, "two_shot_all_reduce")[1:3] == ["2", "2"]
@@ -130,8 +113,6 @@ def test_a_fused_kernel_goes_by_its_name(capsys):
         (["--schedules", "0"], "--schedules 0 is too small"),
         (["--seconds", "-1"], "--seconds -1.0 is too small"),
         (["--world-size", "0"], "--world-size 0 must be at least 1"),
-        (["--mutants", "ring.py"], "--mutants is of the library's own kernels; it takes no cases"),
-        (["--oldest-python", "/no/python"], "--oldest-python /no/python: no such file"),
         (["--timeline", "/no/such/folder/x.html"], "no such folder"),
     ],
 )
@@ -192,6 +173,6 @@ def test_the_reported_fault_is_the_earliest_however_workers_finish(data, workers
         return type("Done", (), {"done": [future for future in futures if future.done()]})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedtp.sim.check.wait", waits)
+        patch.setattr("fusedtp.checks.command.wait", waits)
         result = run_case(Found("case", None, 2), CheckOptions(schedules=200), pool, lambda count: None)
     assert result.part is not None and result.part.fault.seed == min(faulty)

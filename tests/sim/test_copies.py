@@ -5,10 +5,10 @@ from unittest.mock import patch
 
 import pytest
 
+from fusedtp.checks.cases import fused_case
+from fusedtp.checks.dense import Call
 from fusedtp.sim import Case, Copy, Launch, Run, explore
-from fusedtp.sim.call import Call
 from fusedtp.sim.case import Await, Signal
-from fusedtp.sim.cases import fused_case
 from tests.sim.support import interpreted
 
 GATHERS = ["all_gather_matmul", "all_gather_wgrad"]
@@ -72,7 +72,7 @@ def found(operation: str, world_size: int, schedules: int, fault: str = "") -> t
         ):
             outcome = explore(case, schedules, shrink=False)
     elif fault == "the other slot":
-        with patch("fusedtp.sim.cases.beside_copies", other_slot()):
+        with patch("fusedtp.checks.cases.beside_copies", other_slot()):
             outcome = explore(case, schedules, shrink=False)
     else:
         outcome = explore(replace(case, make=lambda: changed(case.make(), fault)), schedules, shrink=False)
@@ -81,16 +81,16 @@ def found(operation: str, world_size: int, schedules: int, fault: str = "") -> t
 
 def other_slot():
     """A host that lost count of the epochs, by one; its flags are the device's own and stay right."""
-    from fusedtp.sim import copies
+    from fusedtp.checks import dense
 
-    kept = copies.place_of
+    kept = dense.place_of
 
     def wrong(world, part, x, begin, number):
         return kept(world, part, x, begin, number + 1)
 
     def beside(*arguments):
-        with patch.object(copies, "place_of", wrong):
-            return copies.beside_copies(*arguments)
+        with patch.object(dense, "place_of", wrong):
+            return dense.beside_copies(*arguments)
 
     return beside
 

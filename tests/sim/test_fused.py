@@ -16,21 +16,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.checks.cases import fused_case, fused_cases, operands, plan, slot_bytes
+from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches
+from fusedtp.checks.lint import OWN
+from fusedtp.ops.operation import OPERATIONS
 from fusedtp.sim import Fault, Outcome, Run, Schedule, SimulationFault, explore, run_schedule
-from fusedtp.sim.call import Call
-from fusedtp.sim.cases import fused_case, fused_cases, operands, plan, slot_bytes
 from fusedtp.sim.explore import schedules as schedules_in_turn
-from fusedtp.sim.mutants.trials import schedules as out_of_step
-from fusedtp.sim.worlds import SimulatedWorld, launches
 from tests.harness import world
+from tests.mutants.trials import OPERATIONS as TRIED
+from tests.mutants.trials import schedules as out_of_step
 from tests.sampling import examples
 from tests.sim.support import interpreted
 from tests.sim.test_machine import schedules
 
-KERNELS = [
-    "all_gather_matmul", "matmul_reduce_scatter", "one_shot_all_reduce", "two_shot_all_reduce", "all_gather_wgrad",
-    "mixed",
-]  # fmt: skip
+KERNELS = [*DECLARED, "mixed"]
+
+
+def test_checks_follow_from_what_operations_declare():
+    """A new operation with a fused kernel is simulated, linted and mutated without an edit of the checks."""
+    fused = {name for name, operation in OPERATIONS.items() if "triton" in operation.engines}
+    assert fused == {operation.name for operation, _ in DECLARED.values()}
+    assert set(DECLARED) <= {case.name for case in fused_cases(2)}
+    functions = {kernel.function for _, kernel in DECLARED.values()}
+    assert functions <= set(OWN) and functions <= set(TRIED)
 
 
 def share_of_schedules(group, name: str, world_size: int, count: int) -> Outcome:
@@ -57,16 +65,15 @@ def workspaces(draw) -> list[Call]:
     calls = []
     for _ in range(draw(st.integers(1, 3))):
         operation = draw(st.sampled_from(KERNELS[:-1]))
-        gathers = operation.startswith("all_gather")
+        kernel = DECLARED[operation][1]
+        gathers = kernel.gathers
         calls.append(
             Call(
                 operation,
                 tuple(draw(st.lists(st.integers(0, 20), min_size=w, max_size=w))),
                 tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=2 if gathers else 1))),
                 k=draw(st.integers(1, 20)),
-                batch=draw(st.integers(1, 2))
-                if operation in ("all_gather_matmul", "matmul_reduce_scatter")
-                else 1,
+                batch=draw(st.integers(1, 2)) if kernel.in_runs else 1,
                 bias=draw(st.booleans()),
                 keep=draw(st.booleans()),
                 dtype=dtype,
@@ -95,7 +102,7 @@ def test_any_calls_on_one_workspace_under_any_schedule(calls, schedule):
 
 def other_call(operation: str) -> Run:
     """Rank 1 gives another signature than ranks 0 and 2, everything else alike."""
-    call = Call(operation, (16, 9, 5), chunk=16 if operation.startswith("all_gather") else 1)
+    call = Call(operation, (16, 9, 5), chunk=16 if DECLARED[operation][1].gathers else 1)
     world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
     planned = [plan(call, given, world, rank, 7 + (rank == 1))[0] for rank in range(3)]
     work = [launches(each, world.epochs.tensors[rank]) for rank, each in enumerate(planned)]

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from fusedtp.checks.workers import Pool, pool
 from fusedtp.sim import RULES, Outcome
 from fusedtp.sim.known_bugs import hoisted, judge, known_bugs
 from fusedtp.sim.lint import TARGETS, Compiler, compiler
-from fusedtp.sim.workers import Pool, pool
 
 SCHEDULES = 48  # six strategies, four residencies, stores in time and late
 NAMES = [bug.name for bug in known_bugs()]

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedtp.checks.cases import held_case
+from fusedtp.checks.dense import SimulatedWorld
 from fusedtp.comm.device_view import peers_of
 from fusedtp.kernels import signals
 from fusedtp.sim import (
@@ -25,10 +27,8 @@ from fusedtp.sim import (
     machine,
     run_schedule,
 )  # fmt: skip
-from fusedtp.sim.link_cases import held_case
-from fusedtp.sim.mutants.trial_cases import calls
-from fusedtp.sim.mutants.trials import OPERATIONS
-from fusedtp.sim.worlds import SimulatedWorld
+from tests.mutants.trial_cases import calls
+from tests.mutants.trials import OPERATIONS
 from tests.sim.support import interpreted
 
 PROGRAMS, TIMES, COLS, NS_OF_BYTE = 3, 4, 5, 2

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from fusedtp.checks.lint import OWN, check, own_cases, variants_of
 from fusedtp.sim import lint
-from fusedtp.sim.lint.cases import own_cases, variants_of
 from tests.sampling import SAMPLED
 from tests.sim.lint_sample import sample, takes
 
@@ -36,8 +36,8 @@ def reports(cases) -> list[lint.Report]:
 def test_the_sample_has_each_kernel_on_each_target_in_each_variant_and_on_each_branch(cases):
     few = sample(cases)
     assert len(few) < 0.4 * len(cases)
-    assert {(c.kernel, c.target) for c in few} == {(k, t) for k in lint.OWN for t in lint.TARGETS}
-    for kernel in lint.OWN:
+    assert {(c.kernel, c.target) for c in few} == {(k, t) for k in OWN for t in lint.TARGETS}
+    for kernel in OWN:
         variants = {c.config for c in cases if c.kernel == kernel}
         assert {c.config for c in few if c.kernel == kernel} == variants
         assert variants in ({""}, set(variants_of(kernel)))
@@ -62,7 +62,7 @@ def test_every_kernel_is_compiled(reports):
             decorators = getattr(node, "decorator_list", [])
             if any("triton.jit" in ast.unparse(decorator) for decorator in decorators):
                 launched.add(node.name)
-    assert launched == {report.kernel for report in reports} == set(lint.OWN)
+    assert launched == {report.kernel for report in reports} == set(OWN)
     for report in reports:
         assert {r.target for r in reports if r.kernel == report.kernel} == set(lint.TARGETS)
 
@@ -88,12 +88,12 @@ def test_a_modified_copy_of_the_kernels_is_linted_in_their_place(tmp_path):
             source = (folder / "signals.py").read_text()
             assert old in source
             (folder / "signals.py").write_text(source.replace(old, new))
-            (report,) = lint.check(
+            (report,) = check(
                 ["one_shot_kernel"], ["sm_80"], variants=["fp32"], package=str(folder), using=using
             )
             assert rule in report.broken, name
             assert any(file == str(folder / "signals.py") for f in report.findings for file, _ in f.frames)
-        (report,) = lint.check(["one_shot_kernel"], ["sm_80"], variants=["fp32"], using=using)
+        (report,) = check(["one_shot_kernel"], ["sm_80"], variants=["fp32"], using=using)
         assert not report.findings, "the installed package is back"
 
 
@@ -111,4 +111,4 @@ def test_the_table_shows_every_report(reports):
 def test_unknown_names_are_refused():
     for asked in (dict(kernels=["nothing"]), dict(targets=["sm_70"]), dict(variants=["int8"])):
         with pytest.raises(ValueError, match="there are"):
-            lint.check(**asked)
+            check(**asked)

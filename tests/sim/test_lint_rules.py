@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from fusedtp.checks.lint import OWN, own_cases
 from fusedtp.sim import lint
 from fusedtp.sim.lint import widths
-from fusedtp.sim.lint.cases import OWN, own_cases
 from fusedtp.sim.lint.compiler import Compiled
 from fusedtp.sim.lint.facts import Facts
 

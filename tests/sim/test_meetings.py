@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from fusedtp.checks.cases import meeting_case
 from fusedtp.sim import Case, Launch, explore
-from fusedtp.sim.meetings import meeting_case
-from fusedtp.sim.mutants.trials import schedules as out_of_step
+from tests.mutants.trials import schedules as out_of_step
 from tests.sim.support import interpreted
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from fusedtp.sim import Access, Fault, Site
 from fusedtp.sim.faults import Mismatch, Moment, Wait
-from fusedtp.sim.mutants import Mutant, Sources, mutants
-from fusedtp.sim.mutants.evidence import Blocked, Evidence, Status, Touch, gather
-from fusedtp.sim.mutants.fit import EXPECTED, objections, shown
+from tests.mutants import Mutant, Sources, mutants
+from tests.mutants.evidence import Blocked, Evidence, Status, Touch, gather
+from tests.mutants.fit import EXPECTED, objections, shown
 
 KERNEL = "two_shot_kernel"  # stages 0 send, 1 reduce, 2 collect
 

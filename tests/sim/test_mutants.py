@@ -1,23 +1,25 @@
 """Seeded faults of the kernels: sites are found twice, a kill needs the right report, equivalence needs a proof."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fusedtp.sim.lint import OWN
+from fusedtp.checks.lint import ELEMENTWISE, OWN
+from fusedtp.checks.workers import Pool, pool
 from fusedtp.sim.lint import RULES as ORDERING
-from fusedtp.sim.lint.cases import ELEMENTWISE
-from fusedtp.sim.mutants import Matrix, Mutant, Sources, Verdict, mutants, run
-from fusedtp.sim.mutants.census import uncovered, unlisted
-from fusedtp.sim.mutants.equivalent import equivalence
-from fusedtp.sim.mutants.fit import ORDER
-from fusedtp.sim.mutants.generate import OPERATORS
-from fusedtp.sim.mutants.kept import Kept
-from fusedtp.sim.mutants.trials import tried
-from fusedtp.sim.mutants.trying import try_mutant
-from fusedtp.sim.workers import Pool, pool
+from tests.mutants import Matrix, Mutant, Sources, Verdict, mutants, run
+from tests.mutants.__main__ import main
+from tests.mutants.census import uncovered, unlisted
+from tests.mutants.equivalent import equivalence
+from tests.mutants.fit import ORDER
+from tests.mutants.generate import OPERATORS
+from tests.mutants.kept import Kept
+from tests.mutants.trials import tried
+from tests.mutants.trying import try_mutant
+from tests.mutants.verdict import KILLED, SURVIVED
 from tests.sampling import examples
 
 
@@ -236,3 +238,30 @@ def test_the_kernels_as_they_are_pass_all_that_mutants_must_pass(workers: Pool, 
         assert verdict.result == "survived", verdict.report
         alone = kernel in ELEMENTWISE  # waits for nobody: one schedule is as good as another
         assert kernel == "bump_epoch" or verdict.schedules > (0 if alone else 1)
+
+
+@pytest.mark.parametrize("survivors", [0, 1])
+def test_the_command_prints_the_matrix_and_survivors_end_with_one(survivors, capsys, monkeypatch):
+    mutant = Mutant("drop wait", "kernel.py", 3, 0, "kernel", "wait()", "", (), "unordered")
+    made = Matrix([Verdict(mutant, "schedules", KILLED, "deadlock")], holes=[])
+    made.verdicts += survivors * [Verdict(mutant, "lint", SURVIVED)]
+    asked = {}
+    monkeypatch.setattr("tests.mutants.runner.run", lambda **how: asked.update(how) or made)
+    assert main(["--oldest-python", sys.executable, "--workers", "3"]) == survivors
+    out = capsys.readouterr().out
+    assert "drop wait" in out and "deadlock 1" in out and ("survived: " in out) == bool(survivors)
+    assert (asked["workers"], asked["oldest_python"]) == (3, sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--oldest-python", "/no/python"], "--oldest-python /no/python: no such file"),
+        (["--keep", "/no/such/folder/verdicts"], "--keep /no/such/folder/verdicts: no such folder"),
+        (["--workers", "0"], "--workers 0 is too small"),
+    ],
+)
+def test_wrong_options_of_the_command_are_said_in_one_line(words, said, capsys):
+    code = main(words)
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and said in err

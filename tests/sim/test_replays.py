@@ -4,9 +4,10 @@ from unittest.mock import patch
 
 import pytest
 
-from fusedtp.sim import explore, replays
-from fusedtp.sim.call import Call
-from fusedtp.sim.replays import exchange_cases, graph_cases, replayed_case
+from fusedtp.checks import cases
+from fusedtp.checks.cases import exchange_cases, graph_cases, replayed_case
+from fusedtp.checks.dense import Call
+from fusedtp.sim import explore
 from tests.sampling import examples
 from tests.sim.support import interpreted
 
@@ -38,7 +39,7 @@ def with_a_baked_in(number: int, names: list[str]) -> list[str]:
     """Of which index tensors of a case of exchanges no fault is found where they stay as they were captured."""
     case, unseen = exchange_cases(3)[number], []
     for name in names:
-        with patch.object(replays, "EXCHANGED", tuple(each for each in replays.EXCHANGED if each != name)):
+        with patch.object(cases, "EXCHANGED", tuple(each for each in cases.EXCHANGED if each != name)):
             if explore(case, 1, shrink=False).fault is None:
                 unseen.append(name)
     return unseen

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, machine_of
+from fusedtp.checks.lint import _view
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
-from fusedtp.sim.lint.plans import _view
 from fusedtp.sim.timed import Engine, load_node
-from fusedtp.sim.timed.cases import ENGINE, GATHER, REDUCE, SCATTER, Problem
 from fusedtp.sim.timed.share import Share
 
 from . import timed_kernels as kernels
@@ -68,7 +68,7 @@ def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(toke
     n, w, node = 4096, 8, load_node("h100")
     x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (tokens, n))
     plan = plan_one_shot if tokens == 16 else plan_two_shot
-    launched = plan(_view(w), 1, w, x, weight, None, 12345, None, node.machine)[0].config
+    launched = plan(_view(w), 1, w, x, weight, None, 12345, None, machine_of(node))[0].config
     assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
 
 

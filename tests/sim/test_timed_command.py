@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.bench.timed import (
+    COMPARISONS,
+    GATHER,
+    SCATTER,
+    Problem,
+    alternatives,
+    collective_time,
+    compared,
+    main,
+    matmul_run,
+    measure,
+)
 from fusedtp.sim.timed import Engine, load_node, machines
-from fusedtp.sim.timed.__main__ import main
-from fusedtp.sim.timed.cases import GATHER, SCATTER, Problem, matmul_run
-from fusedtp.sim.timed.measure import COMPARISONS, alternatives, collective_time, compared, measure
 from fusedtp.sim.timed.node import read_node
 
 from .timed_support import SMALL

@@ -8,9 +8,9 @@ from math import inf
 import pytest
 import torch
 
+from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, fused_run
 from fusedtp.sim import Await, Copy, Launch, Run, Signal, SimulationFault, UnsupportedKernel, symmetric
 from fusedtp.sim.timed import Engine
-from fusedtp.sim.timed.cases import ENGINE, GATHER, REDUCE, SCATTER, Problem, fused_run
 from fusedtp.sim.timed.timeline import WAIT
 
 from . import timed_kernels as kernels

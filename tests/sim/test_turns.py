@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.checks.cases import turns_case
+from fusedtp.checks.dense import Call
+from fusedtp.checks.experts import ROUTINGS
 from fusedtp.sim import Fault, Schedule, explore
-from fusedtp.sim.call import Call
-from fusedtp.sim.exchange_cases import ROUTINGS
-from fusedtp.sim.turns import turns_case
 from tests.harness import world
 from tests.sim.support import interpreted
 from tests.sim.test_fused import fault_of

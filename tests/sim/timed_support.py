@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
+from fusedtp.bench.timed import Problem, fused_run
 from fusedtp.sim.timed import Engine, Node, Timeline, load_node
-from fusedtp.sim.timed.cases import Problem, fused_run
 
 SMALL = load_node("h100").but(name="small", sms=12)
 IDEAL = SMALL.but(

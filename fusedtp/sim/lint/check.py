@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from . import descriptors, ordering, resources, widths
-from .cases import CompileCase, own_cases
-from .compiler import Compiled, CompileError, Compiler, compiler
+from .compiler import CompileCase, Compiled, CompileError, Compiler, compiler
 from .facts import Facts
 from .report import Report
 from .rule import Rule
-from .targets import TARGETS, target
+from .targets import target
 
 RULES: tuple[Rule, ...] = (
     ordering.barrier_before_release,
@@ -91,29 +90,6 @@ def check_cases(
     if refused:
         raise refused[0]
     return [report for index in sorted(found) for report in found[index]]
-
-
-def check(
-    kernels: Sequence[str] | None = None,
-    targets: Sequence[str] | None = None,
-    *,
-    variants: Sequence[str] | None = None,
-    package: str | None = None,
-    python: str | None = None,
-    using: Compiler | None = None,
-    done: Callable[[Report], None] | None = None,
-) -> list[Report]:
-    """Compile the library's kernels for GPUs that need not be here, and judge them. All of each where None.
-
-    kernels, targets, variants   names of cases.OWN, targets.TARGETS, cases.VARIANTS
-    package, python, using, done as in `check_cases`
-    Raises ValueError for an unknown name, CompileError for a kernel that the compiler refuses.
-    """
-    names = list(targets or TARGETS)
-    for name in names:
-        target(name)
-    cases = list(own_cases(kernels, names, variants))
-    return check_cases(cases, package=package, python=python, using=using, done=done)
 
 
 def check_case(

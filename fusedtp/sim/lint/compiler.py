@@ -12,14 +12,51 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from . import asm, mlir
-from .cases import CompileCase
 from .targets import Target, target
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One compilation.
+
+    kernel   name of the function
+    target   a name of targets.TARGETS
+    config   what tells this case from others of the kernel; with kernel and target it names the report
+    planner  "module:function" that makes the launch in the compiling process: (kernel, target, **given) -> (kernel,
+             arguments, options), with `given` as plain values
+    path     or else the file that defines the kernel
+    launch   of such a file: the case (or a function that makes one) whose launches are compiled; or else
+    signature, constexprs, options   as triton.compiler.ASTSource takes them: {"x": "*bf16", "n": "i32"}, {"BLOCK": 16}
+    aligned  arguments that are multiples of 16
+    shared   arguments that point to memory which another rank reads or writes while the kernel runs; None: all
+             pointers. An address that the kernel reads from memory counts always.
+    aligned_rows   whether every row in memory that ranks share begins at a multiple of 16 bytes, and so moves 16 bytes
+             at a time
+    """
+
+    kernel: str
+    target: str
+    config: str = ""
+    planner: str = ""
+    given: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    launch: str = ""
+    signature: dict[str, str] = field(default_factory=dict)
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, int] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+    shared: tuple[str, ...] | None = None
+    aligned_rows: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.target}/{self.kernel}/{self.config}" if self.config else f"{self.target}/{self.kernel}"
 
 
 class CompileError(RuntimeError):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusedtp.ops.launch.config import Machine
-
 
 @dataclass(frozen=True)
 class Target:
@@ -17,7 +15,7 @@ class Target:
 
     arch               as Triton's GPUTarget takes it
     wave               threads of a warp or wavefront
-    machine            what the launchers choose a configuration from
+    processors         SMs or CUs
     shared_limit       bytes of shared memory that one program may use
     shared_processor   bytes of one SM or CU; `shared_reserved` of them the system takes for each program
     registers          a lane's registers in one SIMD (AMD) or the SM's in all (NVIDIA); granule: of an allocation
@@ -27,7 +25,7 @@ class Target:
     backend: str
     arch: int | str
     wave: int
-    machine: Machine
+    processors: int
     shared_limit: int
     shared_processor: int
     shared_reserved: int
@@ -68,51 +66,10 @@ TARGETS = {
     target.name: target
     for target in (
         # A100, H100, B200, MI300X
-        Target(
-            "sm_80",
-            "cuda",
-            80,
-            32,
-            Machine("cuda", 108, 163 * KIB, capability=80),
-            163 * KIB,
-            164 * KIB,
-            KIB,
-            65536,
-            256,
-            64,
-            32,
-        ),
-        Target(
-            "sm_90",
-            "cuda",
-            90,
-            32,
-            Machine("cuda", 132, 227 * KIB, capability=90),
-            227 * KIB,
-            228 * KIB,
-            KIB,
-            65536,
-            256,
-            64,
-            32,
-        ),
-        Target(
-            "sm_100",
-            "cuda",
-            100,
-            32,
-            Machine("cuda", 148, 227 * KIB, capability=100),
-            227 * KIB,
-            228 * KIB,
-            KIB,
-            65536,
-            256,
-            64,
-            32,
-        ),
-        Target(
-            "gfx942", "hip", "gfx942", 64, Machine("hip", 304, 64 * KIB), 64 * KIB, 64 * KIB, 0, 512, 8, 8, 16
-        ),
+        Target("sm_80", "cuda", 80, 32, 108, 163 * KIB, 164 * KIB, KIB, 65536, 256, 64, 32),
+        Target("sm_90", "cuda", 90, 32, 132, 227 * KIB, 228 * KIB, KIB, 65536, 256, 64, 32),
+        Target("sm_100", "cuda", 100, 32, 148, 227 * KIB, 228 * KIB, KIB, 65536, 256, 64, 32),
+        Target("gfx942", "hip", "gfx942", 64, 304, 64 * KIB, 64 * KIB, 0, 512, 8, 8, 16),
     )
 }
 

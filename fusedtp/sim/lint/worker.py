@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from .cases import Variant
-from .plans import planned
 from .targets import target as target_named
 
 PACKAGE = "fusedtp.kernels"
@@ -65,12 +63,14 @@ def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu:
     return ASTSource(kernel, signature, constants, attributes), chosen.__dict__
 
 
-def sources(case: dict[str, Any], gpu: Any, machine: Any) -> list[tuple[Any, Any, tuple[str, ...]]]:
+def sources(case: dict[str, Any], gpu: Any) -> list[tuple[Any, Any, tuple[str, ...]]]:
     """(source, options, shared arguments) of every compilation of a case."""
     from triton.compiler import ASTSource
 
-    if case["variant"] is not None:
-        kernel, args, options = planned(case["kernel"], Variant(**case["variant"]), machine)
+    if case["planner"]:
+        module_name, _, function = case["planner"].partition(":")
+        plan = getattr(importlib.import_module(module_name), function)
+        kernel, args, options = plan(case["kernel"], case["target"], **case["given"])
         return [(*specialised(kernel, args, options, gpu), ())]
     path = Path(case["path"])
     if str(path.parent) not in sys.path:  # as for a script: what lies beside it can be imported
@@ -131,7 +131,7 @@ def compile_case(case: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     chosen = target_named(case["target"])
     gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
     answers = []
-    for source, options, shared in sources(case, gpu, chosen.machine):
+    for source, options, shared in sources(case, gpu):
         made = triton.compile(source, target=gpu, options=dict(options))
         stem = str(out / f"{made.metadata.name}-{made.hash[:16]}-{chosen.name}")
         for kind in ("ttir", "ttgir", "ptx", "amdgcn"):

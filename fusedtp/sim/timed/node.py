@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import Any
 
-from fusedtp.ops.launch import Machine
-
 RING = {"start", "hop", "bandwidth"}
 
 
@@ -52,11 +50,6 @@ class Node:
     launch_latency: float
     copy_latency: float
     collectives: dict[str, dict[str, float]]
-
-    @property
-    def machine(self) -> Machine:
-        """What the launchers ask of a GPU."""
-        return Machine(clock="cuda", programs=self.sms, shared_bytes=self.shared_bytes)
 
     def but(self, **changes: Any) -> Node:
         """The same node with other numbers."""

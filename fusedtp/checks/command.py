@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .check_code import lint, mutants
-from .faults import Fault
-from .options import EXHAUST_LIMIT, CheckOptions
-from .report import WIDTH, replay, report
+from fusedtp.sim.explore import Schedule, schedules
+from fusedtp.sim.faults import Fault
+from fusedtp.sim.report import WIDTH, replay, report
+from fusedtp.sim.strategies import DEFAULT, STRATEGIES
+
 from .workers import (
     BadInput,
     Found,
@@ -32,14 +34,87 @@ from .workers import (
     cores,
     find,
     pool,
+    resident_of,
     run_exhaust,
     run_part,
     run_trace,
     schedule_of,
 )
 
+if TYPE_CHECKING:
+    from fusedtp.sim.lint import Report
+
 FAULTY, BAD_INPUT, INTERRUPTED = 1, 2, 130
 PART = 25  # schedules that a worker takes at once, at most
+SCHEDULES = 200
+EXHAUST_LIMIT = 10_000
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Find races, deadlocks and wrong results of multi-rank Triton kernels, on simulated ranks."""
+
+    cases: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Fused kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default: every
+    fused kernel of the library."""
+    world_size: tuple[int, ...] = ()
+    """Ranks; several numbers check each. Default: 4, or what the case itself says."""
+    schedules: int | None = None
+    """Schedules of each case. Default: 200, or as many as fit where --seconds is given."""
+    seconds: float | None = None
+    """Stop each case after about so long."""
+    seed: int = 0
+    """Seed of the first schedule; the next ones count up."""
+    strategies: tuple[str, ...] = DEFAULT
+    """Who runs next, in turn."""
+    resident: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{all,varying,N}...")] = ()
+    """Programs of a rank that are alive at once, in turn. Default: all 1 varying 2."""
+    weak: Literal["no", "yes", "both"] = "both"
+    """Whether stores reach other programs late and in any order until a release; both: in turn."""
+    fine: bool = False
+    """Switch at every memory access, not only at atomics."""
+    exhaust: int | None = None
+    """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
+    workers: int | None = None
+    """Processes. Default: one a core."""
+    lint: bool = True
+    """Compile the kernels for several kinds of GPU, none of which need be here, and check the memory order and the
+    instructions of the result. Default: only where no case is named."""
+    timeline: Path | None = None
+    """Write an HTML timeline of the fault, or of one schedule where there is none."""
+
+    def faults(self) -> list[str]:
+        """What is wrong with the options themselves."""
+        found = [f"--strategies {name!r} must be one of {', '.join(DEFAULT)}" for name in self.strategies
+                 if name not in STRATEGIES or name == "replay"]  # fmt: skip
+        for word in self.resident:
+            try:
+                resident_of(word)
+            except ValueError as error:
+                found.append(str(error))
+        for name in ("schedules", "seconds", "workers", "exhaust"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "exhaust" else 1e-9):
+                found.append(f"--{name} {value} is too small")
+        found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
+        if not self.strategies:
+            found.append("--strategies names none")
+        if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
+            found.append(f"--timeline {self.timeline}: no such folder")
+        return found
+
+    def residents(self) -> tuple[int | str | None, ...] | None:
+        return tuple(resident_of(word) for word in self.resident) or None
+
+    def chosen(self) -> Iterator[Schedule]:
+        """The schedules of a case, without end."""
+        for schedule in schedules(1 << 40, self.strategies, first_seed=self.seed, residents=self.residents()):
+            weak = {"no": False, "yes": True, "both": schedule.weak}[self.weak]
+            yield replace(schedule, fine=self.fine, weak=weak)
+
+    def limit(self) -> int | None:
+        """How many schedules a case gets; None: as many as time allows."""
+        return SCHEDULES if self.schedules is None and self.seconds is None else self.schedules
 
 
 @dataclass(frozen=True)
@@ -68,8 +143,6 @@ def main(argv: list[str]) -> int:
     if wrong:
         return _refuse(wrong)
     try:
-        if options.mutants:
-            return 0 if _mutants(options) else FAULTY
         with pool(options.workers or cores()) as workers:
             found, passed = check(options, workers)
         if options.lint:  # after the workers: while they live the environment says to interpret
@@ -125,19 +198,6 @@ def _lint(found: Sequence[Found]) -> bool:
     with _progress("compilations") as progress:
         task = progress.add_task("compiling for GPUs", total=None)
         passed, words = lint(found, lambda: progress.advance(task))
-    _print(words)
-    return passed
-
-
-def _mutants(options: CheckOptions) -> bool:
-    with _progress("verdicts") as progress:
-        task = progress.add_task("mutants", total=None)
-        passed, words = mutants(
-            options.workers or cores(),
-            options.oldest_python,
-            options.keep,
-            lambda done, of: progress.update(task, completed=done, total=of),
-        )
     _print(words)
     return passed
 
@@ -244,7 +304,7 @@ def _exhaust_command(found: Found, options: CheckOptions) -> str:
 
 
 def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> None:
-    from .timeline import html
+    from fusedtp.sim.timeline import html
 
     assert options.timeline is not None
     fault: Fault | None = result.part.fault if result.part else None
@@ -255,3 +315,48 @@ def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> Non
     title = f"{result.found.name} on {result.found.world_size} ranks"
     options.timeline.write_text(html(moments, title=title, fault=fault), encoding="utf-8")
     print(f"timeline: {options.timeline}")
+
+
+def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, list[Any]]:
+    """Compile the kernels of these cases for every target: whether nothing is wrong, and what to print.
+
+    compiled   called after each compilation
+    Raises UserError for a kernel that the compiler refuses.
+    """
+    from fusedtp.sim.lint import TARGETS, CompileCase, CompileError, check_cases, table
+
+    from .lint import OWN, check
+
+    names = {name for each in found for name in each.kernels if not each.of_a_file}
+    own = [name for name in OWN if name in names]
+    files = dict.fromkeys(each.name for each in found if each.of_a_file)
+    cases = [
+        CompileCase(
+            name.rpartition("::")[2], target, path=name.rpartition("::")[0], launch=name.rpartition("::")[2]
+        )
+        for name in files
+        for target in TARGETS
+    ]
+
+    def done(_: Report) -> None:
+        compiled()
+
+    try:
+        reports = check(own, done=done) if own else []
+        reports += check_cases(cases, done=done) if cases else []
+    except CompileError as error:
+        raise UserError(f"{error}\n") from None
+    reports = list(
+        dict.fromkeys(reports)
+    )  # ranks and calls whose arguments specialise otherwise to the same code
+    words = _by_finding(reports)
+    return not words, [table(reports), *words]
+
+
+def _by_finding(reports: Sequence[Report]) -> list[str]:
+    """Each finding once, with the targets that have it."""
+    targets: dict[tuple[str, str], dict[str, None]] = {}
+    for each in reports:
+        for finding in each.findings:
+            targets.setdefault((each.kernel, str(finding)), {})[each.target] = None
+    return [f"{kernel} on {', '.join(on)}\n  {finding}" for (kernel, finding), on in targets.items()]

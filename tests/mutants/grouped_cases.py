@@ -12,8 +12,7 @@ from torch import Tensor
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch.config import HOST, Config
 from fusedtp.ops.moe import grouped
-
-from ..case import Case, Launch, Mismatch, Run, compare
+from fusedtp.sim.case import Case, Launch, Mismatch, Run, compare
 
 # by an activation of integers below 100, relative to its argument
 LOST = 512 * torch.finfo(torch.float32).eps

@@ -6,14 +6,16 @@ import hashlib
 import json
 from pathlib import Path
 
+import fusedtp.checks
+import fusedtp.sim
+
 from .mutant import Mutant
 from .source import Sources
 from .verdict import Verdict
 
 FIELDS = ("result", "rule", "where", "report", "schedules", "seconds")
-CHECKS = Path(__file__).parents[
-    1
-]  # the simulator and the lint: a verdict of another version of them does not count
+# mutants, cases, simulator and lint: a verdict of another version of them does not count
+CHECKS = [Path(__file__).parent, *(Path(p.__file__ or "").parent for p in (fusedtp.checks, fusedtp.sim))]
 
 
 class Kept:
@@ -21,7 +23,7 @@ class Kept:
 
     def __init__(self, path: Path | None, sources: Sources, how: str) -> None:
         self._path, self._sources = path, sources
-        files = sorted([*CHECKS.rglob("*.py"), *CHECKS.rglob("*.json")])
+        files = sorted(f for folder in CHECKS for kind in ("*.py", "*.json") for f in folder.rglob(kind))
         self._how = hashlib.sha256(how.encode())
         for file in files if path else ():
             self._how.update(file.read_bytes())

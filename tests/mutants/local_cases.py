@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fusedtp.ops.launch import plain
 from fusedtp.ops.launch.config import HOST, Config
-
-from ..case import Case, Launch, Run, compare
+from fusedtp.sim.case import Case, Launch, Run, compare
 
 TILES = Config(16, 16, 16, group=2)
 M, N, K = 36, 24, 56  # rows of K elements are multiples of 16 bytes, so that TMA takes them

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ..faults import Access, Fault, Mismatch, Moment, Site
+from fusedtp.sim.faults import Access, Fault, Mismatch, Moment, Site
+
 from .mutant import Mutant
 from .source import Sources
 from .stages import branches, stage_at, stages_of

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call
-from ..case import Case, Copy, Mismatch, Run, Work, compare
-from ..cases import fused_case, operands, plan, slot_bytes
-from ..worlds import SimulatedWorld, launches, meeting
+from fusedtp.checks.cases import fused_case, operands, plan, slot_bytes
+from fusedtp.checks.dense import Call, SimulatedWorld, launches, meeting
+from fusedtp.sim.case import Case, Copy, Mismatch, Run, Work, compare
 
 WORLD = 3
 LAST_NUMBER = 2**31 - 2

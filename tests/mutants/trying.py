@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ..case import Run
-from ..explore import Schedule, run_schedule, trace
-from ..faults import Fault, SimulationFault
+from fusedtp.sim.case import Run
+from fusedtp.sim.explore import Schedule, run_schedule, trace
+from fusedtp.sim.faults import Fault, SimulationFault
+
 from . import fit
 from .evidence import Evidence, gather
 from .load import in_place_of_kernels

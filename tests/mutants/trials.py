@@ -29,16 +29,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fusedtp.checks.cases import fused_case, held_case
+from fusedtp.checks.dense import DECLARED, Call
+from fusedtp.checks.experts import OPERATIONS as EXCHANGED
+from fusedtp.checks.lint import ELEMENTWISE, GROUPED, LOCAL
 from fusedtp.ops.rows import split
+from fusedtp.sim.case import Case
+from fusedtp.sim.explore import Schedule
+from fusedtp.sim.strategies import DEFAULT
 
-from ..call import Call
-from ..case import Case
-from ..cases import fused_case
-from ..exchange_cases import OPERATIONS as EXCHANGED
-from ..explore import Schedule
-from ..link_cases import held_case
-from ..lint.cases import ELEMENTWISE, GROUPED, LOCAL
-from ..strategies import DEFAULT
 from .elementwise_cases import elementwise
 from .grouped_cases import grouped_case
 from .local_cases import local
@@ -59,11 +58,7 @@ from .trial_cases import (
 )
 
 OPERATIONS = {
-    "all_gather_matmul_kernel": "all_gather_matmul",
-    "matmul_reduce_scatter_kernel": "matmul_reduce_scatter",
-    "one_shot_kernel": "one_shot_all_reduce",
-    "two_shot_kernel": "two_shot_all_reduce",
-    "all_gather_wgrad_kernel": "all_gather_wgrad",
+    **{kernel.function: name for name, (_, kernel) in DECLARED.items()},
     "moe_dispatch_kernel": "moe_dispatch",
     "moe_combine_kernel": "moe_combine",
     "moe_dispatch_matmul_kernel": "moe_dispatch_matmul",

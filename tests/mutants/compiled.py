@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from ..lint import OWN, Compiler, Finding, check, compiler
-from ..lint.cases import VARIANTS
-from ..lint.compiler import CompileError
+from fusedtp.checks.lint import OWN, VARIANTS, check
+from fusedtp.sim.lint import Compiler, Finding, compiler
+from fusedtp.sim.lint.compiler import CompileError
+
 from . import fit
 from .mutant import Mutant
 from .source import File, Sources

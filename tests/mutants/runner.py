@@ -8,8 +8,9 @@ from concurrent.futures import as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from ..lint import OWN
-from ..workers import pool
+from fusedtp.checks.lint import OWN
+from fusedtp.checks.workers import pool
+
 from .census import uncovered, unlisted
 from .compiled import try_compiled
 from .equivalent import equivalence

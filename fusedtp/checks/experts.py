@@ -27,7 +27,7 @@ from fusedtp.ops.moe.dispatch import (
 )
 from fusedtp.ops.moe.plan import Exchange, combine_index, offsets_of, packed_index, sort_choices, unpacked
 
-from .call import Call
+from .dense import Call
 
 OPERATIONS = ("moe_dispatch", "moe_combine", "moe_dispatch_matmul", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2

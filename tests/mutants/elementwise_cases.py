@@ -9,8 +9,7 @@ from torch import Tensor
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, pointwise
 from fusedtp.ops.launch.config import HOST, Machine
-
-from ..case import Case, Launch, Mismatch, Run, compare
+from fusedtp.sim.case import Case, Launch, Mismatch, Run, compare
 
 EPS = torch.finfo(torch.float32).eps
 ONE_PROGRAM = Machine(clock="host", programs=0, shared_bytes=0)  # walks all rows

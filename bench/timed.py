@@ -1,0 +1,634 @@
+"""python -m fusedtp.bench.timed: how long a fused operation takes on a described node, and what would be better.
+
+    --operation all_gather_matmul --shape llama3-70b --tokens 16384 --compare programs
+    --published
+
+The operations at the sizes that users run, as launched on a GPU, without memory behind them. Times come from the engine
+of fusedtp.sim.timed; see docs/timed-schedule.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fusedtp.checks.dense import SimulatedWorld, launches
+from fusedtp.comm.copies import PIECES, parts
+from fusedtp.comm.workspace import FLAGS_PER_SOURCE
+from fusedtp.ops import launch
+from fusedtp.ops.all_gather_matmul import (
+    gather_slot_bytes,
+    plan_all_gather_matmul,
+    with_senders,
+    without_senders,
+)
+from fusedtp.ops.launch import Config, Machine
+from fusedtp.ops.launch.config import tiles
+from fusedtp.ops.matmul_all_reduce import (
+    all_reduce_slot_bytes,
+    is_one_shot,
+    plan_one_shot,
+    plan_two_shot,
+)
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction, scatter_slot_bytes
+from fusedtp.ops.rows import Rows, split
+from fusedtp.sim.case import Copy, Launch, Run, Signal, Work
+from fusedtp.sim.faults import SimulationFault, UnsupportedKernel
+from fusedtp.sim.memory import Memory
+from fusedtp.sim.timed import Engine, Node, Timeline, load_node, machines
+from fusedtp.sim.timeline import html
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OPERATIONS = (GATHER, SCATTER, REDUCE)
+PROGRAMS, ENGINE = "programs", "copy engine"
+SIGNATURE = 1
+
+
+def machine_of(node: Node) -> Machine:
+    """The node as launchers see it."""
+    return Machine(clock="cuda", programs=node.sms, shared_bytes=node.shared_bytes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One operation of a group.
+
+    tokens      T, rows of all ranks
+    widths      N of every weight, of this rank for a gather, of all for a reduction
+    k           K of this rank
+    config      None: as the launchers choose
+    transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream
+    order       of the engine's copies: "successor" (rank + 1 first) or "same" (all ranks begin with rank 0)
+    pieces      copies of a shard to one peer
+    written     its flags are written by the stream, as others' kernels have it, and not copied
+    """
+
+    operation: str
+    tokens: int
+    widths: tuple[int, ...]
+    k: int
+    world_size: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    config: launch.Config | None = None
+    transport: str = PROGRAMS
+    order: str = "successor"
+    pieces: int = PIECES
+    written: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(split(self.tokens, self.world_size))
+
+    def chosen(self, node: Node) -> launch.Config:
+        """The configuration that a launch on this node takes."""
+        if self.config is not None:
+            return self.config
+        machine, owned, n = machine_of(node), max(self.rows.sizes), self.widths[0]
+        if self.operation == GATHER:
+            shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
+            config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
+            return without_senders(config, machine) if self.transport == ENGINE else config
+        flags, owners = FLAGS_PER_SOURCE - 1, self.world_size
+        if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
+            flags = FLAGS_PER_SOURCE // 2 - 1
+        elif self.operation == REDUCE:
+            owned, owners = self.tokens, 1
+        return reduction(machine, self.dtype, owned, n, flags, owners=owners)
+
+    @property
+    def flops(self) -> int:
+        """Of one rank, if its tiles had no tails."""
+        return 2 * self.tokens * sum(self.widths) * self.k
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that a rank receives from its peers at least."""
+        item, w = self.dtype.itemsize, self.world_size
+        others = self.tokens - max(self.rows.sizes)
+        if self.operation == GATHER:
+            return others * self.k * item
+        own = max(self.rows.sizes) * self.widths[0] * item * (w - 1)
+        return own if self.operation == SCATTER else own + others * self.widths[0] * item
+
+
+class EmptyWorld(SimulatedWorld):
+    """A workspace of W ranks whose slots nobody touches, so that big ones cost no memory."""
+
+    def __init__(self, world_size: int, slot_bytes: int) -> None:
+        super().__init__(world_size, 0, FLAGS_PER_SOURCE)
+        self.slot_bytes = -(-slot_bytes // 16) * 16
+        slots = (torch.empty(2 * self.slot_bytes, dtype=torch.uint8) for _ in range(world_size))
+        self.data = Memory("slots", tuple(slots))
+
+
+def fused_run(problem: Problem, node: Node) -> Run:
+    """One call of the operation on every rank, on a fresh workspace."""
+    p, rows, w = problem, problem.rows, problem.world_size
+    if p.operation not in OPERATIONS:
+        raise ValueError(f"operation {p.operation!r}; known are {', '.join(OPERATIONS)}")
+    if p.transport not in (PROGRAMS, ENGINE) or (p.transport == ENGINE and p.operation != GATHER):
+        raise ValueError(f"transport {p.transport!r} of {p.operation}: the copy engine serves {GATHER} only")
+    config, machine, n = p.chosen(node), machine_of(node), p.widths[0]
+    if p.operation == GATHER:
+        nbytes = gather_slot_bytes(rows, p.k, p.dtype)
+    elif p.operation == SCATTER:
+        nbytes = scatter_slot_bytes(rows, n, p.dtype)
+    else:
+        nbytes = all_reduce_slot_bytes(p.tokens, n, w, p.dtype)
+    world = EmptyWorld(w, nbytes)
+    work: list[list[Work]] = []
+    for rank in range(w):
+        view = world.view(rank)
+        height = rows.local(rank) if p.operation == GATHER else p.tokens
+        x = torch.empty(height, p.k, dtype=p.dtype)
+        weights = [torch.empty(width, p.k, dtype=p.dtype) for width in p.widths]
+        if p.operation == GATHER:
+            planned, _, _ = plan_all_gather_matmul(
+                view, rank, w, x, weights, [None] * len(weights), rows, SIGNATURE, False, config, machine
+            )
+        elif p.operation == SCATTER:
+            planned, _ = plan_matmul_reduce_scatter(
+                view, rank, w, x, weights[0], None, rows, SIGNATURE, config, machine
+            )
+        else:
+            one = is_one_shot(p.tokens, n, p.dtype)
+            plan = plan_one_shot if one else plan_two_shot
+            planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
+        mine: list[Work] = list(launches(planned, world.epochs.tensors[rank]))
+        if p.transport == ENGINE:
+            mine += _copies(p, world, rank, x, config.chunk)
+        work.append(mine)
+    return Run(work, world.memory)
+
+
+def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> list[Work]:
+    """What the sending programs would do, done by the host's copy stream: rows and their flags, piece by piece."""
+    w, rows = p.world_size, p.rows
+    parity, epoch = 1, 1  # of the first call
+    row = p.k * p.dtype.itemsize
+    local, begin = x.view(torch.uint8).view(-1), parity * world.slot_bytes + rows.offset(rank) * row
+    sent = list(parts(rank, w, x.shape[0], chunk, p.pieces))
+    if p.order == "same":
+        sent.sort(key=lambda part: part.peer)
+    work: list[Work] = []
+    for part in sent:
+        first, last = part.first * row, part.last * row
+        there = world.data.tensors[part.peer][begin + first : begin + last]
+        work.append(Copy(there, local[first:last], stream="copy"))
+        flags = world.flags.tensors[part.peer][rank][part.flag :][: part.flags]
+        if not p.written:  # a copy of their own, which takes its start; as bytes it moves nothing here
+            words = flags.view(torch.uint8)
+            work.append(Copy(words, torch.empty_like(words), stream="copy"))
+        work += [Signal(flag, epoch, stream="copy") for flag in flags.split(1)]
+    return work
+
+
+def matmul_run(problem: Problem, node: Node) -> Run:
+    """The same products alone, on one rank that has all operands: one plain matmul, all SMs."""
+    from fusedtp.kernels.matmul import matmul_kernel
+
+    p, machine = problem, machine_of(node)
+    m, n, k = p.tokens, sum(p.widths), p.k
+    config = tiles(machine, p.dtype, m, n) if p.config is None else p.config
+    x, w, y = (torch.empty(*shape, dtype=p.dtype) for shape in ((m, k), (n, k), (m, n)))
+    args: dict[str, Any] = dict(
+        x=x, stride_xm=k, stride_xk=1, w=w, stride_wn=k, stride_wk=1, bias=None, y=y, M=m, N=n, K=k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
+        EVEN_K=k % config.block_k == 0,
+    )  # fmt: skip
+    return Run([[Launch(matmul_kernel, machine.programs, args)]])
+
+
+MODELS: dict[str, tuple[int, int]] = {  # hidden size, size inside the MLP
+    "llama3-8b": (4096, 14336),
+    "llama3-70b": (8192, 28672),
+    "llama3-405b": (16384, 53248),
+    "qwen3-32b": (5120, 25600),
+}
+
+
+def model_problem(operation: str, shape: str, tokens: int, world_size: int, **options: Any) -> Problem:
+    """An MLP's operation: a gather feeds gate and up projection, a reduction follows the down projection.
+
+    shape   a name of MODELS, or "NxK" of one full weight, of which every rank has its part
+    """
+    if shape in MODELS:
+        hidden, inner = MODELS[shape]
+        n, k, copies = (inner, hidden, 2) if operation == GATHER else (hidden, inner, 1)
+    else:
+        try:
+            n, k = (int(part) for part in shape.lower().split("x"))
+        except ValueError:
+            raise ValueError(f"shape {shape!r} is neither NxK nor one of {', '.join(MODELS)}") from None
+        copies = 1
+    if operation == GATHER:
+        n = -(-n // world_size)
+    else:
+        k = -(-k // world_size)
+    return Problem(operation, tokens, (n,) * copies, k, world_size, **options)
+
+
+# -- a problem measured ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times in seconds.
+
+    matmul          the same products by the plain kernel on all SMs
+    collective      by a library, on its own
+    communication   the faster of that and of plain copies
+    """
+
+    problem: Problem
+    fused: Timeline
+    matmul: float
+    collective: float
+    communication: float
+
+    @property
+    def unfused(self) -> float:
+        """The library's collective and the product, one after the other."""
+        return self.matmul + self.collective
+
+    @property
+    def hidden(self) -> float:
+        """Share of the shorter of the two parts that fusing hides; negative where fusing costs more than it hides."""
+        parts = self.communication, self.matmul
+        return (sum(parts) - self.fused.total) / min(parts)
+
+
+def collective_time(problem: Problem, node: Node) -> float:
+    """A library's all-gather, reduce-scatter or all-reduce (the other two in turn) of the problem, by its best ring."""
+    hops = (problem.world_size - 1) * (2 if problem.operation == REDUCE else 1)
+    rings = node.collectives.values()
+    return min(r["start"] + hops * r["hop"] + problem.traffic / r["bandwidth"] for r in rings)
+
+
+def copies_time(problem: Problem, node: Node) -> float:
+    """Plain copies of what each rank needs from its peers, by a copy engine."""
+    starts = (problem.world_size - 1) * node.copy_latency
+    rate = min(node.link_bandwidth, node.copy_bandwidth)
+    return starts + problem.traffic / rate + node.link_latency
+
+
+def measure(problem: Problem, node: Node, *, matmul: float | None = None, exact: bool = False) -> Measured:
+    """Run the operation and its parts. `matmul`: the time of the products alone, if it is known."""
+    if matmul is None:
+        matmul = Engine(matmul_run(problem, node), node, exact=exact).run().total
+    fused = Engine(fused_run(problem, node), node, exact=exact).run()
+    collective = collective_time(problem, node)
+    return Measured(problem, fused, matmul, collective, min(collective, copies_time(problem, node)))
+
+
+COMPARISONS = ("none", "transport", "chunk", "programs", "order", "all")
+
+
+def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
+    """The problem as launched, then with other choices. Raises ValueError for what the operation does not have."""
+    gather = problem.operation == GATHER
+    if compare not in COMPARISONS:
+        raise ValueError(f"comparison {compare!r}; known are {', '.join(COMPARISONS)}")
+    if compare == "transport" and not gather:
+        raise ValueError(f"{problem.operation} has one transport: its programs store to the owner")
+    yield "as launched", problem
+    seen = {problem}
+    for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
+        if gather or choice != "transport":
+            for name, other in _others(problem, node, choice):
+                if other not in seen:
+                    yield name, other
+                seen.add(other)
+
+
+def compared(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Measured]]:
+    """The alternatives measured, all beside the product of the problem as launched."""
+    matmul = None
+    for name, variant in alternatives(problem, node, compare):
+        got = measure(variant, node, matmul=matmul)
+        matmul = got.matmul
+        yield name, got
+
+
+def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
+    config, gather = problem.chosen(node), problem.operation == GATHER
+    if compare == "transport":
+        other = PROGRAMS if problem.transport == ENGINE else ENGINE
+        yield other, replace(problem, transport=other, config=None)
+    elif compare == "chunk":
+        what = "rows" if gather else "tiles"
+        for times in (0.25, 0.5, 2, 4):
+            chunk = max(1, int(config.chunk * times))
+            if chunk != config.chunk:
+                yield f"{chunk} {what} a flag", replace(problem, config=replace(config, chunk=chunk))
+    elif compare == "programs":
+        for count in (4, 8, 12, 24, 32) if gather else (8, 16, 32, 132):
+            changed = replace(config, other_programs=count)
+            if gather:
+                changed = replace(config, send_programs=count, other_programs=node.sms - count)
+            if changed != config and changed.other_programs > 0:
+                name = "sending" if gather else "reducing"
+                yield f"{count} programs {name}", replace(problem, config=changed)
+    elif compare == "order":
+        for group in (1, 4, 16):
+            yield f"tiles in groups of {group} rows", replace(problem, config=replace(config, group=group))
+        if gather:
+            engine = replace(problem, transport=ENGINE, config=None)
+            yield "copy engine, successor first", engine
+            yield "copy engine, rank 0 first", replace(engine, order="same")
+
+
+# -- published times ---------------------------------------------------------------------------------------------------
+
+
+# Published times of others' kernels on eight H100s, and what this model says of the same problems.
+#
+# No row sets any number of the model. Where a source gives the time of its product alone, a second prediction takes the
+# rate of products from there, as one would who knows his matmul; it is listed apart and says so.
+#
+# The kernels measured are others'. They differ from ours in transport (both sources let copy engines bring the data)
+# and in their matmul (tensor descriptors, warp specialisation), so the problem is what is the same, not the program.
+#
+# MESH     https://github.com/yifuwang/symm-mem-recipes, symm_mem_recipes/README.md (all nine rows) and
+#          triton_all_gather_matmul.py (one copy and one flag a rank, tiles in groups of 4 rows)
+# KRAKEN   https://github.com/meta-pytorch/kraken, pull request 19
+# MOE      the same, pull request 32
+
+MESH = "symm-mem-recipes, 8xH100 HBM2e, 500 W"
+KRAKEN = "kraken pull request 19, 8xH100"
+MOE = "kraken pull request 32, 2xH100"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of a source; seconds.
+
+    product            of the product alone, by the source's own kernel
+    library            of the product alone, by a library
+    memory_bandwidth   of the source's GPUs, if theirs is another
+    """
+
+    source: str
+    what: str
+    problem: Problem | None
+    fused: float | None
+    unfused: float | None
+    product: float | None = None
+    library: float | None = None
+    memory_bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction beside what was published; seconds. predicted None: the library has no such kernel."""
+
+    source: str
+    what: str
+    quantity: str
+    predicted: float | None
+    published: float
+
+    @property
+    def error(self) -> float | None:
+        return None if self.predicted is None else self.predicted / self.published - 1
+
+
+# H100 with HBM2e at 500 W: https://github.com/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md,
+# says 2.4 TB/s of Meta's; that symm-mem-recipes measured on the same is inferred from "HBM2e, at 500W".
+HBM2E = 2.4e12
+WIDE, TALL, LONG = (128, 256, 64), (256, 128, 64), (128, 128, 128)
+MESH_ROWS = (  # model, N of a rank, K, M, tile, then us: library alone, kernel alone, library + NCCL, fused
+    ("8B", 1792, 4096, 4096, LONG, 105, 125, 230, 213),
+    ("8B", 1792, 4096, 8192, LONG, 194, 236, 416, 318),
+    ("8B", 1792, 4096, 16384, TALL, 391, 434, 819, 514),
+    ("70B", 3584, 8192, 4096, LONG, 403, 483, 652, 543),
+    ("70B", 3584, 8192, 8192, TALL, 828, 849, 1291, 948),
+    ("70B", 3584, 8192, 16384, TALL, 1672, 1655, 2541, 1846),
+    ("105B", 6656, 16384, 4096, WIDE, 1558, 1595, 2077, 1776),
+    ("105B", 6656, 16384, 8192, WIDE, 2879, 2953, 3847, 3243),
+    ("105B", 6656, 16384, 16384, WIDE, 5842, 5948, 7801, 6538),
+)
+
+
+def _gather(model: str, n: int, k: int, m: int, tile: tuple[int, int, int], *times: float) -> Published:
+    shard = -(-m // 8)
+    config = Config(
+        *tile, num_warps=8, num_stages=3, group=4, send_programs=0, other_programs=132, chunk=shard
+    )
+    problem = Problem(GATHER, m, (n,), k, config=config, transport=ENGINE, written=True)
+    library, product, unfused, fused = (t * 1e-6 for t in times)
+    return Published(MESH, f"{model} all-gather, M {m}", problem, fused, unfused, product, library, HBM2E)
+
+
+def _scatter(tokens: int) -> Problem:
+    """K = 14336 is each rank's own: with an eighth of it even the unfused time could not be spent."""
+    return Problem(SCATTER, tokens, (4096,), 14336)
+
+
+PUBLISHED = (
+    *(_gather(*row) for row in MESH_ROWS),
+    Published(KRAKEN, "reduce-scatter, M 512", _scatter(512), 308e-6, 134e-6),
+    Published(KRAKEN, "reduce-scatter, M 1024", _scatter(1024), 315e-6, 224e-6),
+    Published(KRAKEN, "reduce-scatter, M 2048", _scatter(2048), 410e-6, 423e-6),
+    Published(MOE, "dispatch, 4096 tokens a rank", None, 80.1e-6, None),
+    Published(MOE, "combine, 4096 tokens a rank", None, 83.4e-6, None),
+)  # fmt: skip
+
+
+def predictions(node: Node, rows: tuple[Published, ...] = PUBLISHED) -> Iterator[Row]:
+    """Every published number with the model's."""
+    for row in rows:
+        p = row.problem
+        if p is None:
+            assert row.fused is not None
+            yield Row(row.source, row.what, "fused", None, row.fused)
+            continue
+        gpu = node if row.memory_bandwidth is None else node.but(memory_bandwidth=row.memory_bandwidth)
+        got = measure(p, gpu)
+        if row.product is not None:
+            yield Row(row.source, row.what, "product alone", got.matmul, row.product)
+        if row.fused is not None:
+            yield Row(row.source, row.what, "fused", got.fused.total, row.fused)
+        if row.unfused is not None:
+            yield Row(row.source, row.what, "product and NCCL", got.unfused, row.unfused)
+        if row.product is None:
+            continue
+        own = at_rate(gpu, p, row.product)
+        if row.fused is not None:
+            fused = measure(p, own, matmul=row.product).fused.total
+            yield Row(row.source, row.what, "fused, given the product", fused, row.fused)
+        if row.unfused is not None and row.library is not None:
+            both = row.library + collective_time(p, gpu)
+            yield Row(row.source, row.what, "product and NCCL, given the product", both, row.unfused)
+
+
+NOT_MODELLED = (
+    "clocks that fall with power, and products that slow down while copies run",
+    "jitter: programs do the same at the same time, so their stores come in bursts",
+    "how well a kernel is compiled: one rate stands for all tile shapes, limited by what an SM can fetch",
+    "the cache, but for what began to be loaded recently",
+    "topology inside of switches, congestion, multicast, reduction in the switch",
+    "a library's collective apart from its rings; its kernels beside others",
+    "the way back of a store: a release waits until its stores have landed, not until the sender knows it",
+    "more than one program on an SM, host time but for latencies, other kernels",
+)
+
+
+def at_rate(node: Node, problem: Problem, product: float) -> Node:
+    """The node with SMs whose plain matmul of this problem takes `product` seconds: all its rates scaled alike."""
+    changed = node
+    for _ in range(3):
+        now = Engine(matmul_run(problem, changed), changed).run().total
+        factor = now / product
+        flops = {name: rate * factor for name, rate in changed.flops.items()}
+        changed = replace(changed, flops=flops, sm_bandwidth=changed.sm_bandwidth * factor)
+    return changed
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Simulated time of a fused operation on a node.
+
+    machine     a node that comes with the package (h100, h200, a100), or a .json file
+    operation   what to run
+    shape       a model whose MLP it is part of (llama3-8b, llama3-70b, llama3-405b, qwen3-32b), or NxK of one weight
+    tokens      rows of all ranks together
+    tp          ranks
+    dtype       of all operands
+    compare     what to vary: who brings a gather's rows, what a flag covers, programs that send or reduce, tile orders
+    path        print what the end of the first row waited for, stretch by stretch
+    timeline    write what each program did as HTML, of the first row
+    published   compare the model with published times instead; takes some minutes
+    """
+
+    machine: str = "h100"
+    operation: Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"] = (
+        "all_gather_matmul"
+    )
+    shape: str = "llama3-8b"
+    tokens: int = 8192
+    tp: int = 8
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    compare: Literal["none", "transport", "chunk", "programs", "order", "all"] = "none"
+    path: bool = False
+    timeline: Path | None = None
+    published: bool = False
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong with the options."""
+        found = []
+        if self.machine not in machines() and not Path(self.machine).is_file():
+            found.append(f"--machine {self.machine}: neither a file nor one of {', '.join(machines())}")
+        if self.tokens < 1:
+            found.append(f"--tokens {self.tokens}: at least 1 is wanted")
+        if self.tp < 2:
+            found.append(f"--tp {self.tp}: at least 2 ranks are wanted")
+        return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 2 for wrong options, 1 for a schedule that does not end."""
+    options = tyro.cli(Options, prog="python -m fusedtp.bench.timed", args=argv)
+    console = Console()
+    if options.faults():
+        console.print("\n".join(options.faults()), style="red", markup=False)
+        return 2
+    try:
+        node = load_node(options.machine)
+        if options.published:
+            console.print(_published(node))
+            console.print("Not modelled:", *NOT_MODELLED, sep="\n  ", markup=False)
+        else:
+            _compared(options, node, console)
+    except (ValueError, UnsupportedKernel) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    except SimulationFault as fault:
+        console.print(str(fault), markup=False)
+        return 1
+    return 0
+
+
+def _compared(options: Options, node: Node, console: Console) -> None:
+    problem = model_problem(
+        options.operation, options.shape, options.tokens, options.tp, dtype=DTYPES[options.dtype]
+    )
+    size = f"{options.shape}, {options.tokens} tokens, {options.dtype}"
+    title = f"{options.operation}, {size}, {options.tp} x {node.name}"
+    table = Table(title=title, caption="microseconds; the path is what the end waited for")
+    for name in (
+        "variant",
+        "fused",
+        "product",
+        "copies",
+        "unfused",
+        "hidden",
+        "critical path",
+        "simulated in",
+    ):
+        table.add_column(name, justify="left" if name in ("variant", "critical path") else "right")
+    first: Timeline | None = None
+    begin = time.perf_counter()
+    for name, got in compared(problem, node, options.compare):
+        now = time.perf_counter()
+        table.add_row(*_cells(name, got), f"{now - begin:.0f} s")
+        begin = now
+        first = first or got.fused
+    console.print(table)
+    assert first is not None
+    if options.path:
+        console.print(_path(first))
+    if options.timeline is not None:
+        options.timeline.write_text(html(first.moments(), title=title))
+
+
+def _path(timeline: Timeline) -> Table:
+    table = Table(title="critical path", caption="microseconds")
+    for name in ("from", "to", "takes", "rank", "launch", "what"):
+        table.add_column(name, justify="left" if name in ("launch", "what") else "right")
+    for step in timeline.critical_stretches():
+        times = [f"{seconds * 1e6:.1f}" for seconds in (step.begin, step.end, step.end - step.begin)]
+        table.add_row(*times, str(step.rank), step.launch, step.what)
+    return table
+
+
+def _cells(name: str, got: Measured) -> list[str]:
+    parts = sorted(got.fused.critical().items(), key=lambda item: -item[1])
+    path = ", ".join(f"{what} {_us(seconds)}" for what, seconds in parts)
+    times = [_us(t) for t in (got.fused.total, got.matmul, got.communication, got.unfused)]
+    return [name, *times, f"{got.hidden:.0%}", path]
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
+
+
+def _published(node: Node) -> Table:
+    table = Table(title=f"published times and those of the model, {node.name}", caption="microseconds")
+    for name in ("source", "problem", "what", "predicted", "published", "error"):
+        table.add_column(name, justify="right" if name in ("predicted", "published", "error") else "left")
+    for row in predictions(node):
+        predicted = "no such kernel" if row.predicted is None else _us(row.predicted)
+        error = "" if row.error is None else f"{row.error:+.0%}"
+        table.add_row(row.source, row.what, row.quantity, predicted, _us(row.published), error)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,410 @@
+"""The library's fused kernels as cases of the simulator: several calls on one workspace, small tiles, exact numbers.
+
+A call is an operation with its shapes. Rotation of the slots and the epochs break only from the third call on, so the
+cases make three, of different shapes, ragged and empty shards among them.
+
+    fused_cases     every kernel, those that operations declare and those of experts
+    held_case       calls whose links are held, and the bytes that they must book
+    meeting_case    calls of engines that the host sequences, between two meetings of all ranks
+    turns_case      exchanges of experts one after another, of which a fast rank may be a call ahead
+    replayed_case   a captured graph, eager calls between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops.launch import Launch as Planned
+from fusedtp.ops.rows import split
+from fusedtp.sim.case import Case, Copy, Launch, Mismatch, Run, Work, compare
+
+from . import dense, experts
+from .dense import DECLARED, TILE, Call, Operands, SimulatedWorld, beside_copies, launches, meeting
+from .experts import EXPERTS, ROUTINGS, Routed, row_width
+
+Given = Operands | Routed
+NANOSECOND = 1_000_000  # femtoseconds, of a byte
+OVER = 1 << 40  # ns: later than all bookings
+COLUMNS = 4  # of what meetings gather
+FLAGS = 64  # of a source
+EXCHANGED = (  # what a replay of an exchange reads anew
+    "x", "y", "x2", "w", "w2", "weights", "orders", "in_sources", "index", "begins", "places", "sources", "blocks",
+    "arrivals", "origins", "offsets", "totals", "choices", "to", "at", "items",
+)  # fmt: skip
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def slot_bytes(call: Call) -> int:
+    """What the call needs in a slot."""
+    return dense.slot_bytes(call) if call.operation in DECLARED else experts.slot_bytes(call)
+
+
+def operands(call: Call, seed: int) -> Given:
+    """Drawn from `seed`, with the single-device formula's results."""
+    return dense.operands(call, seed) if call.operation in DECLARED else experts.routed(call, seed)
+
+
+def plan(
+    call: Call, given: Given, world: SimulatedWorld, rank: int, signature: int
+) -> tuple[Planned, dict[str, Tensor]]:
+    """This rank's launch of the call and its outputs by name, filled with NaN."""
+    if isinstance(given, Routed):
+        planned, outs = experts.plan_exchange(call, given, world.view(rank), rank, signature)
+    else:
+        planned, outs = dense.plan(call, given, world, rank, signature)
+    for out in outs.values():
+        out.fill_(torch.nan)
+    return planned, outs
+
+
+def issue(
+    work: list[list[Work]], call: Call, given: Given, world: SimulatedWorld, signature: int
+) -> list[dict[str, Tensor]]:
+    """Append the call to every rank's work; return its outputs by rank and name."""
+    made = []
+    for rank, of_rank in enumerate(work):
+        planned, named = plan(call, given, world, rank, signature)
+        if rank in call.copied:
+            begun = sum(isinstance(each, Launch) and each.name == "bump_epoch" for each in of_rank)
+            of_rank.extend(beside_copies(planned, world, rank, call.rows, 1 + begun))
+        else:
+            of_rank.extend(launches(planned, world.epochs.tensors[rank]))
+        made.append(named)
+    return made
+
+
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, link: int | None = None) -> Case:
+    """A case of these calls, one after another on one workspace; `link` as SimulatedWorld takes it."""
+    w = len(calls[0].sizes)
+    given = [operands(call, seed + i) for i, call in enumerate(calls)]
+
+    def make() -> Run:
+        flags = 1 + max(2 * _chunks(call) for call in calls)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, link)
+        work: list[list[Work]] = [[] for _ in range(w)]
+        outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
+        for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
+            outs.append((inputs, issue(work, call, inputs, world, 101 + i)))
+        return Run(work, world.memory, checker(outs), world.recorded)
+
+    return Case(name, make, tuple(dict.fromkeys(call.operation for call in calls)))
+
+
+def _chunks(call: Call) -> int:
+    rows, columns = call.batch * max(sum(call.sizes), 1), -(-call.widths[0] // TILE)
+    return 2 + max(-(-rows // call.chunk), -(-rows // TILE) * columns)
+
+
+def checker(
+    outs: Sequence[tuple[Given, list[dict[str, Tensor]]]],
+) -> Callable[[], list[Mismatch]]:
+    """What compares every call's outputs with what must come out."""
+
+    def check() -> list[Mismatch]:
+        found: list[Mismatch] = []
+        for i, (given, made) in enumerate(outs):
+            for name, want in given.wanted.items():
+                found += compare(f"{name} of call {i}", [named[name] for named in made], want)
+        return found
+
+    return check
+
+
+def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list[Case]:
+    """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
+
+    The even ones are of 16 bits, and what no peer writes goes by TMA.
+    """
+    w = world_size
+    ragged = tuple(0 if r == 1 else 9 + 5 * r % 7 for r in range(w))  # uneven, the second rank without any
+    shapes = [(16,) * w, ragged, split(w + 1, w)]
+
+    def calls(operation: str, **options: Any) -> list[Call]:
+        ks = (16, 20, 5)
+        made = [
+            Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)
+        ]
+        half = torch.float16 if dtype == torch.float32 else dtype
+        return [replace(made[0], dtype=half, tma=True), *made[1:]]
+
+    cases = {name: calls(name, **kernel.example) for name, (_, kernel) in DECLARED.items()}
+    cases |= {
+        "moe_dispatch": calls("moe_dispatch"),
+        "moe_combine": calls("moe_combine"),
+        "moe_dispatch_matmul": calls("moe_dispatch_matmul"),
+        "moe_matmul_combine": calls("moe_matmul_combine", chunk=1),
+    }
+    for name in ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine"):
+        plain, two, few = cases[name]
+        cases[name] = [plain, replace(two, keep=True), few]
+    cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
+    return [fused_case(name, each, seed=7) for name, each in cases.items()]
+
+
+# -- held links --------------------------------------------------------------------------------------------------------
+
+
+def held_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
+    """A fused case of these calls: the same results, and the bytes that each rank's link has carried.
+
+    See Note [A held link] in kernels/signals.py. Simulated time stands still, and a kernel would stay on its link for
+    ever. So the word that says what programs last saw of the clock says from the beginning that all is long over, and
+    nobody stays; bookings begin at zero and a byte takes a nanosecond. What a link carried is counted: every byte that
+    goes to another rank or, of a dispatch, comes from one, once, and none that stays; and it is free that many
+    nanoseconds later.
+    """
+    case = fused_case(name, calls, seed=seed, link=NANOSECOND)
+    wanted = torch.stack([crossing(call, operands(call, seed + i)) for i, call in enumerate(calls)]).sum(0)
+
+    def make() -> Run:
+        from fusedtp.kernels.signals import CLOCK_WORD, LINK_BYTES, LINK_FREE
+
+        run = case.make()
+        check, (words,) = run.check, (memory for memory in run.memory if memory.name == "failure")
+        assert check is not None
+        for of_rank in words.tensors:
+            of_rank[CLOCK_WORD.value] = OVER
+
+        def also_bytes() -> Sequence[Mismatch]:
+            carried = [of_rank[LINK_BYTES.value].clone() for of_rank in words.tensors]
+            free = [of_rank[LINK_FREE.value].clone() for of_rank in words.tensors]
+            of_bytes = compare("bytes carried", carried, list(wanted))
+            return [*(check() or ()), *of_bytes, *compare("ns until the link is free", free, list(wanted))]
+
+        return replace(run, check=also_bytes)
+
+    return Case(name, make, case.kernels)
+
+
+def crossing(call: Call, given: Given) -> Tensor:
+    """int64 [W]: the bytes that each rank's programs move over its link."""
+    if not isinstance(given, Routed):
+        return dense.sent_bytes(call)
+    rows = torch.stack([of_owner.sum(1) for of_owner in given.table.split(EXPERTS, 1)], 1)  # [source, owner]
+    rows = rows.long() - torch.diag(rows.diagonal())
+    over = rows.sum(1 if call.operation == "moe_dispatch_matmul" else 0)
+    return over * row_width(call) * call.dtype.itemsize
+
+
+# -- meetings ----------------------------------------------------------------------------------------------------------
+
+
+def meeting_case(world_size: int, *, seed: int = 0) -> Case:
+    """Gathers by copies, of even, ragged and few rows, with two fused gathers among them.
+
+        stream of a rank     copy x to the own slot | meet | copy peers' slots out | meet
+
+    Fused kernels run between such calls, since all of them share slots, flags and the epoch. The host's count of calls
+    chooses the slot for copies, the device's epoch for kernels, and the two drift apart; so after a fused kernel all
+    ranks meet before they copy (Note [After a fused kernel] in comm/workspace.py).
+
+    The first has no columns, so that a rank leaves it before its peers' rows have landed in the slot that is copied to
+    next.
+    """
+    w = world_size
+    ragged = tuple(0 if r == 1 else 2 + r % 2 for r in range(w))
+    calls: list[Call | tuple[int, ...]] = [
+        (2,) * w,
+        ragged,
+        Call("all_gather_matmul", (2,) * w, widths=(0,), k=COLUMNS, bias=False),
+        (1,) * w,
+        Call("all_gather_matmul", ragged, k=COLUMNS),
+        (2,) * w,
+    ]
+    given = [operands(call, seed + i) if isinstance(call, Call) else None for i, call in enumerate(calls)]
+    generator = torch.Generator().manual_seed(seed)
+    shards = [
+        [] if isinstance(call, Call) else [torch.randn(n, COLUMNS, generator=generator) for n in call]
+        for call in calls
+    ]
+    slot = 4 * COLUMNS * 3 * w
+
+    def make() -> Run:
+        world = SimulatedWorld(w, slot, 16)
+        work: list[list[Work]] = [[] for _ in range(w)]
+        gathered: list[tuple[list[Tensor], Tensor]] = []
+        outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
+        for number, (call, inputs) in enumerate(zip(calls, given, strict=True)):
+            if isinstance(call, Call) and inputs is not None:
+                outs.append((inputs, issue(work, call, inputs, world, 101 + number)))
+                continue
+            opening = number > 0 and isinstance(calls[number - 1], Call)
+            got = _gather(world, work, shards[number], number, opening)
+            gathered.append((got, torch.cat(shards[number])))
+        fused_right = checker(outs)
+
+        def check() -> list[Mismatch]:
+            found = fused_right()
+            for i, (got, want) in enumerate(gathered):
+                found += compare(f"gather {i}", got, [want] * w)
+            return found
+
+        return Run(work, world.memory, check, world.recorded)
+
+    return Case("meet", make, ("meet",))
+
+
+def _gather(
+    world: SimulatedWorld, work: list[list[Work]], shards: list[Tensor], number: int, opening: bool
+) -> list[Tensor]:
+    """Append to every rank's work a gather of its shard; return where the gathered rows will be."""
+    outs = []
+    slots = [
+        world.data.tensors[p][number & 1, : 4 * shard.numel()].view(torch.float32)
+        for p, shard in enumerate(shards)
+    ]
+    for rank, shard in enumerate(shards):
+        out = torch.full((sum(len(s) for s in shards), COLUMNS), torch.nan)
+        parts = out.view(-1).split([s.numel() for s in shards])
+        meet = meeting(world, rank, 301 + number)
+        fetches = [
+            Copy(parts[p], slots[p], pieces=2)
+            for p in range(world.world_size)
+            if p != rank and len(shards[p])
+        ]
+        own = [Copy(to, shard.view(-1).clone()) for to in (slots[rank], parts[rank]) if len(shard)]
+        work[rank] += [*(meet if opening else []), *own, *meet, *fetches, *meet]
+        outs.append(out)
+    return outs
+
+
+# -- exchanges in turn -------------------------------------------------------------------------------------------------
+
+
+def turns(world_size: int) -> list[Call]:
+    """Six calls: another rank has no tokens each time; all go to the first rank's experts, the last one's, nobody's."""
+    w = world_size
+    sizes = [tuple(0 if r == i % w else 3 + (r + i) % 3 for r in range(w)) for i in range(1, 6)]
+    return [
+        Call("moe_dispatch", sizes[0], k=5, chunk=2, routing="first"),
+        Call("moe_combine", sizes[1], (7,), chunk=2, routing="none"),
+        Call("moe_combine", sizes[2], (5,), chunk=2),
+        Call("moe_dispatch", sizes[3], k=3, chunk=2, routing="last"),
+        Call("moe_dispatch", sizes[4], k=7, chunk=2),
+        Call("moe_combine", (1,) * w, (5,), chunk=2, routing="first"),
+    ]
+
+
+def turns_case(world_size: int) -> Case:
+    """Those calls on one workspace.
+
+    What a slot holds changes from call to call: own tokens, which peers read, or rows that peers push, of many ranks,
+    of one, of none; ranks without tokens and experts without rows. Every rank must still hear of every other in every
+    call, see Note [Two rotating buffers] in kernels/signals.py.
+    """
+    return fused_case("moe_turns", turns(world_size), seed=11)
+
+
+# -- replayed graphs ---------------------------------------------------------------------------------------------------
+
+
+def replayed_case(
+    captured: Sequence[Call], eager: Sequence[Call | None], *, counted: bool = True, seed: int = 0
+) -> Case:
+    """A graph of the calls `captured`, replayed once for each entry of `eager`, which then runs if it is a call.
+
+        stream of a rank     new inputs | the graph's launches | results kept | eager call | new inputs | the same ...
+
+    Nothing that the host knows changes from replay to replay; the number of a call lives on the device and is counted
+    there. So an odd number of calls, captured or eager, moves the slots on as it should. What an exchange of a mixture
+    of experts sends where is on the device too, and another with every replay: of the host's are the tokens and the
+    room.
+
+    counted: False leaves the epoch where the first replay has put it, as a graph does to which its number is baked in.
+    """
+    w = len(captured[0].sizes)
+    every = [*captured, *(call for call in eager if call is not None)]
+
+    def make() -> Run:
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in every), FLAGS)
+        work: list[list[Work]] = [[] for _ in range(w)]
+        results: list[tuple[Given, list[dict[str, Tensor]]]] = []
+        given = [operands(call, seed) for call in captured]
+        graph = [
+            [plan(call, inputs, world, rank, 101 + i) for rank in range(w)]
+            for i, (call, inputs) in enumerate(zip(captured, given, strict=True))
+        ]
+        for number, call in enumerate(eager):
+            for i, made in enumerate(graph):
+                routing = ROUTINGS[(number + i) % len(ROUTINGS)]
+                inputs = operands(replace(captured[i], routing=routing), seed + 10 * number + i)
+                kept: list[dict[str, Tensor]] = []
+                for rank, (planned, outs) in enumerate(made):
+                    work[rank] += _refreshed(captured[i], planned, inputs, world, rank)
+                    work[rank] += [
+                        Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()
+                    ]
+                    both = launches(planned, world.epochs.tensors[rank])
+                    work[rank] += both if counted or number == 0 else both[1:]
+                    kept.append({name: out.clone() for name, out in outs.items()})
+                    work[rank] += [Copy(kept[rank][name], out) for name, out in outs.items() if out.numel()]
+                results.append((inputs, kept))
+            if call is not None:
+                inputs = operands(call, seed + 1000 + number)
+                results.append((inputs, issue(work, call, inputs, world, 201 + number)))
+        return Run(work, world.memory, checker(results), world.recorded)
+
+    return Case("replays", make, tuple(dict.fromkeys(call.operation for call in every)))
+
+
+def _refreshed(call: Call, made: Planned, inputs: Given, world: SimulatedWorld, rank: int) -> Iterator[Work]:
+    """Copies of new inputs to where the captured launch finds its own."""
+    if isinstance(inputs, Routed):
+        other, _outs = plan(call, inputs, world, rank, 0)
+        pairs = [(made.args[name], other.args[name]) for name in EXCHANGED if name in made.args]
+    else:
+        pairs = _operands(made.args, inputs, rank)
+    for old, fresh in pairs:
+        if old is not None and fresh is not None and old.numel():
+            yield Copy(old, fresh.clone())
+
+
+def _operands(args: dict[str, Any], inputs: Operands, rank: int) -> list[tuple[Any, Any]]:
+    """Of a fused matmul: where its launch has each operand, and the new one."""
+    weights = args["weights"] if "weights" in args else (args["w"],)
+    biases = args["biases"] if "biases" in args else (args["bias"],)
+    new = (inputs.x[rank], *inputs.others[rank], *inputs.biases[rank])
+    held = (
+        getattr(each, "base", each) for each in (args["x"], *weights, *biases)
+    )  # of a TMA descriptor its tensor
+    return list(zip(held, new, strict=True))
+
+
+def graph_cases(world_size: int) -> list[Case]:
+    """One captured call and three, an eager call between some replays; ragged rows, one rank without any."""
+    w = world_size
+    ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(w))
+    gather = Call("all_gather_matmul", ragged, (5,), k=4, chunk=2, keep=True)
+    scatter = Call("matmul_reduce_scatter", (2,) * w, (5,), k=8, dtype=torch.float16, chunk=1, tma=True)
+    reduce = Call("one_shot_all_reduce", (1,) * w, (5,), k=4, chunk=1)
+    eager = Call("two_shot_all_reduce", (2,) * w, (5,), k=4, chunk=1)
+    one = replayed_case([gather], [None, eager, replace(gather, sizes=(1,) * w), None])
+    three = replayed_case([gather, scatter, reduce], [None, eager, None])
+    return [replace(one, name="one call"), replace(three, name="three calls"), *exchange_cases(w)]
+
+
+def exchange_cases(world_size: int) -> list[Case]:
+    """Captured exchanges, alone, in pairs, with matmuls; other tokens in each replay, one rank without any."""
+    ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(world_size))
+    dispatch = Call("moe_dispatch", ragged, k=5, chunk=2)
+    combine = Call("moe_combine", ragged, (5,), chunk=2)
+    fewer = replace(dispatch, sizes=(1,) * world_size)
+    first = Call("moe_dispatch_matmul", ragged, (5,), k=4, chunk=2, keep=True)
+    last = Call("moe_matmul_combine", ragged, (5,), k=4, chunk=1)
+    one = replayed_case([dispatch], [None, fewer, combine, None])
+    both = replayed_case([dispatch, combine], [None, fewer, None])
+    layer = replayed_case([first, last], [None, fewer, None])
+    gradients = replayed_case([replace(first, keep=False), replace(last, keep=True)], [None, fewer, None])
+    return [
+        replace(one, name="a dispatch"),
+        replace(both, name="a dispatch and a combine"),
+        replace(layer, name="both with their matmuls"),
+        replace(gradients, name="their gradients"),
+    ]

@@ -1,0 +1,276 @@
+"""Calls of fused matmuls on simulated ranks: the group's memory, operands of small integers, launches, copies.
+
+All that is known of an operation here is what its file declares: its kernels (ops.operation.FusedKernel) and its
+`reference`. Sums of the operands are exact in fp32, so results must equal the reference bit for bit.
+
+A gather whose rows travel by copies is issued as its rank's host does, see Note [Copies beside a kernel]:
+
+    stream 0      bump_epoch | event 0 | the kernel, without senders             | event 1 awaited
+    stream copy                event 0 awaited | rows | flags | rows | ... | event 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedtp.ops  # noqa: F401  (the operations enter themselves in OPERATIONS)
+from fusedtp.comm import DeviceView
+from fusedtp.comm.copies import Part, parts
+from fusedtp.comm.device_view import peers_of
+from fusedtp.ops.launch import Config
+from fusedtp.ops.launch import Launch as Planned
+from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.operation import OPERATIONS, FusedKernel, OnRank, Operation, Shared
+from fusedtp.ops.rows import Rows
+from fusedtp.sim.case import Await, Copy, Launch, Signal, Work
+from fusedtp.sim.memory import Memory, symmetric
+
+TILE = 16
+STREAM = "copy"
+DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
+    kernel.name: (operation, kernel) for operation in OPERATIONS.values() for kernel in operation.kernels
+}
+
+
+# -- the group -------------------------------------------------------------------------------------------------------
+
+
+class SimulatedWorld:
+    """A workspace of W ranks: two rotating slots (poisoned), flags, signatures, epochs.
+
+    slot_bytes         of one slot; every rank's data region holds two
+    flags_per_source   chunks that one source can announce, chunk 0 being its arrival
+    link               femtoseconds that a byte takes where links are held, see kernels/signals.py
+    """
+
+    def __init__(
+        self, world_size: int, slot_bytes: int, flags_per_source: int, link: int | None = None
+    ) -> None:
+        w, self.link = world_size, link
+        self.world_size, self.flags_per_source = w, flags_per_source
+        self.slot_bytes = -(-slot_bytes // 16) * 16
+        self.data = symmetric("slots", w, (2, self.slot_bytes), torch.uint8)
+        self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
+        self.signatures = symmetric("signatures", w, (2, w), torch.int32, poisoned=False)
+        self.epochs = symmetric("epoch", w, (1,), torch.int32, poisoned=False)
+        self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
+        self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        return self.data, self.flags, self.signatures, self.epochs, self.failures, self.statuses
+
+    def view(self, rank: int) -> DeviceView:
+        """Rank's view, as launchers take it. Its waits never time out: nobody waits in vain unnoticed here."""
+        return DeviceView(
+            data_ptrs=self.data.pointers,
+            flag_ptrs=self.flags.pointers,
+            sig_ptrs=self.signatures.pointers,
+            epoch=self.epochs.tensors[rank],
+            status=self.statuses.tensors[rank],
+            failure=self.failures.tensors[rank],
+            slot_bytes=self.slot_bytes,
+            flags_per_source=self.flags_per_source,
+            timeout_s=600.0,
+            link=self.link,
+        )
+
+    def recorded(self) -> list[str]:
+        """What each rank's kernels wrote down of a wait that failed, in words."""
+        from fusedtp.kernels.signals import OTHER_SIGNATURE, TIMED_OUT
+
+        meant = {TIMED_OUT.value: "a wait timed out", OTHER_SIGNATURE.value: "a peer is in another call"}
+        found = []
+        for rank, (failure, status) in enumerate(zip(self.failures.tensors, self.statuses.tensors)):
+            if code := int(failure[0]):
+                peer, index, wanted, seen = status[1:5].tolist()
+                said = (
+                    f"{meant.get(code, 'unknown')} (peer {peer}, flag {index}, wanted {wanted}, seen {seen})"
+                )
+                found.append(f"status of rank {rank} [0] says {code}: {said}")
+        return found
+
+
+def launches(planned: Planned, epoch: Tensor) -> list[Launch]:
+    """A call as its rank's stream runs it: the epoch is bumped, then the fused kernel starts."""
+    from fusedtp.kernels.signals import bump_epoch
+
+    return [Launch(bump_epoch, 1, dict(epoch=epoch)), Launch(planned.kernel, planned.programs, planned.args)]
+
+
+def meeting(world: SimulatedWorld, rank: int, signature: int) -> list[Launch]:
+    """A meeting of all ranks as `rank`'s stream runs it."""
+    from fusedtp.kernels.meet import meet_kernel
+    from fusedtp.kernels.signals import bump_epoch
+
+    peers = peers_of(world.view(rank), rank, world.world_size, signature, "host")
+    return [
+        Launch(bump_epoch, 1, dict(epoch=world.epochs.tensors[rank])),
+        Launch(meet_kernel, 1, dict(peers=peers)),
+    ]
+
+
+# -- a call ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a fused kernel.
+
+    operation  name of its cases: FusedKernel.name, or one of experts.OPERATIONS
+    sizes      rows of every rank, per batch entry (for an all-reduce only their sum counts)
+    widths     N of each weight (a sum over ranks takes the first)
+    k          columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r
+    chunk      rows (gather) or tiles (reduction) that one flag covers
+    programs   (senders, others)
+    tile       rows and columns of one
+    copied     ranks whose rows travel by copies beside the kernel, of a gather
+    tma        what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
+    routing    of an exchange's tokens, one of experts.ROUTINGS
+    """
+
+    operation: str
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...] = (17,)
+    k: int = 16
+    batch: int = 1
+    bias: bool = True
+    keep: bool = False
+    dtype: torch.dtype = torch.float32
+    chunk: int = 16
+    programs: tuple[int, int] = (1, 2)
+    tile: int = TILE
+    copied: tuple[int, ...] = ()
+    tma: bool = False
+    routing: str = "any"
+
+    def k_of(self, rank: int) -> int:
+        """Columns of x of a rank that has its own."""
+        return self.k + rank * (8 if self.tma else 1)
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.sizes, self.batch)
+
+    @property
+    def config(self) -> Config:
+        senders, others = self.programs
+        return Config(
+            self.tile,
+            self.tile,
+            TILE,
+            send_programs=senders,
+            other_programs=others,
+            chunk=self.chunk,
+            tma=self.tma,
+        )
+
+
+@dataclass
+class Operands:
+    """A call's inputs by rank and the outputs that must come out. others: weights, or dys for a weight gradient."""
+
+    x: list[Tensor]
+    others: list[list[Tensor]]
+    biases: list[list[Tensor | None]]
+    wanted: dict[str, list[Tensor]]
+
+
+def shared_width(call: Call) -> int:
+    """K of a gathered x, N of a sum over ranks."""
+    return call.k if DECLARED[call.operation][1].gathers else call.widths[0]
+
+
+def slot_bytes(call: Call) -> int:
+    """What the call needs in a slot."""
+    operation, kernel = DECLARED[call.operation]
+    needed = kernel.slot_bytes or operation.slot_bytes["triton"]
+    return needed(call.rows, Shared(call.dtype, shared_width(call)))
+
+
+def sent_bytes(call: Call) -> Tensor:
+    """int64 [W]: what each rank's programs send over its link. Copies are held to none."""
+    kernel = DECLARED[call.operation][1]
+    sent = [0 if r in call.copied else rows for r, rows in enumerate(kernel.sends(call.rows))]
+    return torch.tensor(sent) * shared_width(call) * call.dtype.itemsize
+
+
+def operands(call: Call, seed: int) -> Operands:
+    """Drawn from `seed`, with the reference's results."""
+    operation, kernel = DECLARED[call.operation]
+    generator = torch.Generator().manual_seed(seed)
+    w, rows = len(call.sizes), call.rows
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).to(call.dtype)
+
+    def exact(*given: Any) -> Any:
+        """The reference in fp64, rounded once."""
+        assert operation.reference is not None
+        wide = [[None if t is None else t.double() for t in g] if isinstance(g, list) else g for g in given]
+        got = operation.reference(*(g.double() if isinstance(g, Tensor) else g for g in wide))
+        return [y.to(call.dtype) for y in got] if isinstance(got, list) else got.to(call.dtype)
+
+    if not kernel.gathers:
+        xs = [draw(rows.total, call.k_of(r)) for r in range(w)]
+        weights = [draw(call.widths[0], call.k_of(r)) for r in range(w)]
+        bias = draw(call.widths[0]) if call.bias else None
+        full = exact(torch.cat(xs, 1), torch.cat(weights, 1), bias)
+        y = [torch.cat([*rows.blocks(full, r)]) if kernel.scatters else full for r in range(w)]
+        return Operands(xs, [[weight] for weight in weights], [[bias]] * w, {"y": y})
+    x = draw(rows.total, call.k)
+    sides = {"T": rows.total, "K": call.k}
+    others = [
+        [draw(*((sides | {"N": n})[side] for side in kernel.others)) for n in call.widths] for _ in range(w)
+    ]
+    biased = call.bias and kernel.others == "NK"
+    biases: list[list[Tensor | None]] = [
+        [draw(n) if biased and i == 0 else None for i, n in enumerate(call.widths)] for _ in range(w)
+    ]
+    ys = [exact(x, others[r], *([biases[r]] if kernel.others == "NK" else [])) for r in range(w)]
+    wanted = {f"y{i}": [of_rank[i] for of_rank in ys] for i in range(len(call.widths))}
+    if call.keep and kernel.keeps:
+        wanted["gathered"] = [x] * w
+    return Operands([torch.cat([*rows.blocks(x, r)]) for r in range(w)], others, biases, wanted)
+
+
+def plan(
+    call: Call, given: Operands, world: SimulatedWorld, rank: int, signature: int
+) -> tuple[Planned, dict[str, Tensor]]:
+    """This rank's launch of the call and its outputs by name."""
+    at = OnRank(world.view(rank), rank, world.world_size, call.rows, signature, call.config, HOST)
+    others = [t.clone() for t in given.others[rank]]
+    biases = [None if b is None else b.clone() for b in given.biases[rank]]
+    launch = DECLARED[call.operation][1].launch
+    return launch(at, given.x[rank].clone(), others, biases, call.keep, rank in call.copied, None)
+
+
+# -- copies beside a kernel ------------------------------------------------------------------------------------------
+
+
+def beside_copies(
+    planned: Planned, world: SimulatedWorld, rank: int, rows: Rows, number: int, pieces: int = 3
+) -> list[Work]:
+    """The work of one call on `rank`. number: of this call, as the host counts."""
+    bump, kernel = launches(planned, world.epochs.tensors[rank])
+    forked, done = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    x, chunk = planned.args["x"], planned.args["chunk_rows"]
+    work: list[Work] = [bump, Signal(forked, 1), Await(forked, 1, STREAM)]
+    for part in parts(rank, world.world_size, x.shape[0], chunk, pieces):
+        there = place_of(world, part, x, rows.batch * rows.offset(rank), number)
+        if there.numel():
+            work.append(Copy(there, x[part.first : part.last].view(-1), pieces=2, stream=STREAM))
+        flags = world.flags.tensors[part.peer][rank]
+        work += [Signal(flags[part.flag + i :][:1], number, STREAM) for i in range(part.flags)]
+    return [*work, Signal(done, 1, STREAM), kernel, Await(done, 1)]
+
+
+def place_of(world: SimulatedWorld, part: Part, x: Tensor, begin: int, number: int) -> Tensor:
+    """Where a part's rows belong in its peer's slot: those of the shard that begins at row `begin` of [T, K]."""
+    row = x.shape[1] * x.element_size()
+    slot = world.data.tensors[part.peer][number & 1]
+    return slot[(begin + part.first) * row : (begin + part.last) * row].view(x.dtype)

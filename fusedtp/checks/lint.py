@@ -1,0 +1,463 @@
+"""The library's own kernels for the lint of compiled code: as launched on GPUs that are not here, in several variants.
+
+Tensors on the CPU stand in for operands: only dtype, strides and alignment count. `python -m fusedtp.checks.lint`
+compiles every kernel for every target, prints the table, and exits with 1 on a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fusedtp.comm.device_view import meet_options, peers_of
+from fusedtp.ops.launch import (
+    Launch,
+    Machine,
+    cross_entropy,
+    plain,
+    pointwise,
+)
+from fusedtp.ops.launch.config import VECTOR
+from fusedtp.ops.launch.operands import by_pointers, local_config
+from fusedtp.ops.moe import combine, dispatch, grouped
+from fusedtp.ops.moe.plan import Exchange, combine_index, index_size, unpacked
+from fusedtp.ops.operation import OnRank
+from fusedtp.ops.rows import Rows
+from fusedtp.sim.lint import TARGETS, CompileCase, Compiler, Report, Target, check_cases, table
+from fusedtp.sim.lint.targets import target as target_named
+
+from .dense import DECLARED
+
+PLANNER = "fusedtp.checks.lint:planned"
+FUSED = {kernel.function: kernel for _, kernel in DECLARED.values()}
+OWN = (
+    *FUSED,
+    "matmul_kernel",
+    "moe_dispatch_kernel",
+    "moe_combine_kernel",
+    "moe_dispatch_matmul_kernel",
+    "moe_matmul_combine_kernel",
+    "bump_epoch",
+    "meet_kernel",
+    "grouped_matmul_kernel",
+    "grouped_gated_kernel",
+    "grouped_wgrad_kernel",
+    "grouped_gated_backward_kernel",
+    "rms_norm_kernel",
+    "rms_norm_backward_kernel",
+    "swiglu_kernel",
+    "swiglu_backward_kernel",
+    "rope_kernel",
+    "logit_stats_kernel",
+    "logit_gradient_kernel",
+    "rms_norm_wide_kernel",
+    "rms_norm_wide_backward_kernel",
+)
+SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
+EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel", "moe_matmul_combine_kernel")  # nothing comes by TMA
+ARRIVING = ("moe_dispatch_matmul_kernel",)  # products of rows that travel
+RETURNING = ("moe_matmul_combine_kernel",)  # and that travel home
+LOCAL = ("matmul_kernel",)  # of one device: in more variants
+GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
+ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call of one of the library's operations, from which the launcher plans.
+
+    rows     T, of all ranks
+    widths   N of each weight; operations of one weight take the first
+    grads    dtype of weight gradients where not the operands'
+    targets  those it is compiled for; () all
+    precision, activation   of matmuls on one device
+    tma      not: by pointers, whatever the target
+    batch    runs of rows that each rank of a fused operation has
+    link     femtoseconds a byte takes on a link that is held; None: none is
+    """
+
+    name: str
+    dtype: str
+    world_size: int
+    rows: int
+    widths: tuple[int, ...]
+    k: int
+    bias: bool = False
+    keep: bool = False
+    grads: str = ""
+    targets: tuple[str, ...] = ()
+    precision: str = "ieee"
+    activation: str = "silu"
+    tma: bool = True
+    batch: int = 1
+    link: int | None = None
+
+    @property
+    def aligned_rows(self) -> bool:
+        """Whether the compiler knows of every row that it begins at a multiple of 16 bytes."""
+        return all(extent % VECTOR == 0 for extent in (*self.widths, self.k))
+
+
+# Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
+# or none, even and odd K, two ranks and eight; last, widths of which the compiler knows no alignment.
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("bf16", "bfloat16", 8, 8192, (4096, 2048), 4096, bias=True, keep=True),
+        Variant("fp16-odd", "float16", 2, 68, (1008, 496), 4112, bias=True, grads="float32"),
+        Variant("fp32", "float32", 2, 8192, (4096,), 4096),
+        Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
+    )
+}
+
+# As benchmarks of ranks that share a GPU run them, see Note [A held link] in kernels/signals.py.
+HELD = replace(VARIANTS["bf16"], name="bf16-link", targets=("sm_90",), link=17778)
+EXCHANGE_VARIANTS = VARIANTS | {HELD.name: HELD}
+
+# Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
+FUSED_VARIANTS = EXCHANGE_VARIANTS | {
+    variant.name: variant
+    for variant in (
+        replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
+        replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
+    )
+}
+
+# Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
+LOCAL_VARIANTS = VARIANTS | {
+    variant.name: variant
+    for variant in (
+        Variant("bf16-pointers", "bfloat16", 1, 8192, (4096,), 4096, targets=("sm_90", "sm_100"), tma=False),
+        Variant("tf32", "float32", 1, 8192, (4096,), 4096, bias=True, precision="tf32", activation="gelu"),
+        Variant("fp8", "float8_e4m3fn", 1, 8192, (4096,), 4096, bias=True, targets=("sm_90", "sm_100")),
+        Variant("fp8-fnuz", "float8_e4m3fnuz", 1, 8192, (4096,), 4096, bias=True, targets=("gfx942",)),
+        Variant("fp8-few", "float8_e4m3fn", 1, 16, (4096,), 4096, targets=("sm_90", "sm_100")),
+        Variant("bf16-few", "bfloat16", 1, 16, (4096,), 4096, bias=True, activation="gelu_pytorch_tanh"),
+    )
+}
+
+# By pointers whatever the target, and no fp8; without a bias, the products of two weights, transposed as in dgrad.
+GROUPED_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        *(v for v in LOCAL_VARIANTS.values() if v.tma and not v.dtype.startswith("float8")),
+        Variant("bf16-pair", "bfloat16", 1, 8192, (4096,), 4096),
+        Variant("tf32-pair", "float32", 1, 8192, (4096,), 4096, precision="tf32"),
+    )
+}
+
+# Gated where there are two weights.
+ARRIVING_VARIANTS = EXCHANGE_VARIANTS | {
+    variant.name: variant
+    for variant in (
+        Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
+        Variant("tf32-pair", "float32", 2, 8192, (4096, 4096), 4096, precision="tf32", activation="gelu"),
+    )
+}
+
+# With weights where there is a bias; else the sum of two products, without.
+PAIR = Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096)
+RETURNING_VARIANTS = EXCHANGE_VARIANTS | {PAIR.name: PAIR}
+
+ELEMENTWISE_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("bf16", "bfloat16", 1, 8192, (14336,), 4096),
+        Variant("fp32", "float32", 1, 8192, (14336,), 8192),  # the widest rows
+        Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
+    )
+}
+
+EVERY_VARIANT = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+
+
+def variants_of(kernel: str) -> dict[str, Variant]:
+    """In which variants a kernel is compiled."""
+    if kernel in ELEMENTWISE:
+        return ELEMENTWISE_VARIANTS
+    if kernel in GROUPED:
+        pairs = kernel == "grouped_matmul_kernel"
+        return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
+    if kernel in RETURNING:
+        return RETURNING_VARIANTS
+    if kernel in EXCHANGES:
+        return EXCHANGE_VARIANTS
+    if kernel in ARRIVING:
+        return ARRIVING_VARIANTS
+    return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
+
+
+def own_cases(
+    kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
+) -> Iterator[CompileCase]:
+    """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
+    every = EVERY_VARIANT
+    for asked, known, what in ((kernels, OWN, "kernel"), (variants, every, "variant")):
+        unknown = [name for name in asked or () if name not in known]
+        if unknown:
+            raise ValueError(f"no {what} {', '.join(unknown)}: there are {', '.join(known)}")
+    for target in targets:
+        for kernel in kernels or OWN:
+            if kernel in SIGNALS:
+                yield _case(kernel, target, "", Variant("", "bfloat16", 8, 16, (16,), 16))
+                continue
+            known = variants_of(kernel)
+            for name in variants or known:
+                if name in known and target in (known[name].targets or targets):
+                    yield _case(kernel, target, name, known[name])
+
+
+def _case(kernel: str, target: str, name: str, variant: Variant) -> CompileCase:
+    given = dict(variant=asdict(variant))
+    return CompileCase(
+        kernel, target, name, PLANNER, given, shared=(), aligned_rows=bool(name) and variant.aligned_rows
+    )
+
+
+def check(
+    kernels: Sequence[str] | None = None,
+    targets: Sequence[str] | None = None,
+    *,
+    variants: Sequence[str] | None = None,
+    package: str | None = None,
+    python: str | None = None,
+    using: Compiler | None = None,
+    done: Callable[[Report], None] | None = None,
+) -> list[Report]:
+    """Compile the library's kernels for GPUs that need not be here, and judge them. All of each where None.
+
+    kernels, targets, variants   names of OWN, lint.TARGETS, EVERY_VARIANT
+    package, python, using, done as in `check_cases`
+    Raises ValueError for an unknown name, CompileError for a kernel that the compiler refuses.
+    """
+    names = list(targets or TARGETS)
+    for name in names:
+        target_named(name)
+    cases = list(own_cases(kernels, names, variants))
+    return check_cases(cases, package=package, python=python, using=using, done=done)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def machine_of(target: Target) -> Machine:
+    """The target as launchers see it, to choose a configuration for."""
+    capability = target.arch if isinstance(target.arch, int) else 0
+    return Machine(target.backend, target.processors, target.shared_limit, capability=capability)
+
+
+def planned(kernel: str, target: str, variant: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """(kernel, arguments, options) of the library's own launch, as rank 1."""
+    return planned_for(kernel, Variant(**variant), machine_of(target_named(target)))
+
+
+def planned_for(
+    kernel: str, variant: Variant, machine: Machine
+) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    if kernel not in LOCAL and not variant.tma:  # as on a GPU that has none
+        machine = replace(machine, capability=0)
+    if kernel in SIGNALS:
+        return _signal(kernel, variant.world_size, machine.clock)
+    if kernel in ELEMENTWISE:
+        launch = _elementwise(kernel, variant, machine)
+        return launch.kernel, launch.args, launch.options
+    if kernel in GROUPED:
+        launch = _grouped(kernel, variant, machine)
+        return launch.kernel, launch.args, launch.options
+    if kernel in LOCAL:
+        launch = _local(variant, machine)
+        return launch.kernel, launch.args, launch.options
+    launch = _fused(kernel, variant, machine) if kernel in FUSED else _exchange(kernel, variant, machine)
+    return launch.kernel, launch.args, launch.options
+
+
+def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
+    """A kernel that an operation declares."""
+    w, t, k, dtype, batch = variant.world_size, variant.rows, variant.k, variant.dtype, variant.batch
+    rows, declared = Rows((t // w // batch,) * w, batch), FUSED[kernel]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=getattr(torch, dtype))
+
+    widths = variant.widths if declared.gathers else variant.widths[:1]
+    sides = {"T": t, "K": k}
+    others = [empty(*((sides | {"N": width})[side] for side in declared.others)) for width in widths]
+    biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
+    x = empty(t // w if declared.gathers else t, k)
+    grads = getattr(torch, variant.grads) if variant.grads else None
+    at = OnRank(_view(w, variant.link), 1, w, rows, 12345, None, machine)
+    return declared.launch(at, x, others, biases, variant.keep, False, grads)[0]
+
+
+def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
+    """Rows of K elements between 8 experts a rank, of which a token chooses 4."""
+    w, t, dtype = variant.world_size, variant.rows // variant.world_size, getattr(torch, variant.dtype)
+    at = Exchange("", 1, (t,) * w, 8 * w, 4, 0, "triton")
+    at = at._replace(max_rows=at.max_recv_rows)
+    words = unpacked(torch.empty(index_size(at), dtype=torch.int32), at)
+    end = (words, at, 12345, None, machine)
+    width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
+    view = _view(w, variant.link)
+    if kernel in ARRIVING:
+        index = torch.empty(t * at.top_k, dtype=torch.int32)
+        gated = len(variant.widths) > 1
+        shape, offsets = (8, variant.widths[0], variant.k), torch.empty(9, dtype=torch.int32)
+        matrices = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(1 + gated)]
+        return dispatch.plan_dispatch_matmul(
+            view, 1, torch.empty(t, variant.k, dtype=dtype), index, matrices, offsets, words, at, 12345,
+            variant.activation if gated else "", gated and variant.keep, None, variant.precision, machine,
+        )[0]  # fmt: skip
+    if kernel == "moe_dispatch_kernel":
+        orders = torch.empty(w * t * at.top_k, dtype=torch.int32)
+        return dispatch.plan_dispatch(view, 1, torch.empty(t, width, dtype=dtype), at.top_k, orders, *end)[0]
+    choices = torch.empty(t, at.top_k, dtype=torch.int32)
+    weights = torch.empty(t, at.top_k) if variant.bias else None
+    if kernel == "moe_matmul_combine_kernel":
+        h, n, e = torch.empty(at.max_rows, variant.k, dtype=dtype), variant.widths[0], at.experts_here
+        experts, offsets = torch.empty(e, n, variant.k, dtype=dtype), torch.empty(e + 1, dtype=torch.int32)
+        back = combine_index(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
+        pairs = 1 if variant.bias else 2  # of a product with weights, and of the gradients of gate and up
+        sums = (choices, weights, words, at, 12345, None, variant.precision)
+        given = (view, 1, [h] * pairs, [experts] * pairs, offsets, back, *sums)
+        return combine.plan_matmul_combine(*given, machine)[0]
+    return combine.plan_combine(
+        view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end
+    )[0]
+
+
+def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    from fusedtp.kernels.meet import meet_kernel
+    from fusedtp.kernels.signals import bump_epoch
+
+    view = _view(world_size)
+    if kernel == "bump_epoch":
+        return bump_epoch, dict(epoch=view.epoch), {}
+    return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, clock)), meet_options(clock)
+
+
+def _local(variant: Variant, machine: Any) -> Launch:
+    """The plain matmul, of fp8 with scales."""
+    m, n, k, precision = variant.rows, variant.widths[0], variant.k, variant.precision
+    dtype = getattr(torch, variant.dtype)
+    fp8 = dtype.itemsize == 1
+    out = torch.bfloat16 if fp8 else dtype
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    x, weight, bias = empty(m, k), empty(n, k), empty(n, of=out) if variant.bias else None
+    config = local_config(machine, dtype, precision, m, n)
+    config = config if variant.tma else by_pointers(config)
+    scales = (empty(m, 1, of=torch.float32), empty(n, 1, of=torch.float32)) if fp8 else (None, None)
+    return plain.plan_matmul(x, weight, bias, out, config, precision, machine, scales)[0]
+
+
+def _grouped(kernel: str, variant: Variant, machine: Any) -> Launch:
+    """Eight experts; forward with a bias, or dgrad of two weights."""
+    experts, r, n, k, precision = 8, variant.rows, variant.widths[0], variant.k, variant.precision
+    dtype = getattr(torch, variant.dtype)
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    x, dy, offsets = empty(r, k), empty(r, n), empty(experts + 1, of=torch.int32)
+    weight, transposed = empty(experts, n, k), empty(experts, k, n).mT
+    if (
+        n % VECTOR
+    ):  # rows of an odd length are not copied asynchronously, so that a loop over them has no pipeline
+        transposed = weight
+    act, how = variant.activation, (None, precision, machine)
+    if kernel == "grouped_matmul_kernel":
+        if variant.bias:
+            return grouped.plan_matmul([x], [weight], offsets, empty(experts, n), *how)[0]
+        return grouped.plan_matmul([x, x], [transposed, transposed], offsets, None, *how)[0]
+    if kernel == "grouped_gated_kernel":
+        return grouped.plan_gated(x, weight, weight, offsets, act, variant.keep, *how)[0]
+    if kernel == "grouped_wgrad_kernel":
+        grads = getattr(torch, variant.grads) if variant.grads else dtype
+        return grouped.plan_wgrad(dy, x, offsets, grads, *how)[0]
+    return grouped.plan_gated_backward(dy, dy, dy, offsets, act, machine)[0]
+
+
+def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
+    dtype, rows, width, wide = getattr(torch, variant.dtype), variant.rows, variant.k, variant.widths[0]
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    x, gate, weight = empty(rows, width), empty(rows, wide), empty(width, of=torch.float32)
+    act = {"bf16": "silu", "fp32": "gelu"}.get(variant.name, "gelu_pytorch_tanh")
+    if "_wide_" in kernel:
+        wider = 16384 - width % VECTOR  # or a width of which the compiler knows no alignment
+        x, weight = empty(rows, wider), empty(wider, of=torch.float32)
+    if kernel in ("rms_norm_kernel", "rms_norm_wide_kernel"):
+        return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine)[0]
+    if kernel in ("rms_norm_backward_kernel", "rms_norm_wide_backward_kernel"):
+        inverse_rms = empty(rows, of=torch.float32)
+        return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine)[0]
+    if kernel == "swiglu_kernel":
+        return pointwise.plan_swiglu(gate, gate, act)[0]
+    if kernel == "swiglu_backward_kernel":
+        return pointwise.plan_swiglu_backward(gate, gate, gate, act)[0]
+    if kernel.startswith("logit_"):
+        logits, labels, row = gate, empty(rows, of=torch.int64), empty(rows, of=torch.float32)
+        if kernel == "logit_stats_kernel":
+            return cross_entropy.plan_logit_stats(logits, labels, wide, machine)[0]
+        return cross_entropy.plan_logit_gradient(logits, logits, labels, wide, row, row, machine)
+    q, k, table = empty(1, rows, 32, 128), empty(1, rows, 8, 128), empty(1, rows, 1, 64, of=torch.float32)
+    return pointwise.plan_rotate(q, k, table, table, 1)[0]
+
+
+def _view(world_size: int, link: int | None = None) -> SimpleNamespace:
+    """A workspace's device view, of which a plan takes nothing but types."""
+    words = torch.zeros(max(8, world_size), dtype=torch.int64)
+    return SimpleNamespace(
+        data_ptrs=words,
+        flag_ptrs=words,
+        sig_ptrs=words,
+        epoch=torch.zeros(1, dtype=torch.int32),
+        status=words,
+        slot_bytes=1 << 30,
+        flags_per_source=4096,
+        ranks_per_device=1,
+        link=link,
+        meet=None,
+        failure=words,
+        timeout_s=600.0,
+    )
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusedtp.checks.lint", description=__doc__)
+    parser.add_argument("--kernel", action="append", choices=OWN, help="only this one; may be repeated")
+    parser.add_argument("--target", action="append", choices=list(TARGETS))
+    parser.add_argument("--variant", action="append", choices=list(EVERY_VARIANT))
+    parser.add_argument("--package", help="a folder in place of the package fusedtp.kernels")
+    parser.add_argument("--python", help="an interpreter with another Triton")
+    given = parser.parse_args(argv)
+
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, 120)
+    reports = check(
+        given.kernel, given.target, variants=given.variant, package=given.package, python=given.python
+    )
+    console.print(table(reports))
+    for report in reports:
+        for finding in report.findings:
+            console.print(f"{report.key}  {finding}", markup=False, soft_wrap=True)
+    return int(any(report.findings for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
