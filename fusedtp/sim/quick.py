@@ -12,10 +12,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+_entered: set[Any] = set()
+
 
 @contextmanager
 def quick(module: Any) -> Iterator[None]:
-    """While entered, `module`, which is triton.runtime.interpreter, computes what follows from types once a type."""
+    """While entered, `module`, which is triton.runtime.interpreter, computes what follows from types once a type.
+
+    Entered again inside, it changes nothing: what is remembered serves every schedule of a process.
+    """
+    if module in _entered:
+        yield
+        return
     core, builder, semantic = module.tl.core, module.interpreter_builder, type(module.interpreter_semantic)
     # a second evaluation of every integer operation, in int64, for an assertion that only debugging makes
     calm = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
@@ -32,6 +40,8 @@ def quick(module: Any) -> Iterator[None]:
             (module, "_validate_np_data_size", _fits(module)),
         ):
             stack.enter_context(patch.object(holder, name, faster))
+        _entered.add(module)
+        stack.callback(_entered.remove, module)
         yield
 
 
