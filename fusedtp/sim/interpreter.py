@@ -205,6 +205,7 @@ class Builder:
             create_extern_elementwise=lambda *_, **__: refuse(EXTERN),
         )  # fmt: skip
         with ExitStack() as stack:
+            stack.enter_context(quick(module))  # first: it is quick about the builtins of the functions too
             for stub in _stubs():
                 stack.callback(setattr, stub, "__code__", stub.__code__)
                 stub.__code__ = _refused.__code__
@@ -212,7 +213,6 @@ class Builder:
                 stack.callback(module._patch_lang(function).restore)
             for name, operation in operations.items():
                 stack.enter_context(patch.object(builder, name, operation, create=True))
-            stack.enter_context(quick(module))
             yield
 
     def _order(self, sem: Any, scope: Any) -> Order:
