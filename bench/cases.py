@@ -93,7 +93,7 @@ class Case:
     @property
     def flops(self) -> float:
         """Of all ranks, forward."""
-        return 2.0 * self.tokens * self.k * self.n
+        return 2.0 * self.tokens * self.k * self.n * (2 if self.example.gated else 1)
 
     @property
     def moved(self) -> int:

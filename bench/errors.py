@@ -17,6 +17,7 @@ import os
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -54,6 +55,16 @@ def product(x: Tensor, w: Tensor, rows: Tensor) -> Reference:
     """x [T, K] at `rows`, w [N, K]: of one rank."""
     some, weight = x[rows.to(x.device)].double(), w.double()
     return Reference(some @ weight.t(), some.abs() @ weight.abs().t(), None)
+
+
+def gated(both: Reference) -> Reference:
+    """Of silu(g) * u, from that of g and u side by side. The slope of silu is at most 1.1, its value at most |g|.
+
+    Each product may be rounded before: those are its parts.
+    """
+    (g, u), (of_g, of_u) = both.y.chunk(2, 1), both.terms.chunk(2, 1)
+    size = 1.1 * (g * u).abs()
+    return Reference(F.silu(g) * u, 1.1 * of_g * u.abs() + g.abs() * of_u, 2 * size)
 
 
 def compare(got: Tensor, want: Reference, k: int, ranks: int = 1, roundings: int = 1) -> Error:

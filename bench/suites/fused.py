@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.nn.mlp import gated
 from fusedtp.ops.operation import OPERATIONS
 from fusedtp.ops.rows import Rows, split
 from fusedtp.ops.shards import gather_rows, scatter_rows
@@ -63,7 +64,7 @@ class Parts:
     """An operation on one case and rank, taken apart; every function takes both operands.
 
     alone     our own copies over the workspace
-    local     the matmul
+    local     the matmul, and its activation
     """
 
     def __init__(self, rank: Rank, case: Case) -> None:
@@ -80,6 +81,10 @@ class Parts:
         a, b = self.factors(x if self.full is None else self.full, w)
         self.sampled = errors.sampled(a.shape[0])
         part = errors.product(a, b, self.sampled)
+        self.finish: Callable[[Tensor], Tensor] = lambda y: y
+        if example.gated:
+            part = errors.gated(part)
+            self.finish = lambda y: gated(y[:, : y.shape[1] // 2], y[:, y.shape[1] // 2 :], "silu")
         self.terms, self.local_part = a.shape[1], part
         if self.gathers:
             self.want = part
@@ -100,12 +105,13 @@ class Parts:
         return mine if self.case.example.moves == "scatter" else gather_rows(comm, mine, self.rows)
 
     def local(self, x: Tensor, w: Tensor) -> Tensor:
-        return matmul(*self.factors(x if self.full is None else self.full, w))
+        return self.finish(matmul(*self.factors(x if self.full is None else self.full, w)))
 
     def by_hand(self, hand: Any) -> tuple[Function, Function]:
         """(communication alone, both after each other) by the group's collectives."""
         if self.gathers:
-            return lambda x, w: hand.gather(x), lambda x, w: matmul(*self.factors(hand.gather(x), w))
+            whole = lambda x, w: self.finish(matmul(*self.factors(hand.gather(x), w)))  # noqa: E731
+            return lambda x, w: hand.gather(x), whole
         move = getattr(hand, {"scatter": "reduce_scatter"}.get(self.case.example.moves, "all_reduce"))
         return lambda x, w: move(self.partial), lambda x, w: move(matmul(*self.factors(x, w)))
 

@@ -209,10 +209,11 @@ def operands(call: Call, seed: int) -> Operands:
         return torch.randint(-2, 3, shape, generator=generator).to(call.dtype)
 
     def exact(*given: Any) -> Any:
-        """The reference in fp64, rounded once."""
-        assert operation.reference is not None
+        """The formula in fp64, rounded once."""
+        formula = kernel.formula or operation.reference
+        assert formula is not None
         wide = [[None if t is None else t.double() for t in g] if isinstance(g, list) else g for g in given]
-        got = operation.reference(*(g.double() if isinstance(g, Tensor) else g for g in wide))
+        got = formula(*(g.double() if isinstance(g, Tensor) else g for g in wide))
         return [y.to(call.dtype) for y in got] if isinstance(got, list) else got.to(call.dtype)
 
     if not kernel.gathers:
@@ -223,16 +224,15 @@ def operands(call: Call, seed: int) -> Operands:
         y = [torch.cat([*rows.blocks(full, r)]) if kernel.scatters else full for r in range(w)]
         return Operands(xs, [[weight] for weight in weights], [[bias]] * w, {"y": y})
     x = draw(rows.total, call.k)
+    widths = call.widths[:1] * 2 if kernel.pairs else call.widths
     sides = {"T": rows.total, "K": call.k}
-    others = [
-        [draw(*((sides | {"N": n})[side] for side in kernel.others)) for n in call.widths] for _ in range(w)
-    ]
+    others = [[draw(*((sides | {"N": n})[side] for side in kernel.others)) for n in widths] for _ in range(w)]
     biased = call.bias and kernel.others == "NK"
     biases: list[list[Tensor | None]] = [
-        [draw(n) if biased and i == 0 else None for i, n in enumerate(call.widths)] for _ in range(w)
+        [draw(n) if biased and i == 0 else None for i, n in enumerate(widths)] for _ in range(w)
     ]
     ys = [exact(x, others[r], *([biases[r]] if kernel.others == "NK" else [])) for r in range(w)]
-    wanted = {f"y{i}": [of_rank[i] for of_rank in ys] for i in range(len(call.widths))}
+    wanted = {f"y{i}": [of_rank[i] for of_rank in ys] for i in range(len(widths))}
     if call.keep and kernel.keeps:
         wanted["gathered"] = [x] * w
     return Operands([torch.cat([*rows.blocks(x, r)]) for r in range(w)], others, biases, wanted)

@@ -286,6 +286,7 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
         return torch.empty(*shape, dtype=getattr(torch, dtype))
 
     widths = variant.widths if declared.gathers else variant.widths[:1]
+    widths = widths[:1] * 2 if declared.pairs else widths
     sides = {"T": t, "K": k}
     others = [empty(*((sides | {"N": width})[side] for side in declared.others)) for width in widths]
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]

@@ -107,6 +107,7 @@ class Example(NamedTuple):
     shapes    (T_r, T, K, N) -> shapes of this rank's two operands; K and N are a rank's
     factors   both operands, x of all ranks where it is gathered -> (a, b), where a @ b.T is this rank's product
     call      (both operands, group, sizes, engine) -> the result, by the public function
+    gated     b is gate and up, one after the other, and silu(product of gate) * product of up is the result
     """
 
     layer: str
@@ -114,6 +115,7 @@ class Example(NamedTuple):
     shapes: Callable[[int, int, int, int], tuple[tuple[int, int], tuple[int, int]]]
     factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     call: Callable[..., Tensor]
+    gated: bool = False
 
 
 class OnRank(NamedTuple):
@@ -148,7 +150,9 @@ class FusedKernel(NamedTuple):
     keeps      if asked to `keep`, the gathered x is one more output, "gathered"
     others     shape of the operands beside x: "NK" weights, "TN" gradients of the outputs, which have no bias
     in_runs    takes rows in runs, Rows with a batch
+    pairs      takes two operands beside x, of one width
     slot_bytes of the kernel where it is not the only one of its engine
+    formula    of its outputs where they are others than the operation's result: the oracle in place of `reference`
     example    further arguments of its case, as checks.dense.Call takes them
     """
 
@@ -161,7 +165,9 @@ class FusedKernel(NamedTuple):
     keeps: bool = False
     others: str = "NK"
     in_runs: bool = False
+    pairs: bool = False
     slot_bytes: Callable[[Rows, Shared], int] | None = None
+    formula: Engine | None = None
     example: dict[str, Any] = {}
 
 
