@@ -123,27 +123,34 @@ class _ColumnParallel(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        n = len(ctx.sinks)
-        needs = wanted(ctx)[3:]
-        dx: Tensor | None = None
-        dws: list[Tensor | None] = [None] * n
-        dbs: list[Tensor | None] = [None] * n
-        if needs[0]:
-            transposed = list(map(Tensor.t, weights))
-            dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
-        if any(needs[1 : n + 1]):
-            dtype = wgrad_dtype(x, ctx.sinks)
-            if ctx.has_gathered:
-                made = [matmul_as(dy.t(), x, dtype) for dy in dys]
-            else:
-                made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
-            for i in range(n):
-                if needs[1 + i]:
-                    dws[i] = deliver(made[i], ctx.sinks[i], x.dtype)
+        return None, None, None, *column_grads(ctx, wanted(ctx)[3:], x, weights, dys)
+
+
+def column_grads(
+    ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products."""
+    n = len(ctx.sinks)
+    dx: Tensor | None = None
+    dws: list[Tensor | None] = [None] * n
+    dbs: list[Tensor | None] = [None] * n
+    if needs[0]:
+        transposed = list(map(Tensor.t, weights))
+        dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
+    if any(needs[1 : n + 1]):
+        assert x is not None
+        dtype = wgrad_dtype(x, ctx.sinks)
+        if ctx.has_gathered:
+            made = [matmul_as(dy.t(), x, dtype) for dy in dys]
+        else:
+            made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
         for i in range(n):
-            if needs[1 + n + i]:
-                dbs[i] = dys[i].sum(0)
-        return None, None, None, dx, *dws, *dbs
+            if needs[1 + i]:
+                dws[i] = deliver(made[i], ctx.sinks[i], x.dtype)
+    for i in range(n):
+        if needs[1 + n + i]:
+            dbs[i] = dys[i].sum(0)
+    return [dx, *dws, *dbs]
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------

@@ -267,7 +267,11 @@ class Operation:
                 comm.plans.clear()
             comm.plans[key] = plan
         comm.count(self.name, plan.engine, spec.layer)
-        return run_plainly(plan.label, comm.device.type, plan.function, plan, *operands)
+        device = comm.device.type
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if profiled or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+            return run_plainly(plan.label, device, plan.function, plan, *operands)
+        return plan.function(plan, *operands)
 
     def plan(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
         """Choose the engine. Raises ValueError for one that cannot run it."""
