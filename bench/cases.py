@@ -93,7 +93,9 @@ class Case:
     @property
     def flops(self) -> float:
         """Of all ranks, forward."""
-        return 2.0 * self.tokens * self.k * self.n * (2 if self.example.gated else 1)
+        declared = DECLARED.get(self.operation)
+        gated = declared is not None and declared.example is not None and declared.example.gated
+        return 2.0 * self.tokens * self.k * self.n * (2 if gated else 1)
 
     @property
     def moved(self) -> int:

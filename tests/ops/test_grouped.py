@@ -15,7 +15,6 @@ from tests.ops import grouped_laws as laws
 from tests.ops.grouped_laws import LAYOUTS, Draw
 from tests.sim.support import interpreted
 
-OPS = ["grouped_matmul", "grouped_wgrad", "grouped_bias_grad", "grouped_gated", "grouped_gated_backward"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SKEWS = ("ragged", "empty", "one", "none")
 

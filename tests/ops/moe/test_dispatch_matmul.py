@@ -14,7 +14,6 @@ from tests.ops.moe import matmul_laws as laws
 from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_laws import Matmul
 
-OPS = ["moe_dispatch_matmul"]
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 needs_triton = pytest.mark.skipif(not fusedtp.ops.engines.has_triton(), reason="needs triton")
 ENGINES = [pytest.param("triton", marks=needs_triton), "chunked"]

@@ -18,7 +18,6 @@ from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
-OPS = ["moe_matmul_combine"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
