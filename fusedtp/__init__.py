@@ -20,6 +20,7 @@ from fusedtp.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from fusedtp.ops.all_gather_gated_matmul import all_gather_gated_matmul
 from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_in_stages, moe_rounds
 from fusedtp.parallel import (
     ExpertSplit,
@@ -48,6 +49,7 @@ __all__ = [
     "SignatureMismatch",
     "TooManyRows",
     "VirtualWorld",
+    "all_gather_gated_matmul",
     "all_gather_matmul",
     "all_gather_wgrad",
     "check",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.ops import pointwise
+from fusedtp.ops.all_gather_gated_matmul import all_gather_gated_matmul
 from fusedtp.ops.first_order import first_order
 
 from .config import ModelConfig
@@ -25,6 +27,7 @@ class GatedMLP(nn.Module):
     """
 
     tp_plan = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    gathering = dict.fromkeys(("gate_proj", "up_proj"), "all_gather_gated_matmul")
 
     def __init__(
         self,
@@ -43,8 +46,11 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(hidden, dim, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        gate, up = project(x, (self.gate_proj, self.up_proj), layout)
-        return self.down_proj(gated(gate, up, self.hidden_act), layout)
+        gathering = partial(all_gather_gated_matmul, act=self.hidden_act)
+        hidden, *up = project(x, (self.gate_proj, self.up_proj), layout, gathering)
+        if up:  # where x is not gathered
+            hidden = gated(hidden, up[0], self.hidden_act)
+        return self.down_proj(hidden, layout)
 
 
 class MLP(GatedMLP):

@@ -1,0 +1,414 @@
+"""y [T, N] = act(g) * u, g = all_gather(x) @ gate.T + b_gate, u = all_gather(x) @ up.T + b_up: half a gated MLP.
+
+Gate and up projection of SwiGLU or GeGLU on token shards, with one gather for both and the activation in the epilogue,
+so that the hidden state is written once. Rows travel as in all_gather_matmul.
+
+rank r, chunked    copy x to slot | publish | g, u, y of x    | wait r+1 | g, u, y of x_{r+1} | ...
+rank r, triton     some programs push x to every peer; a tile of the others sums both products from the same blocks of
+                   x and activates them before they are rounded (kernels/all_gather_gated_matmul.py)
+
+forward  y = act(g) * u
+dgrad    dx = matmul_reduce_scatter([dg, du], [gate.T, up.T]), with dg and du of y's gradient
+wgrad    dgate, dup = all_gather_wgrad(x, [dg, du]), or local on a gathered x that was kept
+saved    the shard of x, both weights, g and u; under activation checkpointing all of it is computed again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm.communicator import copied
+from fusedtp.comm.device_view import peers_of
+
+from . import cpu, pointwise
+from .all_gather_matmul import (
+    column_grads,
+    gather_args,
+    gather_slot_bytes,
+    sending_of,
+    sent_rows,
+    with_senders,
+    without_senders,
+)
+from .all_gather_matmul import reference as linear_reference
+from .launch import pointwise as launcher
+from .launch.config import Config, Machine
+from .launch.operands import by_pointers, local_config, of_one_layout
+from .launch.run import Launch, check, layouts, machine_for
+from .main_grad import Sink, main_grads_of
+from .matmul import linear, linear_into, to_fp32
+from .operation import (
+    Example,
+    FusedKernel,
+    LocalOperation,
+    OnRank,
+    Operation,
+    Plan,
+    Shared,
+    Spec,
+    as_autocast,
+    check_linear,
+    needs_grad,
+    wanted,
+)
+from .rows import Rows, rows_of_shard
+from .shards import shards_as_they_arrive
+
+
+def all_gather_gated_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: Group,
+    *,
+    act: str = "silu",
+    biases: Sequence[Tensor | None] | None = None,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    engine: str = "auto",
+    keep_gathered: bool = False,
+    layer: str = "",
+) -> tuple[Tensor]:
+    """The first half of a gated MLP on token shards: column-parallel gate and up projection, activated.
+
+        x        [T_r, K]    this rank's rows; with dim=1 [B, S_r, K]
+        weights  [N, K]      gate and up: this rank's rows of each full weight
+        act      "silu" (SwiGLU), "gelu" or "gelu_pytorch_tanh" (GeGLU), as transformers calls them
+        biases   [N]         or None, one of each weight
+        sizes    every rank's rows, the same list on all ranks; None: as many as here
+        engine   "auto", "collective", "chunked" or "triton"
+        layer    the kind of layer that the call and its backward are counted for
+        return   ([T, N],)   act(x @ gate.T) * (x @ up.T); with dim=1 [B, S, N]
+
+    `triton` activates fp32 sums and rounds once; the other engines round both products first. A weight with an
+    attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+
+    Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
+    Source: Shazeer 2020, "GLU variants"; Korthikanti et al. 2022, section 4.2.2.
+    """
+    at = place(group)
+    with propagate_errors(at):
+        if act not in pointwise.ACTIVATIONS:
+            raise ValueError(
+                f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}"
+            )
+        weights = list(weights)
+        biases = [None, None] if biases is None else list(biases)
+        if len(weights) != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape:
+            raise ValueError(
+                f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted "
+                "gate and up of one shape, a bias or None each"
+            )
+        rows = rows_of_shard(x, at, sizes, dim)
+        sinks = main_grads_of(weights)
+        x, *operands = as_autocast(at.device_type, x, *weights, *biases)
+        weights, biases = operands[:2], operands[2:]
+        check_linear(at, x, weights, biases)
+        needs = needs_grad(x, *weights, *biases)
+        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
+        flat = x if dim == 0 else x.flatten(0, -2)
+        if needs:
+            y = _GatedColumnParallel.apply(spec, sinks, keep_gathered, flat, *weights, *biases, act)
+        else:
+            y = op(spec, flat, weights, biases, act, False, False)[0]
+        return (y if dim == 0 else y.view(rows.batch, rows.length, y.shape[1]),)
+
+
+class _GatedColumnParallel(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: Spec,
+        sinks: Sequence[Sink | None],
+        keep: bool,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        act: str,
+    ) -> Tensor:
+        need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & 3
+        keep = keep and need_weights != 0
+        y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep)
+        saved = (gathered[0] if keep else x) if need_weights else None
+        ctx.save_for_backward(g, u, saved, *((gate, up) if need_x else ()))
+        ctx.spec, ctx.sinks, ctx.has_gathered = spec._replace(needs_grad=0), sinks, keep
+        ctx.act, ctx.kept = act, None
+        out: Tensor = y
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs = wanted(ctx)[3:8]
+        g, u, x, *weights = ctx.saved_tensors
+        dys = None
+        if ctx.kept is not None:
+            (of, version, made), ctx.kept = ctx.kept, None
+            dys = made if of is dy and version == dy._version else None
+        if dys is None:
+            dys = gated_grads(dy, g, u, ctx.act)
+        if needs[0] and x is not None and not any(needs[1:]):  # a weight pass follows
+            ctx.kept = dy, dy._version, dys
+        return None, None, None, *column_grads(ctx, needs, x, weights, dys), None
+
+
+def _gated_grads(dy: Tensor, g: Tensor, u: Tensor, act: str) -> list[Tensor]:
+    if pointwise.serves(g):
+        return [*launcher.swiglu_backward(dy.contiguous(), g, u, act)]
+    dg, du = torch.empty_like(g), torch.empty_like(u)
+    cpu.gated_backward(dy, g, u, act, dg, du)
+    return [dg, du]
+
+
+gated_grads = LocalOperation(
+    "gated_grads",
+    "Tensor dy, Tensor g, Tensor u, str act",
+    "Tensor[]",
+    fake=lambda dy, g, u, act: [torch.empty_like(g), torch.empty_like(u)],
+    function=_gated_grads,
+)
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+Result = list[Tensor]  # y, with `products` g and u, with `keep` the gathered x
+
+
+def reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], act: str = "silu"
+) -> Tensor:
+    """The formula on one device: the full x [T, K], full weights."""
+    g, u = (torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    if act == "silu":
+        return torch.nn.functional.silu(g) * u
+    return torch.nn.functional.gelu(g, approximate="tanh" if act == "gelu_pytorch_tanh" else "none") * u
+
+
+def _of_products(g: Tensor, u: Tensor, act: str, products: bool, full: Tensor | None) -> Result:
+    y = launcher.swiglu(g, u, act) if pointwise.serves(g) else cpu.gated(g, u, act)
+    return [y, *((g, u) if products else ()), *(() if full is None else (full,))]
+
+
+def local(
+    plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
+) -> Result:  # fmt: skip
+    """A group of one rank."""
+    g, u = (linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    return _of_products(g, u, act, products, copied(x) if keep else None)
+
+
+def collective(
+    plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
+) -> Result:  # fmt: skip
+    """The process group's all_gather, then matmuls and the activation."""
+    rows, comm = plan.rows, plan.comm
+    with comm.agreed(plan.signature):
+        counts = [rows.local(p) for p in range(comm.world_size)]
+        full = rows.gather(comm.all_gather(x, counts).split(counts))
+    g, u = (linear(full, w, b) for w, b in zip(weights, biases, strict=True))
+    return _of_products(g, u, act, products, full if keep else None)
+
+
+def chunked(
+    plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
+) -> Result:  # fmt: skip
+    """Shard by shard as they arrive, own rows first; a shard's products are activated as soon as they are made."""
+    rows, comm, n = plan.rows, plan.comm, weights[0].shape[0]
+    y, g, u = (x.new_empty(rows.total, n) for _ in range(3))
+    full = x.new_empty(rows.total, x.shape[1]) if keep else None
+    weights = [to_fp32(w) for w in weights]
+    with plan.call() as call:
+        for p, shard in shards_as_they_arrive(call, comm, x, rows):
+            with comm.span(f"matmul {p}"):
+                for out, w, b in zip((g, u), weights, biases, strict=True):
+                    for block, part in rows.pairs(out, shard, p):
+                        linear_into(block, part, w, b)
+                for gs, us, ys in zip(*(rows.blocks(t, p) for t in (g, u, y)), strict=True):
+                    cpu.gated(gs, us, act, ys)
+            if full is not None:
+                for block, part in rows.pairs(full, shard, p):
+                    block.copy_(part)
+    return [y, *((g, u) if products else ()), *(() if full is None else (full,))]
+
+
+def triton(
+    plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
+) -> Result:  # fmt: skip
+    """One launch: programs push x to all peers, or copies bring it, while the others multiply and activate."""
+    rows = plan.rows
+    with plan.call() as call:
+        copies = call.copies() if plan.copies else None
+        x = x if copies is None else x.contiguous()
+        weights = of_one_layout(weights)
+        view = call.kernel_view()
+        key = copies is None, act, products, layouts(x, *weights)
+        launch = plan.launches.get(key)
+        if launch is None:
+            check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
+            machine = machine_for(view, x)
+            launch = prepare(view, x, weights, rows, act, products, None, machine, copies is not None)
+            plan.launches[key] = launch
+        outs = outputs(x, weights, rows, products, keep)
+        sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
+        given = pointers(plan.peers(view), x, weights, biases, outs, products)
+        launch.run(view, x.device, sending, given)
+    return outs
+
+
+def _fake(
+    spec: Spec, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
+) -> Result:  # fmt: skip
+    total = spec.batch * sum(spec.sizes)
+    made = [x.new_empty(total, weights[0].shape[0]) for _ in range(3 if products else 1)]
+    return [*made, x.new_empty(total, x.shape[1])] if keep else made
+
+
+def _launched(
+    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, copied: bool, _: Any
+) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
+    """For the checks, which compare both products: y is rounded, and the properties hold it."""
+    launch, (_, g, u, *gathered) = plan_all_gather_gated_matmul(
+        at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, "silu", True, keep, at.config, at.machine,
+        copied,
+    )  # fmt: skip
+    return launch, {"y0": g, "y1": u, **({"gathered": gathered[0]} if keep else {})}
+
+
+op = Operation(
+    "all_gather_gated_matmul",
+    "Tensor x, Tensor[] weights, Tensor?[] biases, str act, bool products, bool keep",
+    "Tensor[]",
+    fake=_fake,
+    reference=reference,
+    shared=lambda x, *_: Shared(x.dtype, x.shape[1], 2),
+    engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+    slot_bytes=dict(
+        chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
+        triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
+    ),
+    example=Example(
+        "column",
+        "gather",
+        shapes=lambda own, total, k, n: ((own, k), (2 * n, k)),
+        factors=lambda x, both: (x, both),
+        call=lambda x, both, group, sizes, engine: all_gather_gated_matmul(
+            x, both.chunk(2), group, sizes=sizes, engine=engine
+        )[0],
+        gated=True,
+    ),
+    kernels=(
+        FusedKernel(
+            "all_gather_gated_matmul",
+            "all_gather_gated_matmul_kernel",
+            _launched,
+            sent_rows,
+            gathers=True,
+            keeps=True,
+            in_runs=True,
+            pairs=True,
+            formula=linear_reference,
+            example=dict(keep=True),
+        ),
+    ),
+)
+
+
+# -- the launcher of the kernel --------------------------------------------------------------------------------------
+
+
+def prepare(
+    view: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    rows: Rows,
+    act: str,
+    products: bool,
+    config: Config | None,
+    machine: Machine,
+    by_copies: bool = False,
+) -> Launch:
+    """The launch without its pointers, for operands of these shapes, strides and alignments.
+
+    x          [R_r, K]   any strides
+    weights    [N, K]     gate and up, any strides, the same of both
+    products   whether g and u are stored too
+    config     None: the default, whose columns two weights share
+    by_copies  x travels beside the kernel, in copies
+    """
+    from fusedtp.kernels.all_gather_gated_matmul import all_gather_gated_matmul_kernel
+
+    n, k = weights[0].shape
+    if config is None:
+        tile = by_pointers(local_config(machine, x.dtype, "ieee", rows.total, n, 2, products))
+        config = with_senders(tile, machine, rows, view.flags_per_source, x.dtype, k)
+    config = without_senders(config, machine) if by_copies else config
+    args = dict(
+        **gather_args(x, rows, config, machine),
+        stride_wn=weights[0].stride(0),
+        stride_wk=weights[0].stride(1),
+        N=n,
+        EVEN_K=k % config.block_k == 0,
+        ACT=act,
+    )
+    return Launch(all_gather_gated_matmul_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def outputs(x: Tensor, weights: Sequence[Tensor], rows: Rows, products: bool, keep: bool) -> Result:
+    """What the kernel fills."""
+    made = [x.new_empty(rows.total, weights[0].shape[0]) for _ in range(3 if products else 1)]
+    return [*made, x.new_empty(rows.total, x.shape[1])] if keep else made
+
+
+def pointers(
+    peers: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outs: Result,
+    products: bool,
+) -> dict[str, Any]:
+    """The arguments that a prepared launch lacks."""
+    gate_bias, up_bias = (None if b is None else b.contiguous() for b in biases)
+    kept = outs[3 if products else 1 :]
+    return dict(
+        peers=peers,
+        x=x,
+        gate=weights[0],
+        up=weights[1],
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        y=outs[0],
+        gate_out=outs[1] if products else None,
+        up_out=outs[2] if products else None,
+        gathered=kept[0] if kept else None,
+    )
+
+
+def plan_all_gather_gated_matmul(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Rows,
+    sig: int,
+    act: str,
+    products: bool,
+    keep: bool,
+    config: Config | None,
+    machine: Machine,
+    by_copies: bool = False,
+) -> tuple[Launch, Result]:
+    """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
+    weights = of_one_layout(weights)
+    launch = prepare(view, x, weights, rows, act, products, config, machine, by_copies)
+    outs = outputs(x, weights, rows, products, keep)
+    peers = peers_of(view, rank, world_size, sig, machine.clock)
+    return launch.given(pointers(peers, x, weights, biases, outs, products)), outs
