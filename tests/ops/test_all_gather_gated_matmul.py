@@ -1,6 +1,6 @@
 """Gate and up projection with their gather and activation: the formula on integers, its bits, gradients and errors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from unittest.mock import Mock, patch
 
@@ -210,6 +210,26 @@ SIXTEEN = [pytest.param("triton", dtype, marks=TRITON.marks) for dtype in (BF16,
 def test_results_are_rounded_once(engine, dtype, data):
     case = data.draw(cases(engine, (dtype,), 5, 12).filter(lambda case: len(case.sizes) > 1))
     world(len(case.sizes)).run(rounds_once, case)
+
+
+def differentiates(group, case: Case) -> None:
+    """Of random fp64: sums of a few dozen terms of about one, each off by 2^-52 at most."""
+    given = drawn(case, whole=False)
+    want, got = wanted(case, given, group.rank()), computed(group, case, given)
+    for name, mine, right in zip(NAMES, got, want, strict=True):
+        assert (mine is None) == (right is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@settings(max_examples=10)
+@given(st.data())
+def test_gradients_are_those_of_the_activation(act, data):
+    case = data.draw(
+        st.sampled_from(["chunked", "collective"]).flatmap(lambda engine: cases(engine, (FP64,)))
+    )
+    world(len(case.sizes)).run(differentiates, replace(case, act=act))
 
 
 SIZES = (2, 0, 3)
