@@ -313,7 +313,7 @@ op = Operation(
             in_runs=True,
             pairs=True,
             formula=linear_reference,
-            example=dict(keep=True),
+            example=dict(widths=(33,), keep=True),
         ),
     ),
 )

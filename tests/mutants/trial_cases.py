@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.checks.cases import fused_case, operands, plan, slot_bytes
-from fusedtp.checks.dense import Call, SimulatedWorld, launches, meeting
+from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches, meeting
 from fusedtp.sim.case import Case, Copy, Mismatch, Run, Work, compare
 
 WORLD = 3
@@ -22,11 +22,12 @@ PULLED = "moe_dispatch"  # whose data peers read in the slot
 def calls(operation: str) -> list[Call]:
     """Three small calls that between them have every tail, several chunks and an empty shard."""
     shapes = (((3, 18, 2), 20), ((3, 0, 2), 5), ((2, 2, 1), 16))
+    kernel = DECLARED[operation][1] if operation in DECLARED else None
     first: dict[str, Any] = dict(widths=(40,), chunk=2)
-    if operation.startswith("all_gather"):
-        first = dict(widths=(17, 5), chunk=8)
+    if operation.startswith("all_gather"):  # an odd number of tiles: the next shard's are another program's
+        first = dict(widths=(33,) if kernel is not None and kernel.pairs else (17, 5), chunk=8)
     made = [Call(operation, sizes, k=k, widths=(5,)) for sizes, k in shapes]
-    made[0] = replace(made[0], keep=operation == "all_gather_matmul", **first)
+    made[0] = replace(made[0], keep=kernel is not None and kernel.keeps, **first)
     if operation in KINDS:  # the last one of the other kind
         made[2] = replace(made[2], keep=True)
     if operation == "all_gather_wgrad":  # its launcher pads rows of the result to multiples of 16

@@ -190,10 +190,9 @@ def make_plan(
 @constant_to_compiler
 def _engine_of(group: str, engine: str, dtype: torch.dtype) -> str:
     comm, key = communicator(group), (engine, dtype)
-    if key not in comm.plans:
-        comm.plans[key] = choose(comm, engine, dtype).engine
-    chosen: str = comm.plans[key]
-    return chosen
+    if key not in comm.exchanges:
+        comm.exchanges[key] = choose(comm, engine, dtype).engine
+    return comm.exchanges[key]
 
 
 def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
