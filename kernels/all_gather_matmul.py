@@ -28,7 +28,19 @@ import triton.language as tl
 
 from . import signals
 from .matmul import linear_tile, mixed_tile
-from .tiles import cdiv, copy_rows, grouped, halves, inline, narrow, next_start, shard, tile_rows, wide, widen
+from .tiles import (
+    cdiv,
+    copy_rows,
+    grouped,
+    halves,
+    inline,
+    narrow,
+    next_start,
+    shard,
+    tile_rows,
+    to_int64,
+    widen,
+)
 
 
 @inline
@@ -58,7 +70,7 @@ def push_rows(
     for step in range(1, peers.world_size):
         dst = (rank + step) % peers.world_size
         out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
-        out = tl.multiple_of(out, 16) + wide(offset) * batch * K
+        out = tl.multiple_of(out, 16) + to_int64(offset) * batch * K
         for chunk in range(pid, cdiv(rows, chunk_rows), programs):
             last = tl.minimum((chunk + 1) * chunk_rows, rows)
             due = signals.book_link(peers, last - chunk * chunk_rows, K, x.dtype.element_ty)
@@ -93,11 +105,15 @@ def shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED:
     rank = signals.rank_of(peers)
     own = src == rank
     pushed = signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty))
-    pushed = tl.multiple_of(pushed, 16) + wide(offset) * batch * K
+    pushed = tl.multiple_of(pushed, 16) + to_int64(offset) * batch * K
     base = tl.where(own, x.to(tl.int64), pushed.to(tl.int64)).to(x.dtype)
     if ALIGNED:
         base = tl.multiple_of(base, 16)
-    return base, tl.where(own, wide(stride_xm), wide(K)), tl.where(own, wide(stride_xk), wide(1))
+    return (
+        base,
+        tl.where(own, to_int64(stride_xm), to_int64(K)),
+        tl.where(own, to_int64(stride_xk), to_int64(1)),
+    )
 
 
 @inline
@@ -119,8 +135,8 @@ def pick_weight(
     constants folds, so a unit stride that all weights share stays known to the compiler. A descriptor is picked by a
     branch, which becomes a selection of its address among the parameters; a loop over K for each weight would spill.
     """
-    w, y, width = weights[0], outputs[0], wide(widths[0])
-    stride_wn, stride_wk = wide(strides_wn[0]), wide(strides_wk[0])
+    w, y, width = weights[0], outputs[0], to_int64(widths[0])
+    stride_wn, stride_wk = to_int64(strides_wn[0]), to_int64(strides_wk[0])
     bias = outputs[0] if biases[0] is None else biases[0]  # a stand-in that is never read
     has_bias = tl.full((), 0, tl.int64)
     if biases[0] is not None:
@@ -136,9 +152,9 @@ def pick_weight(
         else:
             w = tl.where(here, weights[i], w)
         y = tl.where(here, outputs[i], y)
-        width = tl.where(here, wide(widths[i]), width)
-        stride_wn = tl.where(here, wide(strides_wn[i]), stride_wn)
-        stride_wk = tl.where(here, wide(strides_wk[i]), stride_wk)
+        width = tl.where(here, to_int64(widths[i]), width)
+        stride_wn = tl.where(here, to_int64(strides_wn[i]), stride_wn)
+        stride_wk = tl.where(here, to_int64(strides_wk[i]), stride_wk)
         col_in = tl.where(here, col - before, col_in)
         if biases[i] is not None:
             bias = tl.where(here, biases[i], bias)

@@ -18,7 +18,7 @@ import triton.language as tl
 from . import signals
 from .all_gather_matmul import arrive_for_copies, pick_weight, push_rows, shard_source, wait_rows
 from .matmul import IEEE, dot_loop, multiply_add
-from .tiles import cdiv, grouped, inline, narrow, shard, wide
+from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
 
 @inline
@@ -32,7 +32,7 @@ def gradient_loop(acc, dy, first, col, x, x_mask, stride_m, size, BLOCK_K: tl.co
     for block in range(size // BLOCK_K):
         rows = tl.load(x_tile, mask=x_mask, other=0.0)
         acc = multiply_add(acc, dy.load([first + block * BLOCK_K, col]).T, rows, IEEE)
-        x_tile += wide(BLOCK_K) * stride_m
+        x_tile += to_int64(BLOCK_K) * stride_m
     return acc
 
 
@@ -59,8 +59,8 @@ def shard_sum(
         acc = gradient_loop(acc, dy, offset, col, x, x_mask, stride_m, size, BLOCK_K)
     else:
         for b in range(batch):
-            dy_rows = dy + (wide(total) * b + offset) * stride_dt
-            x_rows = x + wide(size) * b * stride_m
+            dy_rows = dy + (to_int64(total) * b + offset) * stride_dt
+            x_rows = x + to_int64(size) * b * stride_m
             acc = dot_loop(acc, dy_rows, dy_mask, stride_dt, x_rows, x_mask, stride_m, size, BLOCK_K, EVEN_K)
     return acc
 

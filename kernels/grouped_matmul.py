@@ -26,7 +26,7 @@ import triton.language as tl
 from .epilogue import add_bias
 from .matmul import dot_loop, pair_loop, store_tile, tile_of
 from .swiglu import activated
-from .tiles import cdiv, halves, inline, next_start, wide
+from .tiles import cdiv, halves, inline, next_start, to_int64
 
 
 @inline
@@ -51,7 +51,7 @@ def addresses(x, w, strides, expert, rows, cols):
     """(address tile of x[rows], step along K, address tile of w[expert, cols], step along K)."""
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk = strides
     a = x + (rows.to(tl.int64) * stride_xm)[:, None]
-    b = w + wide(expert) * stride_we + (cols.to(tl.int64) * stride_wn)[None, :]
+    b = w + to_int64(expert) * stride_we + (cols.to(tl.int64) * stride_wn)[None, :]
     return a, stride_xk, b, stride_wk
 
 
@@ -96,7 +96,7 @@ def sum_tile(
 def finish_group(y, acc, bias, expert, rows, row_mask, cols, N):
     """y[rows, cols] = acc + bias[expert, cols], rounded once."""
     if bias is not None:
-        acc = add_bias(acc, bias + wide(expert) * N, cols, cols < N)
+        acc = add_bias(acc, bias + to_int64(expert) * N, cols, cols < N)
     store_tile(y, acc, rows, cols, N, row_mask[:, None] & (cols < N)[None, :])
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .matmul import dot_loop, store_tile, tile_of
 from .swiglu import store_gate_gradients
-from .tiles import cdiv, halves, wide
+from .tiles import cdiv, halves, to_int64
 
 
 @triton.jit
@@ -50,11 +50,11 @@ def grouped_wgrad_kernel(
         ks = col + tl.arange(0, BLOCK_N)
         n_mask = (ns < N)[:, None]
         k_mask = (ks < K)[None, :]
-        a = dy + wide(begin) * stride_dm + (ns.to(tl.int64) * stride_dn)[:, None]
-        b = x + wide(begin) * stride_xm + (ks.to(tl.int64) * stride_xk)[None, :]
+        a = dy + to_int64(begin) * stride_dm + (ns.to(tl.int64) * stride_dn)[:, None]
+        b = x + to_int64(begin) * stride_xm + (ks.to(tl.int64) * stride_xk)[None, :]
         acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
         acc = dot_loop(acc, a, n_mask, stride_dm, b, k_mask, stride_xm, size, BLOCK_K, False, PRECISION)
-        out = dw + wide(expert) * N * K
+        out = dw + to_int64(expert) * N * K
         if HALVES:
             left, right = halves(acc)
             first = col + tl.arange(0, BLOCK_N // 2)
@@ -70,7 +70,7 @@ def grouped_gated_backward_kernel(
     dy, gate, up, dgate, dup, offsets, E, R, N, BLOCK: tl.constexpr, ACT: tl.constexpr
 ):
     """dup = dy act(gate); dgate = dy up act'(gate), all contiguous [R, N]; rows from offsets[E] on are left alone."""
-    count = wide(tl.minimum(tl.load(offsets + E), R)) * N
+    count = to_int64(tl.minimum(tl.load(offsets + E), R)) * N
     for block in range(tl.program_id(0), cdiv(count, BLOCK), tl.num_programs(0)):
-        at = wide(block) * BLOCK + tl.arange(0, BLOCK)
+        at = to_int64(block) * BLOCK + tl.arange(0, BLOCK)
         store_gate_gradients(dy, gate, up, dgate, dup, at, at < count, ACT)

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import add_bias, scaled
-from .tiles import cdiv, grouped, halves, inline, narrow, wide, widen
+from .tiles import cdiv, grouped, halves, inline, narrow, to_int64, widen
 
 IEEE = tl.constexpr("ieee")  # as the default of a device function: Triton 3.6 takes no bare string
 
@@ -78,8 +78,8 @@ def dot_loop(
             x = tl.load(a_tile, mask=a_mask & inside[None, :], other=0.0)
             w = tl.load(b_tile, mask=b_mask & inside[:, None], other=0.0)
         acc = multiply_add(acc, x, w, PRECISION)
-        a_tile += wide(BLOCK_K) * a_step
-        b_tile += wide(BLOCK_K) * b_step
+        a_tile += to_int64(BLOCK_K) * a_step
+        b_tile += to_int64(BLOCK_K) * b_step
     return acc
 
 
@@ -114,9 +114,9 @@ def pair_loop(
         x = tl.load(a_tile, mask=row_mask, other=0.0)
         first = multiply_add(first, x, tl.load(b_tile, mask=mask, other=0.0), PRECISION)
         second = multiply_add(second, x, tl.load(c_tile, mask=mask, other=0.0), PRECISION)
-        a_tile += wide(BLOCK_K) * a_step
-        b_tile += wide(BLOCK_K) * b_step
-        c_tile += wide(BLOCK_K) * c_step
+        a_tile += to_int64(BLOCK_K) * a_step
+        b_tile += to_int64(BLOCK_K) * b_step
+        c_tile += to_int64(BLOCK_K) * c_step
     return first, second
 
 
@@ -160,7 +160,7 @@ def mixed_loop(
         else:
             mask = a_mask & (k + ks < K)[None, :]
         acc = multiply_add(acc, tl.load(a_tile, mask=mask, other=0.0), w.load([col, k]).T, PRECISION)
-        a_tile += wide(BLOCK_K) * a_step
+        a_tile += to_int64(BLOCK_K) * a_step
     return acc
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from . import signals
 from .matmul_reduce_scatter import part_of_tile, partial_tile, push_partials, reduced_tile, wait_chunk_of_all
-from .tiles import cdiv, grouped, inline, narrow, shard, wide
+from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
 
 @inline
@@ -109,7 +109,7 @@ def one_shot_kernel(
                 mask = (rows < M)[:, None] & col_mask[None, :]
                 for step in range(1, world + 1):
                     out = signals.slot(peers, (rank + step) % world).to(tl.pointer_type(element))
-                    tl.store(tl.multiple_of(out, 16) + wide(rank) * M * N + at, value, mask=mask)
+                    tl.store(tl.multiple_of(out, 16) + to_int64(rank) * M * N + at, value, mask=mask)
                 signals.leave_link(peers, due)
             stored = chunk
         if stored >= 0:
@@ -123,7 +123,7 @@ def one_shot_kernel(
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, M), PART_M):
                     at, mask, cols = part_of_tile(first, col, M, N, PART_M, BLOCK_N)
-                    acc = reduced_tile(base, wide(M) * N, at, mask, bias, cols, N, world)
+                    acc = reduced_tile(base, to_int64(M) * N, at, mask, bias, cols, N, world)
                     tl.store(y + at, narrow(acc, element), mask=mask)
 
 
@@ -209,11 +209,11 @@ def two_shot_kernel(
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
                     at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
                     value = narrow(
-                        reduced_tile(base, wide(size) * N, at, mask, bias, cols, N, world), element
+                        reduced_tile(base, to_int64(size) * N, at, mask, bias, cols, N, world), element
                     )
-                    tl.store(y + wide(offset) * N + at, value, mask=mask)
+                    tl.store(y + to_int64(offset) * N + at, value, mask=mask)
                     for step in range(1, world):
-                        out = sums_at(peers, (rank + step) % world, result_at, element) + wide(offset) * N
+                        out = sums_at(peers, (rank + step) % world, result_at, element) + to_int64(offset) * N
                         tl.store(out + at, value, mask=mask)
                 signals.leave_link(peers, due)
             for step in range(1, world):
@@ -233,5 +233,5 @@ def two_shot_kernel(
                     row, col = grouped(tile, num_rows, num_cols, GROUP)
                     for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
                         at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
-                        at += wide(offset) * N
+                        at += to_int64(offset) * N
                         tl.store(y + at, tl.load(result + at, mask=mask), mask=mask)

@@ -39,7 +39,7 @@ import triton.language as tl
 from . import signals
 from .epilogue import add_bias
 from .matmul import IEEE, descriptor_loop, linear_tile, mixed_tile
-from .tiles import cdiv, grouped, inline, narrow, next_start, shard, tile_rows, wide, widen
+from .tiles import cdiv, grouped, inline, narrow, next_start, shard, tile_rows, to_int64, widen
 
 
 @inline
@@ -138,7 +138,7 @@ def push_partials(
         num_rows = cdiv(limit, BLOCK_M)
         tiles = num_rows * num_cols
         out = tl.multiple_of(signals.slot(peers, owner).to(tl.pointer_type(ELEMENT)), 16)
-        out += wide(rank) * limit * N
+        out += to_int64(rank) * limit * N
         for chunk in range(pid, cdiv(tiles, group), programs):
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
@@ -168,7 +168,7 @@ def push_partials(
                 if stored >= 0:  # Note [Late publish]
                     signals.publish(peers, stored % world, 1 + stored // world)
                     stored = tl.full((), -1, tl.int32)
-                leaving = signals.abroad(peers, owner, tl.minimum(BLOCK_M, limit - row * BLOCK_M))
+                leaving = signals.remote_rows(peers, owner, tl.minimum(BLOCK_M, limit - row * BLOCK_M))
                 due = signals.book_link(peers, leaving, tl.minimum(BLOCK_N, N - col * BLOCK_N), ELEMENT)
                 at = local.to(tl.int64)[:, None] * N + cols[None, :]
                 tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
@@ -275,5 +275,5 @@ def matmul_reduce_scatter_kernel(
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, limit), PART_M):
                     at, mask, cols = part_of_tile(first, col, limit, N, PART_M, BLOCK_N)
-                    acc = reduced_tile(base, wide(limit) * N, at, mask, bias, cols, N, peers.world_size)
+                    acc = reduced_tile(base, to_int64(limit) * N, at, mask, bias, cols, N, peers.world_size)
                     tl.store(y + at, narrow(acc, y.dtype.element_ty), mask=mask)

@@ -28,7 +28,7 @@ import triton.language as tl
 from . import signals
 from .grouped_matmul import group_tiles
 from .moe_exchange import overflows, push_chunk, segment
-from .tiles import cdiv, copy_rows, inline, wide
+from .tiles import cdiv, copy_rows, inline, to_int64
 
 
 @inline
@@ -67,7 +67,7 @@ def push_by_expert(
             begin, count = segment(begins, dst)
             if chunk * chunk_rows < count:
                 out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
-                out = tl.multiple_of(out, 16) + wide(tl.load(places + dst)) * K
+                out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K
                 push_chunk(
                     peers, x, stride_xm, stride_xk, index + begin, out, count, K, chunk_rows, dst, chunk, BLOCK_M,
                     BLOCK_K,
@@ -101,7 +101,9 @@ def keep_rows(
                     at = first + tl.arange(0, BLOCK_M)
                     inside = at < last
                     to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
-                    copy_rows(pushed, (begin + at).to(tl.int64), wide(K), 1, rows, to, K, inside, K, BLOCK_K)
+                    copy_rows(
+                        pushed, (begin + at).to(tl.int64), to_int64(K), 1, rows, to, K, inside, K, BLOCK_K
+                    )
 
 
 @inline
@@ -124,7 +126,7 @@ def moe_dispatch_matmul_kernel(
     x,
     stride_xm,
     stride_xk,
-    index,  # int32, row of x for each row that this rank sends, by (expert, slot)
+    index,  # int32, row of x for each row that this rank sends, by (expert, choice)
     begins,  # int32 [W + 1], which of those go to each owner
     places,  # int32 [W], where this rank's rows begin in each owner's slot
     sources,  # int32 [W + 1], which rows of this rank's slot are of each source

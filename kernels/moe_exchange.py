@@ -10,12 +10,12 @@ every peer; an owner reads the rows that it wants where they lie and stores them
     pull       from x_1    from slot 2    from slot 3    from slot 0
                no wait     all of x_2     all of x_3     all of x_0
 
-What an owner wants of a source is one piece of that source's order, which all ranks have; but its tokens lie all over
-x, so a program waits for all chunks of a source before it reads one. Rows that are pushed, k to a token, are copied
+Each owner reads one contiguous range of each source's order, which all ranks have; but the tokens lie all over x, so a
+program waits for all chunks of a source before it reads one. Rows that are pushed, k to a token, are copied
 twice, as their receiver must bring them in order, and a slot must have room for all that a routing may send to one.
 
-    orders     slots of one source by (expert, slot)   ->  slot // (slots a row of x stands for): its row of x
-    arrivals   rows by (source, expert, slot)          ->  by (expert, source, slot)
+    orders     choices of one source by (expert, choice)  ->  choice // (choices that a row of x is of): its row of x
+    arrivals   rows by (source, expert, choice)           ->  by (expert, source, choice)
 
 Peers may still read a slot when its rank has left the call. They arrive in the next call when they have left this one
 too, and no rank writes the slot again before all have arrived there: see Note [Two rotating buffers] in signals.py.
@@ -24,7 +24,7 @@ A combine pushes segments: what one rank has for another lies in one piece in th
 know, and travels in chunks as above. An index says from where the sender takes each row. Its own rows go through its
 own slot too, so that a token's choices are all in one place.
 
-    combine    rows of one source         ->  by (expert, slot)           ->  a token's choices, one by one
+    combine    rows of one source         ->  by (expert, choice)       ->  a token's choices, one by one
 
 Programs 0 .. S-1 publish or send and wait for nobody, the others receive: one resident program a rank is enough.
 """
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .tiles import cdiv, copy_rows, inline, narrow, next_start, shard, wide, widen
+from .tiles import cdiv, copy_rows, inline, narrow, next_start, shard, to_int64, widen
 
 
 @inline
@@ -74,7 +74,7 @@ def push_chunk(
 ):
     """Copy a chunk of a segment to `dst`, and say so: flag 1 + c is chunk c."""
     last = tl.minimum((chunk + 1) * chunk_rows, count)
-    leaving = signals.abroad(peers, dst, last - chunk * chunk_rows)
+    leaving = signals.remote_rows(peers, dst, last - chunk * chunk_rows)
     due = signals.book_link(peers, leaving, K, x.dtype.element_ty)
     for first in range(chunk * chunk_rows, last, BLOCK_M):
         at = first + tl.arange(0, BLOCK_M)
@@ -108,7 +108,7 @@ def push_segments(
         dst = (signals.rank_of(peers) + step) % peers.world_size
         begin, count = segment(begins, dst)
         out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
-        out = tl.multiple_of(out, 16) + wide(tl.load(places + dst)) * K
+        out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K
         for chunk in range(pid, cdiv(count, chunk_rows), programs):
             push_chunk(
                 peers, x, stride_xm, stride_xk, index + begin, out, count, K, chunk_rows, dst, chunk, BLOCK_M, BLOCK_K
@@ -120,7 +120,7 @@ def publish_rows(
     peers,
     sizes,
     begins,
-    slots_per_row,
+    choices_per_row,
     x,
     stride_xm,
     stride_xk,
@@ -139,7 +139,7 @@ def publish_rows(
         signals.arrive(peers)
     rank = signals.rank_of(peers)
     size, _offset = shard(sizes, rank, peers.world_size)
-    count = tl.where(tl.load(begins + peers.world_size) > 0, size // slots_per_row, 0)
+    count = tl.where(tl.load(begins + peers.world_size) > 0, size // choices_per_row, 0)
     out = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
     for chunk in range(pid, cdiv(count, chunk_rows), programs):
         last = tl.minimum((chunk + 1) * chunk_rows, count)
@@ -159,7 +159,7 @@ def pull_rows(
     stride_xm,
     stride_xk,
     wanted,  # its slots that chose this rank's experts
-    slots_per_row,
+    choices_per_row,
     arrivals,  # of its rows
     count,
     rows,
@@ -173,26 +173,26 @@ def pull_rows(
     for block in range(start, cdiv(count, BLOCK_M), programs):
         at = block * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = at < count
-        taken = tl.load(wanted + at, mask=inside, other=0) // slots_per_row
+        taken = tl.load(wanted + at, mask=inside, other=0) // choices_per_row
         to = tl.load(arrivals + at, mask=inside, other=0).to(tl.int64)
-        coming = signals.abroad(peers, src, tl.minimum(count - block * BLOCK_M, BLOCK_M))
+        coming = signals.remote_rows(peers, src, tl.minimum(count - block * BLOCK_M, BLOCK_M))
         due = signals.book_link(peers, coming, K, x.dtype.element_ty)
         copy_rows(x, taken.to(tl.int64), stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
         signals.leave_link(peers, due)
 
 
-@triton.jit(do_not_specialize=["slots_per_row", "max_rows", "chunk_rows", "send_programs"])
+@triton.jit(do_not_specialize=["choices_per_row", "max_rows", "chunk_rows", "send_programs"])
 def moe_dispatch_kernel(
     peers,
-    sizes,  # slots of every rank, a tuple, see Note [Odd integers] in signals.py
+    sizes,  # choices of every rank, a tuple, see Note [Odd integers] in signals.py
     x,
     stride_xm,
     stride_xk,
-    slots_per_row,  # how many neighbouring slots a row of x stands for
+    choices_per_row,  # how many neighbouring choices a row of x stands for
     begins,  # int32 [W + 1], which of this rank's rows go to each owner
-    orders,  # int32, every rank's slots by (expert, slot), one rank after another
+    orders,  # int32, every rank's choices by (expert, choice), one rank after another
     in_sources,  # int32 [W], where this rank's rows begin in each source's order
-    sources,  # int32 [W + 1], which of this rank's rows, by (source, expert, slot), are of each source
+    sources,  # int32 [W + 1], which of this rank's rows, by (source, expert, choice), are of each source
     arrivals,  # int32 [max_rows], where each of them belongs
     totals,  # int32 [W], rows of each owner
     max_rows,
@@ -212,7 +212,8 @@ def moe_dispatch_kernel(
     world: tl.constexpr = peers.world_size
     if tl.program_id(0) < send_programs:
         publish_rows(
-            peers, sizes, begins, slots_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M, BLOCK_K
+            peers, sizes, begins, choices_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M,
+            BLOCK_K,
         )  # fmt: skip
     else:
         rank = signals.rank_of(peers)
@@ -227,17 +228,17 @@ def moe_dispatch_kernel(
             blocks = cdiv(count, PULL_M)
             if src == rank:
                 pull_rows(
-                    peers, src, x, stride_xm, stride_xk, wanted, slots_per_row, arrivals + begin, count, rows, K, start,
-                    programs, PULL_M, BLOCK_K,
+                    peers, src, x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K,
+                    start, programs, PULL_M, BLOCK_K,
                 )  # fmt: skip
             else:
                 if start < blocks:
                     signals.wait_arrival(peers, src)
-                    signals.wait_chunks(peers, src, 1, 1 + cdiv(size // slots_per_row, chunk_rows))
+                    signals.wait_chunks(peers, src, 1, 1 + cdiv(size // choices_per_row, chunk_rows))
                 published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
                 pull_rows(
-                    peers, src, tl.multiple_of(published, 16), wide(K), 1, wanted, slots_per_row, arrivals + begin,
-                    count, rows, K, start, programs, PULL_M, BLOCK_K,
+                    peers, src, tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row,
+                    arrivals + begin, count, rows, K, start, programs, PULL_M, BLOCK_K,
                 )  # fmt: skip
             start = next_start(start, blocks, programs)
         if leader:
@@ -286,7 +287,7 @@ def moe_combine_kernel(
     y,
     stride_ym,
     stride_yn,
-    arrivals,  # int32, row of y for each row that this rank sends, by (source, expert, slot)
+    arrivals,  # int32, row of y for each row that this rank sends, by (source, expert, choice)
     sources,  # int32 [W + 1], which of those go to each source
     places,  # int32 [W], where this rank's rows begin in each source's slot
     begins,  # int32 [W + 1], which rows of this rank's slot are of each owner

@@ -38,7 +38,7 @@ from .tiles import cdiv, halves, inline, narrow, next_start
 
 
 @inline
-def homes(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
+def row_addresses(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
     """Address of the first element of each row's place in the slot of its token's rank."""
     rank = tl.load(to + rows, mask=inside, other=0)
     place = tl.load(at + rows, mask=inside, other=0).to(tl.int64)
@@ -46,7 +46,7 @@ def homes(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
 
 
 @inline
-def rows_abroad(peers, to, rows, inside):
+def remote_rows_of(peers, to, rows, inside):
     """How many of these rows are other ranks' tokens."""
     own = signals.rank_of(peers)
     return tl.sum((tl.load(to + rows, mask=inside, other=own) != own).to(tl.int32))
@@ -54,7 +54,7 @@ def rows_abroad(peers, to, rows, inside):
 
 @inline
 def send_tile(home, acc, inside, cols, N, ELEMENT: tl.constexpr):
-    """Columns of rows to their homes, rounded once."""
+    """Columns of rows to their row_addresses, rounded once."""
     mask = inside[:, None] & (cols < N)[None, :]
     tl.store(home[:, None] + cols[None, :], narrow(acc, ELEMENT), mask=mask)
 
@@ -130,9 +130,9 @@ def multiply_and_send(
                     if stored >= 0:  # Note [Late publish]
                         publish_to_all(peers, 1 + stored)
                         stored = tl.full((), -1, tl.int32)
-                    leaving = rows_abroad(peers, to, rows, inside)
+                    leaving = remote_rows_of(peers, to, rows, inside)
                     due = signals.book_link(peers, leaving, tl.minimum(BLOCK_N, N - col), ELEMENT)
-                    home = homes(peers, to, at, rows, inside, N, ELEMENT)
+                    home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
                     if HALVES:
                         left, right = halves(acc)
                         half = col + tl.arange(0, BLOCK_N // 2)

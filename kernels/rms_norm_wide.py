@@ -9,13 +9,13 @@ Tried and lost: a program that holds dweight of all columns in registers, in pie
 import triton
 import triton.language as tl
 
-from .tiles import inline, narrow, wide, widen
+from .tiles import inline, narrow, to_int64, widen
 
 
 @inline
 def load_wide(x, row, stride, cols, mask):
     """x[row, cols] in fp32, zero outside."""
-    return widen(tl.load(x + wide(row) * stride + cols, mask=mask, other=0.0)).to(tl.float32)
+    return widen(tl.load(x + to_int64(row) * stride + cols, mask=mask, other=0.0)).to(tl.float32)
 
 
 @inline
@@ -39,7 +39,7 @@ def rms_norm_wide_kernel(
         cols = first + tl.arange(0, BLOCK)
         h = summed(x, stride_x, residual, stride_r, row, cols, cols < H)
         if residual is not None:
-            tl.store(total + wide(row) * H + cols, narrow(h, total.dtype.element_ty), mask=cols < H)
+            tl.store(total + to_int64(row) * H + cols, narrow(h, total.dtype.element_ty), mask=cols < H)
         squares += h * h
     mean = tl.sum(squares) / H
     r = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
@@ -48,7 +48,7 @@ def rms_norm_wide_kernel(
         cols = first + tl.arange(0, BLOCK)
         h = summed(x, stride_x, residual, stride_r, row, cols, cols < H)
         w = widen(tl.load(weight + cols, mask=cols < H, other=0.0)).to(tl.float32)
-        tl.store(y + wide(row) * H + cols, narrow(h * r * w, y.dtype.element_ty), mask=cols < H)
+        tl.store(y + to_int64(row) * H + cols, narrow(h * r * w, y.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit
@@ -79,5 +79,5 @@ def rms_norm_wide_backward_kernel(
         back = (grad * w - normed * mean) * r
         if dtotal is not None:
             back += load_wide(dtotal, row, stride_dt, own, own < H)
-        tl.store(dx + wide(row) * H + own, narrow(back, dx.dtype.element_ty), mask=own < H)
-    tl.store(dweight + wide(part) * H + own, dw, mask=own < H)
+        tl.store(dx + to_int64(row) * H + own, narrow(back, dx.dtype.element_ty), mask=own < H)
+    tl.store(dweight + to_int64(part) * H + own, dw, mask=own < H)

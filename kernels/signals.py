@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import INTERPRETED, decoded, inline, wide
+from .tiles import INTERPRETED, decoded, inline, to_int64
 
 # words of `failure`, in the device's own memory: the code; of a held link when it is free, and the bytes that it
 # carried; scratch for the clock
@@ -226,7 +226,7 @@ def wait_all_arrivals(peers):
 
 
 @inline
-def abroad(peers, rank, rows):
+def remote_rows(peers, rank, rows):
     """`rows`, or none where `rank` is this one: its own rows take no link."""
     return tl.where(rank == rank_of(peers), 0, rows)
 
@@ -239,10 +239,10 @@ def book_link(peers, rows, cols, ELEMENT: tl.constexpr):
     """
     due = tl.full((), 0, tl.int64)
     if peers.link is not None:
-        nbytes = wide(rows) * cols * (ELEMENT.primitive_bitwidth // 8)
+        nbytes = to_int64(rows) * cols * (ELEMENT.primitive_bitwidth // 8)
         if nbytes > 0:
             took = (nbytes * decoded(peers.link) + 999999) // 1000000
-            raised(peers, LINK_FREE, wide(_ticks(peers)))
+            raised(peers, LINK_FREE, to_int64(_ticks(peers)))
             due += added(peers, LINK_FREE, took) + took
             added(peers, LINK_BYTES, nbytes)
     return due
@@ -256,7 +256,7 @@ def leave_link(peers, due):
     is what some program of the rank last saw of the clock, which is older than the present: one atomic a look.
     """
     if peers.link is not None:
-        while raised(peers, CLOCK_WORD, wide(_ticks(peers))) < due:
+        while raised(peers, CLOCK_WORD, to_int64(_ticks(peers))) < due:
             _pause()
 
 
@@ -305,7 +305,7 @@ else:
         memory.
         """
         raised(peers, CLOCK_WORD, _ticks(peers))
-        return raised(peers, CLOCK_WORD, wide(0))
+        return raised(peers, CLOCK_WORD, to_int64(0))
 
     @inline
     def _pause():

@@ -61,7 +61,7 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @inline
-def wide(x):
+def to_int64(x):
     """An int64 scalar, whether `x` is a runtime value or became a constant by specialisation."""
     return tl.full((), 0, tl.int64) + x
 

@@ -45,7 +45,7 @@ def row_width(call: Call) -> int:
     return call.k if call.operation.startswith("moe_dispatch") else call.widths[0]
 
 
-def slots_per_row(call: Call) -> int:
+def choices_per_row(call: Call) -> int:
     """Of a dispatch: choices for which one row of x stands."""
     return 1 if call.operation == "moe_dispatch" and call.keep else TOP_K
 
@@ -54,7 +54,7 @@ def slot_bytes(call: Call) -> int:
     """What the call needs in a slot."""
     at = exchange_of(call)
     if call.operation == "moe_dispatch":
-        return dispatch_bytes(at, slots_per_row(call), row_width(call), call.dtype)
+        return dispatch_bytes(at, choices_per_row(call), row_width(call), call.dtype)
     if call.operation == "moe_dispatch_matmul":
         return dispatch_matmul_bytes(at, row_width(call), call.dtype)
     return combine_bytes(max(call.sizes), TOP_K, row_width(call), call.dtype)
@@ -86,7 +86,7 @@ def routed(call: Call, seed: int) -> Routed:
     ids = _chosen(torch.rand(tokens, experts, generator=generator), call.routing)
     ids = torch.where(torch.rand(tokens, TOP_K, generator=generator) < 1 / 6, -1, ids)
     weights = 2.0 ** torch.randint(-1, 2, (tokens, TOP_K), generator=generator)
-    of_token = TOP_K // slots_per_row(call)  # rows of x
+    of_token = TOP_K // choices_per_row(call)  # rows of x
     x = torch.randint(-4, 5, (tokens * of_token, width), generator=generator).to(call.dtype)
     sorted_ = [sort_choices(part, experts) for part in ids.split(list(call.sizes))]
     table = torch.stack([counts for counts, _order in sorted_])
@@ -179,7 +179,7 @@ def plan_exchange(
     choices = places_of(order).view(-1, TOP_K).to(torch.int32)
     if call.operation == "moe_dispatch":
         planned, rows = plan_dispatch(
-            view, rank, x, slots_per_row(call), torch.cat(given.orders), *end, HOST
+            view, rank, x, choices_per_row(call), torch.cat(given.orders), *end, HOST
         )  # fmt: skip
         return planned, {"rows": rows}
     matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops.first_order import first_order
-from fusedtp.ops.main_grad import deliver, main_grads_of
+from fusedtp.ops.main_grad import accumulate_grad, main_grads_of
 from fusedtp.ops.matmul import matmul_add, matmul_into, to_fp32
 from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
@@ -209,13 +209,13 @@ class _Gradients:
 
 
 def _deliver_product(dw: Tensor, factor: Tensor, sink: Any, dtype: torch.dtype) -> Tensor | None:
-    """deliver(dw * factor, ...) without that product in fp32 in memory where it can be avoided."""
+    """accumulate_grad(dw * factor, ...) without that product in fp32 in memory where it can be avoided."""
     if sink is None:
         return torch.mul(dw, factor, out=torch.empty_like(dw, dtype=dtype))
     if type(sink) is Tensor:
         sink.addcmul_(dw, factor)
         return None
-    return deliver(dw * factor, sink, dtype)
+    return accumulate_grad(dw * factor, sink, dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

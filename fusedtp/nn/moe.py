@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fusedtp.comm import Group, place
 
-from .beside import beside
 from .capacity import RULES, keep_capacity
 from .experts import Experts
 from .hooks import parallel_of
 from .layout import TokenLayout
 from .mlp import GatedMLP
 from .router import Router, Routing
+from .side_stream import run_on_side_stream
 
 
 class MoE(nn.Module):
@@ -103,7 +103,7 @@ class MoE(nn.Module):
         elif self.split_shared:
             y = routed(x) + shared(x, layout)
         else:
-            y = beside(routed, lambda x: shared(x, layout), x)
+            y = run_on_side_stream(routed, lambda x: shared(x, layout), x)
         if layout is not None and layout.routings is not None:
             layout.routings.append(routing._replace(room=self.experts.used))
         return y

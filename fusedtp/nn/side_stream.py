@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 
-def beside(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def run_on_side_stream(
+    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
     """first(x) + second(x)."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return first(x) + second(x)

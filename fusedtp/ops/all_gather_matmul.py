@@ -32,7 +32,7 @@ from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
 from .launch.operands import descriptors, takes_tma
 from .launch.run import Launch, check, layouts, machine_for
-from .main_grad import Sink, deliver, main_grads_of, wgrad_dtype
+from .main_grad import Sink, accumulate_grad, main_grads_of, wgrad_dtype
 from .matmul import linear, linear_into, matmul_as, to_fp32
 from .operation import (
     OPERATIONS,
@@ -146,7 +146,7 @@ def column_grads(
             made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
         for i in range(n):
             if needs[1 + i]:
-                dws[i] = deliver(made[i], ctx.sinks[i], x.dtype)
+                dws[i] = accumulate_grad(made[i], ctx.sinks[i], x.dtype)
     for i in range(n):
         if needs[1 + n + i]:
             dbs[i] = dys[i].sum(0)

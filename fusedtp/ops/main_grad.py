@@ -96,7 +96,7 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[Sink | None]:
     return sinks
 
 
-def deliver(dw: Tensor, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
+def accumulate_grad(dw: Tensor, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
     """What a node returns for a weight of `dtype`: nothing where the sink takes it, else dw rounded to dtype."""
     if sink is None:
         return dw.to(dtype)
@@ -115,7 +115,7 @@ def wgrad_dtype(x: Tensor, sinks: Sequence[Sink | None]) -> torch.dtype:
 
 def weight_grad(dy: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:
     """dy [T, N], x [T, K] -> dw [N, K], or None where the sink took it."""
-    return deliver(matmul_as(dy.t(), x, wgrad_dtype(x, [sink])), sink, x.dtype)
+    return accumulate_grad(matmul_as(dy.t(), x, wgrad_dtype(x, [sink])), sink, x.dtype)
 
 
 def accumulating(parameter: Tensor, main_grad: Tensor) -> Tensor:

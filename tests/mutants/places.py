@@ -127,7 +127,7 @@ def wrong_slot(sources: Sources) -> Iterator[Mutant]:
                     subject = f"flag of {about(node)}, {side}"
                     yield make("wrong flag", file, argument, f"{file.of(argument)} + 1", subject)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _source(file, node.left):
-            stands = "wide(0)" if called(node.left) == "wide" else "0"
+            stands = "to_int64(0)" if called(node.left) == "to_int64" else "0"
             edit, subject = (file.replace(node.left, stands),), _placed(file, node)
             yield make("wrong place", file, node, "", subject, edits=edit, after="the first one's place")
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -148,7 +148,7 @@ def _is_row(file: File, call: ast.Call, parameter: str) -> bool:
 
 def _source(file: File, node: ast.AST) -> bool:
     """Whether a factor says whose part of a memory is meant."""
-    return file.of(node) in ("wide(rank)", "wide(offset)", "src", "rank_of(peers)")
+    return file.of(node) in ("to_int64(rank)", "to_int64(offset)", "src", "rank_of(peers)")
 
 
 def _side(file: File, node: ast.AST) -> str:

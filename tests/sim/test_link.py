@@ -129,8 +129,8 @@ def test_programs_stay_until_the_link_has_carried_all():
 def carried(operation: str, broken: bool = False) -> Fault | None:
     """What exploring finds where each rank's link is held; broken: own rows are booked too."""
     made = [replace(call, programs=(2, 2)) for call in calls(operation)]
-    everywhere = (lambda peers, rank, rows: rows) if broken else signals.abroad
-    with patch.object(signals, "abroad", everywhere):
+    everywhere = (lambda peers, rank, rows: rows) if broken else signals.remote_rows
+    with patch.object(signals, "remote_rows", everywhere):
         return explore(held_case(operation, made, seed=3), 2, shrink=False).fault
 
 

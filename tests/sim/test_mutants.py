@@ -120,8 +120,8 @@ def test_equivalence_falls_with_what_it_rests_on(sources: Sources) -> None:
     for old, new in (
         ("pid = next_start(pid,", "pid = least(pid,"),  # what a round leaves to the next
         (
-            "        out += wide(rank) * limit",
-            "        signals.wait(peers, owner, 0)\n        out += wide(rank) * limit",
+            "        out += to_int64(rank) * limit",
+            "        signals.wait(peers, owner, 0)\n        out += to_int64(rank) * limit",
         ),
     ):
         changed = edited(sources, "matmul_reduce_scatter.py", old, new)

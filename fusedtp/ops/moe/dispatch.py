@@ -536,7 +536,7 @@ def prepare_dispatch(
         sizes=tuple(odd(n * at.top_k) for n in at.sizes),
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
-        slots_per_row=choices_per_row,
+        choices_per_row=choices_per_row,
         K=x.shape[1],
         chunk_rows=config.chunk,
         send_programs=config.send_programs,

@@ -42,7 +42,7 @@ from ..launch.config import Config, Machine, machine_of
 from ..launch.operands import by_pointers, even_columns, local_config, of_one_layout
 from ..launch.pointwise import ELEMENTS
 from ..launch.run import DTYPES, Launch, check_tensors
-from ..main_grad import Sink, deliver, main_grads_of, wgrad_dtype
+from ..main_grad import Sink, accumulate_grad, main_grads_of, wgrad_dtype
 from ..matmul import is_16_bit, joined, matmul_add
 from ..operation import LocalOperation, as_autocast, needs_grad, wanted
 from ..pointwise import ACTIVATIONS
@@ -215,7 +215,7 @@ def wgrads(
             out.append(None)
             continue
         [dw] = wgrad_op([dy], rows, offsets, engine, wgrad_dtype(rows, [sink]))
-        out.append(deliver(dw, sink, rows.dtype))
+        out.append(accumulate_grad(dw, sink, rows.dtype))
     return out
 
 
