@@ -39,8 +39,8 @@ from .all_gather_matmul import (
 from .all_gather_matmul import reference as linear_reference
 from .launch import pointwise as launcher
 from .launch.config import Config, Machine
-from .launch.operands import by_pointers, local_config, of_one_layout
-from .launch.run import Launch, check, layouts, machine_for
+from .launch.operands import by_pointers, local_config
+from .launch.run import Launch, check, layouts, machine_for, of_one_layout
 from .main_grad import Sink, main_grads_of
 from .matmul import linear, linear_into, to_fp32
 from .operation import (

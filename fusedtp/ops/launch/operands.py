@@ -178,13 +178,6 @@ def with_tile(default: Config, found: Mapping[str, int]) -> Config:
     return tile
 
 
-def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers with the same strides, as kernels want them of two; copied where they differ."""
-    if len({t.stride() for t in tensors}) == 1:
-        return list(tensors)
-    return [t.contiguous() for t in tensors]
-
-
 def even_columns(dy: Tensor) -> Tensor:
     """dy [T, N], N a multiple of VECTOR: columns of zeros are appended where it is not.
 

@@ -101,6 +101,13 @@ def layouts(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers with the same strides, as kernels want them of two; copied where they differ."""
+    if len({t.stride() for t in tensors}) == 1:
+        return list(tensors)
+    return [t.contiguous() for t in tensors]
+
+
 _NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 

@@ -34,8 +34,7 @@ from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
 from ..cpu import accumulator, cache_blocks
 from ..launch.config import Config, Machine
-from ..launch.operands import of_one_layout
-from ..launch.run import Launch, check, layouts, machine_for
+from ..launch.run import Launch, check, layouts, machine_for, of_one_layout
 from ..main_grad import Sink, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call

@@ -34,8 +34,7 @@ from fusedtp.comm.signature import WIRES
 
 from ..cpu import accumulator
 from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
-from ..launch.operands import of_one_layout
-from ..launch.run import DTYPES, Launch, check, layouts, machine_for
+from ..launch.run import DTYPES, Launch, check, layouts, machine_for, of_one_layout
 from ..main_grad import Sink, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call
@@ -226,11 +225,10 @@ def _with_matmul(
             x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True))
         )
         weights = without_dropped(weights, expert_ids, x)
-        given = x, weights.detach(), offsets, *plan
+        scalars = weights.detach()
         if needs_grad(x, *matrices):
-            y, row_weights = _DispatchMatmul.apply(where, act, sinks, *given, *matrices)
+            y, row_weights = _DispatchMatmul.apply(where, act, sinks, x, scalars, offsets, *plan, *matrices)
         else:
-            x, scalars, _, *_ = given
             _, row_weights, y = matmul_op(
                 where.spec, x, scalars, matrices, offsets, act, False, *plan, where.max_rows
             )

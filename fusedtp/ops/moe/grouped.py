@@ -39,9 +39,9 @@ from .. import cpu
 from .. import matmul as dense
 from ..engines import has_triton, interpreting
 from ..launch.config import Config, Machine, machine_of
-from ..launch.operands import by_pointers, even_columns, local_config, of_one_layout
+from ..launch.operands import by_pointers, even_columns, local_config
 from ..launch.pointwise import ELEMENTS
-from ..launch.run import DTYPES, Launch, check_tensors
+from ..launch.run import DTYPES, Launch, check_tensors, of_one_layout
 from ..main_grad import Sink, accumulate_grad, main_grads_of, wgrad_dtype
 from ..matmul import is_16_bit, joined, matmul_add
 from ..operation import LocalOperation, as_autocast, needs_grad, wanted

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedtp.nn import MoE, init_
-from fusedtp.nn.beside import beside
+from fusedtp.nn.side_stream import run_on_side_stream
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -37,5 +37,5 @@ def test_the_second_part_runs_on_a_stream_of_its_own():
         return x
 
     x = torch.ones(3, device="cuda")
-    assert torch.equal(beside(where, where, x), x + x)
+    assert torch.equal(run_on_side_stream(where, where, x), x + x)
     assert seen[0] == here and seen[1] != here
