@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from . import moves, operators, places
 from .mutant import Mutant
 from .operators import Operator
@@ -29,4 +31,10 @@ OPERATORS: tuple[Operator, ...] = (
 
 def mutants(sources: Sources) -> list[Mutant]:
     """One for each site of each operator, in the order of OPERATORS."""
-    return [mutant for operator in OPERATORS for mutant in operator(sources)]
+    return [mutant for operator in OPERATORS for mutant in made_by(operator, sources)]
+
+
+@cache
+def made_by(operator: Operator, sources: Sources) -> tuple[Mutant, ...]:
+    """One for each site of this operator."""
+    return tuple(operator(sources))

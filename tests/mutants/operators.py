@@ -34,10 +34,8 @@ def make(
 def nodes(sources: Sources) -> Iterator[tuple[File, ast.AST]]:
     """Every node of every function, once, those that run only compiled apart (see INTERPRETED in tiles.py)."""
     for file in sources.files.values():
-        for function in file.functions:
-            for node in ast.walk(function):
-                if file.function_of(node) is function:
-                    yield file, node
+        for node in file.nodes:
+            yield file, node
 
 
 def compiled_only(file: File, node: ast.AST) -> bool:

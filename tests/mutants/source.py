@@ -61,6 +61,16 @@ class File:
             at = self.parents.get(at)
         return at
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of every function, once."""
+        return [
+            node
+            for function in self.functions
+            for node in ast.walk(function)
+            if self.function_of(node) is function
+        ]
+
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
         """The list of statements that holds this one."""
         parent = self.parents[statement]
