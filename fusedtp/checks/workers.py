@@ -6,14 +6,13 @@
 
 A function with a parameter `world_size` gets it.
 
-A worker interprets kernels. The calling process never does, so that it can compile: TRITON_INTERPRET is set while
-workers start, and they import triton anew. What comes back are plain values; an exception of the user's code comes back
-as its traceback.
+A worker interprets kernels. The calling process never does, so that it can compile. A fork server imports this module,
+which does not import triton, once for all workers; each sets TRITON_INTERPRET before it imports triton. What comes back
+are plain values; an exception of the user's code comes back as its traceback.
 """
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import inspect
 import multiprocessing
@@ -29,7 +28,6 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -38,7 +36,6 @@ from fusedtp.sim.case import Case, Launch, Run
 from fusedtp.sim.explore import Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
 
-ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
 WORLD_SIZE = 4  # where nobody says
 
@@ -258,9 +255,9 @@ class Pool:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._executor = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), initializer=_begin
-        )
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._executor = ProcessPoolExecutor(workers, context, initializer=_begin)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._executor.submit(function, *arguments)
@@ -276,22 +273,20 @@ class Pool:
 @contextmanager
 def pool(workers: int) -> Iterator[Pool]:
     """Workers that interpret; ended at once where the body raises."""
-    with patch.dict(os.environ, ENVIRONMENT):
-        made = Pool(workers)
-        try:
-            yield made
-        except BaseException:
-            made.close(now=True)
-            raise
-        made.close(now=False)
+    made = Pool(workers)
+    try:
+        yield made
+    except BaseException:
+        made.close(now=True)
+        raise
+    made.close(now=False)
 
 
 def _begin() -> None:
+    assert "triton" not in sys.modules, "triton reads TRITON_INTERPRET when it is imported"
+    os.environ["TRITON_INTERPRET"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
-    atexit.register(
-        os._exit, 0
-    )  # at the very end: Triton's bindings would list what the simulator has patched as leaks
 
 
 @contextmanager
