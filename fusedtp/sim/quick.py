@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 _entered: set[Any] = set()
 
 
@@ -157,14 +159,84 @@ def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
     return alike
 
 
+# What numpy computes is what the interpreter does: on signed integers and, the last two, on booleans.
+ARITHMETIC = {
+    "__add__": np.add,
+    "__radd__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "__rmul__": np.multiply,
+}
+COMPARISONS = {
+    "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal, "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}  # fmt: skip
+BITWISE = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
+OPERATORS = ARITHMETIC | COMPARISONS | BITWISE
+
+
+def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of the language which, for the commonest operands, calls numpy and nothing else.
+
+    Those are integers of one or two signed types, and an address with an offset; numpy broadcasts as Triton does.
+    """
+    core, handle_of, semantic = module.tl.core, module.TensorHandle, module.interpreter_semantic
+    tensor, block_type, compute, compares = core.tensor, core.block_type, OPERATORS[name], name in COMPARISONS
+    int32, int64, int1 = core.int32, core.int64, core.int1
+    results = {
+        (a.name, b.name): int32 if a is b is int32 else int64 for a in (int32, int64) for b in (int32, int64)
+    }
+    limits = {int32.name: 2**31, int64.name: 2**63}
+
+    def run(self: Any, other: Any, **named: Any) -> Any:
+        kind, mine = type(other), self.type
+        if kind is tensor:
+            its = other.type
+            if mine.is_block() and its.is_block() and len(mine.shape) != len(its.shape):
+                return own(self, other, **named)
+            result = results.get((self.dtype.name, other.dtype.name))
+            try:
+                if result is not None:
+                    return made(compute(self.handle.data, other.handle.data), result, mine, its)
+                if name == "__add__" and self.dtype.is_ptr() and other.dtype.name in limits:
+                    moved = semantic.builder.create_addptr(self.handle, other.handle)
+                    return typed(moved, self.dtype, mine, its)
+                if name in BITWISE and self.dtype.name == other.dtype.name == int1.name:
+                    a, b = self.handle.data, other.handle.data
+                    if a.dtype == b.dtype == np.bool_:
+                        return typed(handle_of(compute(a, b), self.handle.dtype), int1, mine, its)
+            except ValueError:
+                pass  # shapes that do not fit: Triton says so
+        elif (
+            kind is int
+            and self.dtype.name in limits
+            and -limits[self.dtype.name] <= other < limits[self.dtype.name]
+        ):
+            return made(compute(self.handle.data, other), self.dtype, mine, mine)
+        return own(self, other, **named)
+
+    def made(data: Any, dtype: Any, mine: Any, its: Any) -> Any:
+        # the handle of a comparison's result has the type of what was compared
+        return typed(handle_of(data, dtype), int1 if compares else dtype, mine, its)
+
+    def typed(handle: Any, dtype: Any, mine: Any, its: Any) -> Any:
+        block = mine.is_block() or its.is_block()
+        return tensor(handle, block_type(dtype, list(handle.data.shape)) if block else dtype)
+
+    return run
+
+
 def _direct(module: Any) -> Callable[..., None]:
     """Puts a builtin into the language as it is, without a check that it is called from a kernel."""
     checked, semantic = module.tl.core.builtin(lambda: None).__code__, module.interpreter_semantic
+    plain = not module.interpreter_builder.options.debug
     known: dict[Any, Callable[..., Any]] = {}
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         if member not in known:
-            known[member] = operation(member.__wrapped__ if code(member) is checked else member)
+            made = operation(member.__wrapped__ if code(member) is checked else member)
+            computed = obj is module.tl.core.tensor and plain and name in OPERATORS
+            known[member] = _computed(module, name, made) if computed else made
         scope.set_attr(obj, name, known[member])
 
     def code(member: Any) -> Any:
