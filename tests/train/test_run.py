@@ -15,6 +15,7 @@ from fusedtp import cli
 from fusedtp.train import launch
 from fusedtp.train.config import parse
 from fusedtp.train.verify import rounding
+from tests.harness.warm import warm_python
 
 SIZES = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --steps 6 --warmup 2"
 TINY = [*SIZES.split(), "--val-every", "4", "--val-batches", "2", "--sample", "8"]
@@ -46,13 +47,18 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, cold: bool = False, cold_ranks: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`cold`: with the Python that a user has, not one that has imported torch; `cold_ranks`: those of torchrun."""
+    python = sys.executable if cold else warm_python()
+    ranks = {} if cold or cold_ranks else {"PYTHON_EXEC": python}
     return subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         capture_output=True,
         text=True,
         timeout=280,
-        env=environment() | variables,
+        env=environment() | ranks | variables,
     )
 
 
@@ -160,6 +166,7 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
         str(corpus),
         "--runs",
         str(tmp_path),
+        cold="bf16" in layout,
     )
     assert done.returncode == 0, done.stderr
     summary = summary_of(tmp_path / "main")
@@ -176,11 +183,11 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
     assert "one process" in done.stdout and summary["wait_share"] > 0
 
 
-def broken(breakage: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def broken(breakage: str, *arguments: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
     """A run on two ranks with something broken; see broken_rank.py."""
     script = str(Path(__file__).with_name("broken_rank.py"))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return command(*torchrun, script, breakage, *TINY, *arguments)
+    return command(*torchrun, script, breakage, *TINY, *arguments, cold=cold)
 
 
 @pytest.mark.slow
@@ -203,7 +210,9 @@ def test_verify_finds_an_error_of_one_percent_that_comes_late(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_job_with_its_message(corpus, tmp_path):
-    done = broken("raise", "--data", str(corpus), "--runs", str(tmp_path))
+    done = broken(
+        "raise", "--data", str(corpus), "--runs", str(tmp_path), cold=True
+    )  # each has a command line
     assert done.returncode != 0
     assert "the disk of rank 1 is full" in done.stderr
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
@@ -236,6 +245,7 @@ def test_a_rank_that_dies_is_named_with_its_exit_and_its_last_lines(corpus, tmp_
         "--tp",
         "2",
         *where,
+        cold_ranks=True,
         PYTHONPATH=path,
         TMPDIR=str(tmp_path / "temporary"),
     )

@@ -1,0 +1,209 @@
+"""A Python that starts at once: `warm_python()` is the path of one which forks from a process that has imported torch.
+
+A cold process spends seconds of processor time on imports, and a run of the trainer has one for each rank and one more.
+The path stands for sys.executable, in PYTHON_EXEC too, from which torchrun starts its ranks. What runs is a child of
+the server; the client, which is what was started, has its arguments, environment, folder and files, hands signals on to
+it and ends as it ends.
+
+    client ----- arguments, environment, folder + files 0, 1, 2 -----> server --fork--> runs a module, a file or -c text
+           <---- pid, then its wait status ---------------------------
+           ----- closed: the client was killed ----------------------> SIGKILL
+"""
+
+import atexit
+import gc
+import os
+import pickle
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.run",
+    "fusedtp.train.launch",
+    "matplotlib.figure",
+    "tensorboard",
+)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+CLIENT = """#!{python} -ES
+import os, pickle, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = pickle.dumps((sys.argv[1:], dict(os.environ), os.getcwd()))
+socket.send_fds(server, [len(request).to_bytes(8, "little")], [0, 1, 2])
+server.sendall(request)
+with server.makefile("rb") as answers:
+    pid = pickle.load(answers)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    code = os.waitstatus_to_exitcode(pickle.load(answers))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@cache
+def warm_python() -> str:
+    """Path of a Python that starts at once, on one thread and without a GPU; its server ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="fusedtp-warm-")
+    address = os.path.join(folder.name, "server")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(64)
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    fds = [listening.fileno(), theirs.fileno()]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.warm", *map(str, fds)],
+        env={**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+    )
+    listening.close()
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    client = Path(folder.name, "python")
+    client.write_text(CLIENT.format(python=sys.executable, address=address))
+    client.chmod(0o700)
+    return str(client)
+
+
+class Server:
+    """Forks for clients until the process that started it has gone."""
+
+    def __init__(self, listening: socket.socket, owner: socket.socket) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.clients: dict[int, socket.socket] = {}  # by the pid of what runs for them
+        self.listening, self.owner = listening, owner
+        self.woken, waking = os.pipe()
+        os.set_blocking(self.woken, False)
+        os.set_blocking(waking, False)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def serve(self) -> None:
+        for fd, heard in ((self.listening, self.accept), (self.owner, None), (self.woken, self.reap)):
+            self.selector.register(fd, selectors.EVENT_READ, heard)
+        while True:
+            for key, _ in self.selector.select():
+                if key.data is None:
+                    for pid in self.clients:
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                key.data()
+
+    def accept(self) -> None:
+        client, _ = self.listening.accept()
+        length, files, _, _ = socket.recv_fds(client, 8, 3)
+        with client.makefile("rb") as stream:
+            request = pickle.loads(stream.read(int.from_bytes(length, "little")))
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.selector.close()
+            for each in (client, self.listening, self.owner, *self.clients.values()):
+                each.close()
+            _become(*request, files)
+        for file in files:
+            os.close(file)
+        client.sendall(pickle.dumps(pid))
+        self.clients[pid] = client
+
+        def gone() -> None:
+            self.selector.unregister(client)
+            if self.clients.get(pid) is client:
+                os.kill(pid, signal.SIGKILL)
+
+        self.selector.register(client, selectors.EVENT_READ, gone)
+
+    def reap(self) -> None:
+        os.read(self.woken, 1 << 16)
+        for pid in list(self.clients):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                client = self.clients.pop(pid)
+                try:
+                    client.sendall(pickle.dumps(status))
+                    self.selector.unregister(client)
+                except (OSError, KeyError):
+                    pass  # it has been killed
+                client.close()
+
+
+def _become(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
+    """In the child: run what the client was asked to, and end as a Python of its own would."""
+    code: Any = 1
+    try:
+        os.setsid()  # as torchrun starts its ranks
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        _program(arguments)()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    code = code if isinstance(code, int) else int(code is not None)
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _program(arguments: list[str]) -> Callable[[], object]:
+    arguments = [*arguments]
+    while arguments[0] == "-u":  # of what torchrun starts
+        arguments.pop(0)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    kind, *rest = arguments
+    if kind == "-m":
+        sys.argv = rest
+        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        return lambda: exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    sys.argv = arguments
+    sys.path[0] = str(Path(kind).resolve().parent)
+    return lambda: runpy.run_path(kind, run_name="__main__")
+
+
+def main() -> None:
+    listening, owner = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    for each in (listening, owner):
+        each.set_inheritable(False)
+    for module in PRELOAD:
+        __import__(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "forking wants one thread"
+    gc.collect()
+    gc.freeze()
+    Server(listening, owner).serve()
+
+
+if __name__ == "__main__":
+    main()
