@@ -421,7 +421,6 @@ def _view(world_size: int) -> SimpleNamespace:
         slot_bytes=1 << 30,
         flags_per_source=4096,
         ranks_per_device=1,
-        link=None,
         meet=None,
         failure=words,
         timeout_s=600.0,
