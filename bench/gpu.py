@@ -3,7 +3,6 @@
     tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu                          (in a checkout)
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
     virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes, many tokens
-    link-8     all-gather matmul of these, what each rank sends held to an eighth of a node's link
     pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
     loss       Llama 3 8B's output head and cross-entropy, on one rank and on eight
     block      Llama 3 8B's block on one rank and on eight
@@ -11,7 +10,6 @@
     short      virtual-8 with few tokens
     experts    the matmuls of published mixtures of experts on a rank of eight
     moe        a layer of experts split over eight virtual ranks; its dispatch and combine alone, DeepSeek-V3's
-    moe-link   the same, what each rank sends held to an eighth of a node's link: the layer with overlap and without
 
 Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
 journal before. Another call of the same code skips the parts that are there and goes on within the one that was
@@ -34,7 +32,6 @@ from . import machine
 from .options import parse
 
 FUSED = "all-gather-matmul,matmul-reduce-scatter,matmul-all-reduce"
-NODE_LINK_GBPS = 450.0  # NVLink of an H100 or H200, one direction, line rate
 LEAST_SECONDS = 20.0  # under which a part is not begun
 USUAL_SECONDS = 45.0  # what a part gets while there is time: starting CUDA and compiling take half of it
 END_SECONDS = 5.0  # what stopping a part takes
@@ -80,12 +77,9 @@ def parts(options: Options) -> list[Part]:
 
     ranks = "2" if on_cpu else "8"
     virtual = ("--world", "virtual", "--tp")
-    held = (*virtual, ranks, "--link-gbps", f"{NODE_LINK_GBPS / 8:g}")
     # A compiled matmul is the vendor's, or minutes of search.
     add("matmul", 1.2, "matmul", "--shapes llama3-70b,square-8192 --tokens 8192 --no-compile", "--tp", ranks)
     add(f"virtual-{ranks}", 3.5, FUSED, "--shapes llama3-70b --tokens 8192,16384", *virtual, ranks)
-    if not on_cpu:
-        add("link-8", 1.5, "all-gather-matmul", "--shapes llama3-70b --tokens 8192,16384", *held)
     add("pointwise", 2.5, "pointwise", "--shapes llama3-8b --tokens 8192", "--tp", "1")
     add("loss", 1.5, "linear-cross-entropy", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
     add("block", 3.0, "block", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
@@ -95,7 +89,6 @@ def parts(options: Options) -> list[Part]:
         add("experts", 1.0, "grouped-matmul", "--tokens 8192", "--tp", ranks)
         # 1024 tokens a rank
         add("moe", 1.0, "moe,moe-exchange", "--tokens 8192", *virtual, ranks)
-        add("moe-link", 1.0, "moe,moe-exchange", "--tokens 8192 --engine triton", *held)
     return found
 
 

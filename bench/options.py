@@ -74,8 +74,6 @@ class Options(Shared):
 
     engine: str = ""
     """Engines of the fused operations."""
-    link_gbps: float | None = None
-    """Virtual world on a GPU: hold what each rank sends to so many GB/s (a node's link divided by its ranks)."""
     minutes: float | None = None
     """About how long all samples take together. Default: 5; 0.05 with --smoke."""
     compile: bool = True
@@ -108,7 +106,6 @@ class Plan:
     dtypes: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
     world: str = "processes"
-    link_gbps: float | None = None
     device: str = "cpu"
     seconds: float = 0.0
     compile: bool = False
@@ -147,19 +144,13 @@ def plan_of(options: Options) -> Plan:
     defaults = {device: WHERE["smoke" if options.smoke else device] for device in ("cpu", "cuda")}
     plan = filled(options, defaults, faults)
     engines = known("engine", options.engine or defaults[plan.device][4], ENGINES, faults)
-    if options.link_gbps is not None and (plan.world != "virtual" or plan.device != "cuda"):
-        faults.append("--link-gbps holds what ranks of a virtual world on a GPU send; here is none")
-    if options.link_gbps is not None and plan.tp and max(plan.tp) < 2:
-        faults.append("--link-gbps holds what ranks send each other: --tp must be more than 1")
-    if options.link_gbps is not None and not options.link_gbps > 0:
-        faults.append(f"--link-gbps is {options.link_gbps}, must be positive")
     minutes = options.minutes if options.minutes is not None else 0.05 if options.smoke else 5.0
     if minutes < 0:
         faults.append(f"--minutes is {minutes}, must not be negative")
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
     return dataclasses.replace(
-        plan, engines=engines, link_gbps=options.link_gbps, seconds=60 * minutes,
+        plan, engines=engines, seconds=60 * minutes,
         compile=options.compile and not options.smoke, smoke=options.smoke,
     )  # fmt: skip
 

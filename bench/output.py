@@ -51,9 +51,7 @@ def cells(row: Row) -> list[str]:
         number(None if row.host_seconds is None else 1e6 * row.host_seconds, ".0f"),
         number(None if row.peak_bytes is None else row.peak_bytes / 1e6, ".4g"),
         number(row.error_share, ".2f"),
-        "; ".join(
-            filter(None, ("" if row.link_gbps is None else f"link {row.link_gbps:.1f} GB/s", row.note))
-        ),
+        row.note,
     ]
 
 

@@ -26,13 +26,11 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import start_processes
 
-import fusedtp
 from fusedtp.comm import VirtualWorld, communicator
-from fusedtp.comm.device_view import runs_kernels
 from fusedtp.comm.errors import PeerFailed, SignalTimeout
 from fusedtp.ops.engines import interpreting
 
-from . import link, sample
+from . import sample
 from .options import Plan, Refused
 from .sample import Spread, Way
 
@@ -41,8 +39,6 @@ SMOKE_ROTATE = 1 << 20
 # Of a virtual world: what eight threads take to compile a kernel, and less than a part of a run.
 TIMEOUT_SECONDS = 90.0
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
-# Of a rank in bf16: at 50 GB/s they take 2 ms to seven peers, a hundred times what starting a kernel does.
-PUSHED = (1024, 8192)
 SQUARES = {"cuda": (4096, 8192), "cpu": (1024, 1536)}
 SAMPLE_SECONDS = (
     4e-3  # of calls back to back on a GPU at least: what starts and ends them is then below a hundredth
@@ -57,7 +53,6 @@ class Rank:
 
     seconds    what the samples of one case may take
     roofs      dtype -> FLOP/s, "copy" -> bytes read and written a second: of all ranks at once
-    link       what its sending is held to, if it is
     notes      of the last samples: way -> what is to be said of it
     """
 
@@ -65,7 +60,6 @@ class Rank:
     group: Any = None
     seconds: float = 0.0
     roofs: dict[str, float] = field(default_factory=dict)
-    link: link.Held | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,8 +73,7 @@ class Rank:
         if comm is not None:
             self.meeting = sample.ByWorld(comm.world) if self.plan.world == "virtual" else sample.ByGroup()
         threads = self.world_size if self.plan.world == "virtual" else 1
-        # Held copies are many small ones, which take the host longer to enqueue.
-        self.clock = sample.clock_of(self.device, threads * (4 if self.plan.link_gbps is not None else 1))
+        self.clock = sample.clock_of(self.device, threads)
 
     @property
     def mesh(self) -> Any:
@@ -229,11 +222,7 @@ def run(plan: Plan, ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
     if plan.world == "virtual" and ranks > 1:
         with _threads(max(1, torch.get_num_threads() // ranks)):  # of a CPU, which all ranks share
             world = VirtualWorld(ranks, plan.device, TIMEOUT_SECONDS)
-            held, pace = (
-                (None, nullcontext()) if plan.link_gbps is None else hold(world, plan, plan.link_gbps)
-            )
-            with pace:
-                return world.run(lambda group: fn(Rank(plan, group, link=held), *args))[0]
+            return world.run(lambda group: fn(Rank(plan, group), *args))[0]
     if plan.device == "cuda" and torch.cuda.device_count() < ranks:
         raise Refused(
             f"{ranks} processes need a GPU each, here are {torch.cuda.device_count()}: take --world virtual"
@@ -324,57 +313,3 @@ def keep_heap() -> bool:
         return False
     kept = mallopt(M_TRIM_THRESHOLD, 1 << 30), mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
     return all(kept)
-
-
-# -- a held link -----------------------------------------------------------------------------------------------------
-
-
-def hold(world: VirtualWorld, plan: Plan, link_gbps: float) -> tuple[link.Held, Any]:
-    """(what every rank's sending is held to, a context in which copies are paced). Not measured on a GPU yet.
-
-    Kernels of this world's group are held from then on.
-    """
-
-    def body(group: Any) -> tuple[link.Held, int, int]:
-        rank = Rank(plan, group)
-        source = torch.empty(64 << 20, dtype=torch.uint8, device=rank.device)
-        target, clock = torch.empty_like(source), sample.cycles_per_second(rank.device)
-        rank.meeting.barrier()
-        (clock,) = rank.worst(clock)
-
-        def rate_of(way: Way) -> float:
-            times = [rank.worst(rank.clock(rank.meeting, way))[0] for _ in range(5)]
-            return source.numel() / median(times)
-
-        alone = rate_of(lambda: target.copy_(source))  # all ranks at once: each gets its share
-        link.check_total(link_gbps, rank.world_size, alone * rank.world_size / 1e9)
-
-        def held_with(piece: int, spin: float) -> float:
-            return rate_of(lambda: link.paced_copy(target, source, piece, int(spin * clock)))
-
-        piece, spin, held = link.calibrate(link_gbps * 1e9, alone, held_with)
-        kernels = _hold_kernels(rank, link_gbps * 1e9) if runs_kernels(rank.device) else None
-        return link.Held(held / 1e9, kernels), piece, int(spin * clock)
-
-    held, piece, cycles = world.run(body)[0]
-    return held, link.paced(piece, cycles)
-
-
-def _hold_kernels(rank: Rank, rate: float) -> float:
-    """Hold this rank's kernels to `rate` bytes/s, and return what they then move, in GB/s. Collective."""
-    assert rank.comm is not None
-    workspace = rank.comm.workspace
-    workspace.hold_link(rate)
-    x, w = rank.randn(*PUSHED, dtype="bfloat16", seed=1), rank.randn(16, PUSHED[1], dtype="bfloat16", seed=2)
-
-    def push() -> None:
-        fusedtp.all_gather_matmul(x, [w], rank.group, engine="triton")
-
-    rank.warm(push)
-    before, count = workspace.carried(), 5
-    times = [rank.worst(rank.clock(rank.meeting, push))[0] for _ in range(count)]
-    of_call = (workspace.carried() - before) / count
-    assert of_call == (rank.world_size - 1) * x.numel() * x.element_size(), of_call
-    held = of_call / median(times)
-    link.check_kernels(held, rate)
-    return held / 1e9

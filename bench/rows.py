@@ -29,7 +29,6 @@ class Row:
     error                largest absolute difference from an fp64 reference on sampled rows
     error_share          the largest share of what the dtype allows there; above 1 the result is wrong
     t_apart              of a layer that communicates while it computes: the same without that, one by one
-    link_gbps            what a rank's copies, or its kernels, reached where --link-gbps held them and they did no more
     """
 
     suite: str
@@ -50,7 +49,6 @@ class Row:
     error: float | None = None
     error_share: float | None = None
     peak_bytes: int | None = None
-    link_gbps: float | None = None
     note: str = ""
 
     @property
@@ -128,7 +126,6 @@ class Row:
             "error": self.error,
             "error_share": self.error_share,
             "peak_bytes": self.peak_bytes,
-            "link_gbps": self.link_gbps,
             "note": self.note,
         }
 

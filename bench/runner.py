@@ -49,9 +49,7 @@ def run_cases(rank: Rank, jobs: Sequence[Job], seconds: float, path: str, key: d
     rank.seconds = seconds
     rank.measure_roofs()
     if journal is not None:
-        journal.add(
-            world=f"{rank.world}x{rank.world_size}", roofs=rank.roofs, link=rank.link and vars(rank.link)
-        )
+        journal.add(world=f"{rank.world}x{rank.world_size}", roofs=rank.roofs)
     for suite, case in jobs:
         rows = SUITES[suite].measure(rank, case)
         if journal is not None:

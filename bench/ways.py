@@ -14,7 +14,6 @@ from .rows import FAILED, Row
 from .sample import Rotating, Spread, Way
 
 Function = Callable[..., Any]
-COPIED = ("communication alone: ours", "fusedtp chunked", "fusedtp triton-copy")  # by the paced copy stream
 INTERPRETED = "engine triton is interpreted on a CPU: its time says nothing"
 
 
@@ -75,7 +74,8 @@ class Ways:
     def row(self, name: str, spread: Spread, **figures: Any) -> Row:
         """A row of what was sampled."""
         host = self.rank.host(self.timed[name], spread)
-        return self._made(name, seconds=spread, host_seconds=host, **link_of(self.rank, name), **figures)
+        note = self.rank.notes.get(name, "")
+        return self._made(name, seconds=spread, host_seconds=host, note=note, **figures)
 
     def missing(self) -> list[Row]:
         """Rows of what is absent."""
@@ -83,28 +83,7 @@ class Ways:
 
     def _made(self, name: str, **figures: Any) -> Row:
         """A row of this world. `error` may be an Error."""
-        rank, shape, error = self.rank, self.case.shape, figures.pop("error", None)
+        rank, error = self.rank, figures.pop("error", None)
         if isinstance(error, Error):
             figures |= {"error": error.largest, "error_share": error.share}
-        if rank.plan.link_gbps is not None and rank.group is not None:
-            shape = {**shape, "link": f"{rank.plan.link_gbps:g}"}
-        return Row(self.suite, shape, self.case.dtype, name, rank.world, rank.world_size, **figures)
-
-
-def held_gbps(rank: Rank, name: str) -> float | None:
-    """What all that this way moves was held to; None where there is no link, or nothing holds it."""
-    if rank.link is None:
-        return None
-    if name in COPIED:
-        return rank.link.copies
-    return rank.link.kernels if name.startswith("fusedtp triton") else None
-
-
-def link_of(rank: Rank, name: str) -> dict[str, Any]:
-    """What a way was held to, and what is to be said of that, or of its last sample."""
-    notes, held = [rank.notes.get(name, "")], held_gbps(rank, name)
-    if held is not None:
-        return {"link_gbps": held, "note": notes[0]}
-    if rank.link is not None and name.startswith("fusedtp"):
-        notes.insert(0, "not held to the link: only copies by the copy engine and rows that kernels move are")
-    return {"note": "; ".join(filter(None, notes))}
+        return Row(self.suite, self.case.shape, self.case.dtype, name, rank.world, rank.world_size, **figures)

@@ -73,12 +73,10 @@ def push_rows(
         out = tl.multiple_of(out, 16) + to_int64(offset) * batch * K
         for chunk in range(pid, cdiv(rows, chunk_rows), programs):
             last = tl.minimum((chunk + 1) * chunk_rows, rows)
-            due = signals.book_link(peers, last - chunk * chunk_rows, K, x.dtype.element_ty)
             for first in range(chunk * chunk_rows, last, BLOCK_M):
                 at = first + tl.arange(0, BLOCK_M)
                 wide_at = at.to(tl.int64)
                 copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
-            signals.leave_link(peers, due)
             signals.publish(peers, dst, 1 + chunk)
 
 

@@ -103,14 +103,11 @@ def one_shot_kernel(
                 if stored >= 0:  # Note [Late publish]
                     publish_to_all(peers, 1 + stored)
                     stored = tl.full((), -1, tl.int32)
-                leaving = (world - 1) * tl.minimum(BLOCK_M, M - row * BLOCK_M)
-                due = signals.book_link(peers, leaving, tl.minimum(BLOCK_N, N - col * BLOCK_N), element)
                 at = rows.to(tl.int64)[:, None] * N + cols[None, :]
                 mask = (rows < M)[:, None] & col_mask[None, :]
                 for step in range(1, world + 1):
                     out = signals.slot(peers, (rank + step) % world).to(tl.pointer_type(element))
                     tl.store(tl.multiple_of(out, 16) + to_int64(rank) * M * N + at, value, mask=mask)
-                signals.leave_link(peers, due)
             stored = chunk
         if stored >= 0:
             publish_to_all(peers, 1 + stored)
@@ -204,8 +201,6 @@ def two_shot_kernel(
             wait_chunk_of_all(peers, 1 + chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
-                leaving = (world - 1) * tl.minimum(BLOCK_M, size - row * BLOCK_M)
-                due = signals.book_link(peers, leaving, tl.minimum(BLOCK_N, N - col * BLOCK_N), element)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
                     at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
                     value = narrow(
@@ -215,7 +210,6 @@ def two_shot_kernel(
                     for step in range(1, world):
                         out = sums_at(peers, (rank + step) % world, result_at, element) + to_int64(offset) * N
                         tl.store(out + at, value, mask=mask)
-                signals.leave_link(peers, due)
             for step in range(1, world):
                 signals.publish(peers, (rank + step) % world, 1 + flags + chunk)
     else:

@@ -168,11 +168,8 @@ def push_partials(
                 if stored >= 0:  # Note [Late publish]
                     signals.publish(peers, stored % world, 1 + stored // world)
                     stored = tl.full((), -1, tl.int32)
-                leaving = signals.remote_rows(peers, owner, tl.minimum(BLOCK_M, limit - row * BLOCK_M))
-                due = signals.book_link(peers, leaving, tl.minimum(BLOCK_N, N - col * BLOCK_N), ELEMENT)
                 at = local.to(tl.int64)[:, None] * N + cols[None, :]
                 tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
-                signals.leave_link(peers, due)
             stored = chunk * world + owner
         pid = next_start(pid, cdiv(tiles, group), programs)
     if stored >= 0:

@@ -74,14 +74,11 @@ def push_chunk(
 ):
     """Copy a chunk of a segment to `dst`, and say so: flag 1 + c is chunk c."""
     last = tl.minimum((chunk + 1) * chunk_rows, count)
-    leaving = signals.remote_rows(peers, dst, last - chunk * chunk_rows)
-    due = signals.book_link(peers, leaving, K, x.dtype.element_ty)
     for first in range(chunk * chunk_rows, last, BLOCK_M):
         at = first + tl.arange(0, BLOCK_M)
         inside = at < last
         rows = tl.load(index + at, mask=inside, other=0).to(tl.int64)
         copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
-    signals.leave_link(peers, due)
     signals.publish(peers, dst, 1 + chunk)
 
 
@@ -153,8 +150,6 @@ def publish_rows(
 
 @inline
 def pull_rows(
-    peers,
-    src,
     x,  # of the source: its x, or its slot
     stride_xm,
     stride_xk,
@@ -175,10 +170,7 @@ def pull_rows(
         inside = at < count
         taken = tl.load(wanted + at, mask=inside, other=0) // choices_per_row
         to = tl.load(arrivals + at, mask=inside, other=0).to(tl.int64)
-        coming = signals.remote_rows(peers, src, tl.minimum(count - block * BLOCK_M, BLOCK_M))
-        due = signals.book_link(peers, coming, K, x.dtype.element_ty)
         copy_rows(x, taken.to(tl.int64), stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
-        signals.leave_link(peers, due)
 
 
 @triton.jit(do_not_specialize=["choices_per_row", "max_rows", "chunk_rows", "send_programs"])
@@ -228,8 +220,8 @@ def moe_dispatch_kernel(
             blocks = cdiv(count, PULL_M)
             if src == rank:
                 pull_rows(
-                    peers, src, x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K,
-                    start, programs, PULL_M, BLOCK_K,
+                    x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K, start,
+                    programs, PULL_M, BLOCK_K,
                 )  # fmt: skip
             else:
                 if start < blocks:
@@ -237,8 +229,8 @@ def moe_dispatch_kernel(
                     signals.wait_chunks(peers, src, 1, 1 + cdiv(size // choices_per_row, chunk_rows))
                 published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
                 pull_rows(
-                    peers, src, tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row,
-                    arrivals + begin, count, rows, K, start, programs, PULL_M, BLOCK_K,
+                    tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row, arrivals + begin, count,
+                    rows, K, start, programs, PULL_M, BLOCK_K,
                 )  # fmt: skip
             start = next_start(start, blocks, programs)
         if leader:

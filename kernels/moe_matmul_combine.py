@@ -46,13 +46,6 @@ def row_addresses(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
 
 
 @inline
-def remote_rows_of(peers, to, rows, inside):
-    """How many of these rows are other ranks' tokens."""
-    own = signals.rank_of(peers)
-    return tl.sum((tl.load(to + rows, mask=inside, other=own) != own).to(tl.int32))
-
-
-@inline
 def send_tile(home, acc, inside, cols, N, ELEMENT: tl.constexpr):
     """Columns of rows to their row_addresses, rounded once."""
     mask = inside[:, None] & (cols < N)[None, :]
@@ -130,8 +123,6 @@ def multiply_and_send(
                     if stored >= 0:  # Note [Late publish]
                         publish_to_all(peers, 1 + stored)
                         stored = tl.full((), -1, tl.int32)
-                    leaving = remote_rows_of(peers, to, rows, inside)
-                    due = signals.book_link(peers, leaving, tl.minimum(BLOCK_N, N - col), ELEMENT)
                     home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
                     if HALVES:
                         left, right = halves(acc)
@@ -140,7 +131,6 @@ def multiply_and_send(
                         send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
                     else:
                         send_tile(home, acc, inside, cols, N, ELEMENT)
-                    signals.leave_link(peers, due)
                 stored = done + item
             start = next_start(start, own, programs)
             done += own

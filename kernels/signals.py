@@ -32,22 +32,6 @@ before they do anything. What the call wrote to its outputs is garbage, which th
 Note [Odd integers]: the compiler specialises a kernel on integer arguments that are 1 or divisible by 16, entries
 of a tuple included, and those cannot be exempted. Integers on which a kernel must not depend travel as 2n + 3,
 which is neither: one compiled kernel serves every rank, every signature and every split of the rows.
-
-Note [A held link]: ranks that share a GPU send at the speed of its memory. So that they imitate ranks with a link
-each, `Peers.link` can hold what a rank's programs move to a rate; where it is None, as usual, no code of it is left.
-A program books the link before it moves rows, and stays until the link has carried them, before it publishes them:
-
-    one program       books a | stores a, spins till the link is done | publishes a | ...
-    another one              books b | stores b, spins till the link is done with a and b | publishes b
-
-The link is a word that says when it is free. A booking first raises it to the present, then adds its own time, and
-ends at the sum. Both are atomic, the word never falls, and so the times of two bookings do not overlap and none begins
-before its booking: whatever the order of the programs, a rank's rows take bytes / rate or longer, all together. It
-errs by a tick of the clock where the link was idle, whose present may be so old; a booking's own time is rounded up.
-
-Only rows of other ranks count. A program books what it sends or what it fetches: the link has one direction, and what
-a peer's link brings meanwhile is not held. It has no buffer either: a program that multiplies sends a tile, spins, and
-multiplies the next one then, so that what is hidden is rather understated.
 """
 
 import time
@@ -56,16 +40,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import INTERPRETED, decoded, inline, to_int64
+from .tiles import INTERPRETED, decoded, inline
 
-# words of `failure`, in the device's own memory: the code; of a held link when it is free, and the bytes that it
-# carried; scratch for the clock
+# words of `failure`, in the device's own memory: the code; scratch for the clock
 FINE = tl.constexpr(0)
 TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
-LINK_FREE = tl.constexpr(5)
-LINK_BYTES = tl.constexpr(6)
 CLOCK_WORD = tl.constexpr(7)
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
@@ -82,7 +63,6 @@ class Peers(NamedTuple):
     status       int64 [8]   where the host looks: code, peer, flag index, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
     low2, high2  int         the signature's 16-bit halves, likewise
-    link         int         femtoseconds a byte takes, likewise; None, see Note [A held link]
     world_size and clock ("cuda", "hip" or "host") are tl.constexpr, the rest are ints.
     """
 
@@ -100,7 +80,6 @@ class Peers(NamedTuple):
     rank2: Any
     low2: Any
     high2: Any
-    link: Any
 
 
 @triton.jit
@@ -132,21 +111,9 @@ def slot(peers, rank):
 
 
 @inline
-def added(peers, word, n):
-    """Add to a word of `failure`. One thread does, all threads of the program get what stood there before."""
-    return tl.atomic_add(peers.failure + word, n, sem="relaxed", scope="gpu")
-
-
-@inline
-def raised(peers, word, n):
-    """Raise a word of `failure` to at least n; likewise."""
-    return tl.atomic_max(peers.failure + word, n, sem="relaxed", scope="gpu")
-
-
-@inline
 def failed(peers):
-    """Whether this or an earlier call failed; all threads of the program get the same answer."""
-    return added(peers, FINE, 0) != FINE
+    """Whether this or an earlier call failed. One thread reads, all threads of the program get its answer."""
+    return tl.atomic_add(peers.failure, 0, sem="relaxed", scope="gpu") != FINE
 
 
 @inline
@@ -226,41 +193,6 @@ def wait_all_arrivals(peers):
 
 
 @inline
-def remote_rows(peers, rank, rows):
-    """`rows`, or none where `rank` is this one: its own rows take no link."""
-    return tl.where(rank == rank_of(peers), 0, rows)
-
-
-@inline
-def book_link(peers, rows, cols, ELEMENT: tl.constexpr):
-    """Before rows go to other ranks or are fetched from them: when a held link will have carried them, in ns.
-
-    See Note [A held link]. 0 where none is held, or there are no rows.
-    """
-    due = tl.full((), 0, tl.int64)
-    if peers.link is not None:
-        nbytes = to_int64(rows) * cols * (ELEMENT.primitive_bitwidth // 8)
-        if nbytes > 0:
-            took = (nbytes * decoded(peers.link) + 999999) // 1000000
-            raised(peers, LINK_FREE, to_int64(_ticks(peers)))
-            due += added(peers, LINK_FREE, took) + took
-            added(peers, LINK_BYTES, nbytes)
-    return due
-
-
-@inline
-def leave_link(peers, due):
-    """After they have moved, and before they are published: stay until a held link has carried them.
-
-    That ends, whatever became of the call: a booking waits for no program, only for those before it. What is compared
-    is what some program of the rank last saw of the clock, which is older than the present: one atomic a look.
-    """
-    if peers.link is not None:
-        while raised(peers, CLOCK_WORD, to_int64(_ticks(peers))) < due:
-            _pause()
-
-
-@inline
 def record(peers, code, peer, index, wanted, seen):
     """Write the failure, unless another program was first."""
     zero = tl.full((), 0, tl.int64)
@@ -274,11 +206,9 @@ def record(peers, code, peer, index, wanted, seen):
 
 if INTERPRETED.value:
 
-    def _ticks(peers):
+    def _clock(peers):
         """Nanoseconds of a clock that runs while others compute."""
         return time.monotonic_ns()
-
-    _clock = _ticks
 
     def _pause():
         """Yield the core: the rank that is waited for may need it."""
@@ -287,25 +217,20 @@ if INTERPRETED.value:
 else:
 
     @inline
-    def _ticks(peers):
-        """Nanoseconds, not the same for all threads of the program: they read the timer at different moments."""
+    def _clock(peers):
+        """Nanoseconds, the same for all threads of the program, which a branch on them must not divide.
+
+        Threads read the timer at different moments. An atomic is done by one thread and its result handed to all; so
+        the timer's maximum goes through a word of memory.
+        """
         if peers.clock == "cuda":
             ticks = tl.inline_asm_elementwise(
                 "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
             )
         else:
             ticks = tl.extra.hip.memrealtime() * 10  # 100 MHz
-        return ticks
-
-    @inline
-    def _clock(peers):
-        """Nanoseconds, the same for all threads of the program, which a branch on them must not divide.
-
-        An atomic is done by one thread and its result handed to all; so the timer's maximum goes through a word of
-        memory.
-        """
-        raised(peers, CLOCK_WORD, _ticks(peers))
-        return raised(peers, CLOCK_WORD, to_int64(0))
+        tl.atomic_max(peers.failure + CLOCK_WORD, ticks, sem="relaxed", scope="gpu")
+        return tl.atomic_max(peers.failure + CLOCK_WORD, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu")
 
     @inline
     def _pause():

@@ -31,9 +31,9 @@ from ..options import Plan
 from ..rank import Rank
 from ..rivals import matmul
 from ..rows import Row
-from ..ways import COPIED, Function, Ways, held_gbps
+from ..ways import Function, Ways
 
-MATMUL, OURS_ALONE = "matmul alone", COPIED[0]
+MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
 ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
 LocalError = Callable[[Tensor], Error]
 TORCHS = {  # operation -> (torch.ops.symm_mem, group) -> a function of both operands
@@ -171,7 +171,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         else:
             ways.add_engine(engine, case.call(rank, engine))
     ours, is_wrong = [f"fusedtp {engine}" for engine in rank.plan.engines], None
-    if case.operation in TORCHS and "triton" in rank.plan.engines and rank.link is None:
+    if case.operation in TORCHS and "triton" in rank.plan.engines:
         if "fusedtp triton" in ways.absent:
             ways.absent[ARRIVED] = ways.absent["fusedtp triton"]
         elif rank.world == "virtual" and rank.rank > 0:
@@ -203,7 +203,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             figures |= dict(flops=flops, roof=rank.roofs[case.dtype], error=wrong.get(name))
         if name == ARRIVED:
             figures |= dict(t_plain=spreads[PLAIN].median if PLAIN in spreads else None)
-        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN) and _whole_link(rank, name):
+        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN):
             figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
         rows.append(ways.row(name, spread, **figures))
     return rows + ways.missing()
@@ -211,8 +211,3 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 
 def _nothing(*_: Any) -> Any:
     """What a rank does while another one has the GPU."""
-
-
-def _whole_link(rank: Rank, name: str) -> bool:
-    """Whether all that this way moves takes the link that the communication alone took, or there is none to hold."""
-    return rank.link is None or held_gbps(rank, name) is not None

@@ -4,7 +4,6 @@ A call is an operation with its shapes. Rotation of the slots and the epochs bre
 cases make three, of different shapes, ragged and empty shards among them.
 
     fused_cases     every kernel, those that operations declare and those of experts
-    held_case       calls whose links are held, and the bytes that they must book
     meeting_case    calls of engines that the host sequences, between two meetings of all ranks
     turns_case      exchanges of experts one after another, of which a fast rank may be a call ahead
     replayed_case   a captured graph, eager calls between
@@ -25,11 +24,9 @@ from fusedtp.sim.case import Case, Copy, Launch, Mismatch, Run, Work, compare
 
 from . import dense, experts
 from .dense import DECLARED, TILE, Call, Operands, SimulatedWorld, beside_copies, launches, meeting
-from .experts import EXPERTS, ROUTINGS, Routed, row_width
+from .experts import ROUTINGS, Routed
 
 Given = Operands | Routed
-NANOSECOND = 1_000_000  # femtoseconds, of a byte
-OVER = 1 << 40  # ns: later than all bookings
 COLUMNS = 4  # of what meetings gather
 FLAGS = 64  # of a source
 EXCHANGED = (  # what a replay of an exchange reads anew
@@ -80,14 +77,14 @@ def issue(
     return made
 
 
-def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, link: int | None = None) -> Case:
-    """A case of these calls, one after another on one workspace; `link` as SimulatedWorld takes it."""
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
+    """A case of these calls, one after another on one workspace."""
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
         flags = 1 + max(2 * _chunks(call) for call in calls)
-        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, link)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
@@ -146,51 +143,6 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         cases[name] = [plain, replace(two, keep=True), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
     return [fused_case(name, each, seed=7) for name, each in cases.items()]
-
-
-# -- held links --------------------------------------------------------------------------------------------------------
-
-
-def held_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
-    """A fused case of these calls: the same results, and the bytes that each rank's link has carried.
-
-    See Note [A held link] in kernels/signals.py. Simulated time stands still, and a kernel would stay on its link for
-    ever. So the word that says what programs last saw of the clock says from the beginning that all is long over, and
-    nobody stays; bookings begin at zero and a byte takes a nanosecond. What a link carried is counted: every byte that
-    goes to another rank or, of a dispatch, comes from one, once, and none that stays; and it is free that many
-    nanoseconds later.
-    """
-    case = fused_case(name, calls, seed=seed, link=NANOSECOND)
-    wanted = torch.stack([crossing(call, operands(call, seed + i)) for i, call in enumerate(calls)]).sum(0)
-
-    def make() -> Run:
-        from fusedtp.kernels.signals import CLOCK_WORD, LINK_BYTES, LINK_FREE
-
-        run = case.make()
-        check, (words,) = run.check, (memory for memory in run.memory if memory.name == "failure")
-        assert check is not None
-        for of_rank in words.tensors:
-            of_rank[CLOCK_WORD.value] = OVER
-
-        def also_bytes() -> Sequence[Mismatch]:
-            carried = [of_rank[LINK_BYTES.value].clone() for of_rank in words.tensors]
-            free = [of_rank[LINK_FREE.value].clone() for of_rank in words.tensors]
-            of_bytes = compare("bytes carried", carried, list(wanted))
-            return [*(check() or ()), *of_bytes, *compare("ns until the link is free", free, list(wanted))]
-
-        return replace(run, check=also_bytes)
-
-    return Case(name, make, case.kernels)
-
-
-def crossing(call: Call, given: Given) -> Tensor:
-    """int64 [W]: the bytes that each rank's programs move over its link."""
-    if not isinstance(given, Routed):
-        return dense.sent_bytes(call)
-    rows = torch.stack([of_owner.sum(1) for of_owner in given.table.split(EXPERTS, 1)], 1)  # [source, owner]
-    rows = rows.long() - torch.diag(rows.diagonal())
-    over = rows.sum(1 if call.operation == "moe_dispatch_matmul" else 0)
-    return over * row_width(call) * call.dtype.itemsize
 
 
 # -- meetings ----------------------------------------------------------------------------------------------------------

@@ -44,13 +44,10 @@ class SimulatedWorld:
 
     slot_bytes         of one slot; every rank's data region holds two
     flags_per_source   chunks that one source can announce, chunk 0 being its arrival
-    link               femtoseconds that a byte takes where links are held, see kernels/signals.py
     """
 
-    def __init__(
-        self, world_size: int, slot_bytes: int, flags_per_source: int, link: int | None = None
-    ) -> None:
-        w, self.link = world_size, link
+    def __init__(self, world_size: int, slot_bytes: int, flags_per_source: int) -> None:
+        w = world_size
         self.world_size, self.flags_per_source = w, flags_per_source
         self.slot_bytes = -(-slot_bytes // 16) * 16
         self.data = symmetric("slots", w, (2, self.slot_bytes), torch.uint8)
@@ -76,7 +73,6 @@ class SimulatedWorld:
             slot_bytes=self.slot_bytes,
             flags_per_source=self.flags_per_source,
             timeout_s=600.0,
-            link=self.link,
         )
 
     def recorded(self) -> list[str]:
@@ -180,23 +176,12 @@ class Operands:
     wanted: dict[str, list[Tensor]]
 
 
-def shared_width(call: Call) -> int:
-    """K of a gathered x, N of a sum over ranks."""
-    return call.k if DECLARED[call.operation][1].gathers else call.widths[0]
-
-
 def slot_bytes(call: Call) -> int:
     """What the call needs in a slot."""
     operation, kernel = DECLARED[call.operation]
     needed = kernel.slot_bytes or operation.slot_bytes["triton"]
-    return needed(call.rows, Shared(call.dtype, shared_width(call)))
-
-
-def sent_bytes(call: Call) -> Tensor:
-    """int64 [W]: what each rank's programs send over its link. Copies are held to none."""
-    kernel = DECLARED[call.operation][1]
-    sent = [0 if r in call.copied else rows for r, rows in enumerate(kernel.sends(call.rows))]
-    return torch.tensor(sent) * shared_width(call) * call.dtype.itemsize
+    width = call.k if kernel.gathers else call.widths[0]  # of what travels
+    return needed(call.rows, Shared(call.dtype, width))
 
 
 def operands(call: Call, seed: int) -> Operands:

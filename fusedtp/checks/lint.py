@@ -79,7 +79,6 @@ class Variant:
     precision, activation   of matmuls on one device
     tma      not: by pointers, whatever the target
     batch    runs of rows that each rank of a fused operation has
-    link     femtoseconds a byte takes on a link that is held; None: none is
     """
 
     name: str
@@ -96,7 +95,6 @@ class Variant:
     activation: str = "silu"
     tma: bool = True
     batch: int = 1
-    link: int | None = None
 
     @property
     def aligned_rows(self) -> bool:
@@ -116,12 +114,8 @@ VARIANTS = {
     )
 }
 
-# As benchmarks of ranks that share a GPU run them, see Note [A held link] in kernels/signals.py.
-HELD = replace(VARIANTS["bf16"], name="bf16-link", targets=("sm_90",), link=17778)
-EXCHANGE_VARIANTS = VARIANTS | {HELD.name: HELD}
-
 # Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
-FUSED_VARIANTS = EXCHANGE_VARIANTS | {
+FUSED_VARIANTS = VARIANTS | {
     variant.name: variant
     for variant in (
         replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
@@ -153,7 +147,7 @@ GROUPED_VARIANTS = {
 }
 
 # Gated where there are two weights.
-ARRIVING_VARIANTS = EXCHANGE_VARIANTS | {
+ARRIVING_VARIANTS = VARIANTS | {
     variant.name: variant
     for variant in (
         Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
@@ -163,7 +157,7 @@ ARRIVING_VARIANTS = EXCHANGE_VARIANTS | {
 
 # With weights where there is a bias; else the sum of two products, without.
 PAIR = Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096)
-RETURNING_VARIANTS = EXCHANGE_VARIANTS | {PAIR.name: PAIR}
+RETURNING_VARIANTS = VARIANTS | {PAIR.name: PAIR}
 
 ELEMENTWISE_VARIANTS = {
     variant.name: variant
@@ -187,7 +181,7 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     if kernel in RETURNING:
         return RETURNING_VARIANTS
     if kernel in EXCHANGES:
-        return EXCHANGE_VARIANTS
+        return VARIANTS
     if kernel in ARRIVING:
         return ARRIVING_VARIANTS
     return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
@@ -292,7 +286,7 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     x = empty(t // w if declared.gathers else t, k)
     grads = getattr(torch, variant.grads) if variant.grads else None
-    at = OnRank(_view(w, variant.link), 1, w, rows, 12345, None, machine)
+    at = OnRank(_view(w), 1, w, rows, 12345, None, machine)
     return declared.launch(at, x, others, biases, variant.keep, False, grads)[0]
 
 
@@ -304,7 +298,7 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     words = unpacked(torch.empty(index_size(at), dtype=torch.int32), at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
-    view = _view(w, variant.link)
+    view = _view(w)
     if kernel in ARRIVING:
         index = torch.empty(t * at.top_k, dtype=torch.int32)
         gated = len(variant.widths) > 1
@@ -415,7 +409,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
     return pointwise.plan_rotate(q, k, table, table, 1)[0]
 
 
-def _view(world_size: int, link: int | None = None) -> SimpleNamespace:
+def _view(world_size: int) -> SimpleNamespace:
     """A workspace's device view, of which a plan takes nothing but types."""
     words = torch.zeros(max(8, world_size), dtype=torch.int64)
     return SimpleNamespace(
@@ -427,7 +421,6 @@ def _view(world_size: int, link: int | None = None) -> SimpleNamespace:
         slot_bytes=1 << 30,
         flags_per_source=4096,
         ranks_per_device=1,
-        link=link,
         meet=None,
         failure=words,
         timeout_s=600.0,

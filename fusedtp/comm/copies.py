@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import semaphore, streams
+from . import semaphore
 from .streams import SideStream
 
 # Copies of a shard to one peer. Each has a start, and another for its flags, while which the link idles: predicted for
@@ -117,7 +117,8 @@ class Sending:
             rows = self.bytes[part.first * self.row : part.last * self.row]
             if rows.numel():
                 start = self.begin + part.first * self.row
-                streams.carry(self.copies.slots[part.peer][start : start + rows.numel()], rows)
+                slot = self.copies.slots[part.peer]
+                slot[start : start + rows.numel()].copy_(rows, non_blocking=True)
             if self.copies.side is None:
                 semaphore.fence()
             flags = self.copies.flags[part.peer][part.flag : part.flag + part.flags]

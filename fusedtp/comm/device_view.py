@@ -30,7 +30,6 @@ class DeviceView:
     flags_per_source: int
     timeout_s: float
     ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
-    link: int | None = None  # femtoseconds a byte takes, see Note [A held link] in kernels/signals.py
     meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
 
 
@@ -81,7 +80,6 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
         rank2=odd(rank),
         low2=odd(sig & 0xFFFF),
         high2=odd((sig >> 16) & 0xFFFF),
-        link=None if view.link is None else odd(view.link),
     )
 
 

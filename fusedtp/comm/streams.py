@@ -19,11 +19,6 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def carry(out: torch.Tensor, source: torch.Tensor) -> None:
-    """out = source on the current stream, by the copy engine where it can: what copies between ranks go through."""
-    out.copy_(source, non_blocking=True)
-
-
 class StreamOrder:
     """CUDA: calls of one group run in the order of the host's calls, whatever streams of `device` they are on."""
 

@@ -150,7 +150,6 @@ class Workspace:
         self.views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
         self._flag_views: dict[tuple[int, int], Tensor] = {}
         self._view: DeviceView | None = None
-        self._link: int | None = None
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._status: Any = self.status.numpy()
@@ -241,7 +240,6 @@ class Workspace:
             slot_bytes=self.slot_bytes,
             flags_per_source=FLAGS_PER_SOURCE,
             timeout_s=self.timeout_s,
-            link=self._link,
             ranks_per_device=self.world.ranks_per_device,
             meet=self.world.barrier if self.world.shares_process and device.type == "cuda" else None,
         )
@@ -251,21 +249,6 @@ class Workspace:
         self.timeout_s = seconds
         if self._view is not None:
             self._view = replace(self._view, timeout_s=seconds)
-
-    def hold_link(self, rate: float | None) -> None:
-        """Hold what this rank's kernels move to so many bytes a second in later launches; None: no longer.
-
-        See Note [A held link] in kernels/signals.py. Copies are not held, which no kernel makes.
-        """
-        self._link = None if rate is None else math.ceil(1e15 / rate)
-        if self._view is not None:
-            self._view = replace(self._view, link=self._link)
-
-    def carried(self) -> int:
-        """Bytes that a held link of this rank has carried; waits for the device."""
-        from fusedtp.kernels.signals import LINK_BYTES
-
-        return int(self.failure[LINK_BYTES.value])
 
     @property
     def can_copy(self) -> bool:

@@ -32,7 +32,6 @@ from .all_gather_matmul import (
     gather_args,
     gather_slot_bytes,
     sending_of,
-    sent_rows,
     with_senders,
     without_senders,
 )
@@ -307,7 +306,6 @@ op = Operation(
             "all_gather_gated_matmul",
             "all_gather_gated_matmul_kernel",
             _launched,
-            sent_rows,
             gathers=True,
             keeps=True,
             in_runs=True,

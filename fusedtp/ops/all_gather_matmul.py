@@ -239,11 +239,6 @@ def _launched(
     return launch, outputs if gathered is None else {**outputs, "gathered": gathered}
 
 
-def sent_rows(rows: Rows) -> list[int]:
-    """Rows that each rank sends: its shard to every peer."""
-    return [(len(rows.sizes) - 1) * rows.local(r) for r in range(len(rows.sizes))]
-
-
 op = Operation(
     "all_gather_matmul",
     "Tensor x, Tensor[] weights, Tensor?[] biases, bool keep",
@@ -270,7 +265,6 @@ op = Operation(
             "all_gather_matmul",
             "all_gather_matmul_kernel",
             _launched,
-            sent_rows,
             gathers=True,
             keeps=True,
             in_runs=True,

@@ -20,7 +20,6 @@ from .all_gather_matmul import (
     gather_args,
     gather_slot_bytes,
     sending_of,
-    sent_rows,
     without_senders,
 )
 from .launch.config import VECTOR, Config, Machine
@@ -165,7 +164,6 @@ op = Operation(
             "all_gather_wgrad",
             "all_gather_wgrad_kernel",
             _launched,
-            sent_rows,
             gathers=True,
             others="TN",
         ),

@@ -205,7 +205,6 @@ op = Operation(
             "one_shot_all_reduce",
             "one_shot_kernel",
             lambda *given: _launched(plan_one_shot, *given),
-            lambda rows: [rows.total * (len(rows.sizes) - 1)] * len(rows.sizes),
             slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
                 rows.total, shared.features, len(rows.sizes), shared.dtype, True
             ),
@@ -215,10 +214,6 @@ op = Operation(
             "two_shot_all_reduce",
             "two_shot_kernel",
             lambda *given: _launched(plan_two_shot, *given),
-            # partials to who sums them, then sums to all
-            lambda rows: [
-                rows.total + (len(rows.sizes) - 2) * own for own in split(rows.total, len(rows.sizes))
-            ],
             slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
                 rows.total, shared.features, len(rows.sizes), shared.dtype, False
             ),

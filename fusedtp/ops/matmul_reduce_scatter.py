@@ -231,7 +231,6 @@ op = Operation(
             "matmul_reduce_scatter",
             "matmul_reduce_scatter_kernel",
             _launched,
-            lambda rows: [rows.total - rows.local(r) for r in range(len(rows.sizes))],
             scatters=True,
             in_runs=True,
             example=dict(chunk=1),

@@ -143,7 +143,6 @@ class FusedKernel(NamedTuple):
     function   name of the kernel's function
     launch     (OnRank, x, others, biases, keep, copied, dtype) -> its whole launch, not yet run, and outputs by name.
                copied: copies bring x, dtype: of the outputs; both only of a gather
-    sends      rows -> how many rows of the shared width each rank sends over its link
     gathers    x is this rank's rows; all else, and the outputs y0, y1, ..., are its own. Not: every rank has all rows
                and its own columns of x and of its one weight, and a sum over ranks follows, with one bias
     scatters   of a sum: each rank has its rows of the result y
@@ -159,7 +158,6 @@ class FusedKernel(NamedTuple):
     name: str
     function: str
     launch: Callable[..., tuple[Any, dict[str, Tensor]]]
-    sends: Callable[[Rows], Sequence[int]]
     gathers: bool = False
     scatters: bool = False
     keeps: bool = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fusedtp.comm import Call, Communicator, Signature, streams
+from fusedtp.comm import Call, Communicator, Signature
 from fusedtp.comm.communicator import copied
 
 from .matmul import sum_in_rank_order
@@ -86,7 +86,7 @@ class CopyStream:
         out = torch.empty_like(source)
         out.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
-            streams.carry(out, source)
+            out.copy_(source, non_blocking=True)
             done = self.stream.record_event()
 
         def ready() -> Tensor:

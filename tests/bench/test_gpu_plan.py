@@ -33,7 +33,6 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
         "tests",
         "matmul",
         "virtual-8",
-        "link-8",
         "pointwise",
         "loss",
         "block",
@@ -41,7 +40,6 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
         "short",
         "experts",
         "moe",
-        "moe-link",
     ]
     assert [part.name for part in every] == names
 
@@ -71,7 +69,7 @@ def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch)
         ranks[part.name] = set(jobs)
     one, eight = (
         {name: {1} for name in ("matmul", "pointwise", "experts")},
-        {name: {8} for name in ("virtual-8", "link-8", "short", "moe", "moe-link")},
+        {name: {8} for name in ("virtual-8", "short", "moe")},
     )
     assert ranks == one | eight | {"fewer": {2, 4}, "loss": {1, 8}, "block": {1, 8}}
 

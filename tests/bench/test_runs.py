@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from fusedtp.bench.options import Options, _parse_plainly, parse
 from fusedtp.bench.rows import Journal, Row
 from fusedtp.bench.sample import Rotating, Spread, cache_bytes, copies, steady, warm_up
 from fusedtp.bench.tune import TuneOptions
+from fusedtp.bench.ways import Ways
 
 ROW = Row("s", {"T": 8}, "float32", "e", "one", 1, seconds=Spread(2.0, 1.0, 3.0, 5), flops=8.0)
 
@@ -139,7 +141,7 @@ def test_options_without_tyro_are_those_with_it() -> None:
         "tiny",
         "--tokens",
         "8",
-        "--link-gbps",
+        "--minutes",
         "2.5",
         "--no-compile",
         "--smoke",
@@ -207,6 +209,13 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     faster = replace(rows[0], engine="fusedtp collective", seconds=Spread(20.0, 20.0, 20.0, 3))
     (lines,) = output.ratios([*rows, faster]).values()
     assert lines == {"fusedtp chunked": [(8.0, 1.25), (16.0, 1.5)]}
+
+
+def test_a_row_carries_the_note_of_its_last_sample() -> None:
+    rank, case = mock.MagicMock(notes={"late": "waited"}), mock.MagicMock(shape={}, dtype="float32")
+    ways = Ways(rank, "s", case)
+    ways.timed = {"late": print, "other": print}
+    assert [ways.row(name, Spread(1.0, 1.0, 1.0, 3)).note for name in ways.timed] == ["waited", ""]
 
 
 def test_a_row_has_a_cell_for_each_column() -> None:

@@ -13,8 +13,9 @@ import pytest
 from fusedtp.bench import cli, compare
 from fusedtp.bench.options import Options, plan_of
 from fusedtp.bench.rows import FORMAT, Row
+from fusedtp.bench.sample import Spread
 from fusedtp.bench.shapes import MODELS, SKEWS, layers, shared_out
-from fusedtp.bench.suites import SUITES
+from fusedtp.bench.suites import SUITES, experts
 
 RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots"]
 
@@ -113,6 +114,21 @@ def test_a_layer_of_experts_stands_beside_its_matmuls_alone(results: dict[str, d
     assert engines and all({"experts alone", "fusedtp chunked"} <= found for found in engines.values())
 
 
+def test_the_gain_of_a_layer_of_experts_is_against_the_same_layer_without_overlap() -> None:
+    def made(engine: str, seconds: float | None) -> Row:
+        spread = None if seconds is None else Spread.of([seconds] * 2)
+        return Row("moe", {}, "bfloat16", engine, "virtual", 8, seconds=spread)
+
+    rows = [
+        made("fusedtp triton", 2.0),
+        made("fusedtp triton, one by one", 3.0),
+        made("fusedtp collective", None),
+    ]
+    first, *others = experts.with_gain(rows)
+    assert first.gain == 1.5 and Row.from_dict(first.as_dict()) == first
+    assert others == rows[1:] and all(row.gain is None for row in others)
+
+
 def test_rows_are_shared_out_among_experts_evenly_and_unevenly() -> None:
     assert shared_out(10, 4, "balanced") == (2, 3, 3, 2)
     assert shared_out(10, 4, "skewed") == (5, 2, 2, 1)
@@ -209,8 +225,6 @@ def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str])
     said = str(caught.value)
     for part in ("'nonsense'", "does not split over 3", "'int8'", "'warp'", "tokens '0'"):
         assert part in said
-    assert cli.main(["matmul", "--device", "cpu", "--link-gbps", "5"]) == 2
-    assert "--link-gbps" in capsys.readouterr().err
     uneven = ["all-gather-matmul", "--device", "cpu", "--shapes", "tiny", "--tokens", "7", "--tp", "2"]
     assert cli.main(uneven) == 2 and "7 tokens do not split over 2" in capsys.readouterr().err
     assert cli.main(["all-gather-matmul", "--device", "cpu", "--tp", "1"]) == 2

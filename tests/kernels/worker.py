@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fusedtp.comm.copies import Copies
-from fusedtp.kernels import signals, tiles
+from fusedtp.kernels import tiles
 from fusedtp.ops import launch
 from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul, sending_of
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
@@ -36,7 +36,6 @@ from fusedtp.sim.quick import quick
 
 SLOT = 1 << 19
 FLAGS = 4096
-LINK_BYTES = signals.LINK_BYTES.value
 
 
 new_empty = torch.Tensor.new_empty
@@ -78,7 +77,6 @@ class World:
             flags_per_source=FLAGS,
             timeout_s=60.0,
             ranks_per_device=1,
-            link=None,
             meet=None,
         )
         self.view.failure = self.view.status
@@ -297,16 +295,9 @@ def run(world: World, case: dict) -> list[str]:
     delay = torch.randint(0, 20, (world.size,), generator=torch.Generator().manual_seed(c.seed + 1))
     time.sleep(int(delay[world.rank]) * 1e-4)
     world.view.flags_per_source = c.flags
-    world.view.link = c.link
     made.clear()
-    carried, began = int(world.view.failure[LINK_BYTES]), time.monotonic()
     wrong = OPS[c.op](world, c)
-    seconds, carried = time.monotonic() - began, int(world.view.failure[LINK_BYTES]) - carried
     world.poison()
-    if (carried > 0) != (c.link is not None):
-        wrong.append(f"the link carried {carried} bytes")
-    elif c.link is not None and seconds < carried * c.link * 1e-15:
-        wrong.append(f"{carried} bytes in {seconds} s, at {c.link} fs a byte")
     if c.descriptors is not None and len(made) != c.descriptors:
         wrong.append(f"{len(made)} operands by TMA, not {c.descriptors}")
     if int(world.view.status[0]) != 0:

@@ -19,8 +19,7 @@ _ARRIVAL = r"^\s*(?:signals\.)?(?:wait_arrival|wait_all_arrivals|arrive)\(peers"
 # operators -> (pattern, which functions of which files). Several operators: any of them will do.
 PATTERNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("drop wait",), _WAIT, ""),
-    # One loop waits for the time alone, which no peer sets: tests hold a clock against it.
-    (("drop wait",), r"^\s*while ", r"^(?!leave_link$)"),
+    (("drop wait",), r"^\s*while ", ""),
     (("drop notify",), r"^\s*(?:signals\.)?(?:publish|arrive|push_\w+)\(", ""),
     (("drop notify",), r"atomic_xchg\(", ""),
     (("weaken release",), r'sem="release"', ""),

@@ -5,7 +5,7 @@
     none      a call without any row between two others
     idle      rank 0 has no columns of its own and so reads nothing of its peers
     tma       one of the calls, its operands by TMA where no peer writes them
-    held      the calls, what a rank sends held to a link and counted
+    two       the calls, with two programs of a rank that send and two others
     wrap      the calls with a number that wraps from 2**31 - 1 to -2**31
     other     rank 1 is in another call, with less to send: every rank must notice and none may wait in vain; once in
               a call of which rank 1 would have no rows
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusedtp.checks.cases import fused_case, held_case
+from fusedtp.checks.cases import fused_case
 from fusedtp.checks.dense import DECLARED, Call
 from fusedtp.checks.experts import OPERATIONS as EXCHANGED
 from fusedtp.checks.lint import ELEMENTWISE, GROUPED, LOCAL
@@ -134,7 +134,7 @@ def trials(kernels: Iterable[str], count: int = 24) -> Iterator[Trial]:
         yield Trial(kernel, fused_case(f"tma of {operation}", made, seed=3), schedules(2), calls=tuple(made))
     for kernel, operation in known.items():
         made = [replace(call, programs=(2, 2)) for call in calls(operation)]
-        case = held_case(f"held of {operation}", made, seed=3)
+        case = fused_case(f"two of {operation}", made, seed=3)
         yield Trial(kernel, case, schedules(2), calls=tuple(made))
     for kernel, operation in known.items():
         yield Trial(kernel, wrapping(operation), schedules(2), calls=tuple(calls(operation)))
