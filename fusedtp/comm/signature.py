@@ -22,7 +22,7 @@ FAILED, REFUSED = (
 ENGINES = ("collective", "chunked", "triton")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool,
           torch.uint8)  # fmt: skip
-WIRES = ("", "fp8")  # how rows travel to their experts: as they are, or in another form
+COMM_DTYPES = ("", "fp8")  # how rows travel to their experts: as they are, or in another form
 NAME_WORDS = 4  # of an operation's name, 8 characters each
 FIELDS = (
     "call number",
@@ -38,7 +38,7 @@ FIELDS = (
     "top_k",
     "num_experts",
     "max_rows",
-    "wire",
+    "comm_dtype",
 )
 MAX_SIZES = 64
 CALL_AT = NAME_WORDS  # the first field
@@ -53,7 +53,7 @@ class Signature:
     tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
     tf32     whether fp32 operands are multiplied in tf32
     top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0;
-    wire a number of WIRES
+    comm_dtype   index into COMM_DTYPES
     """
 
     operation: str
@@ -70,7 +70,7 @@ class Signature:
     top_k: int = 0
     experts: int = 0
     max_rows: int = 0
-    wire: int = 0
+    comm_dtype: int = 0
 
     @cached_property
     def template(self) -> np.ndarray:
@@ -96,7 +96,7 @@ def _template(s: Signature) -> np.ndarray:
     dtype = DTYPES.index(s.dtype) if s.dtype in DTYPES else -1
     out[NAME_WORDS:SIZES_AT] = (
         0, ENGINES.index(s.engine), dtype, s.features, s.batch,
-        s.weights, s.needs_grad, s.with_bias, s.tables, s.tf32, s.top_k, s.experts, s.max_rows, s.wire,
+        s.weights, s.needs_grad, s.with_bias, s.tables, s.tf32, s.top_k, s.experts, s.max_rows, s.comm_dtype,
     )  # fmt: skip
     sizes = s.sizes[:MAX_SIZES]
     out[SIZES_AT : SIZES_AT + len(sizes)] = sizes
@@ -133,8 +133,8 @@ def _show(field: str, value: int) -> str:
         return ENGINES[value] if 0 <= value < len(ENGINES) else str(value)
     if field == "max_rows":
         return str(value - 1) if value else "None"
-    if field == "wire":
-        return repr(WIRES[value]) if 0 <= value < len(WIRES) else str(value)
+    if field == "comm_dtype":
+        return repr(COMM_DTYPES[value]) if 0 <= value < len(COMM_DTYPES) else str(value)
     if field == "dtype":
         return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "another dtype"
     return str(value)

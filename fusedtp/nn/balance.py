@@ -36,7 +36,7 @@ KINDS = ("switch", "gshard")  # of balance_loss
 LAYER = "router"  # for what its messages are counted
 
 
-def in_step(group: Group | None) -> AbstractContextManager[None]:
+def propagating_errors(group: Group | None) -> AbstractContextManager[None]:
     """Around what only this rank may find wrong: its peers then raise instead of waiting."""
     if group is None or torch.compiler.is_compiling():
         return nullcontext()

@@ -27,7 +27,7 @@ from fusedtp.comm import Group, place
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.ops.tokens import gather_tokens
 
-from .balance import LAYER, count, in_step
+from .balance import LAYER, count, propagating_errors
 
 RULES = ("position", "probability")
 
@@ -88,7 +88,7 @@ def keep_capacity(
     Raises ValueError for shapes that do not fit, naming the rank. Nothing waits for the host.
     Source: Lepikhin et al. 2020, "GShard", section 2.2; Fedus et al. 2021, "Switch Transformers", equation 3.
     """
-    with in_step(group):
+    with propagating_errors(group):
         rank, sizes = _checked(expert_ids, weights, by, group, sizes)
         ids, (rows, top_k) = expert_ids.long(), expert_ids.shape
         if by == "position":

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.comm import Group, place
-from fusedtp.comm.signature import WIRES
+from fusedtp.comm.signature import COMM_DTYPES
 
 from .layout import TokenLayout
 
@@ -36,12 +36,12 @@ class Experts(nn.Module):
         gate_proj, up_proj     [E, F, H]  down_proj [E, H, F]; cast to x.dtype
         return                 [T_r, H]
 
-    max_rows     room for rows of this rank's experts; None: what any routing needs. See fusedtp.moe_dispatch
-    room         or that room as a multiple of an even share, T k / W rows of T tokens on all W ranks
-    on_overflow  what more rows do: "error", or "rounds", which take them max_rows at a time. See fusedtp.moe_rounds
-    used         with "rounds", the Room of the last call
-    wire         "" or "fp8": in which form rows travel to their experts, also where all experts are here
-    weights_sum  what a token's weights should sum to, checked on CPU; None: they may be any
+    max_rows       most rows that this rank's experts receive; None: what any routing needs. See fusedtp.moe_dispatch
+    recv_capacity  the same as a multiple of an even share, T k / W rows of T tokens on all W ranks
+    on_overflow    what more rows do: "error", or "rounds", which take max_rows at a time. See fusedtp.moe_rounds
+    used           with "rounds", the RecvUsage of the last call
+    comm_dtype     "" or "fp8": in which form rows travel to their experts, also where all experts are here
+    weights_sum    what a token's weights should sum to, checked on CPU; None: any
 
     Parallel: this rank has E / W experts, and rows travel; see hooks.py.
     """
@@ -55,10 +55,10 @@ class Experts(nn.Module):
         act: str = "silu",
         gated: bool = True,
         max_rows: int | None = None,
-        room: float | None = None,
+        recv_capacity: float | None = None,
         on_overflow: str = "error",
         weights_sum: float | None = None,
-        wire: str = "",
+        comm_dtype: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,11 +70,11 @@ class Experts(nn.Module):
         if min(dim, hidden, num_experts) < 1:
             raise ValueError(f"dim {dim}, hidden {hidden} and num_experts {num_experts} must be at least 1")
         self.dim, self.hidden, self.num_experts, self.act = dim, hidden, num_experts, act
-        found = exchange_faults(max_rows, room, on_overflow, wire)
+        found = exchange_faults(max_rows, recv_capacity, on_overflow, comm_dtype)
         if found:
             raise ValueError("; ".join(found))
-        self.max_rows, self.room, self.on_overflow = max_rows, room, on_overflow
-        self.weights_sum, self.wire = weights_sum, wire
+        self.max_rows, self.recv_capacity, self.on_overflow = max_rows, recv_capacity, on_overflow
+        self.weights_sum, self.comm_dtype = weights_sum, comm_dtype
         self.used: Any = None
         self.parallel: Any = None
 
@@ -124,7 +124,7 @@ class Experts(nn.Module):
         parts = 1 if self.parallel is None else self.parallel.shares.tensor_parallel  # of each choice
         total = None if self.weights_sum is None else self.weights_sum * parts
         where: dict[str, Any] = dict(
-            sizes=sizes, engine=engine, layer=layer, weights_sum=total, wire=self.wire
+            sizes=sizes, engine=engine, layer=layer, weights_sum=total, comm_dtype=self.comm_dtype
         )
         bound = self._bound(x.shape[0] if sizes is None else sizes, expert_ids.shape[1], group)
         if self.on_overflow == "rounds":
@@ -161,33 +161,35 @@ class Experts(nn.Module):
     @property
     def bounded(self) -> bool:
         """Whether there is room for so many rows only."""
-        return self.max_rows is not None or self.room is not None
+        return self.max_rows is not None or self.recv_capacity is not None
 
     def _bound(self, tokens: int | Sequence[int], top_k: int, group: Group | None) -> int | None:
         """Rows that a rank has room for, of `tokens` on each rank: the same on all."""
-        if self.room is None:
+        if self.recv_capacity is None:
             return self.max_rows
         ranks = 1 if group is None else place(group).world_size
         total = tokens * ranks if isinstance(tokens, int) else sum(tokens)
-        return max(1, math.ceil(self.room * total * top_k / ranks))
+        return max(1, math.ceil(self.recv_capacity * total * top_k / ranks))
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), act={self.act}"
 
 
-def exchange_faults(max_rows: int | None, room: float | None, on_overflow: str, wire: str) -> list[str]:
+def exchange_faults(
+    max_rows: int | None, recv_capacity: float | None, on_overflow: str, comm_dtype: str
+) -> list[str]:
     """What is wrong with these options of the exchange, in words."""
     found = []
-    if wire not in WIRES:
-        found.append(f"wire is {wire!r}, must be one of {', '.join(map(repr, WIRES))}")
+    if comm_dtype not in COMM_DTYPES:
+        found.append(f"comm_dtype is {comm_dtype!r}, must be one of {', '.join(map(repr, COMM_DTYPES))}")
     if on_overflow not in ON_OVERFLOW:
         found.append(f"on_overflow is {on_overflow!r}, must be one of {', '.join(ON_OVERFLOW)}")
-    if max_rows is not None and room is not None:
-        found.append(f"max_rows is {max_rows} and room is {room}: give one of them")
-    if room is not None and not 0 < room < math.inf:
-        found.append(f"room is {room}, must be positive")
-    if on_overflow == "rounds" and max_rows is None and room is None:
-        found.append("on_overflow is 'rounds', which needs max_rows or room")
+    if max_rows is not None and recv_capacity is not None:
+        found.append(f"max_rows is {max_rows} and recv_capacity is {recv_capacity}: give one of them")
+    if recv_capacity is not None and not 0 < recv_capacity < math.inf:
+        found.append(f"recv_capacity is {recv_capacity}, must be positive")
+    if on_overflow == "rounds" and max_rows is None and recv_capacity is None:
+        found.append("on_overflow is 'rounds', which needs max_rows or recv_capacity")
     if max_rows is not None and max_rows < (on_overflow == "rounds"):
         found.append(f"max_rows is {max_rows}, must be at least {int(on_overflow == 'rounds')}")
     return found

@@ -62,7 +62,7 @@ class _Call(NamedTuple):
     start: int
     ignore_index: int
     piece: int
-    sink: Any
+    main_grad: Any
     grad: bool
 
 
@@ -103,7 +103,7 @@ def linear_cross_entropy(
         comm = communicator(group)
     with nullcontext() if comm is None else propagate_errors(comm.place):
         _check(x, weight, bias, labels, comm, sizes)
-        (sink,) = main_grads_of([weight])
+        (main_grad,) = main_grads_of([weight])
         labels = labels.to(device=x.device, dtype=torch.int64)
         if num_labels is None:
             num_labels = (labels != ignore_index).sum().clamp(min=1)
@@ -116,7 +116,7 @@ def linear_cross_entropy(
             max_logits_bytes = CPU_LOGITS_BYTES if x.device.type == "cpu" else GPU_LOGITS_BYTES
         piece = max(1, max_logits_bytes // max(1, widest * x.element_size()))
         rows = None if sizes is None else Rows(tuple(sizes))
-        call = _Call(comm, rows, start, ignore_index, piece, sink, torch.is_grad_enabled())
+        call = _Call(comm, rows, start, ignore_index, piece, main_grad, torch.is_grad_enabled())
         loss: Tensor = _LinearCrossEntropy.apply(x, weight, bias, labels, call)
     return loss / num_labels
 
@@ -173,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None and spec is not None:
             dx = OPERATIONS["reduce_scatter_rows"](spec, dx)
         ctx.save_for_backward(dx, made.dweight, made.dbias)
-        ctx.dtype, ctx.sink = x.dtype, call.sink
+        ctx.dtype, ctx.main_grad = x.dtype, call.main_grad
         return loss
 
     @staticmethod
@@ -183,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None:
             dx = (dx * dloss).to(dx.dtype)
         if dweight is not None:
-            dweight = _deliver_product(dweight, dloss.to(dweight.dtype), ctx.sink, ctx.dtype)
+            dweight = _deliver_product(dweight, dloss.to(dweight.dtype), ctx.main_grad, ctx.dtype)
         if dbias is not None:
             dbias = (dbias * dloss).to(ctx.dtype)
         return dx, dweight, dbias, None, None
@@ -208,14 +208,14 @@ class _Gradients:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
 
-def _deliver_product(dw: Tensor, factor: Tensor, sink: Any, dtype: torch.dtype) -> Tensor | None:
+def _deliver_product(dw: Tensor, factor: Tensor, main_grad: Any, dtype: torch.dtype) -> Tensor | None:
     """accumulate_grad(dw * factor, ...) without that product in fp32 in memory where it can be avoided."""
-    if sink is None:
+    if main_grad is None:
         return torch.mul(dw, factor, out=torch.empty_like(dw, dtype=dtype))
-    if type(sink) is Tensor:
-        sink.addcmul_(dw, factor)
+    if type(main_grad) is Tensor:
+        main_grad.addcmul_(dw, factor)
         return None
-    return accumulate_grad(dw * factor, sink, dtype)
+    return accumulate_grad(dw * factor, main_grad, dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

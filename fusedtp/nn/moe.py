@@ -35,8 +35,8 @@ class MoE(nn.Module):
     capacity, drop         how much more than its even share an expert takes, and which choices it refuses beyond
                            ("position" or "probability", see capacity.py); None: it takes all. A token whose choices
                            are all refused keeps only what goes around this layer
-    max_rows, room, on_overflow, wire
-                           room for rows of this rank's experts, what more of them do, and how rows travel; see Experts
+    max_rows, recv_capacity, on_overflow, comm_dtype
+                           how many rows a rank's experts receive, what more rows do, and how rows travel; see Experts
     options                of the Router: score, normalize, balance_loss, ...
 
     The router's losses are not in y: whoever makes the loss adds those of `layout.routings`, as CausalLM does.
@@ -59,9 +59,9 @@ class MoE(nn.Module):
         capacity: float | None = None,
         drop: str = "position",
         max_rows: int | None = None,
-        room: float | None = None,
+        recv_capacity: float | None = None,
         on_overflow: str = "error",
-        wire: str = "",
+        comm_dtype: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -74,7 +74,9 @@ class MoE(nn.Module):
         self.capacity, self.drop = capacity, drop
         on: dict[str, Any] = dict(device=device, dtype=dtype)
         self.router = Router(dim, num_experts, top_k, **options, **on)
-        bound: dict[str, Any] = dict(max_rows=max_rows, room=room, on_overflow=on_overflow, wire=wire)
+        bound: dict[str, Any] = dict(
+            max_rows=max_rows, recv_capacity=recv_capacity, on_overflow=on_overflow, comm_dtype=comm_dtype
+        )
         weights_sum = self.router.scale if self.router.normalize else None
         self.experts = Experts(
             dim, hidden, num_experts, act=act, gated=gated, weights_sum=weights_sum, **bound, **on
@@ -105,7 +107,7 @@ class MoE(nn.Module):
         else:
             y = run_on_side_stream(routed, lambda x: shared(x, layout), x)
         if layout is not None and layout.routings is not None:
-            layout.routings.append(routing._replace(room=self.experts.used))
+            layout.routings.append(routing._replace(recv_usage=self.experts.used))
         return y
 
     def _bounded(self, routing: Routing, layout: TokenLayout | None, group: Group | None) -> Routing:

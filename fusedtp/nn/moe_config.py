@@ -25,9 +25,9 @@ class MoEConfig:
     capacity: float | None = None
     drop: Literal["position", "probability"] = "position"
     max_rows: int | None = None
-    room: float | None = None
+    recv_capacity: float | None = None
     on_overflow: Literal["error", "rounds"] = "error"
-    wire: Literal["", "fp8"] = ""
+    comm_dtype: Literal["", "fp8"] = ""
     score: Literal["softmax", "sigmoid"] = "softmax"
     score_after_topk: bool = False
     normalize: bool = True
@@ -67,7 +67,9 @@ class MoEConfig:
     @property
     def exchange(self) -> dict[str, Any]:
         """The Experts' options of how rows travel."""
-        return {name: getattr(self, name) for name in ("max_rows", "room", "on_overflow", "wire")}
+        return {
+            name: getattr(self, name) for name in ("max_rows", "recv_capacity", "on_overflow", "comm_dtype")
+        }
 
     @property
     def router(self) -> dict[str, Any]:

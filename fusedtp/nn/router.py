@@ -43,7 +43,7 @@ class Routing(NamedTuple):
     max_violation       fp32 scalar      MaxVio of this rank's tokens; of all: max_violation(summed counts)
     dropped             int64 [E]        choices of this rank that a capacity refused, which are -1 in expert_ids; None
                         where there is no capacity. tokens_per_expert counts them too
-    room                fusedtp.ops.moe.Room: what the experts used of theirs; None where they take no rounds
+    recv_usage          fusedtp.ops.moe.RecvUsage: what the experts used of theirs; None where they take no rounds
     """
 
     expert_ids: Tensor
@@ -53,7 +53,7 @@ class Routing(NamedTuple):
     mean_probability: Tensor
     max_violation: Tensor
     dropped: Tensor | None = None
-    room: Any = None
+    recv_usage: Any = None
 
 
 class Router(nn.Module):
@@ -188,7 +188,7 @@ class Router(nn.Module):
         sequence_group   the ranks over which `layout` splits its tokens, where they are not all of `group`
         Every rank makes the same calls, also with no rows. Raises ValueError for what does not fit, naming the rank.
         """
-        with _balance.in_step(group):
+        with _balance.propagating_errors(group):
             self._check(x, layout, sequence_group if sequence_group is not None else group)
             logits = self._logits(x, layout)
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()

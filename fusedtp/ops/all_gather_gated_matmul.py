@@ -40,7 +40,7 @@ from .launch import pointwise as launcher
 from .launch.config import Config, Machine
 from .launch.operands import by_pointers, local_config
 from .launch.run import Launch, check, layouts, machine_for, of_one_layout
-from .main_grad import Sink, main_grads_of
+from .main_grad import MainGrad, main_grads_of
 from .matmul import linear, linear_into, to_fp32
 from .operation import (
     Example,
@@ -104,7 +104,7 @@ def all_gather_gated_matmul(
                 "gate and up of one shape, a bias or None each"
             )
         rows = rows_of_shard(x, at, sizes, dim)
-        sinks = main_grads_of(weights)
+        main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[:2], operands[2:]
         check_linear(at, x, weights, biases)
@@ -112,7 +112,7 @@ def all_gather_gated_matmul(
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
         if needs:
-            y = _GatedColumnParallel.apply(spec, sinks, keep_gathered, flat, *weights, *biases, act)
+            y = _GatedColumnParallel.apply(spec, main_grads, keep_gathered, flat, *weights, *biases, act)
         else:
             y = op(spec, flat, weights, biases, act, False, False)[0]
         return (y if dim == 0 else y.view(rows.batch, rows.length, y.shape[1]),)
@@ -123,7 +123,7 @@ class _GatedColumnParallel(Function):
     def forward(
         ctx: Any,
         spec: Spec,
-        sinks: Sequence[Sink | None],
+        main_grads: Sequence[MainGrad | None],
         keep: bool,
         x: Tensor,
         gate: Tensor,
@@ -137,7 +137,7 @@ class _GatedColumnParallel(Function):
         y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep)
         saved = (gathered[0] if keep else x) if need_weights else None
         ctx.save_for_backward(g, u, saved, *((gate, up) if need_x else ()))
-        ctx.spec, ctx.sinks, ctx.has_gathered = spec._replace(needs_grad=0), sinks, keep
+        ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
         ctx.act, ctx.kept = act, None
         out: Tensor = y
         return out

@@ -32,7 +32,7 @@ from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
 from .launch.operands import descriptors, takes_tma
 from .launch.run import Launch, check, layouts, machine_for
-from .main_grad import Sink, accumulate_grad, main_grads_of, wgrad_dtype
+from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from .matmul import linear, linear_into, matmul_as, to_fp32
 from .operation import (
     OPERATIONS,
@@ -90,7 +90,7 @@ def all_gather_matmul(
                 f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
             )
         rows = rows_of_shard(x, at, sizes, dim)
-        sinks = main_grads_of(weights)
+        main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[: len(weights)], operands[len(weights) :]
         check_linear(at, x, weights, biases)
@@ -98,7 +98,7 @@ def all_gather_matmul(
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
         if needs:
-            ys = _ColumnParallel.apply(spec, sinks, keep_gathered, flat, *weights, *biases)
+            ys = _ColumnParallel.apply(spec, main_grads, keep_gathered, flat, *weights, *biases)
         else:
             ys = tuple(op(spec, flat, weights, biases, False))
         return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
@@ -107,9 +107,14 @@ def all_gather_matmul(
 class _ColumnParallel(Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, sinks: Sequence[Sink | None], keep: bool, x: Tensor, *operands: Tensor | None
+        ctx: Any,
+        spec: Spec,
+        main_grads: Sequence[MainGrad | None],
+        keep: bool,
+        x: Tensor,
+        *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        n = len(sinks)
+        n = len(main_grads)
         weights, biases = list(operands[:n]), list(operands[n:])
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
         keep = keep and need_weights != 0
@@ -117,7 +122,7 @@ class _ColumnParallel(Function):
         # what no gradient reads is neither kept nor guarded against changes
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
-        ctx.spec, ctx.sinks, ctx.has_gathered = spec._replace(needs_grad=0), sinks, keep
+        ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
         return tuple(outs[:n])
 
     @staticmethod
@@ -130,7 +135,7 @@ def column_grads(
     ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products."""
-    n = len(ctx.sinks)
+    n = len(ctx.main_grads)
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * n
     dbs: list[Tensor | None] = [None] * n
@@ -139,14 +144,14 @@ def column_grads(
         dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
     if any(needs[1 : n + 1]):
         assert x is not None
-        dtype = wgrad_dtype(x, ctx.sinks)
+        dtype = wgrad_dtype(x, ctx.main_grads)
         if ctx.has_gathered:
             made = [matmul_as(dy.t(), x, dtype) for dy in dys]
         else:
             made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
         for i in range(n):
             if needs[1 + i]:
-                dws[i] = accumulate_grad(made[i], ctx.sinks[i], x.dtype)
+                dws[i] = accumulate_grad(made[i], ctx.main_grads[i], x.dtype)
     for i in range(n):
         if needs[1 + n + i]:
             dbs[i] = dys[i].sum(0)

@@ -34,7 +34,7 @@ from .operation import OPERATIONS, Spec
 from .rows import split
 
 
-class Sink(Protocol):
+class MainGrad(Protocol):
     """What takes a gradient: a tensor, or a part of one that all ranks hold."""
 
     def add_(self, gradient: Tensor, /) -> Any: ...
@@ -67,10 +67,10 @@ def main_grad_of(parameter: Tensor) -> Any:
     """
     if not parameter.requires_grad or not torch.is_grad_enabled():
         return None
-    sink = getattr(parameter, "main_grad", None)
-    if sink is not None and torch.compiler.is_compiling():
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None and torch.compiler.is_compiling():
         _refuse_to_compile()
-    return sink
+    return main_grad
 
 
 # Runs while tracing. An error that is traced would only break the graph, and what is compiled of the rest go wrong.
@@ -83,39 +83,39 @@ def _refuse_to_compile() -> None:
     )
 
 
-def main_grads_of(weights: Sequence[Tensor]) -> list[Sink | None]:
+def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
     """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
-    sinks = []
+    main_grads = []
     for w in weights:
-        sink = main_grad_of(w)
-        sinks.append(sink)
-        if isinstance(sink, Tensor) and sink.shape != w.shape:
+        main_grad = main_grad_of(w)
+        main_grads.append(main_grad)
+        if isinstance(main_grad, Tensor) and main_grad.shape != w.shape:
             raise ValueError(
-                f"the weight has shape {tuple(w.shape)}, its main_grad {tuple(sink.shape)}; one is wanted"
+                f"the weight has shape {tuple(w.shape)}, its main_grad {tuple(main_grad.shape)}; one is wanted"
             )
-    return sinks
+    return main_grads
 
 
-def accumulate_grad(dw: Tensor, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
-    """What a node returns for a weight of `dtype`: nothing where the sink takes it, else dw rounded to dtype."""
-    if sink is None:
+def accumulate_grad(dw: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tensor | None:
+    """What a node returns for a weight of `dtype`: None where it is added to main_grad, else dw rounded to dtype."""
+    if main_grad is None:
         return dw.to(dtype)
-    sink.add_(dw)
+    main_grad.add_(dw)
     return None
 
 
-def wgrad_dtype(x: Tensor, sinks: Sequence[Sink | None]) -> torch.dtype:
-    """In which dtype the weight gradients of x are made: fp32 where a sink takes what 16 bits would round."""
+def wgrad_dtype(x: Tensor, main_grads: Sequence[MainGrad | None]) -> torch.dtype:
+    """The dtype in which weight gradients are computed: fp32 for 16-bit x and a main_grad, else x.dtype."""
     if x.dtype.itemsize == 2:
-        for sink in sinks:
-            if sink is not None:
+        for main_grad in main_grads:
+            if main_grad is not None:
                 return torch.float32
     return x.dtype
 
 
-def weight_grad(dy: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:
-    """dy [T, N], x [T, K] -> dw [N, K], or None where the sink took it."""
-    return accumulate_grad(matmul_as(dy.t(), x, wgrad_dtype(x, [sink])), sink, x.dtype)
+def weight_grad(dy: Tensor, x: Tensor, main_grad: MainGrad | None) -> Tensor | None:
+    """dy [T, N], x [T, K] -> dw [N, K], or None where it was added to main_grad."""
+    return accumulate_grad(matmul_as(dy.t(), x, wgrad_dtype(x, [main_grad])), main_grad, x.dtype)
 
 
 def accumulating(parameter: Tensor, main_grad: Tensor) -> Tensor:

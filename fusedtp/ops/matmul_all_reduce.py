@@ -24,7 +24,7 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from .launch.config import Config, Machine
 from .launch.run import Launch, check, layouts, machine_for
-from .main_grad import Sink, main_grads_of, weight_grad
+from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .matmul_reduce_scatter import matmul_args, pointers, reduction
@@ -75,13 +75,13 @@ def matmul_all_reduce(
     """
     at = place(group)
     with propagate_errors(at):
-        (sink,) = main_grads_of([weight])
+        (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)
         check_linear(at, x, [weight], [bias])
         flat, needs = x.flatten(0, -2), needs_grad(x, weight, bias)
         spec = Spec(at.name, at.rank, split(flat.shape[0], at.world_size), 1, engine, needs, layer)
         if needs:
-            y = _AllReduced.apply(spec, sink, flat, weight, bias)
+            y = _AllReduced.apply(spec, main_grad, flat, weight, bias)
         else:
             y = op(spec, flat, weight, bias)
         return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -94,11 +94,11 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
     Raises ValueError for a main_grad of another shape, RuntimeError where a weight with main_grad is compiled.
     """
-    (sink,) = main_grads_of([weight])
-    if sink is None:
+    (main_grad,) = main_grads_of([weight])
+    if main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = as_autocast(x.device.type, x, weight, bias)
-    y = _AllReduced.apply(None, sink, x.flatten(0, -2), weight, bias)
+    y = _AllReduced.apply(None, main_grad, x.flatten(0, -2), weight, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -107,11 +107,16 @@ class _AllReduced(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec | None, sink: Sink | None, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        spec: Spec | None,
+        main_grad: MainGrad | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         _, _, need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.sink = sink
+        ctx.main_grad = main_grad
         return linear(x, weight, bias) if spec is None else op(spec, x, weight, bias)
 
     @staticmethod
@@ -119,7 +124,7 @@ class _AllReduced(Function):
         x, weight = ctx.saved_tensors
         _, _, need_x, need_w, need_b = wanted(ctx)
         dx = matmul(dy, weight) if need_x else None
-        dw = weight_grad(dy, x, ctx.sink) if need_w else None
+        dw = weight_grad(dy, x, ctx.main_grad) if need_w else None
         return None, None, dx, dw, dy.sum(0) if need_b else None
 
 

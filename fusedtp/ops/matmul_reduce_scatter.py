@@ -29,7 +29,7 @@ from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
 from .launch.operands import local_descriptors, local_operands
 from .launch.run import Launch, check, layouts, machine_for
-from .main_grad import Sink, main_grads_of, weight_grad
+from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
@@ -82,14 +82,14 @@ def matmul_reduce_scatter(
                 f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
             )
         rows = rows_of_full(x.shape, at, sizes, dim)
-        (sink,) = main_grads_of([weight])
+        (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)
         check_linear(at, x, [weight], [bias])
         needs = needs_grad(x, weight, bias)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
         if needs:
-            y = _RowParallel.apply(spec, sink, flat, weight, bias)
+            y = _RowParallel.apply(spec, main_grad, flat, weight, bias)
         else:
             y = op(spec, [flat], [weight], bias)
         return y if dim == 0 else y.view(rows.batch, rows.sizes[at.rank], y.shape[1])
@@ -98,11 +98,11 @@ def matmul_reduce_scatter(
 class _RowParallel(Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, sink: Sink | None, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, spec: Spec, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.spec, ctx.sink, ctx.gathered_dy = spec._replace(needs_grad=0), sink, None
+        ctx.spec, ctx.main_grad, ctx.gathered_dy = spec._replace(needs_grad=0), main_grad, None
         return op(spec, [x], [weight], bias)
 
     @staticmethod
@@ -122,7 +122,7 @@ class _RowParallel(Function):
                 full = kept
         if need_w:
             full = OPERATIONS["all_gather_rows"](ctx.spec, dy) if full is None else full
-            dw = weight_grad(full, x, ctx.sink)
+            dw = weight_grad(full, x, ctx.main_grad)
         return None, None, dx, dw, dy.sum(0) if need_b else None
 
 

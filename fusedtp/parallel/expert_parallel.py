@@ -155,7 +155,9 @@ class ExpertSplit:
         if self.nodes < 1 or ranks % self.nodes:
             found.append(f"{ranks} ranks are not as many of each of {self.nodes} nodes")
         if self.nodes > 1 and module.bounded:
-            found.append("rows that travel in two stages have no bound: no max_rows, room or on_overflow")
+            found.append(
+                "rows that travel in two stages have no bound: no max_rows, recv_capacity or on_overflow"
+            )
         return found
 
 
@@ -244,7 +246,7 @@ class ExpertParallel(Member):
             by_node = [sizes[i : i + places] for i in range(0, self.world_size, places)]
         return moe_in_stages(
             x, ids, weights, num_experts, between, within, lambda rows, offsets: module.matmuls(rows, offsets, own),
-            sizes=by_node, engine=self.engine, wire=module.wire, layer=self.layer,
+            sizes=by_node, engine=self.engine, comm_dtype=module.comm_dtype, layer=self.layer,
         )  # fmt: skip
 
     def _own(self, weight: Tensor, x: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ def moe_config(config: TrainConfig) -> MoEConfig | None:
         shared=model.shared_width,
         first_dense=model.dense_layers,
         capacity=model.capacity,
-        room=model.room,
-        on_overflow="error" if model.room is None else "rounds",
+        recv_capacity=model.recv_capacity,
+        on_overflow="error" if model.recv_capacity is None else "rounds",
         bias=model.balance_bias > 0,
         balance_loss=model.balance,
     )

@@ -32,7 +32,7 @@ class ExpertLoad:
         experts = routers[0].num_experts if routers else 0
         self.counts = torch.zeros(2, len(routers), experts, dtype=torch.int64, device=world.device)
         # bound, most rows used, most rounds
-        self.room = torch.zeros(3, dtype=torch.int64, device=world.device)
+        self.recv_usage = torch.zeros(3, dtype=torch.int64, device=world.device)
 
     def add(self, routings: Sequence[Routing]) -> None:
         """What the routers decided in a microbatch, in the order of layers."""
@@ -40,10 +40,10 @@ class ExpertLoad:
             self.counts[0, layer] += routing.tokens_per_expert
             if routing.dropped is not None:
                 self.counts[1, layer] += routing.dropped
-            if routing.room is not None:
-                bound, used, rounds = routing.room
+            if routing.recv_usage is not None:
+                bound, used, rounds = routing.recv_usage
                 for i, value in enumerate((bound, used.max(), rounds)):
-                    self.room[i].clamp_(min=value)
+                    self.recv_usage[i].clamp_(min=value)
 
     def step(self) -> dict[str, Any]:
         """After the optimizer: move the biases, and start anew. Collective. Empty of a model without experts.
@@ -59,7 +59,7 @@ class ExpertLoad:
             return {}
         if self.group is not None:
             dist.all_reduce(self.counts, group=self.group)
-            dist.all_reduce(self.room, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(self.recv_usage, dist.ReduceOp.MAX, group=self.group)
         load, dropped = self.counts
         if self.biases:
             for bias, moved in zip(
@@ -71,11 +71,11 @@ class ExpertLoad:
             "max_violation": float(max_violation(load).max()),
             "dropped_share": float(dropped.sum() / load.sum().clamp(min=1)),
         }
-        bound, used, rounds = self.room.tolist()
+        bound, used, rounds = self.recv_usage.tolist()
         if bound:
             found |= {"expert_rows_bound": bound, "expert_rows_used": used, "expert_rounds": rounds}
         self.counts.zero_()
-        self.room.zero_()
+        self.recv_usage.zero_()
         return found
 
 

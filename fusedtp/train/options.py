@@ -45,7 +45,7 @@ class ModelOptions:
     """Or without a loss: what an expert's bias changes by in a step in which it had more or less than its share."""
     capacity: float | None = None
     """Rows an expert takes, as a multiple of an even share; further ones are dropped. Default: all."""
-    room: float | None = None
+    recv_capacity: float | None = None
     """Rows a rank's experts take at a time, as a multiple of an even share; further ones come in rounds after the
     first. Default: all at once."""
 
@@ -81,8 +81,8 @@ class ModelOptions:
         found = _not_positive(self, "top_k", "expert_width")
         if self.capacity is not None and not self.capacity > 0:
             found.append(f"--capacity {self.capacity} is not positive")
-        if self.room is not None and not self.room > 0:
-            found.append(f"--room {self.room} is not positive")
+        if self.recv_capacity is not None and not self.recv_capacity > 0:
+            found.append(f"--recv-capacity {self.recv_capacity} is not positive")
         if self.top_k > self.experts:
             found.append(f"--top-k {self.top_k} of only {self.experts} --experts")
         if self.dense_layers >= self.layers:

@@ -75,7 +75,7 @@ def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, 
 
 
 @pytest.mark.parametrize("sizes", [(5,), (4, 0, 3), (1, 1), (0, 0)])
-@pytest.mark.parametrize("room", [0.125, 0.5, 1.0, 1.625])
+@pytest.mark.parametrize("recv_capacity", [0.125, 0.5, 1.0, 1.625])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_room_is_rounded_up_to_whole_rows(sizes, room, top_k):
     """The room of a rank is ceil(room T k / W) rows, and at least one, on every rank alike."""
@@ -84,7 +84,7 @@ def test_room_is_rounded_up_to_whole_rows(sizes, room, top_k):
 
     def bound_of(group) -> int:
         rank = group.rank()
-        experts = Experts(4, 3, 6, room=room, on_overflow="rounds")
+        experts = Experts(4, 3, 6, recv_capacity=room, on_overflow="rounds")
         fusedtp.parallelize(experts, group, plan={"": fusedtp.FusedExperts(sizes=sizes)})
         ids = torch.arange(top_k).expand(sizes[rank], top_k)
         experts(torch.ones(sizes[rank], 4), ids, torch.ones(sizes[rank], top_k))
@@ -95,10 +95,10 @@ def test_room_is_rounded_up_to_whole_rows(sizes, room, top_k):
 
 def test_rows_that_fill_the_rounded_room_do_not_overflow():
     """Three rows in a room of 0.9 of three, which is three."""
-    experts = Experts(4, 3, 2, room=0.9)
+    experts = Experts(4, 3, 2, recv_capacity=0.9)
     x, ids = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64)
     assert experts(x, ids, torch.ones(3, 1)).shape == (3, 4)
-    experts.room = 0.6
+    experts.recv_capacity = 0.6
     with pytest.raises(ValueError, match="has room for max_rows = 2"):
         experts(x, ids, torch.ones(3, 1))
 
@@ -174,12 +174,12 @@ def test_the_router_loss_of_a_microbatch_is_weighed_by_the_labels_that_count():
     ("given", "words"),
     [
         (dict(on_overflow="drop"), "on_overflow is 'drop', must be one of error, rounds"),
-        (dict(on_overflow="rounds"), "on_overflow is 'rounds', which needs max_rows or room"),
+        (dict(on_overflow="rounds"), "on_overflow is 'rounds', which needs max_rows or recv_capacity"),
         (dict(on_overflow="rounds", max_rows=0), "max_rows is 0, must be at least 1"),
         (dict(max_rows=-1), "max_rows is -1, must be at least 0"),
-        (dict(max_rows=1, room=1.0), "max_rows is 1 and room is 1.0: give one of them"),
-        (dict(wire="fp4"), "wire is 'fp4', must be one of '', 'fp8'"),
-        (dict(room=0.0), "room is 0.0, must be positive"),
+        (dict(max_rows=1, recv_capacity=1.0), "max_rows is 1 and recv_capacity is 1.0: give one of them"),
+        (dict(comm_dtype="fp4"), "comm_dtype is 'fp4', must be one of '', 'fp8'"),
+        (dict(recv_capacity=0.0), "recv_capacity is 0.0, must be positive"),
         (dict(act="relu"), "act of gated experts is 'relu'"),
         (dict(gated=False, act="tanh"), "act of ungated experts is 'tanh'"),
         (dict(hidden=0), "hidden 0 and num_experts 4 must be at least 1"),
@@ -193,6 +193,6 @@ def test_experts_that_there_are_not_are_refused(given, words):
 def test_all_faults_of_a_configuration_are_named_together():
     with pytest.raises(
         ValueError,
-        match=r"moe: shared is -1.*moe: room is -1.*moe: hidden is 0.*moe: Router: top_k 9 of only 8 experts",
+        match=r"moe: shared is -1.*moe: recv_capacity is -1.*moe: hidden is 0.*moe: Router: top_k 9 of only 8 experts",
     ):
-        ModelConfig(moe=MoEConfig(top_k=9, hidden=0, shared=-1, room=-1))
+        ModelConfig(moe=MoEConfig(top_k=9, hidden=0, shared=-1, recv_capacity=-1))

@@ -14,7 +14,8 @@ from tests.harness import pool
 from tests.train.test_run import TINY, command, summary_of
 
 EXPERTS = (
-    "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001 --room 0.9"
+    "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001 "
+    "--recv-capacity 0.9"
 )
 
 
@@ -75,7 +76,7 @@ def test_load_is_counted_over_microbatches_and_moves_the_biases():
 
 
 def test_the_most_that_was_used_of_the_experts_room_is_kept():
-    model = tiny_model(room=0.4, on_overflow="rounds")
+    model = tiny_model(recv_capacity=0.4, on_overflow="rounds")
     load = ExpertLoad(model, World(), rate=0.0)
     ids = torch.zeros(1, 5, dtype=torch.long)
     load.add(model(ids, ids).routings)
@@ -88,7 +89,7 @@ def test_the_most_that_was_used_of_the_experts_room_is_kept():
 
 def rooms(group) -> list[int]:
     """The room of this rank alone, and of both: rank 1 has five tokens, rank 0 three."""
-    model = tiny_model(room=0.4, on_overflow="rounds")
+    model = tiny_model(recv_capacity=0.4, on_overflow="rounds")
     routings = model(torch.zeros(1, 3 + 2 * group.rank(), dtype=torch.long)).routings
     mesh, flat = meshes("cpu", 2, 1, 1)
     found = []
@@ -130,7 +131,7 @@ def test_faults_of_experts_are_reported_together():
             "7",
             "--capacity",
             "0",
-            "--room",
+            "--recv-capacity",
             "-1",
             "--dense-layers",
             "4",
@@ -144,7 +145,7 @@ def test_faults_of_experts_are_reported_together():
     for words in (
         "--expert-width 0",
         "--capacity 0.0",
-        "--room -1.0",
+        "--recv-capacity -1.0",
         "--top-k 7 of only 6",
         "--dense-layers 4 of 4",
         "--experts 6 with --ep 4",

@@ -4,10 +4,10 @@ from .combine import moe_combine, moe_matmul_combine
 from .dispatch import moe_dispatch, moe_dispatch_gated, moe_dispatch_matmul
 from .grouped import grouped_gated, grouped_matmul
 from .plan import MoEHandle
-from .rounds import Room, moe_rounds
+from .rounds import RecvUsage, moe_rounds
 from .stages import moe_in_stages
 
 __all__ = [
-    "MoEHandle", "Room", "grouped_gated", "grouped_matmul", "moe_combine", "moe_dispatch", "moe_dispatch_gated",
+    "MoEHandle", "RecvUsage", "grouped_gated", "grouped_matmul", "moe_combine", "moe_dispatch", "moe_dispatch_gated",
     "moe_dispatch_matmul", "moe_in_stages", "moe_matmul_combine", "moe_rounds",
 ]  # fmt: skip

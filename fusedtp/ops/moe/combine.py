@@ -35,7 +35,7 @@ from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from ..cpu import accumulator, cache_blocks
 from ..launch.config import Config, Machine
 from ..launch.run import Launch, check, layouts, machine_for, of_one_layout
-from ..main_grad import Sink, main_grads_of
+from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call
 from ..rows import Rows
@@ -101,7 +101,7 @@ class _Combine(Function):
         ctx: Any, at: Exchange, y: Tensor, weights: Tensor | None, row_weights: Tensor | None, *plan: Tensor
     ) -> Tensor:
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, row_weights, *plan)
-        ctx.at, ctx.weights_dtype = at._replace(wire=""), None if weights is None else weights.dtype
+        ctx.at, ctx.weights_dtype = at._replace(comm_dtype=""), None if weights is None else weights.dtype
         out: Tensor = op(at.spec, y, weights, False, *plan, at.max_rows)
         return out
 
@@ -140,7 +140,7 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle) -> Tensor:
     Raises ValueError as grouped_matmul and moe_combine do.
     """
     at, offsets, weights = handle.at, handle.offsets, handle.weights
-    (sink,) = main_grads_of([experts])
+    (main_grad,) = main_grads_of([experts])
     given = experts
     h, experts = as_autocast(h.device.type, h, experts)
     if h.dtype == torch.float16:
@@ -150,7 +150,7 @@ def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle) -> Tensor:
         check_outputs(h, at, "h", "K")
         if needs_grad(h, experts, weights):
             out: Tensor = _MatmulCombine.apply(
-                at, sink, h, experts, weights, handle.row_weights, offsets, *handle.plan
+                at, main_grad, h, experts, weights, handle.row_weights, offsets, *handle.plan
             )
         else:
             out = matmul_op(at.spec, [h], [experts], offsets, weights, *handle.plan, at.max_rows)
@@ -162,7 +162,7 @@ class _MatmulCombine(Function):
     def forward(
         ctx: Any,
         at: Exchange,
-        sink: Sink | None,
+        main_grad: MainGrad | None,
         h: Tensor,
         experts: Tensor,
         weights: Tensor,
@@ -175,7 +175,12 @@ class _MatmulCombine(Function):
             h if need_experts or need_weights else None, experts if need_h or need_weights else None, row_weights,
             offsets, *plan,
         )  # fmt: skip
-        ctx.at, ctx.sink, ctx.weights_dtype, ctx.kept = at._replace(wire=""), sink, weights.dtype, None
+        ctx.at, ctx.main_grad, ctx.weights_dtype, ctx.kept = (
+            at._replace(comm_dtype=""),
+            main_grad,
+            weights.dtype,
+            None,
+        )
         out: Tensor = matmul_op(at.spec, [h], [experts], offsets, weights, *plan, at.max_rows)
         return out
 
@@ -201,7 +206,7 @@ class _MatmulCombine(Function):
         if need_experts:
             weighed = weighed_rows(h, row_weights, offsets)
             assert rows is not None
-            [dexperts] = wgrads(at.local_engine, [rows], weighed, offsets, [ctx.sink])
+            [dexperts] = wgrads(at.local_engine, [rows], weighed, offsets, [ctx.main_grad])
         return None, None, dh if need_h else None, dexperts, dweights, None, None, None, None, None
 
 

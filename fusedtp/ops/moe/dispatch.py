@@ -30,12 +30,12 @@ from torch.autograd import Function
 
 from fusedtp.comm import Group, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
-from fusedtp.comm.signature import WIRES
+from fusedtp.comm.signature import COMM_DTYPES
 
 from ..cpu import accumulator
 from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
 from ..launch.run import DTYPES, Launch, check, layouts, machine_for, of_one_layout
-from ..main_grad import Sink, main_grads_of
+from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call
 from ..pointwise import ACTIVATIONS
@@ -84,7 +84,7 @@ def moe_dispatch(
     engine: str = "auto",
     layer: str = "",
     weights_sum: float | None = None,
-    wire: str = "",
+    comm_dtype: str = "",
 ) -> tuple[Tensor, Tensor, MoEHandle]:
     """Send each token to the experts that it chose. Rank r owns the experts r E / W, ..., (r + 1) E / W - 1.
 
@@ -92,12 +92,12 @@ def moe_dispatch(
         expert_ids   [T_r, k]  integers below num_experts, those of a token all different; -1 drops a choice
         weights      [T_r, k]  what the combine multiplies the experts' outputs by; ignored for dropped choices
         group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None where all experts are here
-        max_rows               room for rows of this rank's experts, the same on all ranks; default what any routing
+        max_rows               most rows that a rank's experts receive, the same on all ranks; default what any routing
                                needs, T * min(k, E / W), or on CPU in eager code what did come
         sizes                  tokens of every rank; default as many as here on all of them
         weights_sum            what the weights of a token should sum to; checked on CPU, of tokens without a dropped
                                choice, up to the rounding of weights.dtype
-        wire                   "": rows travel as x is; "fp8": in fp8-e4m3 with a scale for each 128 columns, rounded so
+        comm_dtype             "": rows travel as x is; "fp8": in fp8-e4m3 with a scale for each 128 columns, rounded so
                                on one rank too; see fp8.py. Gradients travel unrounded
         return rows  [max_rows, K]  by expert, source rank and choice (token * k + j)
                offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
@@ -113,7 +113,7 @@ def moe_dispatch(
     with propagate_errors(at):
         plan, where = make_plan(
             x, expert_ids, weights, num_experts, at, max_rows=max_rows, sizes=sizes, engine=engine, layer=layer,
-            weights_sum=weights_sum, wire=wire,
+            weights_sum=weights_sum, comm_dtype=comm_dtype,
         )  # fmt: skip
         return dispatch(x, without_dropped(weights, expert_ids, x), plan, known_room(plan, where))
 
@@ -141,7 +141,7 @@ class _Dispatch(Function):
     def forward(ctx: Any, at: Exchange, x: Tensor, weights: Tensor | None, *plan: Tensor) -> Any:
         rows, row_weights = op(at.spec, x, weights, *plan, at.max_rows)
         ctx.save_for_backward(*plan)
-        ctx.at = at._replace(wire="")
+        ctx.at = at._replace(comm_dtype="")
         ctx.mark_non_differentiable(row_weights)
         return rows, row_weights
 
@@ -207,7 +207,7 @@ def _with_matmul(
     group: Group | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, MoEHandle]:
-    if options.get("wire"):
+    if options.get("comm_dtype"):
         rows, offsets, handle = moe_dispatch(x, expert_ids, weights, num_experts, group, **options)
         if act:
             y = grouped_gated(rows, matrices[0], matrices[1], offsets, act=act)
@@ -216,7 +216,7 @@ def _with_matmul(
         return y, offsets, handle
     at = place_of(group, x)
     with propagate_errors(at):
-        sinks = main_grads_of(matrices)
+        main_grads = main_grads_of(matrices)
         x, *matrices = as_autocast(x.device.type, x, *matrices)
         plan, where = make_plan(x, expert_ids, weights, num_experts, at, **options)
         where = known_room(plan, where)
@@ -227,7 +227,9 @@ def _with_matmul(
         weights = without_dropped(weights, expert_ids, x)
         scalars = weights.detach()
         if needs_grad(x, *matrices):
-            y, row_weights = _DispatchMatmul.apply(where, act, sinks, x, scalars, offsets, *plan, *matrices)
+            y, row_weights = _DispatchMatmul.apply(
+                where, act, main_grads, x, scalars, offsets, *plan, *matrices
+            )
         else:
             _, row_weights, y = matmul_op(
                 where.spec, x, scalars, matrices, offsets, act, False, *plan, where.max_rows
@@ -241,7 +243,7 @@ class _DispatchMatmul(Function):
         ctx: Any,
         at: Exchange,
         act: str,
-        sinks: Sequence[Sink | None],
+        main_grads: Sequence[MainGrad | None],
         x: Tensor,
         weights: Tensor,
         offsets: Tensor,
@@ -259,7 +261,7 @@ class _DispatchMatmul(Function):
         ctx.save_for_backward(
             rows if need_matrices else None, offsets, *plan, *products, *(matrices if need_x else ())
         )
-        ctx.at, ctx.act, ctx.sinks, ctx.products, ctx.kept = at, act, sinks, len(products), None
+        ctx.at, ctx.act, ctx.main_grads, ctx.products, ctx.kept = at, act, main_grads, len(products), None
         ctx.mark_non_differentiable(row_weights)
         return y, row_weights
 
@@ -277,7 +279,7 @@ class _DispatchMatmul(Function):
                 at.spec, dys, [w.mT for w in matrices], offsets, None, table, orders, index, at.max_rows
             )
         if any(need_matrices):
-            dws = wgrads(engine, dys, rows, offsets, ctx.sinks, need_matrices)
+            dws = wgrads(engine, dys, rows, offsets, ctx.main_grads, need_matrices)
         return None, None, None, dx, None, None, None, None, None, *dws
 
 
@@ -385,7 +387,7 @@ def _in_wire_form(move: Callable[..., Moved]) -> Callable[..., Moved]:
         call: Call, x: Tensor, scalars: Tensor | None, table: Tensor, orders: Tensor, index: Tensor, max_rows: int
     ) -> Moved:  # fmt: skip
         at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
-        if not at.wire:
+        if not at.comm_dtype:
             return move(call, x, scalars, plan, at)
         rows, of_rows = move(call, fp8.pack(x), scalars, plan, at)
         return fp8.unpack(rows, x.shape[1], x.dtype), of_rows
@@ -471,12 +473,14 @@ def dispatch_bytes(at: Exchange, choices_per_row: int, k: int, dtype: torch.dtyp
 
 def dispatch_matmul_bytes(at: Exchange, k: int, dtype: torch.dtype) -> int:
     """What the kernel needs in a slot: an owner's rows."""
-    return at.room * k * dtype.itemsize
+    return at.recv_capacity * k * dtype.itemsize
 
 
-def _slot_bytes(rows: Rows, shared: Shared, top_k: int, num_experts: int, bound: int, wire: int) -> int:
+def _slot_bytes(rows: Rows, shared: Shared, top_k: int, num_experts: int, bound: int, comm_dtype: int) -> int:
     """Published tokens, and scalars behind them or in a launch of their own."""
-    row = fp8.row_bytes(shared.features) if WIRES[wire] else shared.features * shared.dtype.itemsize
+    row = (
+        fp8.row_bytes(shared.features) if COMM_DTYPES[comm_dtype] else shared.features * shared.dtype.itemsize
+    )
     scalars = top_k * accumulator(shared.dtype).itemsize if shared.with_bias else 0
     return _aligned(rows.longest * row) + rows.longest * scalars
 

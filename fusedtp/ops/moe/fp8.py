@@ -23,19 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedtp.comm.signature import WIRES
+from fusedtp.comm.signature import COMM_DTYPES
 
 BLOCK = 128
 LARGEST = 448.0  # = 0.875 * 2**9
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def fault(wire: str, dtype: torch.dtype) -> str | None:
+def fault(comm_dtype: str, dtype: torch.dtype) -> str | None:
     """Why rows of that dtype cannot travel so, in words."""
-    if wire not in WIRES:
-        return f"wire is {wire!r}, must be one of {', '.join(map(repr, WIRES))}"
-    if wire and dtype not in DTYPES:
-        return f"wire={wire!r} is for {', '.join(map(str, DTYPES))}, not for {dtype}"
+    if comm_dtype not in COMM_DTYPES:
+        return f"comm_dtype is {comm_dtype!r}, must be one of {', '.join(map(repr, COMM_DTYPES))}"
+    if comm_dtype and dtype not in DTYPES:
+        return f"comm_dtype={comm_dtype!r} is for {', '.join(map(str, DTYPES))}, not for {dtype}"
     return None
 
 

@@ -42,7 +42,7 @@ from ..launch.config import Config, Machine, machine_of
 from ..launch.operands import by_pointers, even_columns, local_config
 from ..launch.pointwise import ELEMENTS
 from ..launch.run import DTYPES, Launch, check_tensors, of_one_layout
-from ..main_grad import Sink, accumulate_grad, main_grads_of, wgrad_dtype
+from ..main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from ..matmul import is_16_bit, joined, matmul_add
 from ..operation import LocalOperation, as_autocast, needs_grad, wanted
 from ..pointwise import ACTIVATIONS
@@ -67,14 +67,14 @@ def grouped_matmul(
     Raises ValueError for shapes, dtypes, devices or an engine that do not fit; on CPU for offsets that do not.
     Source: Gale et al. 2022, "MegaBlocks", section 4.
     """
-    (sink,) = main_grads_of([weights])
+    (main_grad,) = main_grads_of([weights])
     rows, weights, bias = as_autocast(rows.device.type, rows, weights, bias)
     check_grouped(rows, offsets, weights=weights)
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"got a bias {tuple(bias.shape)} for weights {tuple(weights.shape)}, wanted [E, N]")
     _check_alike(rows, bias=bias)
     if needs_grad(rows, weights, bias):
-        y: Tensor = _Grouped.apply(engine, sink, rows, weights, bias, offsets)
+        y: Tensor = _Grouped.apply(engine, main_grad, rows, weights, bias, offsets)
     else:
         y = matmul_op([rows], [weights], offsets, bias, engine)
     return y
@@ -85,7 +85,7 @@ class _Grouped(Function):
     def forward(
         ctx: Any,
         engine: str,
-        sink: Sink | None,
+        main_grad: MainGrad | None,
         rows: Tensor,
         weights: Tensor,
         bias: Tensor | None,
@@ -93,7 +93,7 @@ class _Grouped(Function):
     ) -> Tensor:
         _, _, need_rows, need_weights, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(rows if need_weights else None, weights if need_rows else None, offsets)
-        ctx.engine, ctx.sink = engine, sink
+        ctx.engine, ctx.main_grad = engine, main_grad
         y: Tensor = matmul_op([rows], [weights], offsets, bias, engine)
         return y
 
@@ -102,7 +102,7 @@ class _Grouped(Function):
         _, _, need_rows, need_weights, need_bias, _ = wanted(ctx)
         rows, weights, offsets = ctx.saved_tensors
         drows = matmul_op([dy], [weights.mT], offsets, None, ctx.engine) if need_rows else None
-        [dw] = wgrads(ctx.engine, [dy], rows, offsets, [ctx.sink]) if need_weights else [None]
+        [dw] = wgrads(ctx.engine, [dy], rows, offsets, [ctx.main_grad]) if need_weights else [None]
         db = bias_grad_op(dy, offsets, ctx.engine) if need_bias else None
         return None, None, drows, dw, db, None
 
@@ -128,11 +128,11 @@ def grouped_gated(
     """
     if act not in ACTIVATIONS:
         raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
-    sinks = main_grads_of([gate, up])
+    main_grads = main_grads_of([gate, up])
     rows, gate, up = as_autocast(rows.device.type, rows, gate, up)
     check_grouped(rows, offsets, gate=gate, up=up)
     if needs_grad(rows, gate, up):
-        y: Tensor = _Gated.apply(engine, act, sinks, rows, gate, up, offsets)
+        y: Tensor = _Gated.apply(engine, act, main_grads, rows, gate, up, offsets)
     else:
         [y] = gated_op(rows, gate, up, offsets, act, engine, False)
     return y
@@ -144,7 +144,7 @@ class _Gated(Function):
         ctx: Any,
         engine: str,
         act: str,
-        sinks: Sequence[Sink | None],
+        main_grads: Sequence[MainGrad | None],
         rows: Tensor,
         gate: Tensor,
         up: Tensor,
@@ -154,7 +154,7 @@ class _Gated(Function):
         y, g, u = gated_op(rows, gate, up, offsets, act, engine, True)
         weights = (gate, up) if need_rows else (None, None)
         ctx.save_for_backward(rows if any(need_weights) else None, *weights, offsets, g, u)
-        ctx.engine, ctx.act, ctx.sinks, ctx.kept = engine, act, sinks, None
+        ctx.engine, ctx.act, ctx.main_grads, ctx.kept = engine, act, main_grads, None
         out: Tensor = y
         return out
 
@@ -168,7 +168,7 @@ class _Gated(Function):
         if need_rows:
             drows = matmul_op(dys, [gate.mT, up.mT], offsets, None, ctx.engine)
         if any(need_weights):
-            dws = wgrads(ctx.engine, dys, rows, offsets, ctx.sinks, need_weights)
+            dws = wgrads(ctx.engine, dys, rows, offsets, ctx.main_grads, need_weights)
         return None, None, None, drows, *dws, None
 
 
@@ -202,20 +202,22 @@ def wgrads(
     dys: Sequence[Tensor],
     rows: Tensor,
     offsets: Tensor,
-    sinks: Sequence[Sink | None],
+    main_grads: Sequence[MainGrad | None],
     needs: Sequence[bool] = (True, True),
 ) -> list[Any]:
-    """dw_i [E, N_i, K], or None where it is not needed or its sink took it; with sinks one after another, so that none
-    waits for others."""
-    if all(needs) and all(sink is None for sink in sinks):
+    """dw_i [E, N_i, K], or None where it is not needed or was added to a main_grad.
+
+    With main_grads one after another, so that only one is held at a time.
+    """
+    if all(needs) and all(main_grad is None for main_grad in main_grads):
         return list(wgrad_op(dys, rows, offsets, engine, rows.dtype))
     out: list[Any] = []
-    for dy, sink, need in zip(dys, sinks, needs, strict=False):
+    for dy, main_grad, need in zip(dys, main_grads, needs, strict=False):
         if not need:
             out.append(None)
             continue
-        [dw] = wgrad_op([dy], rows, offsets, engine, wgrad_dtype(rows, [sink]))
-        out.append(accumulate_grad(dw, sink, rows.dtype))
+        [dw] = wgrad_op([dy], rows, offsets, engine, wgrad_dtype(rows, [main_grad]))
+        out.append(accumulate_grad(dw, main_grad, rows.dtype))
     return out
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from fusedtp.comm import Communicator, Group, Place, alone, communicator, place
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import runs_kernels
-from fusedtp.comm.signature import WIRES
+from fusedtp.comm.signature import COMM_DTYPES
 
 from .. import engines
 from ..engines import Choice
@@ -39,11 +39,11 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Exchange(NamedTuple):
     """What all ranks share of a dispatch, and who this rank is.
 
-    sizes      tokens of every rank
-    max_rows   rows that this rank has room for
-    engine     the one that runs, for the calls of the whole exchange
-    bound      the same bound on all ranks that was asked for; -1: none was
-    wire       in which form rows travel to their experts, see fp8.py
+    sizes        tokens of every rank
+    max_rows     most rows that this rank receives
+    engine       the one that runs, for the calls of the whole exchange
+    bound        the bound that was asked for, the same on all ranks; -1: none was
+    comm_dtype   in which form rows travel to their experts, see fp8.py
     """
 
     group: str
@@ -55,21 +55,21 @@ class Exchange(NamedTuple):
     engine: str
     layer: str = ""
     bound: int = -1
-    wire: str = ""
+    comm_dtype: str = ""
 
     @classmethod
     def of(cls, spec: Spec, max_rows: int) -> Exchange:
         """As an operation is given it."""
-        top_k, num_experts, bound, wire = spec.routing
+        top_k, num_experts, bound, comm_dtype = spec.routing
         return cls(
             spec.group, spec.rank, spec.sizes, num_experts, top_k, max_rows, spec.engine, spec.layer, bound - 1,
-            WIRES[wire],
+            COMM_DTYPES[comm_dtype],
         )  # fmt: skip
 
     @property
     def spec(self) -> Spec:
         """What an operation is given beside its operands and `max_rows`."""
-        routing = self.top_k, self.num_experts, 1 + self.bound, WIRES.index(self.wire)
+        routing = self.top_k, self.num_experts, 1 + self.bound, COMM_DTYPES.index(self.comm_dtype)
         return Spec(self.group, self.rank, self.sizes, 1, self.engine, 0, self.layer, routing)
 
     @property
@@ -92,7 +92,7 @@ class Exchange(NamedTuple):
         return sum(self.sizes) * min(self.top_k, self.experts_here)
 
     @property
-    def room(self) -> int:
+    def recv_capacity(self) -> int:
         """Rows that any owner has room for."""
         return self.max_recv_rows if self.bound < 0 else min(self.bound, self.max_recv_rows)
 
@@ -160,7 +160,7 @@ def make_plan(
     engine: str = "auto",
     layer: str = "",
     weights_sum: float | None = None,
-    wire: str = "",
+    comm_dtype: str = "",
 ) -> tuple[RoutingPlan, Exchange]:
     """Check what moe_dispatch was given and make the plan of all ranks. Whether there is room is not looked at."""
     check_choices(x, expert_ids, weights, num_experts, at)
@@ -174,7 +174,7 @@ def make_plan(
         )
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"{who}max_rows is {max_rows}, must not be negative")
-    cannot = fault(wire, x.dtype) if wire else None
+    cannot = fault(comm_dtype, x.dtype) if comm_dtype else None
     if cannot:
         raise ValueError(who + cannot)
     ids, on_cpu = expert_ids.detach(), expert_ids.device.type == "cpu"
@@ -182,8 +182,8 @@ def make_plan(
         _check_sums(ids, weights.detach(), weights_sum, at)
     bound = -1 if max_rows is None else max_rows
     chosen = _engine_of(at.name, engine, x.dtype)
-    where = Exchange(at.name, at.rank, counts, num_experts, ids.shape[1], 0, chosen, layer, bound, wire)
-    where = where._replace(max_rows=where.room)
+    where = Exchange(at.name, at.rank, counts, num_experts, ids.shape[1], 0, chosen, layer, bound, comm_dtype)
+    where = where._replace(max_rows=where.recv_capacity)
     return RoutingPlan(*moe_plan(where.spec, ids, where.max_rows)), where
 
 
@@ -352,10 +352,10 @@ class Blocks:
     def check_room(self, at: Exchange) -> None:
         """Raises ValueError, on all ranks alike, where an owner has more rows than there is room for."""
         for owner, rows in enumerate(self.rows):
-            if rows > at.room:
+            if rows > at.recv_capacity:
                 raise ValueError(
                     f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
-                    f"{at.room}"
+                    f"{at.recv_capacity}"
                 )
 
     def of(self, source: int) -> list[Block]:

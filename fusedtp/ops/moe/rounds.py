@@ -45,8 +45,8 @@ from .plan import (
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-class Room(NamedTuple):
-    """How much of its room an exchange in rounds used, on the device.
+class RecvUsage(NamedTuple):
+    """What an exchange in rounds used of its owners' capacity, on the device.
 
     bound    rows that an owner has room for
     used     int32 [W]   rows that every owner got, in all rounds
@@ -71,14 +71,14 @@ def moe_rounds(
     engine: str = "auto",
     layer: str = "",
     weights_sum: float | None = None,
-    wire: str = "",
-) -> tuple[Tensor, Room]:
+    comm_dtype: str = "",
+) -> tuple[Tensor, RecvUsage]:
     """Dispatch, experts and combine with room for max_rows rows, in as many rounds as that takes.
 
-        x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum, wire    as in moe_dispatch
+        x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum, comm_dtype    as in moe_dispatch
         compute      (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each row by itself
         max_rows     at least 1, the same on all ranks
-        return       y [T_r, N], and Room
+        return       y [T_r, N], and RecvUsage
 
     The result, dx and the weights' gradients are those of moe_dispatch and moe_combine without a bound; gradients of
     what compute uses are the sums of the rounds'. There are as many rounds as the fullest owner needs where the host
@@ -95,24 +95,24 @@ def moe_rounds(
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
         plan, where = make_plan(
             x, expert_ids, weights, num_experts, at, max_rows=max_rows, sizes=sizes, engine=engine, layer=layer,
-            weights_sum=weights_sum, wire=wire,
+            weights_sum=weights_sum, comm_dtype=comm_dtype,
         )  # fmt: skip
     weights = without_dropped(weights, expert_ids, x)
-    room = _room(plan, where)
+    usage = _usage(plan, where)
     found = Blocks(plan.table, where).rows if host_knows(plan, where) else None
     most = where.max_recv_rows if found is None else max(found)
     if most <= max_rows:
         rows, offsets, handle = dispatch(x, weights, plan, _fitted(where, found, 0))
-        return moe_combine(compute(rows, offsets), handle), room
+        return moe_combine(compute(rows, offsets), handle), usage
     here, own = _choices_alone(where, x.device)
     choices, _ = dispatch_rows(x, None, own, here)
     parts = _all_rounds(choices, plan, where, found, -(-most // max_rows), compute)
-    return combine_rows(parts, weights, weights.detach().reshape(-1), own, here), room
+    return combine_rows(parts, weights, weights.detach().reshape(-1), own, here), usage
 
 
-def _room(plan: RoutingPlan, at: Exchange) -> Room:
+def _usage(plan: RoutingPlan, at: Exchange) -> RecvUsage:
     used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
-    return Room(at.bound, used, (used.max() + at.bound - 1) // at.bound)
+    return RecvUsage(at.bound, used, (used.max() + at.bound - 1) // at.bound)
 
 
 def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:

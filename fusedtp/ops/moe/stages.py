@@ -41,7 +41,7 @@ def moe_in_stages(
     sizes: Sequence[Sequence[int]] | None = None,
     engine: str = "auto",
     engine_between: str = "collective",
-    wire: str = "",
+    comm_dtype: str = "",
     layer: str = "",
 ) -> Tensor:
     """Dispatch, experts and combine, by way of one relay a node.
@@ -51,7 +51,7 @@ def moe_in_stages(
         within       ranks of this node, in the order of places; None: a node is one rank
         compute      (rows [R, K] of this rank's experts, offsets [E / (N L) + 1] int32) -> y [R, N']
         sizes        tokens of every rank, sizes[node][place]; default as many as here on all of them
-        engine, engine_between    of the two stages' exchanges; wire: of the rows in both
+        engine, engine_between    of the two stages' exchanges; comm_dtype: of the rows in both
         return       [T_r, N']
 
     Gradients reach x, the weights, and what compute uses. A relay has room for the tokens of all ranks at its place.
@@ -75,13 +75,21 @@ def moe_in_stages(
         goes = _nodes(expert_ids, each, nodes)
         ones = weights.new_ones(goes.shape)
         how: dict[str, Any] = dict(max_rows=sum(of_place), sizes=of_place, engine=engine_between, layer=layer)
-        rows, offsets, handle = moe_dispatch(x, goes, ones, nodes, between, wire=wire, **how)
+        rows, offsets, handle = moe_dispatch(x, goes, ones, nodes, between, comm_dtype=comm_dtype, **how)
         with_ids = _with_ids(expert_ids, weights, x.dtype)
-        choices, _ = dispatch_rows(with_ids, None, handle.plan, handle.at._replace(wire=""))
+        choices, _ = dispatch_rows(with_ids, None, handle.plan, handle.at._replace(comm_dtype=""))
     ids, kept_weights = _of_node(choices, offsets, outer.rank, each)
     relayed = [sum(row[p] for row in table) for p in range(places)]
     own, own_offsets, own_handle = moe_dispatch(
-        rows, ids, kept_weights, each, within, sizes=relayed, engine=engine, wire=wire, layer=layer
+        rows,
+        ids,
+        kept_weights,
+        each,
+        within,
+        sizes=relayed,
+        engine=engine,
+        comm_dtype=comm_dtype,
+        layer=layer,
     )
     summed = moe_combine(compute(own, own_offsets), own_handle)
     return moe_combine(summed, handle)

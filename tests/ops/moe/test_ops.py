@@ -26,10 +26,10 @@ def routed(group) -> tuple[Tensor, Exchange, list[Tensor]]:
     return ids.split(list(SIZES))[rank], at, plan
 
 
-def check_op(group, name: str, engine: str, wire: str = "") -> None:
+def check_op(group, name: str, engine: str, comm_dtype: str = "") -> None:
     fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
     ids, at, plan = routed(group)
-    at = at._replace(engine=engine, wire=wire)
+    at = at._replace(engine=engine, comm_dtype=comm_dtype)
     x, weights = torch.ones(len(ids), 4, requires_grad=False), torch.ones(ids.shape)
     y = torch.ones(at.max_rows, 4)
     given = {

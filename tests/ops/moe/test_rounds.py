@@ -57,7 +57,7 @@ class Seen:
         return torch.cat([y, y.new_full((len(rows) - count, rows.shape[1]), float("nan"))])
 
 
-def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fusedtp.ops.moe.Room | None]:
+def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fusedtp.ops.moe.RecvUsage | None]:
     """([y, dx, dweights, dfactors] of this rank, its experts, their room)."""
     case, rank = room.case, group.rank()
     data, here = build(case), mine(case, rank)

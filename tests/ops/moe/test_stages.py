@@ -15,7 +15,7 @@ from tests.parallel.support import dp_tp_mesh
 from tests.properties.laws import assert_same, poison
 
 
-def one_exchange(between, within, nodes: int, places: int, case: Case, wire: str) -> None:
+def one_exchange(between, within, nodes: int, places: int, case: Case, comm_dtype: str) -> None:
     """This rank's part of it: y, dx and dweights by the definition."""
     node, at_place = (0 if group is None else communicator(group).rank for group in (between, within))
     rank, data = node * places + at_place, build(case)
@@ -36,7 +36,15 @@ def one_exchange(between, within, nodes: int, places: int, case: Case, wire: str
     poisoned()
     sizes = [case.sizes[n * places : (n + 1) * places] for n in range(nodes)]
     y = fusedtp.moe_in_stages(
-        x, data.ids[here], weights, case.num_experts, between, within, experts, sizes=sizes, wire=wire
+        x,
+        data.ids[here],
+        weights,
+        case.num_experts,
+        between,
+        within,
+        experts,
+        sizes=sizes,
+        comm_dtype=comm_dtype,
     )
     poisoned()
     y.backward(data.gradients[here])
@@ -47,11 +55,11 @@ def one_exchange(between, within, nodes: int, places: int, case: Case, wire: str
         assert_same(f"node {node}, place {at_place}: {name}", got, want[here].to(dtype))
 
 
-def along_one_way(group, between: bool, case: Case, wire: str) -> None:
+def along_one_way(group, between: bool, case: Case, comm_dtype: str) -> None:
     """Nodes of one rank, or one node."""
     size = len(case.sizes)
     groups, shape = ((group, None), (size, 1)) if between else ((None, group), (1, size))
-    one_exchange(*groups, *shape, case, wire)
+    one_exchange(*groups, *shape, case, comm_dtype)
 
 
 @st.composite
@@ -75,8 +83,8 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 @example(
     Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8"
 )  # ids that fp8 has not
-def test_nodes_of_one_rank_and_one_node_equal_the_loop(case, between, wire):
-    world(len(case.sizes)).run(along_one_way, between, case, wire)
+def test_nodes_of_one_rank_and_one_node_equal_the_loop(case, between, comm_dtype):
+    world(len(case.sizes)).run(along_one_way, between, case, comm_dtype)
 
 
 def two_by_two(rank: int, cases: list[Case]) -> list[int]:

@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_seen_and_touches_nothing_else(tokens, width, dtyp
     assert_same("x", through(torch.where(at, bad, x.float()).to(dtype)), want)
 
 
-def exchanged(group, case: Case, wire: str, rough: bool) -> list[Tensor]:
+def exchanged(group, case: Case, comm_dtype: str, rough: bool) -> list[Tensor]:
     """[rows, y, dx, dweights] of this rank."""
     rank, data = group.rank(), build(case)
     here = mine(case, rank)
@@ -97,7 +97,14 @@ def exchanged(group, case: Case, wire: str, rough: bool) -> list[Tensor]:
     x, weights = x[here].clone().requires_grad_(), data.weights[here].clone().requires_grad_()
     poison(group)
     rows, offsets, handle = fusedtp.moe_dispatch(
-        x, data.ids[here], weights, case.num_experts, group, sizes=case.sizes, engine=case.engine, wire=wire
+        x,
+        data.ids[here],
+        weights,
+        case.num_experts,
+        group,
+        sizes=case.sizes,
+        engine=case.engine,
+        comm_dtype=comm_dtype,
     )
     y = fusedtp.moe_combine(rows, handle)
     poison(group)
@@ -106,7 +113,7 @@ def exchanged(group, case: Case, wire: str, rough: bool) -> list[Tensor]:
 
 
 def engines_agree(group, case: Case, engines: tuple[str, ...], rough: bool) -> None:
-    """All engines give the same bits; the rows are the rounded ones; exact inputs give what no wire gives."""
+    """All engines give the same bits; the rows are the rounded ones; exact inputs give what they give unrounded."""
     found = {}
     for engine in engines:
         of_engine = Case(**{**vars(case), "engine": engine})
@@ -120,7 +127,7 @@ def engines_agree(group, case: Case, engines: tuple[str, ...], rough: bool) -> N
             if name == "rows":
                 assert_same(f"{engine}: rounded {name}", one, through(bare))
             if name == "dx" or not rough:
-                assert_same(f"{engine}: {name} without a wire", one, bare)
+                assert_same(f"{engine}: {name} without comm_dtype", one, bare)
 
 
 @settings(max_examples=25)
@@ -140,7 +147,7 @@ def test_kernels_agree():
     world(2).run(engines_agree, case, ("chunked", "triton"), True, timeout=200)
 
 
-def bytes_of_a_dispatch(group, wire: str, width: int) -> tuple[int, int]:
+def bytes_of_a_dispatch(group, comm_dtype: str, width: int) -> tuple[int, int]:
     """What a dispatch of four tokens declares of a slot, and what a collective one sends to peers."""
     comm = communicator(group)
     fusedtp.reserve(group, 1 << 16)
@@ -155,7 +162,7 @@ def bytes_of_a_dispatch(group, wire: str, width: int) -> tuple[int, int]:
     x, ids = torch.ones(4, width, dtype=torch.bfloat16), torch.tensor([[0], [1], [0], [1]])
     try:
         for engine in ("chunked", "collective"):
-            fusedtp.moe_dispatch(x, ids, torch.ones(4, 1), 2, group, engine=engine, wire=wire)
+            fusedtp.moe_dispatch(x, ids, torch.ones(4, 1), 2, group, engine=engine, comm_dtype=comm_dtype)
     finally:
         del comm.all_to_all
     declared = [p.slot_bytes for p in comm.plans.values() if p.signature.operation == "moe_dispatch"]
@@ -165,29 +172,31 @@ def bytes_of_a_dispatch(group, wire: str, width: int) -> tuple[int, int]:
 def test_half_the_bytes_travel():
     k, slots = 512, 4 * 4  # of the weights, beside the rows
     for plain, packed in zip(
-        *(world(2).run(bytes_of_a_dispatch, wire, k) for wire in ("", "fp8")), strict=True
+        *(world(2).run(bytes_of_a_dispatch, comm_dtype, k) for comm_dtype in ("", "fp8")), strict=True
     ):
         assert plain == (4 * 2 * k + slots, 2 * k)
         assert packed == (4 * (k + 16) + slots, k + 16)
 
 
-def dispatch(group, wire: str, dtype: torch.dtype) -> None:
+def dispatch(group, comm_dtype: str, dtype: torch.dtype) -> None:
     ids = torch.tensor([[0], [1]])
-    fusedtp.moe_dispatch(torch.ones(2, 3, dtype=dtype), ids, torch.ones(2, 1), 2, group, wire=wire)
+    fusedtp.moe_dispatch(
+        torch.ones(2, 3, dtype=dtype), ids, torch.ones(2, 1), 2, group, comm_dtype=comm_dtype
+    )
 
 
 def test_ranks_of_another_wire_are_told():
-    with pytest.raises(WorldError, match="wire is 'fp8' on rank 0 and '' on rank 1"):
+    with pytest.raises(WorldError, match="comm_dtype is 'fp8' on rank 0 and '' on rank 1"):
         world(2).run(dispatch, PerRank(["fp8", ""]), torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("wire", "dtype", "words"),
+    ("comm_dtype", "dtype", "words"),
     [
-        ("fp4", torch.float32, "wire is 'fp4', must be one of '', 'fp8'"),
-        ("fp8", torch.float64, "wire='fp8' is for .*, not for torch.float64"),
+        ("fp4", torch.float32, "comm_dtype is 'fp4', must be one of '', 'fp8'"),
+        ("fp8", torch.float64, "comm_dtype='fp8' is for .*, not for torch.float64"),
     ],
 )
-def test_wires_that_there_are_not_are_refused(wire, dtype, words):
+def test_an_unknown_comm_dtype_is_refused(comm_dtype, dtype, words):
     with pytest.raises(ValueError, match=f"rank 0: {words}"):
-        dispatch(None, wire, dtype)
+        dispatch(None, comm_dtype, dtype)
