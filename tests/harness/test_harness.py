@@ -1,5 +1,6 @@
 """The harness itself: results, failures, deaths and hangs of workers, and nothing left behind."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import Failure, PerRank, World, WorldError, world
+from tests.harness.warm import warm_python
 
 
 def total(group, own: int, common: int) -> tuple[int, float]:
@@ -112,3 +114,38 @@ def test_a_failure_is_not_mistaken_for_a_result():
     with pytest.raises(WorldError) as caught:
         world(2).run(fail_on, 1)
     assert caught.value.outcomes[0] == "fine" and isinstance(caught.value.outcomes[1], Failure)
+
+
+def test_a_warm_python_runs_and_ends_as_a_cold_one(tmp_path):
+    """Arguments, environment, folder and files are the client's, and so is the end: a code, words or a signal."""
+    (tmp_path / "where.py").write_text(
+        "import os, sys, torch; print(sys.argv[1:], os.getcwd(), os.environ['MINE'], __name__, __file__)"
+    )
+    programs = (
+        ["where.py", "a", "b c"],
+        ["-m", "where", "d"],
+        ["-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"],
+        ["-c", "raise SystemExit('words')"],
+        ["-c", "raise KeyError('the reason')"],
+        ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"],
+    )
+    environment = os.environ | {"MINE": "x", "PYTHONPATH": str(tmp_path)}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    for program in programs:
+        warm, cold = (run([python, *program]) for python in (warm_python(), sys.executable))
+        last = [done.stderr.splitlines()[-1:] for done in (warm, cold)]
+        assert (warm.returncode, warm.stdout, last[0]) == (cold.returncode, cold.stdout, last[1]), program
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_ends_a_warm_python_ends_its_process(number):
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with subprocess.Popen([warm_python(), "-c", program], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        pid = int(client.stdout.readline())
+        client.send_signal(number)
+        assert client.wait(60) == -number
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.01)

@@ -28,12 +28,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
-    "torch._dynamo",
-    "torch.distributed.run",
+    "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "matplotlib.pyplot",
     "fusedtp.train.launch",
-    "matplotlib.figure",
-    "tensorboard",
-)
+)  # fmt: skip
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 CLIENT = """#!{python} -ES
 import os, pickle, signal, socket, sys
@@ -182,6 +179,7 @@ def _program(arguments: list[str]) -> Callable[[], object]:
         arguments.pop(0)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     kind, *rest = arguments
+    sys.path[0] = os.getcwd()
     if kind == "-m":
         sys.argv = rest
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -190,7 +188,7 @@ def _program(arguments: list[str]) -> Callable[[], object]:
         return lambda: exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     sys.argv = arguments
     sys.path[0] = str(Path(kind).resolve().parent)
-    return lambda: runpy.run_path(kind, run_name="__main__")
+    return lambda: runpy.run_path(os.path.abspath(kind), run_name="__main__")
 
 
 def main() -> None:

@@ -77,14 +77,14 @@ def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, 
 @pytest.mark.parametrize("sizes", [(5,), (4, 0, 3), (1, 1), (0, 0)])
 @pytest.mark.parametrize("recv_capacity", [0.125, 0.5, 1.0, 1.625])
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_room_is_rounded_up_to_whole_rows(sizes, room, top_k):
-    """The room of a rank is ceil(room T k / W) rows, and at least one, on every rank alike."""
+def test_capacity_is_rounded_up_to_whole_rows(sizes, recv_capacity, top_k):
+    """The capacity of a rank is ceil(recv_capacity T k / W) rows, and at least one, on every rank alike."""
     tokens, ranks = sum(sizes), len(sizes)
-    want = max(1, math.ceil(Fraction(room) * tokens * top_k / ranks))
+    want = max(1, math.ceil(Fraction(recv_capacity) * tokens * top_k / ranks))
 
     def bound_of(group) -> int:
         rank = group.rank()
-        experts = Experts(4, 3, 6, recv_capacity=room, on_overflow="rounds")
+        experts = Experts(4, 3, 6, recv_capacity=recv_capacity, on_overflow="rounds")
         fusedtp.parallelize(experts, group, plan={"": fusedtp.FusedExperts(sizes=sizes)})
         ids = torch.arange(top_k).expand(sizes[rank], top_k)
         experts(torch.ones(sizes[rank], 4), ids, torch.ones(sizes[rank], top_k))
