@@ -45,7 +45,8 @@ with server.makefile("rb") as answers:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     code = os.waitstatus_to_exitcode(pickle.load(answers))
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
