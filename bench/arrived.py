@@ -1,7 +1,7 @@
 """What flags and order cost: a fused kernel whose data is all there before it starts, beside the plain matmul.
 
-One rank's launch, with the whole device and nobody beside it. What its peers would write is there already, and what it
-writes to them goes to memory of its own that nobody reads:
+One rank's launch, alone on the whole device. What its peers would write is there already, and what it sends goes to
+memory of its own that is never read:
 
     flags         of every peer are far ahead: each wait polls once, and passes. Signatures agree
     gather        the other ranks' shards lie in the slot, where peers would have pushed them; no program sends

@@ -136,7 +136,7 @@ class Rank:
         sample.warm_up(once, 0.05 if self.plan.smoke else seconds)
 
     def measure(self, ways: Mapping[str, Way], seconds: float | None = None) -> dict[str, Spread]:
-        """Interleaved samples of each way; `notes` then says of which the host's time is in them."""
+        """Interleaved samples of each way; `notes` lists those that include host time."""
         budget = self.seconds if seconds is None else seconds
         times = sample.interleave(ways, budget, self.meeting, self.clock)
         if isinstance(self.clock, sample.DeviceClock):

@@ -111,7 +111,7 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
         "format": FORMAT, "fusedtp": about["fusedtp"], "commit": about["commit"], "suites": list(suites),
         "plan": _plain(plan),
     }  # fmt: skip
-    resume = options.resume and bool(about["commit"])  # else nobody knows what was measured
+    resume = options.resume and bool(about["commit"])  # else it is unknown what was measured
     if resume and _finished(path, key):
         print(f"{path}: already measured at this commit")
         return 1 if json.loads(path.read_text())["failures"] else 0

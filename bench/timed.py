@@ -122,7 +122,7 @@ class Problem:
 
 
 class EmptyWorld(SimulatedWorld):
-    """A workspace of W ranks whose slots nobody touches, so that big ones cost no memory."""
+    """A workspace of W ranks whose slots are never touched, so that big ones cost no memory."""
 
     def __init__(self, world_size: int, slot_bytes: int) -> None:
         super().__init__(world_size, 0, FLAGS_PER_SOURCE)
@@ -220,7 +220,7 @@ MODELS: dict[str, tuple[int, int]] = {  # hidden size, size inside the MLP
 def model_problem(operation: str, shape: str, tokens: int, world_size: int, **options: Any) -> Problem:
     """An MLP's operation: a gather feeds gate and up projection, a reduction follows the down projection.
 
-    shape   a name of MODELS, or "NxK" of one full weight, of which every rank has its part
+    shape   a name of MODELS, or "NxK" of one full weight, split over ranks
     """
     if shape in MODELS:
         hidden, inner = MODELS[shape]

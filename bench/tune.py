@@ -147,7 +147,7 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
             choices |= {"part": (128, 256, 512, 1024)}
         if not machine.shared_gpu:  # where ranks share a GPU its split is not a matter of taste
             choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
-    if machine.clock != "host":  # of which `_possible` leaves what machine and dtype have
+    if machine.clock != "host":  # `_possible` keeps what machine and dtype support
         toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1))
         sets = tuned.KERNELS[job.kernel].sets
         choices |= {name: known for name, known in toggles.items() if name in sets}
@@ -246,7 +246,7 @@ def tune(rank: Rank, jobs: Sequence[Job], limit: int, held: Mapping[str, Values]
         tuned.hold(other, values)
     try:
         found = _tune(rank, jobs, limit)
-        rank.meet()  # nobody launches any more
+        rank.meet()  # no rank launches any more
     finally:
         for name in (jobs[0].kernel, *held):
             tuned.hold(name, None)
@@ -317,7 +317,7 @@ def _refuses(rank: Rank, machine: Machine, job: Job, values: Values) -> bool:
     if machine.clock != "host":
         _hold(rank, job.kernel, values)
         try:
-            if job.kernel == "matmul":  # nobody waits for it
+            if job.kernel == "matmul":  # no rank waits for it
                 way_of(rank, job)()
             else:
                 launch = launch_of(rank, machine, job)

@@ -15,10 +15,10 @@ Peers send to their successor first, so the shard of the predecessor is complete
 shards in the order rank, rank - 1, ...; tiles of all shards form one list that the multiplying programs share,
 so no program is idle at the end of a shard. A tile waits for the chunks that cover its rows and no others.
 
-Senders wait for nobody and have the lower numbers: one resident program a rank is enough. Pushing, not pulling,
+Senders never wait and have the lower numbers: one resident program a rank is enough. Pushing, not pulling,
 keeps every wait on a flag in one's own memory.
 
-With S = 0 nobody sends here: copies beside the kernel bring the rows and set the same flags, chunk by chunk, see Note
+With S = 0 no program sends: copies beside the kernel bring the rows and set the same flags, chunk by chunk, see Note
 [Copies beside a kernel] in comm/copies.py. The first program then signals the arrival before it waits for anything, so
 one resident program is enough again.
 """

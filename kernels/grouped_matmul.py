@@ -1,11 +1,11 @@
 """Matmuls of ragged groups: the rows of each expert by that expert's own weights, in one launch.
 
     rows     [R, K]     expert-major: those of expert e are offsets[e] .. offsets[e + 1]
-    offsets  [E + 1]    int32, on the device; rows from offsets[E] on belong to nobody and are neither read nor written
+    offsets  [E + 1]    int32, on the device; rows from offsets[E] on are neither read nor written
     weights  [E, N, K]  any strides, so that dgrad is this matmul with weights [E, K, N]
     y        [R, N]
 
-How many tiles there are is known on the device alone, and nobody asks it: a fixed number of programs walks the experts,
+Only the device knows the number of tiles, and the host does not ask: a fixed number of programs walks the experts,
 and each counts tiles for itself. Tiles are dealt in turn across the borders of experts:
 
     expert    0 (3 tiles)   1 (none)   2 (5 tiles)          program p takes every P-th tile, whoever it belongs to;
@@ -251,7 +251,7 @@ def grouped_gated_kernel(
     gate,
     up,  # of gate's strides
     strides,  # (stride_xm, stride_xk, stride_ge, stride_gn, stride_gk)
-    y,  # contiguous, as are the two products; those are None where nobody wants them
+    y,  # contiguous, as are the two products, which are None if not wanted
     gate_out,
     up_out,
     offsets,

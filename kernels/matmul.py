@@ -13,7 +13,7 @@ during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in 
     matmul                             x and w by TMA
     matmul reduce-scatter, all-reduce  x and w: only partial tiles travel, which no loop here reads. x by pointers where
                                        the rows of a rank are several runs (batch > 1): a tile of them is no rectangle
-    all-gather matmul                  w; x, of which all but the own shard are pushed by peers, by pointers
+    all-gather matmul                  w; x by pointers, since peers push all but this rank's shard
     all-gather wgrad                   dy, in a loop of its own; x by pointers
 
 An operand that TMA cannot take goes by pointers, see ops/launch/operands.py, and all do before sm_90 and on AMD.

@@ -1,9 +1,9 @@
-"""Ranks meet on their streams: what host-sequenced engines on GPUs put before and after their copies.
+"""A barrier of ranks on their streams, which host-sequenced engines on GPUs launch before and after their copies.
 
     stream of a rank     copy x to the own slot | meet | copies from peers' slots | meet | next call
 
-What any rank enqueued before it is done, and seen, before what any rank enqueues after it; and signatures are
-compared, so that ranks in different calls are found at once. One program, so it needs no room beside others.
+What any rank enqueued before it is complete and visible before anything enqueued after it starts. It compares
+signatures, so ranks in different calls are found at once. One program, so it fits beside any other kernel.
 """
 
 import triton

@@ -5,7 +5,7 @@
 What moves is as in moe_exchange.py: segments in chunks with a flag each, own rows too, into the receiver's slot. Three
 kinds of programs, by number. Two sources, three experts, time to the right; e.g. 0a is a chunk of rows of expert 0:
 
-    send       0a to 1 | 0a to 0 | 0b 1a to 1 | 0b 1a to 0 | 2a to 1 | ...     waits for nobody
+    send       0a to 1 | 0a to 0 | 0b 1a to 1 | 0b 1a to 0 | 2a to 1 | ...     never waits
     copy                 0a        0a           0b 1a        0b 1a             slot -> rows, chunk by chunk
     multiply                                    tiles of expert 0 | tiles of expert 1 | tiles of expert 2
 
@@ -140,7 +140,7 @@ def moe_dispatch_matmul_kernel(
     w,
     w2,  # of w's strides: gate and up; None of a plain matmul
     strides,  # (stride_we, stride_wn, stride_wk)
-    y,  # contiguous, as are the two products; those are None where nobody wants them
+    y,  # contiguous, as are the two products, which are None if not wanted
     gate_out,
     up_out,
     E,

@@ -6,7 +6,7 @@
 In a dispatch owners pull. Every rank publishes its x once, in its own slot, in chunks of whole rows with a flag each at
 every peer; an owner reads the rows that it wants where they lie and stores them where they belong. Rank 1 of 4:
 
-    publish    x_1 to the own slot, chunk by chunk         waits for nobody
+    publish    x_1 to the own slot, chunk by chunk         never waits
     pull       from x_1    from slot 2    from slot 3    from slot 0
                no wait     all of x_2     all of x_3     all of x_0
 
@@ -26,7 +26,7 @@ own slot too, so that a token's choices are all in one place.
 
     combine    rows of one source         ->  by (expert, choice)       ->  a token's choices, one by one
 
-Programs 0 .. S-1 publish or send and wait for nobody, the others receive: one resident program a rank is enough.
+Programs 0 .. S-1 publish or send and never wait; the others receive: one resident program a rank is enough.
 """
 
 import triton
@@ -129,7 +129,7 @@ def publish_rows(
 ):
     """Publish stage: program_id < programs copies chunks of x to the own slot and tells every peer; flag 1 + c.
 
-    Nothing is published where nothing is sent, as in most rounds of an exchange in rounds: then nobody waits for it.
+    Nothing is published where nothing is sent, as in most rounds of an exchange in rounds: then no rank waits for it.
     """
     pid = tl.program_id(0)
     if pid == 0:

@@ -15,7 +15,7 @@ columns a quarter of every sum can begin after a quarter of the products. One ra
     send       part 0 of experts 0, 1, 2, ...      part 1 of experts 0, 1, 2, ...      ...
     sum                                            waits for part 0 of all, sums it    waits for part 1 ...
 
-Programs 0 .. S-1 multiply and send, and wait for nobody; the others sum: one resident program a rank is enough. An item
+Programs 0 .. S-1 multiply and send, and never wait; the others sum: one resident program a rank is enough. An item
 is published late, see Note [Late publish] in matmul_reduce_scatter.py. Flag 1 + part * I + i is part `part` of item i,
 of the I items of its owner; how many those are every rank knows from the plan.
 

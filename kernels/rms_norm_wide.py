@@ -1,4 +1,4 @@
-"""RMSNorm of rows that no program holds at once: two passes over a row, of which the second finds it in a cache.
+"""RMSNorm of rows that no program holds at once: two passes over a row, the second from cache.
 
 What rms_norm.py says of results holds here too. A row goes through registers BLOCK columns at a time. The sum of x and
 the residual is made in both passes rather than read back: another thread may have stored it.

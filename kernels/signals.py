@@ -1,6 +1,6 @@
 """What ranks say to each other inside a kernel: publish, wait, fail. Nothing else here names an order.
 
-A rank's flag word belongs to one (source, chunk); the source sets it to the call's epoch, nobody resets it.
+A rank's flag word belongs to one (source, chunk); the source sets it to the call's epoch, and it is never reset.
 
     source        stores of the data | block barrier | release of the flag at system scope
     destination   acquire spin on the flag, in its own memory | block barrier | loads of the data

@@ -1,4 +1,4 @@
-"""Tiles and rows: what every kernel here shares and no other rank has a part in.
+"""Tiles and rows: what every kernel shares and what does not involve other ranks.
 
 Note [bf16 under the interpreter]: the interpreter keeps bf16 as raw 16-bit integers. Copies are right; a sum or
 a product is not, and a cast from fp32 truncates. So bf16 is widened before arithmetic and rounded by hand.

@@ -110,7 +110,7 @@ def exact(rank: Rank, rows: Rows, start: int, x: Tensor, w: Tensor, labels: Tens
 
 
 def measure_loss(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case: rows of x over all ranks, each of which has a part of the model's vocabulary. Collective."""
+    """Rows of one case: rows of x over all ranks; each has a part of the model's vocabulary. Collective."""
     k, v = case.model.hidden, case.model.vocab
     rows, vocab = Rows(split(case.tokens, rank.world_size)), split(v, rank.world_size)
     start, mine = sum(vocab[: rank.rank]), vocab[rank.rank]
@@ -264,7 +264,7 @@ def measure_block(rank: Rank, case: Case) -> list[Row]:
     layout = TokenLayout(1, case.tokens, sizes if rank.world_size > 1 else (), rank.rank)
 
     def operands(seed: int) -> tuple[Tensor, ...]:
-        # The same tokens on every rank, of which each takes its own.
+        # The same tokens on every rank; each takes its part.
         generator = torch.Generator(rank.device).manual_seed(seed)
         x = torch.randn(case.tokens, case.model.hidden, generator=generator, device=rank.device)
         return (layout.take(x).to(getattr(torch, case.dtype)).requires_grad_(),)

@@ -5,7 +5,7 @@ cases make three, of different shapes, ragged and empty shards among them.
 
     fused_cases     every kernel, those that operations declare and those of experts
     meeting_case    calls of engines that the host sequences, between two meetings of all ranks
-    turns_case      exchanges of experts one after another, of which a fast rank may be a call ahead
+    turns_case      exchanges of experts one after another; a fast rank may be a call ahead
     replayed_case   a captured graph, eager calls between
 """
 
@@ -231,7 +231,7 @@ def _gather(
 
 
 def turns(world_size: int) -> list[Call]:
-    """Six calls: another rank has no tokens each time; all go to the first rank's experts, the last one's, nobody's."""
+    """Six calls: each time another rank has no tokens; all go to the first rank's experts, the last one's, or none."""
     w = world_size
     sizes = [tuple(0 if r == i % w else 3 + (r + i) % 3 for r in range(w)) for i in range(1, 6)]
     return [

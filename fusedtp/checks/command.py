@@ -78,7 +78,7 @@ class CheckOptions:
     workers: int | None = None
     """Processes. Default: one a core."""
     lint: bool = True
-    """Compile the kernels for several kinds of GPU, none of which need be here, and check the memory order and the
+    """Compile the kernels for several kinds of GPU, without having them, and check the memory order and the
     instructions of the result. Default: only where no case is named."""
     timeline: Path | None = None
     """Write an HTML timeline of the fault, or of one schedule where there is none."""

@@ -62,7 +62,7 @@ class SimulatedWorld:
         return self.data, self.flags, self.signatures, self.epochs, self.failures, self.statuses
 
     def view(self, rank: int) -> DeviceView:
-        """Rank's view, as launchers take it. Its waits never time out: nobody waits in vain unnoticed here."""
+        """The rank's view, as launchers take it. Its waits never time out: the simulator finds deadlocks itself."""
         return DeviceView(
             data_ptrs=self.data.pointers,
             flag_ptrs=self.flags.pointers,

@@ -3,7 +3,7 @@
 A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has. With a
 matmul in the same kernel rows of `k` become rows of the first width, by the experts' [width, k]. Every rank owns
 EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN. Of a
-dispatch with its matmul `keep` means a gated one, of which the two products are compared: no rounding is in them. Of a
+dispatch with its matmul `keep` means a gated one; its two products are compared, which are not rounded. Of a
 matmul with its combine it means the sum of two products, of the rows and of the rows plus one, without weights. Of a
 dispatch it means a row for each choice, as factors of its rows travel, in place of one a token.
 """

@@ -103,7 +103,7 @@ class Variant:
 
 
 # Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
-# or none, even and odd K, two ranks and eight; last, widths of which the compiler knows no alignment.
+# or none, even and odd K, two ranks and eight; last, widths whose alignment the compiler does not know.
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -291,13 +291,13 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
 
 
 def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
-    """Rows of K elements between 8 experts a rank, of which a token chooses 4."""
+    """Rows of K elements between 8 experts a rank; a token chooses 4."""
     w, t, dtype = variant.world_size, variant.rows // variant.world_size, getattr(torch, variant.dtype)
     at = Exchange("", 1, (t,) * w, 8 * w, 4, 0, "triton")
     at = at._replace(max_rows=at.max_recv_rows)
     words = unpacked(torch.empty(index_size(at), dtype=torch.int32), at)
     end = (words, at, 12345, None, machine)
-    width = variant.k + variant.widths[0] % VECTOR  # or one of which the compiler knows no alignment
+    width = variant.k + variant.widths[0] % VECTOR  # or a width whose alignment the compiler does not know
     view = _view(w)
     if kernel in ARRIVING:
         index = torch.empty(t * at.top_k, dtype=torch.int32)
@@ -389,7 +389,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
     x, gate, weight = empty(rows, width), empty(rows, wide), empty(width, of=torch.float32)
     act = {"bf16": "silu", "fp32": "gelu"}.get(variant.name, "gelu_pytorch_tanh")
     if "_wide_" in kernel:
-        wider = 16384 - width % VECTOR  # or a width of which the compiler knows no alignment
+        wider = 16384 - width % VECTOR  # or a width whose alignment the compiler does not know
         x, weight = empty(rows, wider), empty(wider, of=torch.float32)
     if kernel in ("rms_norm_kernel", "rms_norm_wide_kernel"):
         return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine)[0]
@@ -410,7 +410,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
 
 
 def _view(world_size: int) -> SimpleNamespace:
-    """A workspace's device view, of which a plan takes nothing but types."""
+    """A workspace's device view; a plan only looks at its types."""
     words = torch.zeros(max(8, world_size), dtype=torch.int64)
     return SimpleNamespace(
         data_ptrs=words,

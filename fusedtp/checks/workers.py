@@ -37,7 +37,7 @@ from fusedtp.sim.explore import Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
 
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
-WORLD_SIZE = 4  # where nobody says
+WORLD_SIZE = 4  # the default
 
 
 # -- cases by name -----------------------------------------------------------------------------------------------------

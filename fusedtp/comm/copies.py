@@ -3,7 +3,7 @@
     current stream   epoch | E |  fused kernel: arrives, waits for each flag, multiplies         | waits for F | next
     copy stream              waits for E | rows to r + 1 | their flags | rows to r + 2 | ... | F
 
-On a GPU a copy engine does it beside the kernel, of which then all programs multiply. On CPU the rank copies before
+On a GPU a copy engine does it beside the kernel, and all programs of the kernel multiply. On CPU the rank copies before
 it interprets its kernel.
 
 Note [Copies beside a kernel]
@@ -22,7 +22,7 @@ Note [Two rotating buffers] in workspace.py:
 
 A copy needs its destination's address when it is enqueued, so the host must know which slot the device's epoch stands
 for. It counts the epochs that it has begun. What a captured graph counts it cannot see: under capture, and on a
-workspace of which a graph was ever captured, programs send.
+workspace with a captured graph, programs send.
 
 A rank whose kernel has failed sends nothing more by programs. Copies that its host had enqueued before it looked are
 made all the same. They can meet a peer that still reads the slot only if that peer, after all ranks had arrived in

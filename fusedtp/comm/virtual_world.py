@@ -56,7 +56,7 @@ class Ranks:
             return self._parts[ranks]
 
     def ready(self) -> None:
-        """Nobody has raised, and nobody has met."""
+        """No rank has raised, and none has arrived."""
         self.barrier.reset()
         self.raised.clear()
         self.arrivals = [0] * self.world_size
@@ -64,7 +64,7 @@ class Ranks:
             part.ready()
 
     def give_up(self, rank: int) -> None:
-        """It raised: nobody shall wait for it."""
+        """It raised: the others must not wait for it."""
         with self._lock:
             self.raised.append(rank)
             self.barrier.abort()

@@ -19,7 +19,7 @@ other slot. But the host counts calls and the device epochs, so that copies of `
 ranks meet before them.
 
 Note [Slot bytes]
-What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] of which rank p has R_p rows, in
+What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] with R_p rows on rank p, in
 elements of the working dtype. A group holds two slots of the largest of its calls, and the control region.
 
                                        chunked         triton
@@ -362,7 +362,7 @@ class Workspace:
             raise
 
     def give_up(self, call: Call, error: BaseException) -> None:
-        """After a timeout or an interrupt nobody uses the workspace again."""
+        """After a timeout or an interrupt the workspace is not used again."""
         self.failed = error if isinstance(error, SignalTimeout) else SignalTimeout("interrupted in a call")
         call.leave_peers()
 
@@ -471,14 +471,14 @@ class Call:
         """For one fused kernel, which signals and waits itself.
 
         On CPU the peers' hosts are also told the signature, so that a peer in another engine finds the mismatch at
-        once (nobody waits for that here), and a peer's death ends the kernel.
+        once (nothing here waits for that), and a peer's death ends the kernel.
         """
         ws = self.ws
         if self.on_cpu:
             self.publish_all()
             self.watch = PeerWatch(self)
         else:
-            # if this raises before it ends, nobody knows whether the kernel was started
+            # if this raises, it is unknown whether the kernel was started
             self.counted, ws.epochs = ws.epochs, None
         return ws.device_view()
 
@@ -613,7 +613,7 @@ class Call:
             return
         if self.counted is not None:
             ws.epochs = self.counted + 1
-        if self.used_barrier:  # nobody writes a slot again before all have read it
+        if self.used_barrier:  # no slot is written again before all have read it
             self.meet()
 
     # -- between CPU ranks: semaphores, and leaving a call when something fails -------------------------------------
@@ -690,7 +690,7 @@ class Call:
         self.ws.epoch_word[0] = number & 0xFFFFFFFF
 
     def leave_peers(self) -> None:
-        """After a timeout or an interrupt: tell whoever still waits for this rank, and wait for nobody."""
+        """After a timeout or an interrupt: notify peers that still wait for this rank, without waiting."""
         if not self.on_cpu:
             return
         words = failure_words(self.number)
@@ -704,7 +704,7 @@ class Call:
 class PeerWatch(threading.Thread):
     """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
 
-    GRACE_SECONDS = 2.0  # a peer that ended after its last signal fails nobody
+    GRACE_SECONDS = 2.0  # a peer that exits after its last signal is no failure
 
     def __init__(self, call: Call) -> None:
         super().__init__(daemon=True, name="fusedtp watch")

@@ -201,12 +201,12 @@ def sinkhorn(logits: Tensor, iterations: int, group: Group | None = None) -> Ten
     """The log of exp(logits) after so many scalings of rows and columns, which share the tokens out among the experts.
 
     logits   [T_r, E]
-    return   [T_r, E]   exp of it sums to T / E in every column, exactly, and to nearly 1 in every row, the nearer the
-                        more iterations. The largest entry of a row is its token's expert.
+    return   [T_r, E]   exp of it sums to exactly T / E in every column and to nearly 1 in every row, closer with more
+                        iterations. The largest entry of a row is its token's expert.
     Columns are summed over the ranks of `group`, by one all-gather of [E + 1] an iteration. In logs, so that no entry
-    overflows or vanishes. The number of iterations is fixed, so that nobody waits for the host to see an error fall. A
-    token whose logits are not all finite counts as one without a preference, so that it changes no other's expert; it
-    gets its logits back.
+    overflows or vanishes. The number of iterations is fixed, so that the device never waits for the host. A token whose
+    logits are not all finite counts as one without a preference, so that it changes no other token's expert; it gets
+    its logits back.
     Source: Sinkhorn and Knopp 1967; for experts, Clark et al. 2022, "Unified Scaling Laws for Routed Language Models",
     S-BASE.
     """

@@ -20,8 +20,8 @@ In bytes, beside x, weight and labels, with e of an element of x and a = max(4, 
                a few numbers a row of a piece; on a CPU also its chunks, see loss.py
     backward   dx, dweight, and their products with the loss's gradient: T_r K e, and V_r K e unless into a main_grad
 
-A bias adds V_r a, and on a CPU a piece of 16 bits in fp32, of which its gradient is summed. A CPU that has no 16-bit
-instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) holds the weight in fp32 and 512 rows of logits besides.
+A bias adds V_r a, and on a CPU an fp32 copy of a 16-bit piece, from which its gradient is summed. A CPU without 16-bit
+instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) also holds the weight in fp32 and 512 rows of logits.
 
 A piece reads and writes dweight once: on an H200 as long as the three matmuls of 230 rows take. That is why a GPU's
 pieces are larger: 1024 rows of a vocabulary of 128 Ki.
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     num_labels: int | Tensor | None = None,
     max_logits_bytes: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of logits = x @ weight.T + bias, of which never more than a piece exists.
+    """Mean cross-entropy of logits = x @ weight.T + bias, computed piece by piece.
 
     x            [T, K]     all rows; with `sizes` [T_r, K], this rank's
     weight       [V_r, K]   this rank's part of the vocabulary (torch.chunk's split of V); V without a group

@@ -42,7 +42,7 @@ class MainGrad(Protocol):
 
 @dataclass(frozen=True)
 class SharedMainGrad:
-    """The main_grad [N, ...] of a weight that all ranks hold, of which this one multiplies the rows from `begin` on."""
+    """The main_grad [N, ...] of a weight that all ranks hold; this rank computes its rows from `begin` on."""
 
     total: Tensor
     group: str

@@ -330,7 +330,7 @@ def reduction(
     world_size: int = 0,
     owners: int = 1,
 ) -> Config:
-    """Configuration for partial tiles of which each of `owners` ranks owns `owned` rows and has `flags` flags for.
+    """Configuration for partial tiles: each of `owners` ranks owns `owned` rows and has `flags` flags for them.
 
     A rank multiplies the rows of all owners, and these fill the machine; but no tile has rows of two. The owner sums by
     the senders' tiles, so all of this depends only on what ranks share: not on K. Tuned values are those of `kernel`,

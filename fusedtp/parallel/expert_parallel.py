@@ -216,7 +216,7 @@ class ExpertParallel(Member):
     def _exchanged(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, sizes: tuple[int, ...] | None
     ) -> Tensor:
-        if self.shares.are_finer:  # afterwards nobody knows the ids that were given
+        if self.shares.are_finer:  # afterwards the given ids are lost
             at = place(self.group)
             with propagate_errors(at):
                 check_choices(x, expert_ids, weights, module.num_experts, at)

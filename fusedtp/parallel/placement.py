@@ -11,7 +11,7 @@ A rank that sees only part of the tokens or of the heads has only part of such a
 `to_local(grad_placements=[Partial()])` would leave `p.grad` Partial: then AdamW reduces it again in every one of its
 operations (three all-reduces a parameter and step for foreach, one for fused), and clipping once more. So `read`
 takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
-complete, nobody downstream communicates, and no hook is hidden anywhere.
+complete, nothing downstream communicates, and there are no hidden hooks.
 """
 
 from __future__ import annotations

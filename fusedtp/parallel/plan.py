@@ -110,7 +110,7 @@ def ways_of(model: nn.Module, world_size: int, experts: ExpertSplit | None = Non
 def _planned(
     named: Mapping[str, Any], plan: Mapping[str, Any], shared: Mapping[str, Style], options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Module name -> style, and what is wrong; `shared` are styles of which one serves all modules."""
+    """Module name -> style, and what is wrong; `shared` are styles with one instance for all modules."""
     styles: dict[str, Any] = {}
     faults: list[str] = []
     if not plan:

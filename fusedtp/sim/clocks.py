@@ -121,7 +121,7 @@ class Shadow:
     """Who last wrote and read each byte.
 
     written, read   the last plain write of a byte, and the last plain read by each slot; event 0 is before the run
-    unwritten       bytes that nobody has written
+    unwritten       bytes that have not been written
     atomics         byte -> the last atomic read and write of each slot and scope: few bytes have any
     """
 

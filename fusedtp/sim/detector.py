@@ -1,4 +1,4 @@
-"""Races, reads of what nobody wrote, accesses outside of all memory: each access is judged as it happens."""
+"""Races, reads of unwritten memory, accesses out of bounds: each access is judged as it happens."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Memory:
     """One tensor a rank that kernels reach by address: symmetric memory, flags, scratch.
 
     tensors   one a rank, CPU, contiguous
-    poisoned  nobody has written it yet: reading an element before a store to it is a fault
+    poisoned  not written yet: reading an element before a store to it is a fault
     """
 
     name: str
@@ -47,7 +47,7 @@ def symmetric(
 ) -> Memory:
     """Memory of the same shape on every rank; every byte 0xFF (NaN for floats) where poisoned, else zero.
 
-    On both sides of each tensor lies a guard that belongs to nobody, so that what runs out of it lands in no other.
+    A guard on both sides of each tensor keeps out-of-bounds accesses out of other tensors.
     """
     fill = 0xFF if poisoned else 0
     shape = tuple(shape)

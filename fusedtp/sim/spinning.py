@@ -1,6 +1,6 @@
 """Who waits: a program that repeats reads which return what they returned before sleeps until one of them changes.
 
-If nobody is left awake, that is a deadlock. Some programs read the same word often without waiting for it, so all are
+If no program is awake, that is a deadlock. Some programs read the same word often without waiting for it, so all are
 roused a few times first.
 """
 
@@ -89,7 +89,7 @@ class Spinning:
             waiting.discard(actor)
 
     def once_more(self, everyone: Iterable[Actor]) -> bool:
-        """All sleep: wake them to look again. False if that has been in vain too often, or there is nobody."""
+        """All sleep: wake them to look again. False if that has failed too often, or there are none."""
         self._vain_rounds += 1
         if self._vain_rounds > VAIN_ROUNDS:
             return False

@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> TrainConfig:
 
 
 def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]:
-    """(dp, tp) for `ranks` processes of which `local_ranks` share a machine: tp stays inside a machine."""
+    """(dp, tp) for `ranks` processes, `local_ranks` to a machine: tp stays inside a machine."""
     tp, dp = config.parallel.tp, config.parallel.dp
     if tp is None:
         tp = local_ranks if dp is None else max(1, ranks // max(1, dp))

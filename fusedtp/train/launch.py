@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Ranks where nobody says how many: two on CPU, every GPU otherwise."""
+    """The default number of ranks: two on CPU, one a GPU otherwise."""
     if config.parallel.tp is not None:
         return max(1, config.parallel.tp * (config.parallel.dp or 1))
     return max(1, torch.cuda.device_count()) if device_type(config.run.device) == "cuda" else 2

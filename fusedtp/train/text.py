@@ -165,7 +165,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _key(candidates: list[Path]) -> str:
-    """Hash of which files these are and whether they have changed since."""
+    """Hash that changes with the list of files and their contents."""
     digest = hashlib.sha256(_FORMAT.encode())
     for path in candidates:
         status = path.stat()

@@ -48,7 +48,7 @@ from ..operation import LocalOperation, as_autocast, needs_grad, wanted
 from ..pointwise import ACTIVATIONS
 
 ENGINES = ("auto", "chunked", "triton")
-ALIGNED = 8  # bf16 elements in the 16 bytes of which grouped_mm wants strides to be multiples
+ALIGNED = 8  # grouped_mm wants strides to be multiples of 16 bytes: so many bf16 elements
 LARGE_TILE = 128  # rows; where experts have fewer, a tile has as few
 
 

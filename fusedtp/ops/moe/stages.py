@@ -124,7 +124,7 @@ def _of_node(choices: Tensor, offsets: Tensor, node: int, each: int) -> tuple[Te
     """choices [R, 2 k] of the tokens that arrived -> ids among this node's experts, -1 of others, and their weights:
 
     [R, min(k, experts of this node)] each, a token's choices in their order.
-    Rows past offsets[-1] are nobody's and undefined: they choose nothing.
+    Rows past offsets[-1] are undefined: they choose no expert.
     """
     ids, weights = choices.chunk(2, 1)
     arrived = torch.arange(choices.shape[0], device=choices.device)[:, None] < offsets[-1]

@@ -28,7 +28,7 @@ class Account:
         self.entries: list[Entry] = []
         self.met = 0
         self._products = False  # since the last store
-        self._waiting = False  # for loads of which nobody has used anything yet
+        self._waiting = False  # for loads whose values are not used yet
         self._pipelined = False
 
     def load(self, rank: int, nbytes: int, key: tuple[int, int]) -> None:

@@ -146,7 +146,7 @@ class Programs:
     def atomic(
         self, name: str, address: int, dtype: np.dtype, change: Callable[[int], int], order: Order, posted: bool
     ) -> int:  # fmt: skip
-        """The word as it was. `posted`: nobody wants to know, so the program goes on at once."""
+        """The word as it was. `posted`: the result is unused, so the program goes on at once."""
         me, turns = self._turns.me, self._turns
         if order.releases:
             self._land()

@@ -1,7 +1,7 @@
 """The text of a kernel, parsed anew and changed so that Python can run it with another `tl`. Its meaning stays.
 
     x.to(t), x.dtype, a // b, a % b, ~a    are calls, because a scalar is a plain Python int here
-    tl.atomic_xchg(...) as a statement     is told that nobody looks at the result, so it need not come back
+    tl.atomic_xchg(...) as a statement     is marked as unused, so the program does not wait for its result
     for k in range(...)                    may skip iterations that do what the ones before did, see loops.py
 
 Line numbers are those of the source.

@@ -41,7 +41,7 @@ class Traffic:
         self.sent: Counter[tuple[int, int]] = Counter()
 
     def cost(self, rank: int, entries: Sequence[Entry]) -> Cost:
-        """Of what a program of this rank did. Raises UnsupportedKernel for products whose rate nobody says."""
+        """What a program of this rank did. Raises UnsupportedKernel for products of unknown rate."""
         gpu, node, cost = self._gpus[rank], self._node, Cost()
         moved = stalls = 0
         for what, where, amount, key in entries:

@@ -24,7 +24,7 @@ from .masks import Mask, Shape, broadcast, kept_axes
 
 
 class Tile:
-    """A block of integers or pointers (affine, or an array in `data`), or of numbers that nobody computes."""
+    """A block of integers or pointers (affine, or an array in `data`), or of numbers that are not computed."""
 
     __slots__ = ("base", "data", "dtype", "known", "shape", "steps")
 
