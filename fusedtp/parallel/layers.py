@@ -117,35 +117,36 @@ class ColumnParallel(Member):
         self, x: Tensor, linears: Sequence[Any], layout: Any = None, gathering: Any = None
     ) -> tuple[Tensor, ...]:
         """x [T_r, K] -> one [T, N_i] for each linear, x gathered once for all; or what `gathering` makes of them."""
+        if not self.sequence_parallel:
+            return self.project_whole(x, linears)
+        return self.project_rows(x, linears, self.token_sizes(layout), gathering)
+
+    def project_rows(
+        self, x: Tensor, linears: Sequence[Any], sizes: Sequence[int] | None, gathering: Any = None
+    ) -> tuple[Tensor, ...]:
+        """x [T_r, K], `sizes` every rank's rows -> one [T, N_i] for each."""
+        weights, biases = self._weights(x, linears)
+        whole = any(each.parallel.gather_output for each in linears)
+        ys = (ops.all_gather_matmul if gathering is None or whole else gathering)(
+            x, weights, self.group, biases=biases, sizes=sizes, dim=self.dim, engine=self.engine,
+            layer=joined_kind([each.parallel.layer for each in linears]),
+        )  # fmt: skip
+        return _outputs(ys, linears) if whole else ys
+
+    def project_whole(self, x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
+        """x [..., K], the same on every rank -> one [..., N_i] for each."""
+        weights, biases = self._weights(x, linears)
+        x = copy_to_group(x, self.group, layer=joined_kind([each.parallel.layer for each in linears]))
+        ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return _outputs(ys, linears)
+
+    def _weights(self, x: Tensor, linears: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
         if any(not isinstance(each.parallel, ColumnParallel) for each in linears):
             raise ValueError(f"linears that share one input must all be column-parallel, not {list(linears)}")
         weights = [each.parallel._weight(each.weight, x.dtype) for each in linears]
-        biases = [
+        return weights, [
             None if each.bias is None else each.parallel._own(each.bias).to(x.dtype) for each in linears
         ]
-        kind = joined_kind([each.parallel.layer for each in linears])
-        if self.sequence_parallel:
-            whole = any(each.parallel.gather_output for each in linears)
-            gathers = ops.all_gather_matmul if gathering is None or whole else gathering
-            ys = gathers(
-                x,
-                weights,
-                self.group,
-                biases=biases,
-                sizes=self.token_sizes(layout),
-                dim=self.dim,
-                engine=self.engine,
-                layer=kind,
-            )
-            if not whole:
-                return ys
-        else:
-            x = copy_to_group(x, self.group, layer=kind)
-            ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
-        return tuple(
-            each.parallel._gathered(y, each) if each.parallel.gather_output else y
-            for y, each in zip(ys, linears, strict=True)
-        )
 
     def cross_entropy(
         self, x: Tensor, linear: Any, labels: Tensor, layout: Any = None, **options: Any
@@ -183,19 +184,21 @@ class RowParallel(Member):
 
     def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
         """x [T, K_r] -> [T_r, N]; without sequence parallelism x [..., K_r] -> [..., N]."""
+        if not self.sequence_parallel:
+            return self.summed(x, linear)
+        return self.scattered(x, linear, self.token_sizes(layout))
+
+    def scattered(self, x: Tensor, linear: Any, sizes: Sequence[int] | None) -> Tensor:
+        """x [T, K_r] -> [T_r, N], `sizes` every rank's rows."""
         weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
-        if self.sequence_parallel:
-            bias = None if bias is None else read(accumulated(bias), self.group).to(x.dtype)
-            return ops.matmul_reduce_scatter(
-                x,
-                weight,
-                self.group,
-                bias=bias,
-                sizes=self.token_sizes(layout),
-                dim=self.dim,
-                engine=self.engine,
-                layer=self.layer,
-            )
+        bias = None if bias is None else read(accumulated(bias), self.group).to(x.dtype)
+        return ops.matmul_reduce_scatter(
+            x, weight, self.group, bias=bias, sizes=sizes, dim=self.dim, engine=self.engine, layer=self.layer
+        )
+
+    def summed(self, x: Tensor, linear: Any) -> Tensor:
+        """x [..., K_r] -> [..., N] on every rank."""
+        weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
         bias = None if bias is None else accumulated(bias).to(x.dtype)
         return ops.matmul_all_reduce(x, weight, self.group, bias=bias, engine=self.engine, layer=self.layer)
 
@@ -237,6 +240,13 @@ class VocabParallel(Member):
         padding = padding - begin if padding is not None and begin <= padding < begin + rows else None
         y = F.embedding(ids.where(mine, 0), weight, padding)
         return y.masked_fill(~mine[..., None], 0)
+
+
+def _outputs(ys: Sequence[Tensor], linears: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(
+        each.parallel._gathered(y, each) if each.parallel.gather_output else y
+        for y, each in zip(ys, linears, strict=True)
+    )
 
 
 def kind_of(name: str) -> str:
