@@ -6,6 +6,7 @@ are counted for.
 
     forward                  backward, given a gradient that is
     gather_tokens            this rank's rows, replicated
+    all_gather_tokens        a reduce-scatter, partial
     take_tokens              a gather, of each rank's own rows
     reduce_scatter_tokens    a gather, of each rank's own rows
     copy_to_group            a sum over ranks, partial
@@ -30,6 +31,12 @@ from .shards import all_gather_rows, all_reduce_rows, reduce_scatter_rows
 def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
     """x [T_r, ...] -> [T, ...] on every rank; the gradient is replicated, and a rank takes its own rows of it."""
     full = _Gather.apply(_as_rows(x), _spec(group, sizes, layer))
+    return full.reshape(full.shape[0], *x.shape[1:])
+
+
+def all_gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
+    """x [T_r, ...] -> [T, ...] on every rank; the gradient is partial: ranks sum it, each for its own rows."""
+    full = _AllGather.apply(_as_rows(x), _spec(group, sizes, layer))
     return full.reshape(full.shape[0], *x.shape[1:])
 
 

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedtp.comm import communicator
+from fusedtp.comm import Communicator, communicator
 
 from .expert_parallel import ExpertSplit
+from .foreign import Model, leave
+from .foreign_plan import foreign_steps, regroup_heads
 from .layers import Member, kind_of
 from .placement import Mesh
-from .plan import make_steps, plan_of
+from .plan import Step, make_steps, plan_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +47,10 @@ def parallelize(
     comm = communicator(mesh)
     if experts is not None:
         experts.check(mesh)
+    own = plan is None
     plan = plan_of(model) if plan is None else plan
+    if plan and is_foreign(model, plan):
+        return _parallelize_foreign(model, mesh, comm, plan, not own, engine, sequence_parallel)
     steps = make_steps(
         model,
         plan,
@@ -55,14 +60,46 @@ def parallelize(
         experts=experts,
         sequence_parallel=sequence_parallel,
     )
-    for step in steps:
-        step.style._apply(step.module, mesh)
-        if isinstance(getattr(step.module, "parallel", None), Member):
-            step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
+    _apply(steps, mesh)
     if sequence_parallel:
         for module in model.modules():
             if hasattr(module, "token_split"):
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
+    return model
+
+
+def _apply(steps: list[Step], mesh: Mesh) -> None:
+    for step in steps:
+        step.style._apply(step.module, mesh)
+        if isinstance(getattr(step.module, "parallel", None), Member):
+            step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
+
+
+def is_foreign(model: nn.Module, plan: Mapping[str, Any]) -> bool:
+    """Whether nothing in it is of fusedtp.nn, nor the plan one of our styles, which say how tokens lie themselves."""
+    return not any(hasattr(module, "parallel") for module in model.modules()) and all(
+        isinstance(style, str) for style in plan.values()
+    )
+
+
+def _parallelize_foreign(
+    model: M,
+    mesh: Mesh,
+    comm: Communicator,
+    plan: Mapping[str, str],
+    complete: bool,
+    engine: str,
+    sequence_parallel: bool,
+) -> M:
+    shared = Model()
+    steps = foreign_steps(
+        model, plan, comm.world_size, _has_more_dimensions(mesh), shared, complete,
+        engine=engine, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    regroup_heads(dict(model.named_modules()), steps, comm.world_size)
+    _apply(steps, mesh)
+    model._fusedtp = shared  # type: ignore[assignment]
+    model.register_forward_hook(leave)
     return model
 
 

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import VirtualGroup
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group
 
 Mesh: TypeAlias = DeviceMesh | VirtualGroup
-Placement: TypeAlias = Shard | Replicate
+Placement: TypeAlias = Shard | Replicate | StridedShard
 
 
 class Way(NamedTuple):
@@ -46,7 +47,7 @@ class Way(NamedTuple):
         """What ranks hold of a tensor dimension of that size."""
         found = [size]
         for placement, ranks in zip(self.placements, self.shape, strict=True):
-            if placement == Shard(dim):
+            if not isinstance(placement, Replicate) and placement.dim == dim:
                 found = [part for whole in found for part in split(whole, ranks)]
         return found
 
@@ -54,10 +55,17 @@ class Way(NamedTuple):
         """What the rank there holds of a full tensor: a copy of its slice, or the tensor itself."""
         own = full
         for placement, ranks, at in zip(self.placements, self.shape, coordinate, strict=True):
-            if isinstance(placement, Shard):
-                sizes = split(own.shape[placement.dim], ranks)
-                own = own.narrow(placement.dim, sum(sizes[:at]), sizes[at])
+            if isinstance(placement, StridedShard):  # several matrices packed in one: a part of each
+                packed = own.tensor_split(placement.split_factor, placement.dim)
+                own = torch.cat([_share(each, placement.dim, ranks, at) for each in packed], placement.dim)
+            elif isinstance(placement, Shard):
+                own = _share(own, placement.dim, ranks, at)
         return full.contiguous() if own is full else own.clone(memory_format=torch.contiguous_format)
+
+
+def _share(tensor: Tensor, dim: int, ranks: int, at: int) -> Tensor:
+    sizes = split(tensor.shape[dim], ranks)
+    return tensor.narrow(dim, sum(sizes[:at]), sizes[at])
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -75,21 +75,19 @@ def make_steps(
     heads = _head_faults(named, styles, world_size)
     faults += heads.values()
     for name, style in styles.items():
-        if _parent(name) not in heads:
+        if parent_of(name) not in heads:
             found = style.faults(named[name], style.ranks(world_size))
-            faults += [f"{_pattern(name)}: {fault}" for fault in found]
-    between = {_parent(name) for name, style in styles.items() if isinstance(style, FusedRowwise)}
+            faults += [f"{generic(name)}: {fault}" for fault in found]
+    between = {parent_of(name) for name, style in styles.items() if isinstance(style, FusedRowwise)}
     for name, module in named.items():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
             # A sibling of a row-parallel layer (q_norm beside o_proj) sees this rank's heads only.
-            partial = options["sequence_parallel"] or (name != "" and _parent(name) in between)
+            partial = options["sequence_parallel"] or (name != "" and parent_of(name) in between)
             styles[name] = Replicated(partial=partial)
-    faults += [f"{_pattern(name)}: {fault}" for name in styles for fault in already_parallel(named[name])]
+    faults += [f"{generic(name)}: {fault}" for name in styles for fault in already_parallel(named[name])]
     if not faults:
-        faults = _sharing_faults(named, styles, world_size, fully_sharded)
-    if faults:
-        lines = "".join(f"\n  - {fault}" for fault in _once(faults))
-        raise ValueError(f"{type(model).__name__} cannot be parallelized over {world_size} ranks:{lines}")
+        faults = sharing_faults(named, styles, world_size, fully_sharded)
+    refuse(model, world_size, faults)
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
 
 
@@ -122,7 +120,7 @@ def _planned(
             known = ", ".join([*STYLES, *shared])
             faults.append(f"{pattern}: unknown style {style!r}; known are {known}")
             continue
-        matching = [name for name in named if _matches(pattern, name)]
+        matching = [name for name in named if matches(pattern, name)]
         if not matching:
             faults.append(f"{pattern}: no module has such a name")
         for name in matching:
@@ -135,12 +133,12 @@ def _planned(
     return styles, faults
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
 
 
 def _styled(named: Mapping[str, Any], name: str, style: str, options: dict[str, Any]) -> Any:
-    head_dim = getattr(named[_parent(name)], "head_dim", None)
+    head_dim = getattr(named[parent_of(name)], "head_dim", None)
     if style == "colwise" and isinstance(head_dim, int):
         return STYLES[style](head_dim=head_dim, **options)
     return STYLES[style](**options)
@@ -152,16 +150,16 @@ def _head_faults(named: Mapping[str, Any], styles: Mapping[str, Any], world_size
     for name, style in styles.items():
         head_dim = getattr(style, "head_dim", None)
         if head_dim is not None and hasattr(named[name], "weight"):
-            heads.setdefault(_parent(name), set()).add(named[name].weight.shape[0] // head_dim)
+            heads.setdefault(parent_of(name), set()).add(named[name].weight.shape[0] // head_dim)
     return {
-        parent: f"{_pattern(parent)}: {world_size} ranks cannot evenly share {max(counts)} query heads and "
+        parent: f"{generic(parent)}: {world_size} ranks cannot evenly share {max(counts)} query heads and "
         f"{min(counts)} kv heads; sizes that would work: {sizes_that_split(max(counts), min(counts))}"
         for parent, counts in heads.items()
         if not heads_split(world_size, max(counts), min(counts))
     }
 
 
-def _sharing_faults(
+def sharing_faults(
     named: Mapping[str, Any], styles: Mapping[str, Any], world_size: int, fully_sharded: bool
 ) -> list[str]:
     """Tied parameters that would lie in two ways; shards without rows, which FSDP2 cannot reduce."""
@@ -182,13 +180,16 @@ def _sharing_faults(
     return faults
 
 
-def _parent(name: str) -> str:
+def refuse(model: nn.Module, world_size: int, faults: list[str]) -> None:
+    """Raise ValueError that lists them all, if there are any."""
+    if faults:
+        lines = "".join(f"\n  - {fault}" for fault in dict.fromkeys(faults))
+        raise ValueError(f"{type(model).__name__} cannot be parallelized over {world_size} ranks:{lines}")
+
+
+def parent_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _pattern(name: str) -> str:
+def generic(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) or "the model"
-
-
-def _once(faults: list[str]) -> list[str]:
-    return list(dict.fromkeys(faults))

@@ -1,0 +1,540 @@
+"""Modules that others wrote, tensor-parallel as they stand: the words of a plan, and what each does to a module.
+
+    colwise                       nn.Linear: all that share an input at once, `columns`
+    colwise_gather_output         the same, and each rank gets all features
+    rowwise                       nn.Linear: product, then reduce-scatter into a TokenShard, or all-reduce, `rows`
+    rowwise_split_input           the same of a whole input, of which each rank takes its features
+    embedding_rowwise             nn.Embedding: lookup of this rank's ids, then as rowwise
+    moe_tp_experts, all_reduce    a module whose own forward, on its parts of parameters, gives a part of a sum
+    mla_kv_a_proj                 replicated, but for gradients of the rotary keys, of which each rank has a part
+    replicated_with_grad_allreduce  replicated, each rank sees a part of the heads
+    anything else                 the module's own forward, its parameters plain local tensors meanwhile
+
+A forward is replaced only where it is known to be that of nn.Linear or nn.Embedding: a class that overrides it, or an
+instance that someone patched, is called with local parameters, or refused. Whether tokens are split is seen in each
+call: a layer that gets a TokenShard gathers its rows, one that gets a plain tensor takes it for the same on all ranks.
+Rows are split where a call has more than one position a sequence; one new token of each (decoding) stays whole.
+
+The objects at `module.parallel` are those of layers.py; what is of one model (how often which operation had to gather)
+is shared by all its modules.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_map
+
+from fusedtp.comm import Communicator
+from fusedtp.ops.rows import split
+from fusedtp.ops.tokens import (
+    all_gather_tokens,
+    all_reduce_sum,
+    copy_to_group,
+    gather_tokens,
+    reduce_scatter_tokens,
+    take_tokens,
+)
+
+from .layers import ColumnParallel, Member, RowParallel, VocabParallel
+from .placement import Mesh, Placement, StridedShard, local, read
+from .styles import FusedEmbedding, Style
+from .token_shard import Tokens, TokenShard, gathered
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the modules of one model share.
+
+    gathered   operation -> how often it had to gather tokens
+    siblings   linears that share their input
+    """
+
+    gathered: Counter[str] = field(default_factory=Counter)
+    siblings: list[Siblings] = field(default_factory=list)
+
+
+class Siblings:
+    """Linears that one module calls on one input: the first call computes all, the others find theirs.
+
+    Which they are is a guess (see foreign_plan.py). Where it is wrong, products are made that nobody asks for, no more.
+    """
+
+    def __init__(self) -> None:
+        self.linears: list[Any] = []
+        self._input: Any = lambda: None
+        self._when: tuple[Any, ...] = ()
+        self._ready: dict[int, Tensor] = {}
+
+    def project(self, x: Tensor, linear: Any) -> Tensor:
+        """x -> this linear's columns."""
+        version = x.local._version if isinstance(x, TokenShard) else 0 if x.is_inference() else x._version
+        when = (version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+        if self._input() is not x or self._when != when or id(linear) not in self._ready:
+            ys = _project(x, self.linears)
+            self._input, self._when = weakref.ref(x), when
+            self._ready = {id(each): y for each, y in zip(self.linears, ys, strict=True)}
+        return self._ready.pop(id(linear))
+
+    def forget(self) -> None:
+        """Let go of products that nobody asked for."""
+        self._ready.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
+        made = memo[id(self)] = Siblings()
+        made.linears = [deepcopy(each, memo) for each in self.linears]
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns(ColumnParallel):
+    """A linear layer whose output features are split, in a model of others."""
+
+    model: Model = field(compare=False)
+    siblings: Siblings = field(default_factory=Siblings, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(RowParallel):
+    """A linear layer whose input features are split. split_input: its input is whole, and each rank takes its part."""
+
+    model: Model = field(compare=False)
+    split_input: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(VocabParallel):
+    """An embedding split over the vocabulary."""
+
+    model: Model = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """A module that keeps its forward. Not a Member: nothing of its output is shared out.
+
+    members   the communicator's name
+    partial   names of the parameters of which this rank's gradient is a part of a sum
+    inner     the instance's own forward, where it has one
+    """
+
+    members: str
+    partial: frozenset[str] = frozenset()
+    inner: Callable[..., Any] | None = None
+    rotary_width: int = 0
+
+    def read(self, name: str, parameter: Tensor) -> Tensor:
+        """The plain tensor."""
+        return read(parameter, self.members) if name in self.partial else local(parameter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialSum(Own):
+    """A module of whose output each rank makes a part of a sum: experts, of which it has some features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divided(Own):
+    """A module whose output others count in a sum over `world_size` ranks, though every rank has all of it."""
+
+    world_size: int
+
+
+# --- forwards ---------------------------------------------------------------------------------------------------
+
+
+def columns(self: Any, input: Tensor) -> Tensor:
+    """The forward of a column-parallel linear."""
+    siblings: Siblings = self.parallel.siblings
+    return siblings.project(input, self) if len(siblings.linears) > 1 else _project(input, [self])[0]
+
+
+def _project(x: Tensor, linears: list[Any]) -> tuple[Tensor, ...]:
+    parallel = linears[0].parallel
+    x = _in_autocast(x)
+    if isinstance(x, TokenShard):
+        if x.dim() == len(x.lead) + 1:
+            ys = parallel.project_rows(x.local, linears, x.tokens.sizes)
+            return tuple(y.reshape(*x.lead, y.shape[-1]) for y in ys)
+        x = x.full_tensor("linear")
+    done: tuple[Tensor, ...] = parallel.project_whole(x, linears)
+    return done
+
+
+def rows(self: Any, input: Tensor) -> Tensor:
+    """The forward of a row-parallel linear."""
+    at: Rows = self.parallel
+    x = input.full_tensor("linear") if isinstance(input, TokenShard) else input
+    x = _in_autocast(x)
+    if at.split_input:
+        parts = split(x.shape[-1], at.world_size)
+        x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
+    lead = x.shape[:-1]
+    if not splits(at, lead):
+        return at.summed(x, self)
+    tokens = tokens_of(at, lead)
+    return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), self, tokens.sizes), lead, tokens)
+
+
+def _in_autocast(x: Tensor) -> Tensor:
+    """x in the dtype in which nn.Linear would compute."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def embedding(self: Any, input: Tensor) -> Tensor:
+    """The forward of an embedding split over the vocabulary."""
+    at: Vocabulary = self.parallel
+    return _summed(at, at.lookup(input, self), input.shape)
+
+
+def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The same of a class with a forward of its own, which makes something of each row that it looks up."""
+    at: Vocabulary = self.parallel
+    begin = sum(split(self.num_embeddings, at.world_size)[: at.rank])
+    weight = local(self.weight)
+    count = weight.shape[0]
+    mine = (input >= begin) & (input < begin + count)
+    padding = self.padding_idx
+    kept = self._parameters["weight"]
+    try:
+        self._parameters["weight"] = weight if count else F.pad(weight, (0, 0, 0, 1))
+        self.padding_idx = (
+            padding - begin if padding is not None and begin <= padding < begin + count else None
+        )
+        y = type(self).forward(self, (input - begin).where(mine, 0), *args, **kwargs)
+    finally:
+        self._parameters["weight"] = kept
+        self.padding_idx = padding
+    return _summed(at, y.masked_fill(~mine[..., None], 0), input.shape)
+
+
+def embedding_columns(self: Any, input: Tensor) -> Tensor:
+    """The forward of an embedding split over its features, which all ranks gather."""
+    at: Vocabulary = self.parallel
+    y = F.embedding(input, local(self.weight), self.padding_idx)
+    widths = split(self.embedding_dim, at.world_size)
+    return gather_tokens(y.movedim(-1, 0), at.group, widths, at.layer).movedim(0, -1)
+
+
+def _summed(at: Vocabulary, y: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A partial [*lead, H] -> the sum over ranks, its tokens split where a call's are."""
+    if not splits(at, lead):
+        return all_reduce_sum(y, at.group, at.layer)
+    tokens = tokens_of(at, lead)
+    own = reduce_scatter_tokens(y.reshape(-1, y.shape[-1]), at.group, tokens.sizes, at.layer)
+    return TokenShard.of(own, lead, tokens)
+
+
+def splits(at: Member, lead: tuple[int, ...]) -> bool:
+    """Whether a call on [*lead, H] leaves each rank its rows; the same on all ranks."""
+    return at.sequence_parallel and len(lead) > 0 and lead[-1] > 1 and not torch.compiler.is_compiling()
+
+
+def tokens_of(at: Any, lead: tuple[int, ...]) -> Tokens:
+    """How the tokens of a call are split."""
+    return Tokens(at.group, at.rank, tuple(split(math.prod(lead), at.world_size)), at.model.gathered)
+
+
+def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
+    inner = self.parallel.inner
+    with _plain_parameters(self):
+        return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+
+
+def mla_down_projection(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The projection to a latent and rotary keys (DeepSeek-V2, section 2.1), replicated.
+
+    The latent goes on to a split projection, whose input's gradient is complete; the keys go straight to this rank's
+    heads, which have a part of theirs each.
+    """
+    y: Tensor = own_forward(self, *args, **kwargs)
+    width = self.parallel.rotary_width
+    latent, keys = y.split([y.shape[-1] - width, width], dim=-1)
+    keys = _for_parts(self.parallel.members)(keys)
+    return torch.cat(
+        [latent.full_tensor("linear") if isinstance(latent, TokenShard) else latent, keys], dim=-1
+    )
+
+
+def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that makes a part of a sum of the same tokens on every rank."""
+    at: PartialSum = self.parallel
+    every = [x for x in (*args, *kwargs.values()) if isinstance(x, TokenShard)]
+    args, kwargs = tree_map(_for_parts(at.members), (args, kwargs))
+    y = own_forward(self, *args, **kwargs)
+    like = every[0] if every else None
+    if like is None or y.shape[: len(like.lead)] != like.lead:
+        return all_reduce_sum(y, at.members)
+    own = reduce_scatter_tokens(y.reshape(sum(like.tokens.sizes), -1), at.members, like.tokens.sizes)
+    return like.like(own.reshape(own.shape[0], *y.shape[len(like.lead) :]))
+
+
+def _for_parts(group: str) -> Callable[[Any], Any]:
+    """What every rank holds alike, for a use of which each has a part: the gradient is summed."""
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, TokenShard):
+            full = all_gather_tokens(x.local, group, x.tokens.sizes)
+            return full.reshape(*x.lead, *full.shape[1:])
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            return copy_to_group(x, group)
+        return x
+
+    return whole
+
+
+def leave(model: Any, args: Any, outputs: Any) -> Any:
+    """A hook after a model's forward: its outputs as plain tensors."""
+    for siblings in model._fusedtp.siblings:
+        siblings.forget()
+    return gathered(outputs)
+
+
+def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of what every rank adds to a sum, though it is the same on all."""
+    return own_forward(self, input / self.parallel.world_size, *args, **kwargs)
+
+
+@contextmanager
+def _plain_parameters(module: Any) -> Iterator[None]:
+    kept = dict(module._parameters)
+    try:
+        for name, parameter in kept.items():
+            if parameter is not None:
+                module._parameters[name] = module.parallel.read(name, parameter)
+        yield
+    finally:
+        module._parameters.update(kept)
+
+
+# --- styles -----------------------------------------------------------------------------------------------------
+
+
+class Foreign(Style):
+    """A module that keeps its forward, and the base of those that do not.
+
+    model   what the modules of one model share
+    named   its own parameters that a plan names -> the plan's word
+    """
+
+    def __init__(
+        self, model: Model, *, named: Mapping[str, str] | None = None, engine: str = "auto",
+        sequence_parallel: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model, self.named = model, dict(named or {})
+        self.options = {"engine": engine, "sequence_parallel": sequence_parallel}
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return [
+            fault
+            for name, parameter in module.named_parameters(recurse=False)
+            for fault in _uneven(name, parameter, self.placement(name, parameter), world_size)
+        ]
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        """How one of the module's own parameters lies."""
+        word = self.named.get(name)
+        return Replicate() if word is None else PARAMETERS[word](name, parameter.dim())
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        own = module.named_parameters(recurse=False)
+        return {name: self.placement(name, parameter) for name, parameter in own}
+
+    def member(self, comm: Communicator) -> dict[str, Any]:
+        """The fields of Member."""
+        return {"group": comm.name, "rank": comm.rank, "world_size": comm.world_size, **self.options}
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, Own(members=comm.name), own_forward)
+
+
+class PartialGradients(Foreign):
+    """A replicated module that sees a part of the heads, so that its gradients are parts of a sum."""
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        names = frozenset(name for name, _ in module.named_parameters(recurse=False))
+        install(module, Own(members=comm.name, partial=names), own_forward)
+
+
+class LatentProjection(Foreign):
+    """See mla_down_projection."""
+
+    def __init__(self, model: Model, rotary_width: int | None, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.rotary_width = rotary_width
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if self.rotary_width is None:
+            return ["the model's config has no qk_rope_head_dim, which says how wide its rotary keys are"]
+        return super().faults(module, world_size)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, Own(members=comm.name, rotary_width=self.rotary_width or 0), mla_down_projection)
+
+
+class Summed(Foreign):
+    """See partial_sum."""
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, PartialSum(members=comm.name), partial_sum)
+
+
+class Shared(Foreign):
+    """See divided."""
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, Divided(members=comm.name, world_size=comm.world_size), divided)
+
+
+class Colwise(Foreign):
+    """Output features split over ranks.
+
+    gather_output   give every rank all of them
+    head_dim        the features are heads of this width: where there are fewer of them than ranks (kv heads), the
+                    weight is replicated and a rank uses its head's rows
+    packed          the features are of so many matrices, one after the other, and each is split
+    """
+
+    def __init__(self, model: Model, *, gather_output: bool = False, packed: int = 1, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.gather_output, self.packed = gather_output, packed
+        self.head_dim: int | None = None
+        self.kv_heads = 0
+        self.siblings = Siblings()
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return faults_of_linear(module) or super().faults(module, world_size)
+
+    def shares_heads(self, module: Any, world_size: int) -> bool:
+        return self.head_dim is not None and module.weight.shape[0] // self.head_dim < world_size
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return StridedShard(0, split_factor=self.packed) if self.packed > 1 else Shard(0)
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        return {} if self.shares_heads(module, world_size) else super().placements(module, world_size)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        features = None
+        if self.shares_heads(module, comm.world_size):
+            assert self.head_dim is not None
+            ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
+            features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
+        self.siblings.linears.append(module)
+        parallel = Columns(
+            **self.member(comm), gather_output=self.gather_output, features=features, model=self.model,
+            siblings=self.siblings,
+        )  # fmt: skip
+        install(module, parallel, columns)
+
+
+class Rowwise(Foreign):
+    """Input features split over ranks. split_input: the input is whole."""
+
+    def __init__(self, model: Model, *, split_input: bool = False, packed: int = 1, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.split_input, self.packed = split_input, packed
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return faults_of_linear(module) or super().faults(module, world_size)
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        if name == "bias":
+            return Replicate()
+        return StridedShard(1, split_factor=self.packed) if self.packed > 1 else Shard(1)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, Rows(**self.member(comm), split_input=self.split_input, model=self.model), rows)
+
+
+class Embedding(Foreign):
+    """The vocabulary split over ranks."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return FusedEmbedding().faults(module, world_size) + _patched(module)
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return Shard(0)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        plain = type(module).forward is nn.Embedding.forward
+        parallel = Vocabulary(**self.member(comm), model=self.model)
+        install(module, parallel, embedding if plain else own_embedding)
+
+
+class EmbeddingColumns(Embedding):
+    """An embedding's features split over ranks."""
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return Shard(1)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        options = {**self.member(comm), "sequence_parallel": False}
+        install(module, Vocabulary(**options, model=self.model), embedding_columns)
+
+
+def _features(name: str, dims: int) -> int:
+    """The dimension of output features: that before the last, of [out, in] and [experts, out, in]."""
+    return max(dims - 2, 0)
+
+
+# How a plan's word splits a parameter that it names, which no forward of ours touches.
+PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
+    "colwise": lambda name, dims: Shard(_features(name, dims)),
+    "rowwise": lambda name, dims: Replicate() if name == "bias" else Shard(dims - 1),
+    "packed_colwise": lambda name, dims: StridedShard(_features(name, dims), split_factor=2),
+    "packed_rowwise": lambda name, dims: Replicate() if dims == 1 else StridedShard(dims - 1, split_factor=2),
+    "replicate": lambda name, dims: Replicate(),
+}
+
+
+def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
+    """Packed matrices must divide: DTensor puts uneven parts of them together wrongly."""
+    if not isinstance(placement, StridedShard):
+        return []
+    each, rest = divmod(parameter.shape[placement.dim], placement.split_factor)
+    if not rest and each % world_size == 0:
+        return []
+    return [
+        f"{name} packs {placement.split_factor} matrices of {each} features, which {world_size} ranks cannot share"
+    ]
+
+
+def install(module: Any, parallel: Any, forward: Callable[..., Any]) -> None:
+    """Set module.parallel, and a forward that asks it: a bound method, no closure, so that copies have their own."""
+    inner = module.__dict__.get("forward")
+    if inner is not None and isinstance(parallel, Own):
+        parallel = replace(parallel, inner=inner)
+    module.parallel = parallel
+    module.forward = MethodType(forward, module)
+
+
+def faults_of_linear(module: Any) -> list[str]:
+    """Why a module's forward cannot be replaced by that of a split linear."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
+    if type(module).forward is not nn.Linear.forward:
+        return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
+    return _patched(module)
+
+
+def _patched(module: Any) -> list[str]:
+    if "forward" not in module.__dict__:
+        return []
+    return ["its forward was replaced on the instance, so what it does is not known"]

@@ -1,0 +1,241 @@
+"""A plan for a model of others: every module's style, with all faults found before anything is changed.
+
+The words are those of transformers' plans (see foreign.py). A pattern names modules or parameters; that of a model's
+own plan may name none, since a plan is one for many configurations, but one that the user wrote may not. What no
+pattern names keeps its forward and its parameters whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fusedtp.nn.heads import heads_split, sizes_that_split
+
+from .foreign import (
+    PARAMETERS,
+    Colwise,
+    Embedding,
+    EmbeddingColumns,
+    Foreign,
+    LatentProjection,
+    Model,
+    PartialGradients,
+    Rowwise,
+    Shared,
+    Siblings,
+    Summed,
+)
+from .plan import Step, generic, matches, parent_of, refuse, sharing_faults
+from .styles import already_parallel
+
+WORDS: dict[str, Callable[..., Foreign]] = {
+    "colwise": Colwise,
+    "colwise_gather_output": lambda *a, **k: Colwise(*a, gather_output=True, **k),
+    "colwise_rep": lambda *a, **k: Colwise(*a, gather_output=True, **k),
+    "packed_colwise": lambda *a, **k: Colwise(*a, packed=2, **k),
+    "rowwise": Rowwise,
+    "rowwise_split_input": lambda *a, **k: Rowwise(*a, split_input=True, **k),
+    "rowwise_rep": lambda *a, **k: Rowwise(*a, split_input=True, **k),
+    "packed_rowwise": lambda *a, **k: Rowwise(*a, packed=2, **k),
+    "embedding_rowwise": Embedding,
+    "embedding_colwise": EmbeddingColumns,
+    "replicated_with_grad_allreduce": PartialGradients,
+    "mla_kv_a_proj": LatentProjection,
+    "moe_tp_experts": Summed,
+    "all_reduce": Summed,
+    "moe_identity_expert": Shared,
+    "local_params": Foreign,
+    "replicate": Foreign,
+    "sequence_parallel": Foreign,
+}
+
+# A module with such an argument attends to other tokens than those it asks for.
+OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "memory", "context"}
+KEY_OR_VALUE = re.compile(r"w?[kv](_proj|_lin)?|(key|value)(_proj|_layer)?")
+QUERY = re.compile(r"w?q(_proj|_lin)?|query(_proj|_layer)?")
+
+
+def foreign_steps(
+    model: nn.Module,
+    plan: Mapping[str, str],
+    world_size: int,
+    fully_sharded: bool,
+    shared: Model,
+    complete: bool,
+    **options: Any,
+) -> list[Step]:
+    """The style of every module that has parameters or stands in the plan.
+
+    fully_sharded   the mesh has further dimensions, so that FSDP2 will shard what is left
+    complete        every pattern must name a module
+    Raises ValueError that lists all faults of the plan, the model and the world size together.
+    """
+    named = dict(model.named_modules())
+    words, parameters, faults = _named_by(plan, model, named, complete)
+    styles: dict[str, Foreign] = {}
+    for name, module in named.items():
+        own = dict(module.named_parameters(recurse=False))
+        its = {
+            key: parameters[f"{name}.{key}".lstrip(".")]
+            for key in own
+            if f"{name}.{key}".lstrip(".") in parameters
+        }
+        word = words.get(name)
+        if word is not None and _keeps_all(word, module):
+            word = "replicate"
+        if word is not None:
+            extra = {"rotary_width": _rotary_width(model)} if word == "mla_kv_a_proj" else {}
+            styles[name] = WORDS[word](shared, named=its, **extra, **options)
+        elif own:
+            styles[name] = Foreign(shared, named=its, **options)
+    _tie(named, styles, lambda word: WORDS[word](shared, **options))
+    faults += _heads(named, styles, world_size)
+    for name, style in styles.items():
+        faults += [f"{generic(name)}: {fault}" for fault in already_parallel(named[name])]
+        faults += [f"{generic(name)}: {fault}" for fault in style.faults(named[name], world_size)]
+    if not faults:
+        faults = sharing_faults(named, styles, world_size, fully_sharded)
+    refuse(model, world_size, faults)
+    _group_siblings(named, styles, shared)
+    return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
+
+
+def _named_by(
+    plan: Mapping[str, str], model: nn.Module, named: Mapping[str, Any], complete: bool
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Module -> word, parameter -> word, and what is wrong."""
+    words: dict[str, str] = {}
+    parameters: dict[str, str] = {}
+    faults: list[str] = []
+    by_kind: dict[str, list[str]] = {}
+    of_modules = set(named)
+    for name in [*named, *(name for name, _ in model.named_parameters(remove_duplicate=False))]:
+        by_kind.setdefault(generic(name), []).append(name)
+    for pattern, word in plan.items():
+        matching = by_kind.get(pattern) or [
+            name for names in by_kind.values() for name in names if matches(pattern, name)
+        ]
+        if not matching and complete:
+            faults.append(f"{pattern}: no module or parameter has such a name")
+        if matching and word not in WORDS:
+            faults.append(f"{pattern}: unknown style {word!r}; known are {', '.join(WORDS)}")
+            continue
+        for name in matching:
+            found = words if name in of_modules else parameters
+            if name in found and complete:
+                faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
+            if name not in of_modules and word not in PARAMETERS:
+                faults.append(f"{name}: {word!r} is for modules, and this is a parameter")
+                continue
+            found[name] = word
+    if not words and not parameters and not faults:
+        faults.append("its plan names no module of it")
+    return words, parameters, faults
+
+
+def _keeps_all(word: str, module: Any) -> bool:
+    """An embedding with parameters besides its table, of which it makes something for every token."""
+    others = sum(1 for _ in module.parameters()) > 1
+    return word.startswith("embedding") and (
+        others or (word == "embedding_colwise" and type(module).forward is not nn.Embedding.forward)
+    )
+
+
+def _rotary_width(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "qk_rope_head_dim", None)
+
+
+def _tie(named: Mapping[str, Any], styles: dict[str, Foreign], style_of: Callable[[str], Foreign]) -> None:
+    """An embedding and a head that are one parameter: where the plan splits one of them, so the other."""
+    owners: dict[int, list[str]] = {}
+    for name in styles:
+        weight = getattr(named[name], "weight", None)
+        if isinstance(weight, nn.Parameter):
+            owners.setdefault(id(weight), []).append(name)
+    for names in owners.values():
+        kinds = {type(styles[name]) for name in names}
+        if len(names) == 1 or len(kinds) == 1 or Foreign not in kinds:
+            continue
+        split = {
+            name: style_of(
+                "embedding_rowwise" if isinstance(named[name], nn.Embedding) else "colwise_gather_output"
+            )
+            for name in names
+            if type(styles[name]) is Foreign
+        }
+        fit = all(
+            not style.faults(named[name], 1) and not _keeps_all("embedding_rowwise", named[name])
+            for name, style in split.items()
+        )
+        for name in names:
+            styles[name] = split.get(name, styles[name]) if fit else style_of("replicate")
+
+
+def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: int) -> list[str]:
+    """Tell key and value projections how wide heads are; what is wrong with their number."""
+    attentions: dict[str, dict[str, Colwise]] = {}
+    for name, style in styles.items():
+        if isinstance(style, Colwise):
+            attentions.setdefault(parent_of(name), {})[name] = style
+    faults: list[str] = []
+    for parent, projections in attentions.items():
+        width = getattr(named[parent], "head_dim", None)
+        heads = {
+            name: divmod(named[name].weight.shape[0], width)
+            for name in projections
+            if isinstance(width, int) and width > 0 and isinstance(named[name], nn.Linear)
+        }
+        queries = [n for name, (n, rest) in heads.items() if not rest and QUERY.fullmatch(_last(name))]
+        keys = {
+            name: n for name, (n, rest) in heads.items() if not rest and KEY_OR_VALUE.fullmatch(_last(name))
+        }
+        if not queries or not keys:
+            continue
+        least = min(keys.values())
+        if not heads_split(world_size, max(queries), least):
+            faults.append(
+                f"{generic(parent)}: {world_size} ranks cannot evenly share {max(queries)} query heads and {least} kv "
+                f"heads; sizes that would work: {sizes_that_split(max(queries), least)}"
+            )
+        elif least < world_size:
+            for name in keys:
+                projections[name].head_dim = width
+                projections[name].kv_heads = least
+    return faults
+
+
+def regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) -> None:
+    """Attention that repeats kv heads: where ranks share them, each rank's query heads are of one of them."""
+    for step in steps:
+        attention = named[parent_of(step.name)]
+        groups = getattr(attention, "num_key_value_groups", None)
+        if isinstance(step.style, Colwise) and step.style.head_dim is not None and isinstance(groups, int):
+            if "_all_key_value_groups" not in attention.__dict__:
+                attention._all_key_value_groups = groups
+                attention.num_key_value_groups = groups * step.style.kv_heads // world_size
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _group_siblings(named: Mapping[str, Any], styles: Mapping[str, Foreign], shared: Model) -> None:
+    """Column-parallel linears of one module with inputs of one width, which are taken to be one input."""
+    groups: dict[tuple[Any, ...], Siblings] = {}
+    for name, style in styles.items():
+        if isinstance(style, Colwise):
+            parent = parent_of(name)
+            arguments = set(inspect.signature(type(named[parent]).forward).parameters)
+            asks = bool(arguments & OTHER_TOKENS) and QUERY.fullmatch(_last(name)) is not None
+            key = (parent, named[name].in_features, style.gather_output, asks)
+            if key not in groups:
+                groups[key] = style.siblings
+                shared.siblings.append(style.siblings)
+            style.siblings = groups[key]
