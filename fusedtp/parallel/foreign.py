@@ -28,14 +28,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm import Communicator
 from fusedtp.ops.rows import split
@@ -121,23 +122,79 @@ class Vocabulary(VocabParallel):
     model: Model = field(compare=False)
 
 
+class Seen:
+    """What the first forward and backward show of a module that no plan names: whether ranks see parts of the heads.
+
+    inputs      whether its inputs differ between ranks; None: not known yet
+    gradients   of a module whose children are split, parameter -> whether its gradient does
+    """
+
+    def __init__(self) -> None:
+        self.inputs: bool | None = None
+        self.gradients: dict[str, bool] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Own:
     """A module that keeps its forward. Not a Member: nothing of its output is shared out.
 
-    members   the communicator's name
-    partial   names of the parameters of which this rank's gradient is a part of a sum
-    inner     the instance's own forward, where it has one
+    members    the communicator's name
+    partial    each rank's gradient of its parameters is a part of a sum
+    children   names of modules of which it may read parameters without calling them
+    splits     some of its children are split, so that its own parameters may meet parts of heads
+    inner      the instance's own forward, where it has one
     """
 
     members: str
-    partial: frozenset[str] = frozenset()
+    world_size: int
+    partial: bool = False
+    children: tuple[str, ...] = ()
+    splits: bool = False
     inner: Callable[..., Any] | None = None
     rotary_width: int = 0
+    seen: Seen = field(default_factory=Seen, compare=False)
+
+    def look(self, inputs: Any) -> None:
+        """Learn from a call's inputs whether each rank has a part of the heads. Collective, once."""
+        if self.partial or self.seen.inputs is not None or self.world_size == 1 or torch.compiler.is_compiling():
+            return
+        leaves = tree_leaves(inputs)
+        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+        if floats and not any(isinstance(x, TokenShard | DTensor) for x in floats):
+            self.seen.inputs = any([differs(x, self.members, self.world_size) for x in floats])
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The plain tensor."""
-        return read(parameter, self.members) if name in self.partial else local(parameter)
+        if self.partial or self.seen.inputs or self.seen.gradients.get(name):
+            return read(parameter, self.members)
+        own = local(parameter)
+        if self.splits and own.requires_grad and name not in self.seen.gradients and own is not parameter:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_replicated(parameter):
+                own.register_hook(partial(self.look_at_gradient, name))
+        return own
+
+    def look_at_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        """The same of a parameter's first gradient, which is summed where it is a part. Collective."""
+        if name not in self.seen.gradients:
+            self.seen.gradients[name] = differs(gradient, self.members, self.world_size)
+        return all_reduce_sum(gradient, self.members) if self.seen.gradients[name] else gradient
+
+
+def _is_replicated(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and all(p.is_replicate() for p in parameter.placements)
+
+
+# Ranks that hold different heads differ by as much as their values; ranks that hold the same, by roundoff at most.
+SAMPLES, DIFFERENT = 64, 0.05
+
+
+@torch.no_grad()
+def differs(x: Tensor, group: str, world_size: int) -> bool:
+    """Whether ranks hold different values, by some of them. Collective."""
+    at = torch.linspace(0, x.numel() - 1, SAMPLES, device=x.device).long()
+    sample = x.detach().reshape(-1)[at].float()
+    every = gather_tokens(sample, group, (SAMPLES,) * world_size).view(world_size, SAMPLES)
+    return bool((every - every[0]).abs().max() > DIFFERENT * every.abs().max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +204,7 @@ class PartialSum(Own):
 
 @dataclass(frozen=True, kw_only=True)
 class Divided(Own):
-    """A module whose output others count in a sum over `world_size` ranks, though every rank has all of it."""
-
-    world_size: int
+    """A module whose output others count in a sum over ranks, though every rank has all of it."""
 
 
 # --- forwards ---------------------------------------------------------------------------------------------------
@@ -251,6 +306,8 @@ def tokens_of(at: Any, lead: tuple[int, ...]) -> Tokens:
 def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
     inner = self.parallel.inner
+    if self._parameters:
+        self.parallel.look((args, kwargs))
     with _plain_parameters(self):
         return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
 
@@ -311,14 +368,24 @@ def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _plain_parameters(module: Any) -> Iterator[None]:
-    kept = dict(module._parameters)
+    at: Own = module.parallel
+    modules = [module, *(module._modules[name] for name in at.children)]
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
-        for name, parameter in kept.items():
-            if parameter is not None:
-                module._parameters[name] = module.parallel.read(name, parameter)
+        for each in modules:
+            for name, parameter in each._parameters.items():
+                if parameter is None or (each is not module and not _is_on_one_mesh(parameter)):
+                    continue  # a child that FSDP2 still holds in parts
+                kept.append((each._parameters, name, parameter))
+                each._parameters[name] = at.read(name, parameter) if each is module else local(parameter)
         yield
     finally:
-        module._parameters.update(kept)
+        for parameters, name, parameter in kept:
+            parameters[name] = parameter
+
+
+def _is_on_one_mesh(parameter: Tensor) -> bool:
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
 
 
 # --- styles -----------------------------------------------------------------------------------------------------
@@ -337,6 +404,8 @@ class Foreign(Style):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.named = model, dict(named or {})
+        self.children: tuple[str, ...] = ()
+        self.splits = False
         self.options = {"engine": engine, "sequence_parallel": sequence_parallel}
 
     def faults(self, module: Any, world_size: int) -> list[str]:
@@ -359,16 +428,21 @@ class Foreign(Style):
         """The fields of Member."""
         return {"group": comm.name, "rank": comm.rank, "world_size": comm.world_size, **self.options}
 
+    def own(self, comm: Communicator) -> dict[str, Any]:
+        """The fields of Own."""
+        return {
+            "members": comm.name, "world_size": comm.world_size, "children": self.children, "splits": self.splits
+        }  # fmt: skip
+
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(members=comm.name), own_forward)
+        install(module, Own(**self.own(comm)), own_forward)
 
 
 class PartialGradients(Foreign):
     """A replicated module that sees a part of the heads, so that its gradients are parts of a sum."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        names = frozenset(name for name, _ in module.named_parameters(recurse=False))
-        install(module, Own(members=comm.name, partial=names), own_forward)
+        install(module, Own(**self.own(comm), partial=True), own_forward)
 
 
 class LatentProjection(Foreign):
@@ -384,21 +458,21 @@ class LatentProjection(Foreign):
         return super().faults(module, world_size)
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(members=comm.name, rotary_width=self.rotary_width or 0), mla_down_projection)
+        install(module, Own(**self.own(comm), rotary_width=self.rotary_width or 0), mla_down_projection)
 
 
 class Summed(Foreign):
     """See partial_sum."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, PartialSum(members=comm.name), partial_sum)
+        install(module, PartialSum(**self.own(comm)), partial_sum)
 
 
 class Shared(Foreign):
     """See divided."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Divided(members=comm.name, world_size=comm.world_size), divided)
+        install(module, Divided(**self.own(comm)), divided)
 
 
 class Colwise(Foreign):

@@ -102,6 +102,7 @@ def foreign_steps(
         faults = sharing_faults(named, styles, world_size, fully_sharded)
     refuse(model, world_size, faults)
     _group_siblings(named, styles, shared)
+    _readers(named, styles, lambda: Foreign(shared, **options))
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
 
 
@@ -152,6 +153,26 @@ def _rotary_width(model: Any) -> int | None:
     return getattr(config, "qk_rope_head_dim", None)
 
 
+def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callable[[], Foreign]) -> None:
+    """Tell modules which of their children keep their parameters whole: code reads such without calling the child."""
+    plain = {name for name, style in styles.items() if type(style) in (Foreign, PartialGradients)}
+    for name, style in list(styles.items()):
+        parent = parent_of(name)
+        if name == "" or parent not in named or type(named[parent]).forward is _FORWARD_OF_NONE:
+            continue
+        if parent not in styles and name in plain:
+            styles[parent] = make()
+        above = styles.get(parent)
+        if above is None or isinstance(above, Colwise | Rowwise | Embedding):
+            continue
+        if name in plain:
+            above.children += (_last(name),)
+        above.splits |= isinstance(style, Colwise | Rowwise)
+
+
+_FORWARD_OF_NONE = nn.ModuleList.forward
+
+
 def _tie(named: Mapping[str, Any], styles: dict[str, Foreign], style_of: Callable[[str], Foreign]) -> None:
     """An embedding and a head that are one parameter: where the plan splits one of them, so the other."""
     owners: dict[int, list[str]] = {}
@@ -186,11 +207,11 @@ def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: 
             attentions.setdefault(parent_of(name), {})[name] = style
     faults: list[str] = []
     for parent, projections in attentions.items():
-        width = getattr(named[parent], "head_dim", None)
+        widths = {name: _head_width(named[parent], _last(name)) for name in projections}
         heads = {
             name: divmod(named[name].weight.shape[0], width)
-            for name in projections
-            if isinstance(width, int) and width > 0 and isinstance(named[name], nn.Linear)
+            for name, width in widths.items()
+            if width > 0 and isinstance(named[name], nn.Linear)
         }
         queries = [n for name, (n, rest) in heads.items() if not rest and QUERY.fullmatch(_last(name))]
         keys = {
@@ -206,9 +227,17 @@ def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: 
             )
         elif least < world_size:
             for name in keys:
-                projections[name].head_dim = width
+                projections[name].head_dim = widths[name]
                 projections[name].kv_heads = least
     return faults
+
+
+def _head_width(attention: Any, projection: str) -> int:
+    """How wide this projection's heads are; 0: not known."""
+    width = getattr(attention, "head_dim", None)
+    if "v" in projection:
+        width = getattr(attention, "v_head_dim", width)
+    return width if isinstance(width, int) else 0
 
 
 def regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) -> None:

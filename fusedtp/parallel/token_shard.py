@@ -481,7 +481,10 @@ def _of_all_tokens(index: Any, like: TokenShard) -> Any:
     if index[0] is Ellipsis and Ellipsis not in index[1:] and len(uses) <= features:
         return index
     before = index[: len(like.lead)]
-    if all(isinstance(i, slice) and i == slice(None) for i in before) and len(before) == len(like.lead):
+    every = (None, 0), (None,), (None, 1)
+    if len(before) == len(like.lead) and all(
+        isinstance(i, slice) and i.start in every[0] and i.stop is None and i.step in every[2] for i in before
+    ):
         after = index[len(like.lead) :]
         return (slice(None), *after)
     return None

@@ -18,8 +18,9 @@ def full(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.detach() - want.detach()).abs().max() / (want.detach().abs().max() + 1e-9))
+def off(got: Tensor, want: Tensor, least: float = 1e-9) -> float:
+    got, want = got.detach(), want.detach()
+    return float((got - want).abs().max() / want.abs().max().clamp(min=least))
 
 
 def compare(group: Any, name: str, sequence_parallel: bool = True, tokens=(3, 5), generate: bool = True, changes=None, train=False) -> dict:
@@ -42,6 +43,7 @@ def compare(group: Any, name: str, sequence_parallel: bool = True, tokens=(3, 5)
     found["logits"] = off(outs[1].logits[mask.bool()], outs[0].logits[mask.bool()])
     found["loss"] = off(outs[1].loss, outs[0].loss)
     worst, where = 0.0, ""
+    least = 1e-3 * max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
     for (key, a), (other, b) in zip(plain.named_parameters(), parallel.named_parameters(), strict=True):
         assert key == other and a.shape == b.shape, (key, other, a.shape, b.shape)
         if a.grad is None:
@@ -50,9 +52,9 @@ def compare(group: Any, name: str, sequence_parallel: bool = True, tokens=(3, 5)
         if b.grad is None:
             error = float(a.grad.abs().max() > 0)
         else:
-            error = off(full(b.grad), a.grad)
+            error = off(full(b.grad), a.grad, least)
             if isinstance(b.grad, DTensor) and b.grad.placements[0].is_replicate():
-                error = max(error, off(b.grad.to_local(), a.grad))
+                error = max(error, off(b.grad.to_local(), a.grad, least))
         if not error <= worst:
             worst, where = error, key
     found["gradient"], found["where"] = worst, where
