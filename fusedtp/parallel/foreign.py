@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm import Communicator
@@ -50,7 +51,7 @@ from fusedtp.ops.tokens import (
 )
 
 from .layers import ColumnParallel, Member, RowParallel, VocabParallel
-from .placement import Mesh, Placement, StridedShard, local, read
+from .placement import Mesh, Placement, local, read
 from .styles import FusedEmbedding, Style
 from .token_shard import Tokens, TokenShard, gathered
 
@@ -156,21 +157,33 @@ class Own:
 
     def look(self, inputs: Any) -> None:
         """Learn from a call's inputs whether each rank has a part of the heads. Collective, once."""
-        if self.partial or self.seen.inputs is not None or self.world_size == 1 or torch.compiler.is_compiling():
+        if (
+            self.partial
+            or self.seen.inputs is not None
+            or self.world_size == 1
+            or torch.compiler.is_compiling()
+        ):
             return
         leaves = tree_leaves(inputs)
         floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
         if floats and not any(isinstance(x, TokenShard | DTensor) for x in floats):
-            self.seen.inputs = any([differs(x, self.members, self.world_size) for x in floats])
+            self.seen.inputs = True in [
+                differs(x, self.members, self.world_size) for x in floats
+            ]  # asks of all: ranks differ in what is first
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The plain tensor."""
         if self.partial or self.seen.inputs or self.seen.gradients.get(name):
             return read(parameter, self.members)
         own = local(parameter)
-        if self.splits and own.requires_grad and name not in self.seen.gradients and own is not parameter:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_replicated(parameter):
-                own.register_hook(partial(self.look_at_gradient, name))
+        unknown = self.splits and self.world_size > 1 and name not in self.seen.gradients
+        if (
+            unknown
+            and own.grad_fn is not None
+            and _is_replicated(parameter)
+            and not torch.compiler.is_compiling()
+        ):
+            own.register_hook(partial(self.look_at_gradient, name))
         return own
 
     def look_at_gradient(self, name: str, gradient: Tensor) -> Tensor:
@@ -581,7 +594,7 @@ def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int)
     """Packed matrices must divide: DTensor puts uneven parts of them together wrongly."""
     if not isinstance(placement, StridedShard):
         return []
-    each, rest = divmod(parameter.shape[placement.dim], placement.split_factor)
+    each, rest = divmod(int(parameter.shape[placement.dim]), int(placement.split_factor))
     if not rest and each % world_size == 0:
         return []
     return [

@@ -148,7 +148,7 @@ def _keeps_all(word: str, module: Any) -> bool:
 
 
 def _rotary_width(model: Any) -> int | None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "qk_rope_head_dim", None)
 
@@ -245,10 +245,12 @@ def regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) 
     for step in steps:
         attention = named[parent_of(step.name)]
         groups = getattr(attention, "num_key_value_groups", None)
-        if isinstance(step.style, Colwise) and step.style.head_dim is not None and isinstance(groups, int):
-            if "_all_key_value_groups" not in attention.__dict__:
-                attention._all_key_value_groups = groups
-                attention.num_key_value_groups = groups * step.style.kv_heads // world_size
+        shares = (
+            isinstance(step.style, Colwise) and step.style.head_dim is not None and isinstance(groups, int)
+        )
+        if shares and "_all_key_value_groups" not in attention.__dict__:
+            attention._all_key_value_groups = groups
+            attention.num_key_value_groups = groups * step.style.kv_heads // world_size
 
 
 def _last(name: str) -> str:

@@ -86,7 +86,7 @@ def _parallelize_foreign(
     model: M,
     mesh: Mesh,
     comm: Communicator,
-    plan: Mapping[str, str],
+    plan: Mapping[str, Any],
     complete: bool,
     engine: str,
     sequence_parallel: bool,

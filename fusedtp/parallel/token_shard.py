@@ -85,7 +85,7 @@ class TokenShard(Tensor):
     @staticmethod
     def _bare(rows: Tensor, lead: tuple[int, ...], tokens: Tokens, local: Tensor | None) -> TokenShard:
         shape = (*lead, *rows.shape[1:])
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             TokenShard, shape, dtype=rows.dtype, device=rows.device, requires_grad=False
         )
         made.tokens, made.lead = tokens, lead
@@ -123,12 +123,12 @@ class TokenShard(Tensor):
         return run(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _below_autograd(func, args, kwargs or {})
 
-    def __repr__(self, *_: Any, **__: Any) -> str:  # no collective: any rank may print
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # no collective: any rank may print
         return f"TokenShard({tuple(self.shape)}, rows {tuple(self._rows.shape)} of rank {self.tokens.rank})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -244,16 +244,15 @@ OF_LOCAL = _names(
 )
 # Each element of the result comes from the same place in the operands.
 ELEMENTWISE = _names(
-    "add sub mul div true_divide floor_divide remainder fmod pow float_power rsub neg negative abs absolute square sqrt "
-    "rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tanh sinh cosh sigmoid erf erfc logit sign floor ceil "
-    "round trunc frac clamp clamp_min clamp_max clip maximum minimum fmax fmin where masked_fill lerp addcmul addcdiv "
-    "nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and "
-    "bitwise_or bitwise_not atan atan2 hypot logaddexp xlogy subtract multiply divide radd rmul rdiv rtruediv rpow "
-    "rfloordiv truediv floordiv mod invert and or xor iadd isub imul itruediv ipow pos positive "
-    "relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid hardshrink "
-    "softshrink tanhshrink threshold logsigmoid dropout alpha_dropout "
-    "to float half bfloat16 double int long bool short type type_as contiguous clone detach "
-    "zeros_like ones_like full_like empty_like"
+    "add sub mul div true_divide floor_divide remainder fmod pow float_power rsub neg negative abs absolute square "
+    "sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tanh sinh cosh sigmoid erf erfc logit sign "
+    "floor ceil round trunc frac clamp clamp_min clamp_max clip maximum minimum fmax fmin where masked_fill lerp "
+    "addcmul addcdiv nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_and logical_or logical_not logical_xor "
+    "bitwise_and bitwise_or bitwise_not atan atan2 hypot logaddexp xlogy subtract multiply divide radd rmul rdiv "
+    "rtruediv rpow rfloordiv truediv floordiv mod invert and or xor iadd isub imul itruediv ipow pos positive relu "
+    "relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid hardshrink "
+    "softshrink tanhshrink threshold logsigmoid to float half bfloat16 double int long bool short type type_as "
+    "contiguous clone detach zeros_like ones_like full_like empty_like"
 )
 # `dim` says along which dimensions; on local rows where none of those counts tokens. The default, where there is one.
 ALONG: dict[str, int | None] = {
@@ -376,6 +375,21 @@ def _elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) ->
     return _wrapped(func(*own_args, **own_kwargs), like, like.like)
 
 
+def _dropout(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The mask of the whole tensor, so that all ranks draw as often as one device would, and draw the same."""
+    x = args[0]
+    inplace = kwargs.get("inplace", args[3] if len(args) > 3 else False)
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    if not isinstance(x, TokenShard) or inplace:
+        return NotImplemented
+    if not training:
+        return x
+    with torch.no_grad():
+        ones = torch.ones(x.shape, dtype=x.dtype, device=x.device)
+        mask = func(ones, *args[1:], **kwargs).reshape(sum(x.tokens.sizes), *x.local.shape[1:])
+    return x.like(x.local * x.tokens.own(mask))
+
+
 def _of_features(dim: Any, like: TokenShard, more: int = 0) -> Any:
     """The dimensions counted from the last, so that they mean the same for local rows; None where one counts tokens."""
     if isinstance(dim, tuple | list):
@@ -389,11 +403,11 @@ def _of_features(dim: Any, like: TokenShard, more: int = 0) -> Any:
 
 
 def _along(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    operands = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
+    operands: Any = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
     many = name in LISTS
     if not isinstance(operands, list | tuple if many else TokenShard):
         return NotImplemented
-    like = next(x for x in operands if isinstance(x, TokenShard)) if many else operands
+    like: Any = next(x for x in operands if isinstance(x, TokenShard)) if many else operands
     place = 2 if name in THIRD else 1
     key = next((key for key in ("dim", "axis") if key in kwargs), None)
     given = kwargs[key] if key else args[place] if len(args) > place else ALONG[name]
@@ -510,6 +524,7 @@ def _transposed(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(ALONG, _along),
+    "dropout": _dropout,
     **dict.fromkeys(_names("linear matmul mm addmm layer_norm rms_norm"), _with_weights),
     **dict.fromkeys(_names("view reshape unsqueeze squeeze flatten"), _arranged),
     **dict.fromkeys(_names("getitem setitem"), _indexed),

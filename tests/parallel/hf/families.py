@@ -1,7 +1,6 @@
 """Small models of every transformers configuration with a tensor-parallel plan and a causal language model."""
 
 import re
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ SMALL: dict[str, Any] = {
 # What the rules above do not give, or what their values contradict.
 LATENT = {"head_dim": 4}  # of DeepSeek's attention: that of its rotary keys
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MORE: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "bailing_hybrid": {**LATENT, **HYBRID, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_token": 2},
@@ -68,15 +68,18 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {**LATENT, "zero_expert_num": 2},
-    "mimo_v2_flash": {"num_key_value_heads": 2, "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-                      for kind in ("full_attention", "sliding_attention")}},
+    "mimo_v2_flash": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"full_attention": HALF_ROTARY, "sliding_attention": HALF_ROTARY},
+    },
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 4},
     "qwen3_5_moe_text": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_next": HYBRID,
     "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"], "hc_lowrank": 8, "ple_embed_dim": 8,
-                       "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "make_ngram_vocab_size_divisible_by": 1,
+                       "ngram_vocab_size_base": 50, "heads_per_ngram": 2,
+                       "make_ngram_vocab_size_divisible_by": 1,
                        "split_ngram_parts": 2, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
                        "indexer_budget": 8, "indexer_compress_ratio": 2},
     "youtu": LATENT,
@@ -107,7 +110,9 @@ def _small(fields: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field, value in fields.items():
         if type(value) is int:
-            found |= {field: to for pattern, to in SMALL.items() if re.fullmatch(pattern, field)}
+            for pattern, to in SMALL.items():
+                if re.fullmatch(pattern, field):
+                    found[field] = to
     return found
 
 

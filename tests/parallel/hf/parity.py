@@ -23,12 +23,22 @@ def off(got: Tensor, want: Tensor, least: float = 1e-9) -> float:
     return float((got - want).abs().max() / want.abs().max().clamp(min=least))
 
 
-def compare(group: Any, name: str, sequence_parallel: bool = True, tokens=(3, 5), generate: bool = True, changes=None, train=False) -> dict:
-    plain = model_of(name, **(changes or {}))
+def compare(
+    group: Any,
+    name: str,
+    sequence_parallel: bool = True,
+    tokens=(3, 5),
+    generate: bool = True,
+    changes=None,
+    train=False,
+    dtype=torch.float32,
+) -> dict:
+    plain = model_of(name, **(changes or {})).to(dtype)
     parallel = copy.deepcopy(plain)
     fusedtp.parallelize(parallel, tp_mesh(group), sequence_parallel=sequence_parallel)
     if train:
-        parallel.train(); parallel.gradient_checkpointing_enable()
+        parallel.train()
+        parallel.gradient_checkpointing_enable()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 50, tokens, generator=generator)
     mask = torch.ones_like(ids)
@@ -61,7 +71,9 @@ def compare(group: Any, name: str, sequence_parallel: bool = True, tokens=(3, 5)
     found["gathered"] = dict(parallel._fusedtp.gathered)
     if generate and not train:
         with torch.no_grad():
-            want, got = (m.generate(ids[1:2, :3], max_new_tokens=6, do_sample=False) for m in (plain, parallel))
+            want, got = (
+                m.generate(ids[1:2, :3], max_new_tokens=6, do_sample=False) for m in (plain, parallel)
+            )
         found["generate"] = torch.equal(want, got)
     return found
 
