@@ -32,6 +32,7 @@ from fusedtp.parallel import (
     clip_grad_norm_,
     explain,
     parallelize,
+    prove,
 )
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "moe_rounds",
     "nn",
     "parallelize",
+    "prove",
     "reserve",
     "set_timeout",
 ]

@@ -62,10 +62,12 @@ class Model:
 
     gathered   operation -> how often it had to gather tokens
     siblings   linears that share their input
+    whole      module that its plan would have split -> why it stays whole
     """
 
     gathered: Counter[str] = field(default_factory=Counter)
     siblings: list[Siblings] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
 
 
 class Siblings:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .foreign import (
@@ -29,8 +30,10 @@ from .foreign import (
     Shared,
     Siblings,
     Summed,
+    leave,
 )
-from .plan import Step, generic, matches, parent_of, refuse, sharing_faults
+from .placement import Mesh
+from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .styles import already_parallel
 
 WORDS: dict[str, Callable[..., Foreign]] = {
@@ -58,6 +61,34 @@ WORDS: dict[str, Callable[..., Foreign]] = {
 OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "memory", "context"}
 KEY_OR_VALUE = re.compile(r"w?[kv](_proj|_lin)?|(key|value)(_proj|_layer)?")
 QUERY = re.compile(r"w?q(_proj|_lin)?|query(_proj|_layer)?")
+
+
+def adopt(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Mapping[str, str],
+    *,
+    complete: bool,
+    engine: str = "auto",
+    sequence_parallel: bool = True,
+    whole: Mapping[str, str] | None = None,
+) -> None:
+    """Split a model of others over the ranks of a mesh, in place. Collective.
+
+    complete   every pattern of the plan must name something
+    whole      module -> why it is not split, for explain
+    Raises ValueError that lists every fault; nothing is changed then.
+    """
+    comm = communicator(mesh)
+    shared = Model(whole=dict(whole or {}))
+    steps = foreign_steps(
+        model, plan, comm.world_size, has_more_dimensions(mesh), shared, complete,
+        engine=engine, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    _regroup_heads(dict(model.named_modules()), steps, comm.world_size)
+    apply_steps(steps, mesh)
+    model._fusedtp = shared  # type: ignore[assignment]
+    model.register_forward_hook(leave)
 
 
 def foreign_steps(
@@ -240,7 +271,7 @@ def _head_width(attention: Any, projection: str) -> int:
     return width if isinstance(width, int) else 0
 
 
-def regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) -> None:
+def _regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) -> None:
     """Attention that repeats kv heads: where ranks share them, each rank's query heads are of one of them."""
     for step in steps:
         attention = named[parent_of(step.name)]

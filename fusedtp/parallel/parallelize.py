@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fusedtp.comm import Communicator, communicator
+from fusedtp.comm import communicator
 
 from .expert_parallel import ExpertSplit
-from .foreign import Model, leave
-from .foreign_plan import foreign_steps, regroup_heads
-from .layers import Member, kind_of
+from .foreign_plan import adopt
 from .placement import Mesh
-from .plan import Step, make_steps, plan_of
+from .plan import apply_steps, has_more_dimensions, make_steps, plan_of
+from .prove import prove as prove_plan
+from .prove import proved_plan
+from .twin import NoTwin
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,6 +28,7 @@ def parallelize(
     sequence_parallel: bool = True,
     plan: Mapping[str, Any] | None = None,
     experts: ExpertSplit | None = None,
+    prove: bool | None = None,
 ) -> M:
     """Split the model over the ranks of a mesh, in place, and return it. Collective.
 
@@ -36,6 +36,8 @@ def parallelize(
         engine              auto, collective, chunked or triton; see fusedtp.explain
         sequence_parallel   tokens are split between layers too, [T_r, H]; else they are whole on every rank
         plan                module name -> style, instead of the model's tp_plan
+        prove               first run a tiny copy of a model of others, see fusedtp.prove. True: it must be possible;
+                            False: do not; None: where the model is one of transformers
         experts             which ranks share the experts of a mixture, and how; default: those of the mesh, whole ones
 
     Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
@@ -48,31 +50,36 @@ def parallelize(
     if experts is not None:
         experts.check(mesh)
     own = plan is None
-    plan = plan_of(model) if plan is None else plan
+    plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     if plan and is_foreign(model, plan):
-        return _parallelize_foreign(model, mesh, comm, plan, not own, engine, sequence_parallel)
+        whole: dict[str, str] = {}
+        if prove is not False:
+            plan, whole = _proved(model, mesh, plan, own, sequence_parallel, prove)
+        adopt(
+            model,
+            mesh,
+            plan,
+            complete=not own,
+            engine=engine,
+            sequence_parallel=sequence_parallel,
+            whole=whole,
+        )
+        return model
     steps = make_steps(
         model,
         plan,
         comm.world_size,
-        _has_more_dimensions(mesh),
+        has_more_dimensions(mesh),
         engine=engine,
         experts=experts,
         sequence_parallel=sequence_parallel,
     )
-    _apply(steps, mesh)
+    apply_steps(steps, mesh)
     if sequence_parallel:
         for module in model.modules():
             if hasattr(module, "token_split"):
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
     return model
-
-
-def _apply(steps: list[Step], mesh: Mesh) -> None:
-    for step in steps:
-        step.style._apply(step.module, mesh)
-        if isinstance(getattr(step.module, "parallel", None), Member):
-            step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
 
 
 def is_foreign(model: nn.Module, plan: Mapping[str, Any]) -> bool:
@@ -82,26 +89,23 @@ def is_foreign(model: nn.Module, plan: Mapping[str, Any]) -> bool:
     )
 
 
-def _parallelize_foreign(
-    model: M,
+def _proved(
+    model: nn.Module,
     mesh: Mesh,
-    comm: Communicator,
     plan: Mapping[str, Any],
-    complete: bool,
-    engine: str,
+    own: bool,
     sequence_parallel: bool,
-) -> M:
-    shared = Model()
-    steps = foreign_steps(
-        model, plan, comm.world_size, _has_more_dimensions(mesh), shared, complete,
-        engine=engine, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
-    regroup_heads(dict(model.named_modules()), steps, comm.world_size)
-    _apply(steps, mesh)
-    model._fusedtp = shared  # type: ignore[assignment]
-    model.register_forward_hook(leave)
-    return model
-
-
-def _has_more_dimensions(mesh: Mesh) -> bool:
-    return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().size() > mesh.size()
+    must: bool | None,
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """What of a plan is exact, and module -> why it stays whole. A plan that the user gave is exact or refused."""
+    try:
+        if own:
+            return proved_plan(model, mesh, plan, sequence_parallel)
+        proof = prove_plan(model, mesh, plan=plan, sequence_parallel=sequence_parallel)
+    except NoTwin as why:
+        if must:
+            raise ValueError(f"{type(model).__name__} cannot be proved: {why}") from why
+        return plan, {"": f"not proved: {why}"}
+    if not proof.exact:
+        raise ValueError(f"{type(model).__name__}, split by this plan, does not compute the same:\n  {proof}")
+    return plan, {}

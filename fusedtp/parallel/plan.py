@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .expert_parallel import ExpertSplit
-from .placement import Way
+from .layers import Member, kind_of
+from .placement import Mesh, Way
 from .styles import (
     FusedColwise,
     FusedEmbedding,
@@ -178,6 +181,19 @@ def sharing_faults(
                     f"cannot reduce; use fewer ranks for tensor parallelism"
                 )
     return faults
+
+
+def apply_steps(steps: list[Step], mesh: Mesh) -> None:
+    """Split every module, in place."""
+    for step in steps:
+        step.style._apply(step.module, mesh)
+        if isinstance(getattr(step.module, "parallel", None), Member):
+            step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
+
+
+def has_more_dimensions(mesh: Mesh) -> bool:
+    """Whether it is one dimension of several, so that FSDP2 may shard what is left."""
+    return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().size() > mesh.size()
 
 
 def refuse(model: nn.Module, world_size: int, faults: list[str]) -> None:

@@ -1,0 +1,154 @@
+"""A tiny copy of a transformers model: the same classes, layer kinds and plan; small widths, random weights.
+
+heads           as many as ranks need, in the model's own proportion of query to kv heads
+widths          8 a head, 8 a head times the heads for the hidden size, one and a half of that between
+layers          one of each kind that the configuration lists, two at least
+experts         as many as ranks, of which a token gets two
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class NoTwin(Exception):
+    """Why a model has no small copy."""
+
+
+PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configurations inside one
+
+
+def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Field of a configuration -> its value in a small one."""
+    heads, kv_heads = _heads(fields, ranks)
+    values: dict[str, Any] = {
+        r"vocab_size|vocab_size_per_layer_input": 50,
+        r"hidden_size|d_model|n_embd|dim": 8 * heads,
+        r"hidden_size_per_layer_input": 8,
+        r"num_attention_heads|n_head|n_heads|linear_num_heads": heads,
+        r"num_(key_value|global_key_value)_heads": kv_heads,
+        r"(global_|swa_|linear_)?head_dim|kv_channels|(swa_)?v_head_dim|qk_head_dim": 8,
+        r"qk_(nope|rope)_head_dim": 4,
+        r"(q|o)_lora_rank": 16,
+        r"kv_lora_rank|laurel_rank|hc_lowrank": 12,
+        r".*intermediate_size.*|.*ffn_hidden_size.*|n_inner|ffn_dim": 12 * heads,
+        r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num": max(ranks, 4),
+        r"n_group|topk_group|num_expert_group.*": 1,
+        r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|moe_k|experts_per_token": 2,
+        r"linear_num_(key|value)_heads": heads,
+        r"linear_(key|value)_head_dim": 8,
+        r"max_position_embeddings|n_positions|n_ctx": 64,
+        r"sliding_window": 8,
+        r"index_n_heads|index_topk": 4,
+        r"index_head_dim": 8,
+        r"mamba_(n|num)_heads|mamba_d_state|ssm_state_size|mamba_d_head|mamba_head_dim": 8,
+        r"mamba_dt_rank": 4,
+        r"mamba_n_groups|n_groups": 1,
+        r"mamba_chunk_size|chunk_size": 8,
+        r".*layer_period|.*_interval|layer_group_size": 2,
+        r".*layer_offset": 1,
+    }
+    found: dict[str, Any] = {}
+    for field, value in fields.items():
+        if type(value) is int:
+            found |= {field: to for pattern, to in values.items() if re.fullmatch(pattern, field)}  # noqa: B035
+    for field in ("first_k_dense_replace", "num_dense_layers"):
+        if fields.get(field):
+            found[field] = 1
+    if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        found["head_dim"] = found["qk_rope_head_dim"]
+    if "num_kv_shared_layers" in fields:
+        found["num_kv_shared_layers"] = 0
+    return found | _layers(fields)
+
+
+def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
+    """Query and kv heads that so many ranks share as they share the model's own."""
+    heads = fields.get("num_attention_heads") or fields.get("n_head") or ranks
+    kv_heads = fields.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        return max(ranks, 2), max(ranks, 2)
+    if kv_heads == heads:
+        return (max(ranks, 2),) * 2
+    if kv_heads < ranks:
+        return max(ranks, 2), kv_heads
+    return 2 * ranks, ranks
+
+
+def _layers(fields: dict[str, Any]) -> dict[str, Any]:
+    """As many layers as there are kinds, and what the configuration lists by layer."""
+    count = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in fields), None)
+    if count is None or not isinstance(fields[count], int):
+        return {}
+    lists = {name: v for name, v in fields.items() if isinstance(v, list) and len(v) == fields[count] > 2}
+    first: dict[tuple[Any, ...], int] = {}
+    for i, kind in enumerate(zip(*lists.values(), strict=True)):
+        first.setdefault(tuple(map(str, kind)), i)
+    kept = sorted(first.values()) or [0, 1]
+    kept = kept if len(kept) > 1 else [kept[0]] * 2
+    found: dict[str, Any] = {name: [values[i] for i in kept] for name, values in lists.items()}
+    wide = [name for name in found if re.fullmatch(r".*intermediate_size.*", name)]
+    by_index = {
+        name: {new: {**own[old], **small_fields(own[old], 1)} for new, old in enumerate(kept) if old in own}
+        for name, own in ((name, _by_layer(value)) for name, value in fields.items())
+        if own
+    }
+    return found | by_index | {name: [48] * len(kept) for name in wide} | {count: len(kept)}
+
+
+def _by_layer(value: Any) -> dict[int, dict[str, Any]]:
+    """A field that says for some layers, by number, what differs in them."""
+    if not isinstance(value, dict) or not all(str(key).isdigit() for key in value):
+        return {}
+    return {int(key): dict(own) for key, own in value.items() if isinstance(own, dict)}
+
+
+def small_config(config: Any, ranks: int, **more: Any) -> Any:
+    """The configuration of the twin, with `more` as it is. Raises NoTwin."""
+    fields = config.to_dict()
+    small = small_fields(fields, ranks)
+    for part, value in fields.items():
+        if isinstance(value, dict) and part in PARTS:
+            small[part] = {**value, **small_fields(value, ranks)}
+    small |= {
+        name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")) if name in fields
+    }
+    dropped = ("quantization_config", "distributed_config")
+    kept = {name: value for name, value in fields.items() if name not in dropped}
+    try:
+        made = type(config)(**{**kept, **small, **more})
+    except Exception as error:  # a configuration checks itself in its own way
+        raise NoTwin(f"no small configuration: {type(error).__name__}: {error}") from error
+    made._attn_implementation = config._attn_implementation
+    return made
+
+
+def twin_of(model: nn.Module, ranks: int) -> nn.Module:
+    """The twin of a transformers model in fp32, the same on every rank. Raises NoTwin."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "_from_config"):
+        raise NoTwin("it is no transformers model")
+    small = small_config(config, ranks)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            made = type(model)(small)
+        except Exception as error:
+            raise NoTwin(f"its small copy does not build: {type(error).__name__}: {error}") from error
+        elements = sum(p.numel() for p in made.parameters())
+        if elements > LARGEST:
+            raise NoTwin(
+                f"its small copy has {elements} parameters: fields of its configuration are not known"
+            )
+        with torch.no_grad():
+            for parameter in made.parameters():
+                if parameter.is_floating_point():
+                    nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return made.float().eval()
+
+
+LARGEST = 10_000_000
