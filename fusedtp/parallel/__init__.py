@@ -4,7 +4,7 @@ from .clip import clip_grad_norm_
 from .expert_parallel import ExpertSplit
 from .explain import Explanation, explain
 from .parallelize import parallelize
-from .prove import Proof, prove
+from .proof import Proof, prove
 from .styles import FusedColwise, FusedEmbedding, FusedExperts, FusedRowwise, Replicated
 
 __all__ = [

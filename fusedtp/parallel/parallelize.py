@@ -13,8 +13,8 @@ from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt
 from .placement import Mesh
 from .plan import apply_steps, has_more_dimensions, make_steps, plan_of
-from .prove import prove as prove_plan
-from .prove import proved_plan
+from .proof import prove as prove_plan
+from .proof import proved_plan
 from .twin import NoTwin
 
 M = TypeVar("M", bound=nn.Module)

@@ -63,6 +63,8 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
         found["head_dim"] = found["qk_rope_head_dim"]
     if "num_kv_shared_layers" in fields:
         found["num_kv_shared_layers"] = 0
+    if "num_layers_per_stack" in fields:
+        found["num_layers_per_stack"] = None
     return found | _layers(fields)
 
 

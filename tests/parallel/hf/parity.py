@@ -19,7 +19,7 @@ from tests.parallel.support import tp_mesh
 
 from .families import model_of
 
-MARGIN, LEAST = 30.0, 3e-6
+MARGIN, LEAST = 8.0, 2e-6
 
 
 def batch(tokens: tuple[int, int] = (3, 5)) -> dict[str, Tensor]:
@@ -111,13 +111,22 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         "whole": dict(parallel._fusedtp.whole),
     }
     if options.get("generate", True):
-        prompt = {key: value for key, value in batch((2, 4)).items() if key != "labels"}
-        with torch.no_grad():
-            tokens = [
-                m.eval().generate(**prompt, max_new_tokens=6, do_sample=False) for m in (plain, parallel)
-            ]
-        found["generate"] = torch.equal(*tokens)
+        found["generate"] = torch.equal(*(generated(model) for model in (plain, parallel)))
     return found
+
+
+def generated(model: Any) -> Tensor:
+    """Six more tokens of each of two prompts, the first one padded, by greedy decoding."""
+    prompt = batch((2, 4))
+    del prompt["labels"]
+    if model.config.model_type in IGNORE_MASKS:
+        prompt["attention_mask"] = None  # generate passes none on
+    with torch.no_grad():
+        tokens: Tensor = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
+    return tokens
+
+
+IGNORE_MASKS = {"nemotron_h"}
 
 
 def attempt(group: Any, names: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def proved_plan(
         region, dropped = _region(proof.where, kept)
         if not dropped:
             raise ValueError(f"{type(model).__name__} is not exact when it is split:\n  {proof}")
-        whole[region] = f"split, it does not compute the same: {str(proof).splitlines()[0]}"
+        why = f"fails ({proof.failure})" if proof.failure else f"is off by {proof.outputs:.1e} at {proof.where}"
+        whole[region] = f"a small copy of the model, with this split, {why}"
         for pattern in dropped:
             del kept[pattern]
 
@@ -246,7 +247,7 @@ def _first_off(
 
             def keep(module: Any, args: Any, out: Any, name: str = name, outputs: Any = outputs) -> None:
                 whole = [x.full_tensor() if isinstance(x, TokenShard) else x for x in tree_leaves(out)]
-                outputs.setdefault(name, [x.detach() for x in whole if isinstance(x, Tensor)])
+                outputs.setdefault(name, [x.detach().clone() for x in whole if isinstance(x, Tensor)])
 
             module.register_forward_hook(keep)
         with torch.no_grad():
