@@ -62,6 +62,16 @@ def vocab_parallel_cross_entropy(
     if group is None and torch.compiler.is_compiling():
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum") / num_labels
+    return (
+        vocab_parallel_losses(logits, labels, group, ignore_index, vocab_size=vocab_size).sum() / num_labels
+    )
+
+
+def vocab_parallel_losses(
+    logits: Tensor, labels: Tensor, group: Any, ignore_index: int = -100, *, vocab_size: int | None = None
+) -> Tensor:
+    """The cross-entropy of every token [T], 0 where it is ignored; arguments as above."""
+    labels = labels.to(device=logits.device, dtype=torch.int64)
     comm, start, total = None, 0, logits.shape[1]
     if group is not None:
         from fusedtp.comm import communicator
@@ -70,7 +80,7 @@ def vocab_parallel_cross_entropy(
         start, total = place_in_vocabulary(comm, total, vocab_size, logits.device)
     check_labels(labels, total, ignore_index)
     losses: Tensor = _CrossEntropy.apply(logits, labels, start, ignore_index, comm)
-    return losses.sum() / num_labels
+    return losses
 
 
 def place_in_vocabulary(

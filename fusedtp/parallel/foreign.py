@@ -53,7 +53,9 @@ from fusedtp.ops.tokens import (
 from .layers import ColumnParallel, Member, RowParallel, VocabParallel
 from .placement import Mesh, Placement, local, read
 from .styles import FusedEmbedding, Style
-from .token_shard import Tokens, TokenShard, gathered
+from .token_shard import Tokens, TokenShard
+from .vocab_shard import Columns as VocabColumns
+from .vocab_shard import VocabShard
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class Model:
     """What the modules of one model share.
 
     gathered   operation -> how often it had to gather tokens
+    calls      of split linears: "fused", with the communication of tokens in the matmul, or "whole"
     siblings   linears that share their input
     whole      module that its plan would have split -> why it stays whole
     """
 
     gathered: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
     siblings: list[Siblings] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -104,10 +108,11 @@ class Siblings:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(ColumnParallel):
-    """A linear layer whose output features are split, in a model of others."""
+    """A linear layer whose output features are split, in a model of others. vocabulary: they are logits."""
 
     model: Model = field(compare=False)
     siblings: Siblings = field(default_factory=Siblings, compare=False)
+    vocabulary: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +232,16 @@ class Divided(Own):
 
 def columns(self: Any, input: Tensor) -> Tensor:
     """The forward of a column-parallel linear."""
-    siblings: Siblings = self.parallel.siblings
-    return siblings.project(input, self) if len(siblings.linears) > 1 else _project(input, [self])[0]
+    at: Columns = self.parallel
+    at.model.calls[
+        "fused" if isinstance(input, TokenShard) and input.dim() == len(input.lead) + 1 else "whole"
+    ] += 1
+    y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else _project(input, [self])[0]
+    if not at.vocabulary:
+        return y
+    return VocabShard.of(
+        y, VocabColumns(at.group, at.rank, at.world_size, self.out_features, at.model.gathered)
+    )
 
 
 def _project(x: Tensor, linears: list[Any]) -> tuple[Tensor, ...]:
@@ -252,7 +265,9 @@ def rows(self: Any, input: Tensor) -> Tensor:
         parts = split(x.shape[-1], at.world_size)
         x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
     lead = x.shape[:-1]
-    if not splits(at, lead):
+    fused = splits(at, lead)
+    at.model.calls["fused" if fused else "whole"] += 1
+    if not fused:
         return at.summed(x, self)
     tokens = tokens_of(at, lead)
     return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), self, tokens.sizes), lead, tokens)
@@ -370,10 +385,18 @@ def _for_parts(group: str) -> Callable[[Any], Any]:
 
 
 def leave(model: Any, args: Any, outputs: Any) -> Any:
-    """A hook after a model's forward: its outputs as plain tensors."""
+    """A hook after a model's forward: its outputs as plain tensors, but for logits to make a loss of."""
     for siblings in model._fusedtp.siblings:
         siblings.forget()
-    return gathered(outputs)
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, TokenShard):
+            return x.full_tensor("leaving the model")
+        if isinstance(x, VocabShard) and not x.requires_grad:
+            return x.full_tensor("leaving the model")
+        return x
+
+    return tree_map(plain, outputs)
 
 
 def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -504,6 +527,7 @@ class Colwise(Foreign):
         self.gather_output, self.packed = gather_output, packed
         self.head_dim: int | None = None
         self.kv_heads = 0
+        self.vocabulary = False
         self.siblings = Siblings()
 
     def faults(self, module: Any, world_size: int) -> list[str]:

@@ -132,6 +132,10 @@ def foreign_steps(
     if not faults:
         faults = sharing_faults(named, styles, world_size, fully_sharded)
     refuse(model, world_size, faults)
+    head = _head(model)
+    for name, style in styles.items():
+        if isinstance(style, Colwise) and style.gather_output and named[name] is head:
+            style.vocabulary = True
     _group_siblings(named, styles, shared)
     _readers(named, styles, lambda: Foreign(shared, **options))
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
@@ -176,6 +180,11 @@ def _keeps_all(word: str, module: Any) -> bool:
     return word.startswith("embedding") and (
         others or (word == "embedding_colwise" and type(module).forward is not nn.Embedding.forward)
     )
+
+
+def _head(model: Any) -> Any:
+    """The linear layer that makes logits; None where the model names none."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def _rotary_width(model: Any) -> int | None:
@@ -234,7 +243,7 @@ def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: 
     """Tell key and value projections how wide heads are; what is wrong with their number."""
     attentions: dict[str, dict[str, Colwise]] = {}
     for name, style in styles.items():
-        if isinstance(style, Colwise):
+        if isinstance(style, Colwise) and not style.gather_output:
             attentions.setdefault(parent_of(name), {})[name] = style
     faults: list[str] = []
     for parent, projections in attentions.items():

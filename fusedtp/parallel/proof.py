@@ -25,8 +25,9 @@ from fusedtp.ops.tokens import gather_tokens
 from .foreign_plan import adopt
 from .placement import Mesh
 from .plan import generic, matches, parent_of
-from .token_shard import TokenShard, gathered
+from .token_shard import TokenShard
 from .twin import NoTwin, twin_of
+from .vocab_shard import VocabShard
 
 # Roundoff of a small model in fp32 is four orders of magnitude below what a fault in a plan makes.
 OFF = 5e-3
@@ -100,7 +101,9 @@ def proved_plan(
         region, dropped = _region(proof.where, kept)
         if not dropped:
             raise ValueError(f"{type(model).__name__} is not exact when it is split:\n  {proof}")
-        why = f"fails ({proof.failure})" if proof.failure else f"is off by {proof.outputs:.1e} at {proof.where}"
+        why = (
+            f"fails ({proof.failure})" if proof.failure else f"is off by {proof.outputs:.1e} at {proof.where}"
+        )
         whole[region] = f"a small copy of the model, with this split, {why}"
         for pattern in dropped:
             del kept[pattern]
@@ -178,7 +181,8 @@ def _prove(
 def _run(model: nn.Module, example: Mapping[str, Any]) -> list[Tensor]:
     """The model's floating-point outputs, after a backward through all of them."""
     out = model(**example, **({"use_cache": False} if hasattr(model, "generation_config") else {}))
-    floats = [x for x in tree_leaves(gathered(out)) if isinstance(x, Tensor) and x.is_floating_point()]
+    whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in tree_leaves(out)]
+    floats = [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
     generator = torch.Generator().manual_seed(2)
     loss = sum(
         (x.float() * torch.randn(x.shape, generator=generator).to(x.device)).sum()
@@ -246,7 +250,9 @@ def _first_off(
         for name, module in model.named_modules():
 
             def keep(module: Any, args: Any, out: Any, name: str = name, outputs: Any = outputs) -> None:
-                whole = [x.full_tensor() if isinstance(x, TokenShard) else x for x in tree_leaves(out)]
+                whole = [
+                    x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in tree_leaves(out)
+                ]
                 outputs.setdefault(name, [x.detach().clone() for x in whole if isinstance(x, Tensor)])
 
             module.register_forward_hook(keep)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fusedtp
+from fusedtp.parallel.vocab_shard import VocabShard
 from tests.parallel.support import tp_mesh
 
 from .families import model_of
@@ -26,7 +27,7 @@ def batch(tokens: tuple[int, int] = (3, 5)) -> dict[str, Tensor]:
     """Token ids with labels; the first row is padded on the left."""
     ids = torch.randint(3, 50, tokens, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, :2] = 0
+    mask[0, : min(2, tokens[1] - 1)] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
@@ -41,11 +42,17 @@ def perturbed(model: nn.Module) -> nn.Module:
     return made
 
 
+def tokens_to_predict(inputs: dict[str, Tensor]) -> bool:
+    return bool((inputs["labels"][:, 1:] != -100).any())
+
+
 def results(model: nn.Module, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
     """Logits of real tokens, loss and gradients, by name."""
     out = model(**inputs, use_cache=False)
-    (out.loss * scale).backward()
-    found = {"logits": out.logits[inputs["attention_mask"].bool()], "loss": out.loss}
+    loss = out.loss if tokens_to_predict(inputs) else out.logits.square().mean()
+    (loss * scale).backward()
+    logits = out.logits.full_tensor() if isinstance(out.logits, VocabShard) else out.logits
+    found = {"logits": logits[inputs["attention_mask"].bool()], "loss": loss}
     found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: x.detach() for name, x in found.items()}
 
@@ -98,6 +105,7 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = batch(options.get("tokens", (3, 5)))
     want = results(plain, inputs)
     noise = errors(results(perturbed(plain), inputs), want)
+    parallel._fusedtp.calls.clear()
     off = errors(results(parallel, inputs), want)
     excess = {key: error / max(LEAST, MARGIN * noise.get(key, 0.0)) for key, error in off.items()}
     worst = max(excess, key=lambda key: excess[key])
@@ -108,6 +116,7 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         "worst": worst,
         "excess": excess[worst],
         "gathered": dict(parallel._fusedtp.gathered),
+        "calls": dict(parallel._fusedtp.calls),
         "whole": dict(parallel._fusedtp.whole),
     }
     if options.get("generate", True):

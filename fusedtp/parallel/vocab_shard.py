@@ -1,0 +1,296 @@
+"""Logits of which each rank holds some columns, for code that knows nothing of it.
+
+    logical   [..., V]       what the model's and the user's code sees
+    local     [..., V_r]     this rank's columns, split as torch.chunk does
+    meaning   the same tensor on every rank, with the same gradient on every rank
+
+What code does to logits before a loss (a wider dtype, scaling, soft-capping, flattening, a slice of the tokens) treats
+columns alike and runs on local ones, and `F.cross_entropy` exchanges two numbers a token (nn/loss.py). So no rank ever
+holds all logits of a training step. Anything else gathers them, and is counted by its name.
+
+`argmax` over the vocabulary exchanges a value and an index a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from fusedtp.nn.loss import gathered_stats, vocab_parallel_losses
+from fusedtp.ops.rows import split
+from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
+
+from .token_shard import ELEMENTWISE, METADATA, OF_LOCAL, TokenShard
+
+
+class Columns(NamedTuple):
+    """How a vocabulary is split: the communicator's name, this rank, all ranks, V; gathered as in token_shard.py."""
+
+    group: str
+    rank: int
+    world_size: int
+    vocab_size: int
+    gathered: Counter[str]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return split(self.vocab_size, self.world_size)
+
+    def own(self, x: Tensor) -> Tensor:
+        """x [..., V] -> this rank's columns; the backward gathers."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return take_tokens(x.movedim(-1, 0), self.group, self.sizes).movedim(0, -1)
+        return x.narrow(-1, sum(self.sizes[: self.rank]), self.sizes[self.rank])
+
+
+class VocabShard(Tensor):
+    """See above."""
+
+    columns: Columns
+    local: Tensor
+    _changed: list[bool]  # whether an in-place operation has left the wrapper's own place in the graph behind
+
+    @staticmethod
+    def of(local: Tensor, columns: Columns) -> VocabShard:
+        """local [..., V_r] -> logical [..., V]."""
+        changed = [False]
+        if torch.is_grad_enabled() and local.requires_grad:
+            made: VocabShard = _Wrap.apply(local, columns, changed)
+        else:
+            made = VocabShard._bare(local, columns)
+        made.columns, made.local, made._changed = columns, local, changed
+        return made
+
+    @staticmethod
+    def _bare(local: Tensor, columns: Columns) -> VocabShard:
+        shape = (*local.shape[:-1], columns.vocab_size)
+        made: VocabShard = Tensor._make_wrapper_subclass(
+            VocabShard, shape, dtype=local.dtype, device=local.device
+        )
+        return made
+
+    def full_tensor(self, why: str = "full_tensor") -> Tensor:
+        """The logical tensor as a plain one. Collective. `why` is what it is counted for."""
+        self.columns.gathered[f"logits: {why}"] += 1
+        return gather_tokens(self.local.movedim(-1, 0), self.columns.group, self.columns.sizes).movedim(0, -1)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        with torch.no_grad():
+            whole = tree_map(
+                lambda x: x.full_tensor(name) if isinstance(x, VocabShard) else x, (args, kwargs or {})
+            )
+        return func(*whole[0], **whole[1])
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # no collective: any rank may print
+        return f"VocabShard({tuple(self.shape)}, columns {self.local.shape[-1]} of rank {self.columns.rank})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a VocabShard is one rank's part of the logits; save its full_tensor()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("a VocabShard is one rank's part of the logits; copy its full_tensor()")
+
+
+class _Wrap(Function):
+    """local -> wrapper. A gradient that comes here has gone around `local`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, columns: Columns, changed: list[bool]) -> VocabShard:
+        ctx.columns, ctx.changed = columns, changed
+        return VocabShard._bare(local, columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.changed[0]:
+            raise RuntimeError("a VocabShard was changed in place and then used by an autograd.Function")
+        return ctx.columns.own(grad), None, None
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """func(*args, **kwargs), with a VocabShard among them."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
+        name = func.__self__.__name__
+    if name in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in OF_LOCAL:
+        done = func(args[0].local, *args[1:], **kwargs)
+        return args[0] if name == "requires_grad_" else done
+    handler = HANDLERS.get(name.strip("_")) if kwargs.get("out") is None else None
+    if handler is not None:
+        done = handler(func, args, kwargs)
+        if done is not NotImplemented:
+            return done
+    if _in_place(name) and isinstance(args[0], VocabShard):
+        raise RuntimeError(
+            f"{name} changes logits in place, of which a rank holds some columns; use its full_tensor()"
+        )
+    return func(*_whole(name, args), **_whole(name, kwargs))
+
+
+def _in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    return name.endswith("_")
+
+
+def _whole(name: str, tree: Any) -> Any:
+    def plain(x: Any) -> Any:
+        return x.full_tensor(name.strip("_")) if isinstance(x, VocabShard | TokenShard) else x
+
+    return tree_map(plain, tree)
+
+
+def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    like = next(x for x in leaves if isinstance(x, VocabShard))
+    own: list[Any] = []
+    for x in leaves:
+        if isinstance(x, VocabShard):
+            if x.dim() != like.dim():
+                return NotImplemented
+            x = x.local
+        elif isinstance(x, Tensor):
+            if isinstance(x, TokenShard) or x.dim() > like.dim():
+                return NotImplemented
+            if x.dim() and x.shape[-1] == like.columns.vocab_size:
+                x = like.columns.own(x)
+            elif x.dim() and x.shape[-1] != 1:
+                return NotImplemented
+            elif x.requires_grad and torch.is_grad_enabled():
+                x = copy_to_group(x, like.columns.group)
+        own.append(x)
+    own_args, own_kwargs = tree_unflatten(own, spec)
+    in_place = _in_place(getattr(func, "__name__", ""))
+    if in_place and not isinstance(args[0], VocabShard):
+        return NotImplemented
+    done = func(*own_args, **own_kwargs)
+    if not isinstance(done, Tensor) or done.device != like.device:
+        return NotImplemented
+    if in_place:
+        args[0]._changed[0] = True
+        return args[0]
+    return VocabShard.of(done, like.columns)
+
+
+def _arranged(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """view and reshape that keep the vocabulary the last dimension."""
+    x, *shape = args
+    if len(shape) == 1 and isinstance(shape[0], tuple | list):
+        shape = list(shape[0])
+    if kwargs or not isinstance(x, VocabShard) or not all(type(n) is int for n in shape):
+        return NotImplemented
+    rows, width = x.shape[:-1].numel(), x.columns.vocab_size
+    if not shape or shape[-1] not in (width, -1) or (shape[-1] == -1 and math.prod(shape[:-1]) != rows):
+        return NotImplemented
+    if rows == 0:
+        return NotImplemented
+    lead = [rows // -math.prod(shape[:-1]) if n == -1 else n for n in shape[:-1]]
+    return VocabShard.of(x.local.reshape(*lead, x.local.shape[-1]), x.columns)
+
+
+def _indexed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x, index = args
+    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, VocabShard) or any(i is None or i is Ellipsis for i in index):
+        return NotImplemented
+    plain = all(isinstance(i, slice | int) and not isinstance(i, bool) for i in index)
+    if not plain and len(index) > 1:
+        return NotImplemented  # several tensors index together
+    of_lead = index[: x.dim() - 1]
+    if isinstance(of_lead[0], Tensor) and of_lead[0].dim() > x.dim() - 1:
+        return NotImplemented
+    if len(index) == x.dim() and index[-1] != slice(None):
+        return NotImplemented
+    return VocabShard.of(func(x.local, of_lead), x.columns)
+
+
+def _squeezed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x, *dims = args
+    if kwargs or not isinstance(x, VocabShard) or len(dims) != 1 or type(dims[0]) is not int:
+        return NotImplemented
+    name = getattr(func, "__name__", "")
+    at = dims[0] % (x.dim() + (name == "unsqueeze"))
+    if at >= x.dim() - (name == "squeeze"):
+        return NotImplemented
+    return VocabShard.of(func(x.local, at), x.columns)
+
+
+def _cross_entropy(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    def read(
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        special = weight is not None or size_average is not None or reduce is not None or label_smoothing
+        if special or not isinstance(input, VocabShard) or input.dim() != 2 or target.dim() != 1:
+            return NotImplemented
+        if target.is_floating_point() or isinstance(target, TokenShard):
+            return NotImplemented
+        at = input.columns
+        losses = vocab_parallel_losses(input.local, target, at.group, ignore_index, vocab_size=at.vocab_size)
+        losses = losses.to(input.dtype)
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+    return read(*args, **kwargs)
+
+
+def _argmax(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    if not isinstance(x, VocabShard) or dim not in (-1, x.dim() - 1):
+        return NotImplemented
+    at, local = x.columns, x.local.detach().reshape(-1, x.local.shape[-1])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mine = torch.full((local.shape[0], 2), -torch.inf, dtype=wide, device=x.device)
+    if local.shape[1]:
+        values, places = local.max(-1)
+        # float32 counts a vocabulary exactly: up to 2 ** 24
+        mine = torch.stack([values.to(wide), (places + sum(at.sizes[: at.rank])).to(wide)], -1)
+    from fusedtp.comm import communicator
+
+    every = gathered_stats(communicator(at.group), mine).view(at.world_size, -1, 2)
+    best = every[..., 0].max(0).indices  # the first of equals, as on one device
+    found = every[..., 1].gather(0, best[None])[0].long().reshape(x.shape[:-1])
+    return found.unsqueeze(-1) if keep else found
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("view", "reshape"), _arranged),
+    **dict.fromkeys(("squeeze", "unsqueeze"), _squeezed),
+    "getitem": _indexed,
+    "cross_entropy": _cross_entropy,
+    "argmax": _argmax,
+}

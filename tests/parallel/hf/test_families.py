@@ -1,0 +1,93 @@
+"""Models of transformers, split as they stand, equal themselves on one device.
+
+Every family with a tensor-parallel plan and a causal language model; a sample of them in a plain run, all of them with
+FUSEDTP_ALL_MODELS=1 (`make test-models`).
+"""
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.harness import world
+
+from . import parity
+from .families import families
+
+ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
+# What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
+# sinks, latent attention, mixtures of experts in each layout, state spaces, linear attention, plans that are wrong.
+SAMPLE = (
+    "afmoe apertus cohere deepseek_v3 deepseek_v4 doge gemma gemma2 gemma3n_text gemma4_text gpt_neox granite_swa "
+    "granitemoehybrid inkling_text llama longcat_flash mixtral olmo2 phi3 phi qwen2 qwen3 qwen3_moe qwen3_next "
+    "starcoder2"
+)
+
+
+def chosen() -> list[str]:
+    return [name for name in families() if name not in LARGE] if ALL else SAMPLE.split()
+
+
+LARGE = {"phi4_multimodal"}  # no small configuration: its vision and audio towers have fixed widths
+
+
+def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
+    found = world(world_size).run(parity.compare, name, options, timeout=300)[0]
+    assert found["excess"] <= 1, (
+        f"{found['worst']} is off by {found['excess']:.1f} times what roundoff explains"
+    )
+    assert found.get("generate", True), "other tokens"
+    return found
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_with_sequence_parallelism(name: str):
+    found = check(name, 2)
+    assert found["calls"].get("fused", 0) > 0
+
+
+@pytest.mark.parametrize("name", chosen() if ALL else ["llama", "gemma3_text", "qwen3_moe", "gpt_neox"])
+def test_without_sequence_parallelism(name: str):
+    found = check(name, 2, sequence_parallel=False)
+    assert not found["gathered"] and "fused" not in found["calls"]
+
+
+@pytest.mark.parametrize("name", chosen() if ALL else ["llama", "qwen3_next", "deepseek_v3", "phi3"])
+def test_on_four_ranks(name: str):
+    check(name, 4)
+
+
+@pytest.mark.parametrize("name", chosen() if ALL else ["llama", "gemma2", "qwen3_moe"])
+def test_with_checkpointing(name: str):
+    changes = dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0) if name == "seed_oss" else {}
+    check(name, 2, checkpointing=True, generate=False, changes=changes)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
+def test_fewer_kv_heads_than_ranks(name: str, kv_heads: int):
+    check(name, 4, changes={"num_key_value_heads": kv_heads})
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 2), (3, 1), (1, 7), (2, 3), (5, 4)])
+def test_any_number_of_tokens(tokens: tuple[int, int]):
+    check("qwen3", 4, tokens=tokens)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations(attention: str):
+    check("llama", 2, attention=attention)
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("inkling_text", "model.layers.*.mlp.experts"),
+        ("doge", "model.layers.*.self_attn"),
+        ("gemma3n_text", "mlp"),
+    ],
+)
+def test_what_a_plan_breaks_stays_whole(name: str, fault: str):
+    whole = check(name, 2)["whole"]
+    assert any(fault in module for module in whole), whole
+    assert all("small copy" in why for why in whole.values())
