@@ -17,6 +17,7 @@ from torch import nn
 from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
+from .agree import check_same_inputs
 from .foreign import (
     PARAMETERS,
     Colwise,
@@ -80,7 +81,7 @@ def adopt(
     Raises ValueError that lists every fault; nothing is changed then.
     """
     comm = communicator(mesh)
-    shared = Model(whole=dict(whole or {}))
+    shared = Model(comm.name, whole=dict(whole or {}))
     steps = foreign_steps(
         model, plan, comm.world_size, has_more_dimensions(mesh), shared, complete,
         engine=engine, sequence_parallel=sequence_parallel,
@@ -88,6 +89,7 @@ def adopt(
     _regroup_heads(dict(model.named_modules()), steps, comm.world_size)
     apply_steps(steps, mesh)
     model._fusedtp = shared  # type: ignore[assignment]
+    model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
     model.register_forward_hook(leave)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 
+from .agree import check_same_weights
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt
 from .placement import Mesh
@@ -43,12 +45,14 @@ def parallelize(
     Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
     parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
     afterwards) and distributed checkpoints work, and full state dicts load before and after.
-    Raises ValueError that lists every fault of plan, model and world size, or says which mesh of experts does not go
-    with the mesh; nothing is changed then.
+    Raises ValueError that names weights that differ between ranks, lists every fault of plan, model and world size, or
+    says which mesh of experts does not go with the mesh; nothing is changed then.
     """
     comm = communicator(mesh)
     if experts is not None:
         experts.check(mesh)
+    if isinstance(mesh, DeviceMesh):
+        check_same_weights(model, comm)
     own = plan is None
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     if plan and is_foreign(model, plan):

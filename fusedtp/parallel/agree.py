@@ -1,0 +1,80 @@
+"""What all ranks must hold alike, checked once: weights before they are split, inputs of the first forward."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path
+
+from fusedtp.comm import Communicator, communicator
+from fusedtp.ops.tokens import gather_tokens
+
+
+def check_same_weights(model: nn.Module, comm: Communicator) -> None:
+    """Raises ValueError on every rank that names parameters and buffers that differ between ranks. Collective."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: x for name, x in named.items() if not isinstance(x, DTensor) and not x.is_meta}
+    differing = _differing(own, comm)
+    if differing:
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise ValueError(
+            f"ranks hold other values of {', '.join(differing[:5])}{more}; all must start from the same model: load "
+            "one checkpoint, or seed alike before making it"
+        )
+
+
+def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """A hook before a model's first forward: all ranks of the group must see the same batch. Collective."""
+    group = model._fusedtp.group
+    if group is None or torch.compiler.is_compiling():
+        return
+    model._fusedtp.group = None
+    leaves, _ = tree_flatten_with_path((args, kwargs))
+    tensors = {_named(path): x for path, x in leaves if isinstance(x, Tensor) and not x.is_meta}
+    differing = _differing(tensors, communicator(group))
+    if differing:
+        raise ValueError(
+            f"ranks of one tensor-parallel group got other inputs: {', '.join(differing)}; they must see the same "
+            "batch (a data loader's sampler divides by the data-parallel ranks alone)"
+        )
+
+
+def _named(path: Any) -> str:
+    keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]]
+    return ".".join(keys)
+
+
+@torch.no_grad()
+def _differing(tensors: dict[str, Tensor], comm: Communicator) -> list[str]:
+    """Names of those that are not the same bits on every rank."""
+    if comm.world_size == 1 or not tensors:
+        return []
+    digests = torch.tensor([_digest(x) for x in tensors.values()], dtype=torch.float32, device=comm.device)
+    every = gather_tokens(digests, comm.name, (len(tensors),) * comm.world_size)
+    same = (every.view(comm.world_size, len(tensors), -1) == digests).all(-1).all(0)
+    same = gather_tokens(
+        same.float(), comm.name, (len(tensors),) * comm.world_size
+    )  # all ranks name the same
+    alike = same.view(comm.world_size, -1).bool().all(0).tolist()
+    return [name for name, equal in zip(tensors, alike, strict=True) if not equal]
+
+
+SAMPLES = 16
+
+
+def _digest(x: Tensor) -> list[float]:
+    """Shape, an exclusive or of all bits, and some values, as numbers that fp32 holds."""
+    shape = zlib.crc32(repr((tuple(x.shape), x.dtype)).encode())
+    bits, sample = 0, [0.0] * SAMPLES
+    if x.numel():
+        x = x.detach().contiguous().reshape(-1)
+        x = x.view(torch.uint8) if x.is_complex() or x.element_size() == 1 else x
+        bits = int(torch.hash_tensor(x).view(torch.int64)) & 0xFFFFFFFFFFFFFFFF
+        at = torch.linspace(0, x.numel() - 1, SAMPLES, device=x.device).long()
+        sample = x[at].float().nan_to_num().tolist()
+    words = [(bits >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] + [shape & 0xFFFF, shape >> 16]
+    return [*map(float, words), *sample]
