@@ -28,11 +28,21 @@ def check_same_weights(model: nn.Module, comm: Communicator) -> None:
 
 
 def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before a model's first forward: all ranks of the group must see the same batch. Collective."""
+    """A hook before a model's first forward: all ranks must see the same batch, and no new parameters. Collective."""
     group = model._fusedtp.group
     if group is None or torch.compiler.is_compiling():
         return
     model._fusedtp.group = None
+    strange = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "parallel", None) is None and any(True for _ in module.parameters(recurse=False))
+    ]
+    if strange:
+        raise ValueError(
+            f"{', '.join(strange[:3])}{' and others' if len(strange) > 3 else ''} came to the model after parallelize, "
+            "which knows nothing of their parameters; add adapters (get_peft_model) before it"
+        )
     leaves, _ = tree_flatten_with_path((args, kwargs))
     tensors = {_named(path): x for path, x in leaves if isinstance(x, Tensor) and not x.is_meta}
     differing = _differing(tensors, communicator(group))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
@@ -89,8 +90,26 @@ def adopt(
     _regroup_heads(dict(model.named_modules()), steps, comm.world_size)
     apply_steps(steps, mesh)
     model._fusedtp = shared  # type: ignore[assignment]
+    _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
     model.register_forward_hook(leave)
+
+
+def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
+    """Tell transformers, and with it Trainer and accelerate, what they know of models that they split themselves:
+
+    ranks that share a batch, that gradients are whole already, and that saving has to gather.
+    """
+    total = mesh._get_root_mesh().size() if isinstance(mesh, DeviceMesh) else world_size
+    for module in model.modules():
+        if hasattr(type(module), "is_distributed_loading_by_transformers"):
+            from transformers.distributed.configuration_utils import DistributedConfig
+
+            module.config.distributed_config = DistributedConfig(
+                tp_size=world_size, fsdp_size=total // world_size
+            )
+            module._tp_size = world_size
+            module._is_distributed_loading_by_transformers = True
 
 
 def foreign_steps(
@@ -110,6 +129,7 @@ def foreign_steps(
     """
     named = dict(model.named_modules())
     words, parameters, faults = _named_by(plan, model, named, complete)
+    faults += _adapt(words, named)
     styles: dict[str, Foreign] = {}
     for name, module in named.items():
         own = dict(module.named_parameters(recurse=False))
@@ -174,6 +194,37 @@ def _named_by(
     if not words and not parameters and not faults:
         faults.append("its plan names no module of it")
     return words, parameters, faults
+
+
+def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
+    """Give what the plan says of an adapted linear (PEFT's LoRA) to the linear inside, and to the half beside it.
+
+    x A B is added to x W: where W's output features are split, so are B's; where its input features are, so are A's.
+    """
+    faults: list[str] = []
+    for name, word in list(words.items()):
+        module = named[name]
+        if not hasattr(module, "base_layer") or not hasattr(module, "lora_A"):
+            continue
+        del words[name]
+        if word in ("replicate", "local_params"):
+            continue
+        special = [
+            kind
+            for kind in ("lora_embedding_A", "lora_magnitude_vector", "lora_variant")
+            if len(getattr(module, kind, ()))
+        ]
+        half = {"colwise": "lora_B", "colwise_gather_output": "", "rowwise": "lora_A"}.get(word)
+        if special or half is None:
+            what = special[0] if special else word
+            faults.append(
+                f"{name}: {type(module).__name__} with {what} cannot be split; merge the adapter first"
+            )
+            continue
+        words[f"{name}.base_layer"] = word
+        if half:
+            words |= {f"{name}.{half}.{adapter}": word for adapter in getattr(module, half)}
+    return faults
 
 
 def _keeps_all(word: str, module: Any) -> bool:

@@ -50,8 +50,12 @@ class Step(NamedTuple):
 
 def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
     """The model's tp_plan, or those of its outermost submodules that have one, under their names."""
-    own = getattr(model, "tp_plan", None)
-    if own:
+    own = (
+        getattr(model, "tp_plan", None)
+        if hasattr(type(model), "tp_plan") or "tp_plan" in vars(model)
+        else None
+    )
+    if own:  # not what a wrapper finds on the model inside it, whose names are others here
         return dict(own)
     found: dict[str, str | ParallelStyle] = {}
     for name, child in model.named_children():
