@@ -90,8 +90,7 @@ class Siblings:
 
     def project(self, x: Tensor, linear: Any) -> Tensor:
         """x -> this linear's columns."""
-        version = x.local._version if isinstance(x, TokenShard) else 0 if x.is_inference() else x._version
-        when = (version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+        when = (_version(x), torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
         if self._input() is not x or self._when != when or id(linear) not in self._ready:
             ys = _project(x, self.linears)
             self._input, self._when = weakref.ref(x), when
@@ -106,6 +105,16 @@ class Siblings:
         made = memo[id(self)] = Siblings()
         made.linears = [deepcopy(each, memo) for each in self.linears]
         return made
+
+
+def _version(x: Tensor) -> Any:
+    """What changes when x is changed in place; in inference mode, where nothing does, never the same twice."""
+    if isinstance(x, TokenShard):
+        local = x.local
+        if local.is_inference():
+            return object() if x._changed[0] else None
+        return local._version
+    return object() if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +250,8 @@ def columns(self: Any, input: Tensor) -> Tensor:
     y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else _project(input, [self])[0]
     if not at.vocabulary:
         return y
+    if torch.compiler.is_compiling():
+        return at._gathered(y, self)
     return VocabShard.of(
         y, VocabColumns(at.group, at.rank, at.world_size, self.out_features, at.model.gathered)
     )
@@ -552,8 +563,8 @@ class Colwise(Foreign):
             features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
         self.siblings.linears.append(module)
         parallel = Columns(
-            **self.member(comm), gather_output=self.gather_output, features=features, model=self.model,
-            siblings=self.siblings,
+            **self.member(comm), gather_output=self.gather_output and not self.vocabulary, features=features,
+            vocabulary=self.vocabulary, model=self.model, siblings=self.siblings,
         )  # fmt: skip
         install(module, parallel, columns)
 

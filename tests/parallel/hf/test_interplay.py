@@ -1,0 +1,293 @@
+"""Split models of transformers with what users put around them: each equals a single process."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fusedtp
+from tests.harness import world
+from tests.parallel.support import tp_mesh
+
+from .families import model_of
+from .parity import LEAST, MARGIN, batch, errors, perturbed, results
+
+
+def pair(group: Any, name: str = "llama", **options: Any) -> tuple[nn.Module, nn.Module]:
+    plain = model_of(name)
+    return plain, fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), **options)
+
+
+def assert_alike(parallel: nn.Module, plain: nn.Module, noise: nn.Module | None = None) -> None:
+    """Results differ by no more than roundoff explains, see parity.py."""
+    want = results(plain, batch())
+    explained = errors(results(noise if noise is not None else perturbed(plain), batch()), want)
+    for name, error in errors(results(parallel, batch()), want).items():
+        assert error <= max(LEAST, MARGIN * explained.get(name, 0.0)), f"{name} is off by {error:.1e}"
+
+
+def compiled(group: Any) -> None:
+    plain, parallel = pair(group)
+    parallel.compile(backend="aot_eager")
+    assert_alike(parallel, plain)
+    torch._dynamo.reset()
+
+
+def test_compiled():
+    world(2).run(compiled, timeout=200)
+
+
+def low_precision(group: Any, autocast: bool) -> None:
+    """As near to the fp32 model as the plain model is that computes in bf16 too."""
+    exact = model_of("qwen3")
+    plain = copy.deepcopy(exact)
+    if not autocast:
+        plain.bfloat16()
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    want = results(exact, batch())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = [results(model, batch()) for model in (plain, parallel)]
+    ours, theirs = (errors(each, want) for each in (found[1], found[0]))
+    assert found[1]["logits"].dtype == found[0]["logits"].dtype
+    for name, error in ours.items():
+        assert error <= 3 * max(theirs[name], 2**-8), (name, error, theirs[name])
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bf16(autocast: bool):
+    world(2).run(low_precision, autocast)
+
+
+def adapted(group: Any, targets: list[str], frozen: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(1)
+    plain: Any = get_peft_model(model_of("llama"), config)
+    if not frozen:
+        plain.requires_grad_(True)
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    assert_alike(parallel, plain)
+    trained = [name for name, p in parallel.named_parameters() if p.grad is not None]
+    assert bool(trained) and (not frozen or all("lora_" in name for name in trained))
+    merged = [model.merge_and_unload() for model in (plain, parallel)]
+    with torch.no_grad():
+        inputs = {key: value for key, value in batch().items() if key != "labels"}
+        want, got = (model(**inputs, use_cache=False).logits for model in merged)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "down_proj"], ["lm_head", "gate_proj"]])
+def test_lora(targets: list[str]):
+    world(2).run(adapted, targets, True)
+
+
+def test_lora_beside_trained_weights():
+    world(2).run(adapted, ["q_proj", "o_proj"], False)
+
+
+def adapted_late(group: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    _, parallel = pair(group)
+    late = get_peft_model(parallel, LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.default.*came to the model after parallelize"):
+        late(**batch())
+
+
+def test_an_adapter_that_comes_too_late_is_named():
+    world(2).run(adapted_late)
+
+
+def sharded(group: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = model_of("qwen3")
+    parallel: Any = fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"])
+    for layer in parallel.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(parallel, mesh=mesh["dp"])
+    inputs, rank = batch((4, 5)), mesh["dp"].get_local_rank()
+    own = {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()}
+    mine, everyone = ((each["labels"][:, 1:] != -100).sum() for each in (own, inputs))
+    want, noise = results(plain, inputs), results(perturbed(plain), inputs)
+    got = results(parallel, own, scale=float(2 * mine / everyone))
+    of_weights = [{k: v for k, v in each.items() if k.startswith("gradient")} for each in (got, want, noise)]
+    explained = errors(of_weights[2], of_weights[1])
+    for name, error in errors(of_weights[0], of_weights[1]).items():
+        assert error <= max(LEAST, MARGIN * explained[name]), f"{name} is off by {error:.1e}"
+
+
+def test_fsdp2_on_top():
+    world(4).run(sharded, timeout=120)
+
+
+def trained(group: Any) -> None:
+    losses: list[list[float]] = []
+    norms: list[list[float]] = []
+    for model in pair(group, "qwen3_moe"):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        losses.append([])
+        norms.append([])
+        for _ in range(5):
+            loss = model(**batch()).loss
+            loss.backward()
+            norm: Any = fusedtp.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+            norms[-1].append(norm.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_five_steps_with_clipping():
+    world(2).run(trained)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Eight rows of one batch."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[index] for name, value in batch((8, 5)).items()}
+
+
+def as_torchrun(group: Any) -> None:
+    """The variables that torchrun sets, and a Trainer's word for it that CPU ranks are many devices.
+
+    accelerate refuses its ParallelismConfig for ranks without GPUs; this is the one thing that is put right here.
+    """
+    import accelerate
+
+    rank, size = str(group.rank()), str(group.size())
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        ACCELERATE_USE_CPU="1",
+    )
+    accelerate.Accelerator.multi_device = property(lambda self: True)
+
+
+def with_trainer(group: Any, folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    plain, parallel = pair(group)
+    logs: list[list[dict[str, float]]] = []
+    for model in (plain, parallel):
+        if model is parallel:
+            as_torchrun(group)
+        options = TrainingArguments(
+            output_dir=f"{folder}/{'split' if model is parallel else group.rank()}",
+            per_device_train_batch_size=2,
+            max_steps=5,
+            save_steps=3,
+            save_only_model=True,
+            logging_steps=1,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=model, args=options, train_dataset=Rows())
+        trainer.train()
+        logs.append([log for log in trainer.state.log_history if "loss" in log])
+        if model is plain:
+            from accelerate.state import AcceleratorState, PartialState
+
+            AcceleratorState._reset_state()
+            PartialState._reset_state()
+    for name in ("loss", "grad_norm"):
+        want, got = ([log[name] for log in each] for each in logs)
+        assert len(want) == 5 and got == pytest.approx(want, rel=1e-3), name
+    if group.rank() == 0:
+        from safetensors.torch import load_file
+
+        want, got = (load_file(f"{folder}/{kind}/checkpoint-3/model.safetensors") for kind in ("0", "split"))
+        assert got.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_trainer(tmp_path: Path):
+    world(2).run(with_trainer, str(tmp_path), timeout=120)
+
+
+def with_accelerate(group: Any) -> None:
+    from accelerate import Accelerator, ParallelismConfig
+
+    as_torchrun(group)
+    plain, parallel = pair(group)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=group.size()))
+    model, optimizer = accelerator.prepare(parallel, torch.optim.AdamW(parallel.parameters(), 1e-2))
+    alone = torch.optim.AdamW(plain.parameters(), 1e-2)
+    for _ in range(3):
+        want = plain(**batch()).loss
+        want.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        alone.step()
+        alone.zero_grad()
+        got = model(**batch()).loss
+        accelerator.backward(got)
+        ours: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        assert got.item() == pytest.approx(want.item(), rel=1e-4)
+        assert float(ours) == pytest.approx(float(norm), rel=1e-3)
+
+
+def test_accelerate():
+    world(2).run(with_accelerate, timeout=120)
+
+
+def around(group: Any) -> None:
+    """Hooks see whole shapes; copies, eval and inference_mode work; a second call is refused."""
+    plain, parallel = pair(group)
+    seen: list[torch.Size] = []
+    parallel.model.layers[0].register_forward_hook(lambda m, a, out: seen.append(out.shape))  # type: ignore[union-attr]
+    assert_alike(copy.deepcopy(parallel), plain)
+    parallel(**batch())
+    assert seen[-1] == (3, 5, 32)
+    with torch.inference_mode():
+        inputs = {key: value for key, value in batch().items() if key != "labels"}
+        out = parallel(**inputs, output_hidden_states=True, use_cache=False)
+        want = plain(**inputs, output_hidden_states=True, use_cache=False)
+    for ours, theirs in zip(out.hidden_states, want.hidden_states, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    kept = parallel(**inputs, logits_to_keep=2, use_cache=False).logits
+    torch.testing.assert_close(kept.full_tensor(), want.logits[:, -2:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="it is parallel already"):
+        fusedtp.parallelize(parallel, tp_mesh(group))
+
+
+def test_hooks_copies_and_inference():
+    world(2).run(around)
+
+
+def differing(group: Any) -> None:
+    model: Any = model_of("llama")
+    with torch.no_grad():
+        model.model.norm.weight[3] += group.rank()
+    with pytest.raises(ValueError, match=r"ranks hold other values of model\.norm\.weight"):
+        fusedtp.parallelize(model, tp_mesh(group))
+    _, parallel = pair(group)
+    inputs = batch()
+    inputs["input_ids"] = inputs["input_ids"].roll(group.rank(), 0)
+    with pytest.raises(ValueError, match="got other inputs: input_ids"):
+        parallel(**inputs)
+
+
+def test_ranks_that_differ_are_told():
+    world(2).run(differing)
