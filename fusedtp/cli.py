@@ -15,6 +15,10 @@ COMMANDS = {
         "fusedtp.checks.command",
         "find races, deadlocks and wrong results of multi-rank kernels, without a GPU",
     ),
+    "explain": (
+        "fusedtp.parallel.explain_command",
+        "say how a model would be split, from its configuration alone",
+    ),
     "bench": ("fusedtp.bench.cli", "measure kernels and fused operations beside what others offer"),
     "env": ("fusedtp.train.environment", "print what a bug report needs: versions, machine, devices"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from fusedtp.ops.moe import plan as routing
 from fusedtp.ops.rows import Rows, split
 
 from .expert_parallel import ExpertParallel
+from .foreign import Columns, Own
 from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
 
 OPERATIONS = {
@@ -54,6 +55,10 @@ class Explanation:
     configurations: str = (
         ""  # of the kernels that have run: how many are tuned for this GPU, how many default
     )
+    whole: dict[str, str] = field(default_factory=dict)  # module that is not split -> why
+    gathered: dict[str, int] = field(
+        default_factory=dict
+    )  # operation of a model's own code -> gathers of all tokens
 
     def __str__(self) -> str:
         rows = [("layer", "operation", "engine", "why"), *(_row(layer) for layer in self.layers)]
@@ -65,6 +70,10 @@ class Explanation:
             for operation, engine_calls in operations.items():
                 counted = ", ".join(f"{engine} {n}" for engine, n in engine_calls.items())
                 lines.append(f"calls so far in group {group}: {operation}: {counted}")
+        lines += [f"whole on every rank: {name or 'the model'}: {why}" for name, why in self.whole.items()]
+        if self.gathered:
+            counted = ", ".join(f"{name} {n}" for name, n in self.gathered.items())
+            lines.append(f"gathered so far, for the model's own code: {counted}")
         lines += [self.configurations] if self.configurations else []
         return "\n".join([f"forward of {self.tokens} tokens", *lines])
 
@@ -81,7 +90,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     replicas = 0
     for name, module in model.named_modules():
         parallel = getattr(module, "parallel", None)
-        replicas += isinstance(parallel, Replica)
+        replicas += isinstance(parallel, Replica | Own)
         if isinstance(parallel, Member):
             comm = groups.setdefault(parallel.group, communicator(parallel.group))
             above, _, child = name.rpartition(".")
@@ -91,7 +100,9 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     if not layers and not replicas:
         raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
     calls = {name: engines.calls(comm) for name, comm in groups.items()}
-    return Explanation(tuple(layers), tokens, calls, tuned.summary())
+    ours = getattr(model, "_fusedtp", None)
+    whole, gathered = (dict(ours.whole), dict(ours.gathered)) if ours is not None else ({}, {})
+    return Explanation(tuple(layers), tokens, calls, tuned.summary(), whole, gathered)
 
 
 def _explained(
@@ -104,11 +115,19 @@ def _explained(
     joined: str | None,
 ) -> Layer:
     """joined: the operation by which the module above gathers for this one and its siblings."""
-    operation = OPERATIONS[type(parallel), parallel.sequence_parallel]
+    kind = next(each for each in type(parallel).__mro__ if (each, True) in OPERATIONS)
+    operation = OPERATIONS[kind, parallel.sequence_parallel]
     if isinstance(parallel, ColumnParallel) and parallel.gather_output:
         operation += ", all_gather"
     elif operation == "all_gather_matmul" and joined:
         operation = joined
+    if (
+        operation == "all_gather_matmul"
+        and isinstance(parallel, Columns)
+        and parallel.siblings.linears[0] is not module
+    ):
+        first = parallel.siblings.linears[0].parallel.layer
+        return Layer(name, operation, "joined", f"one gather and one call with {first}")
     if operation == "matmul":
         return Layer(
             name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"

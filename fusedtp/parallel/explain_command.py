@@ -1,0 +1,53 @@
+"""`fusedtp explain`: how a model of transformers would be split, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+
+def main(argv: list[str]) -> int:
+    """Print the table that explain prints, of a model without weights, by virtual ranks."""
+    parser = argparse.ArgumentParser(prog="fusedtp explain", description=__doc__)
+    parser.add_argument("--model", required=True, help="a hub name, a folder, a config.json, or a model type")
+    parser.add_argument("--tp", type=int, default=2, help="ranks that share the model (default 2)")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of the forward asked about (default 4096)"
+    )
+    parser.add_argument("--whole-tokens", action="store_true", help="without sequence parallelism")
+    options = parser.parse_args(argv)
+    try:
+        print(explained(options.model, options.tp, options.tokens, not options.whole_tokens))
+    except ModuleNotFoundError as error:
+        print(f"fusedtp explain needs transformers: pip install 'fusedtp[hf]' ({error})")
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"fusedtp explain: {error}")
+        return 1
+    return 0
+
+
+def explained(name: str, ranks: int, tokens: int, sequence_parallel: bool) -> str:
+    """See main. Raises ValueError where the model cannot be split so, OSError where there is no such model."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    from fusedtp.comm import VirtualGroup, VirtualWorld
+
+    from .explain import explain
+    from .parallelize import parallelize
+
+    known = name in CONFIG_MAPPING and not os.path.exists(name)
+    config = CONFIG_MAPPING[name]() if known else AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    def one(group: VirtualGroup) -> str:
+        import copy
+
+        own = parallelize(copy.deepcopy(model), group, sequence_parallel=sequence_parallel)
+        return str(explain(own, tokens))
+
+    split: str = VirtualWorld(ranks).run(one)[0]
+    return f"{type(model).__name__} over {ranks} ranks, as this machine would run it\n{split}"
