@@ -1,4 +1,4 @@
-"""What all ranks must hold alike, checked once: weights before they are split, inputs of the first forward."""
+"""What a split model relies on, checked once: ranks hold the same weights, see the same inputs, and sum gradients."""
 
 from __future__ import annotations
 
@@ -51,6 +51,30 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
             f"ranks of one tensor-parallel group got other inputs: {', '.join(differing)}; they must see the same "
             "batch (a data loader's sampler divides by the data-parallel ranks alone)"
         )
+
+
+def check_gradients(x: Tensor) -> None:
+    """Of a split layer's input, its own rows of the tokens: parameters that made it must have summed gradients.
+
+    Walks back to what the last split layer put out. Raises ValueError for a plain parameter on the way: each rank would
+    get its own tokens' part of that gradient, and nobody would sum the parts.
+    """
+    nodes, seen = [x.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and function.__module__.startswith("fusedtp."):
+            continue
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and not isinstance(leaf, DTensor):
+            raise ValueError(
+                f"a parameter of shape {tuple(leaf.shape)} works on this rank's tokens alone, and nothing sums its "
+                "gradient over ranks; plan its module too, as fusedtp.Replicated() or torch's SequenceParallel()"
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _named(path: Any) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
+from .agree import check_gradients
 from .expert_parallel import ExpertParallel, ExpertSplit, Shares, copies_of, stages_of
 from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
 from .placement import Mesh, Placement, Way, place_parameters
@@ -270,8 +272,18 @@ def install(module: Any, parallel: Any, forward: Any) -> None:
 
 
 def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
-    """The forward of a split nn.Linear."""
-    return self.parallel.linear(x, self, layout)
+    """The forward of a split nn.Linear. A DTensor is taken as it lies, or brought to where it has to."""
+    at: ColumnParallel | RowParallel = self.parallel
+    gathers = isinstance(at, ColumnParallel)
+    if isinstance(x, DTensor):
+        wanted: Placement = Shard(at.dim) if gathers and at.sequence_parallel else Replicate()
+        wanted = wanted if gathers else Shard(x.dim() - 1)
+        x = x.redistribute(placements=[wanted]).to_local()
+    if not torch.compiler.is_compiling() and not hasattr(self, "_fusedtp_checked") and x.grad_fn is not None:
+        if gathers and at.sequence_parallel:
+            check_gradients(x)
+        self._fusedtp_checked = True
+    return at.linear(x, self, layout)
 
 
 def embedding(self: Any, input: Tensor, layout: Any = None) -> Tensor:

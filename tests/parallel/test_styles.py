@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from fusedtp.ops.rows import split
 from fusedtp.parallel import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
@@ -81,6 +81,40 @@ def test_a_block_of_plain_modules(world_size: int, shape: tuple[int, ...], dim: 
 
 def test_a_compiled_block_of_plain_modules():
     world(2).run(compare_block, (2, 6, 24), 1, True, timeout=120)
+
+
+def forget_the_norms(group) -> None:
+    torch.manual_seed(0)
+    styles = {name: style for name, style in plan().items() if name != "norm*"}
+    parallel = parallelize_module(PlainBlock().double(), tp_mesh(group), styles)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(24,\) works on this rank's tokens alone"):
+        parallel(torch.randn(4, 24, dtype=torch.float64))
+    with torch.no_grad():
+        parallel(torch.randn(4, 24, dtype=torch.float64))
+
+
+def test_parameters_that_nobody_planned_are_told():
+    world(2).run(forget_the_norms)
+
+
+def beside_torch_styles(group) -> None:
+    """torch's SequenceParallel, which hands on DTensors, between ours."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 8, 24, dtype=torch.float64)
+    plain, _ = block_of(group)
+    styles = {**plan(dim=1), "norm*": SequenceParallel()}
+    parallel = parallelize_module(copy.deepcopy(plain), tp_mesh(group), styles)
+    own = x.chunk(group.size(), 1)[group.rank()]
+    want, got = plain(x), parallel(own)
+    assert_close("y", got, want.chunk(group.size(), 1)[group.rank()])
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for name, parameter in parallel.named_parameters():
+        assert_close(f"gradient of {name}", parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_sequence_parallel_of_torch_beside_ours():
+    world(2).run(beside_torch_styles)
 
 
 def compare_whole_tokens(group) -> None:
