@@ -159,6 +159,7 @@ class Own:
 
     members    the communicator's name
     partial    each rank's gradient of its parameters is a part of a sum
+    sharded    names of the parameters of which each rank holds a part, whose gradient is whole for that part
     children   names of modules of which it may read parameters without calling them
     splits     some of its children are split, so that its own parameters may meet parts of heads
     inner      the instance's own forward, where it has one
@@ -167,6 +168,7 @@ class Own:
     members: str
     world_size: int
     partial: bool = False
+    sharded: frozenset[str] = frozenset()
     children: tuple[str, ...] = ()
     splits: bool = False
     inner: Callable[..., Any] | None = None
@@ -191,6 +193,8 @@ class Own:
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The plain tensor."""
+        if name in self.sharded:
+            return local(parameter)
         if self.partial or self.seen.inputs or self.seen.gradients.get(name):
             return read(parameter, self.members)
         own = local(parameter)
@@ -457,7 +461,7 @@ class Foreign(Style):
         self.model, self.named = model, dict(named or {})
         self.children: tuple[str, ...] = ()
         self.splits = False
-        self.options = {"engine": engine, "sequence_parallel": sequence_parallel}
+        self.options: dict[str, Any] = {"engine": engine, "sequence_parallel": sequence_parallel}
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         return [
@@ -479,21 +483,26 @@ class Foreign(Style):
         """The fields of Member."""
         return {"group": comm.name, "rank": comm.rank, "world_size": comm.world_size, **self.options}
 
-    def own(self, comm: Communicator) -> dict[str, Any]:
+    def own(self, module: Any, comm: Communicator) -> dict[str, Any]:
         """The fields of Own."""
+        placed = self.placements(module, comm.world_size)
+        sharded = frozenset(
+            name for name, placement in placed.items() if not isinstance(placement, Replicate)
+        )
         return {
-            "members": comm.name, "world_size": comm.world_size, "children": self.children, "splits": self.splits
+            "members": comm.name, "world_size": comm.world_size, "children": self.children, "splits": self.splits,
+            "sharded": sharded,
         }  # fmt: skip
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(comm)), own_forward)
+        install(module, Own(**self.own(module, comm)), own_forward)
 
 
 class PartialGradients(Foreign):
     """A replicated module that sees a part of the heads, so that its gradients are parts of a sum."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(comm), partial=True), own_forward)
+        install(module, Own(**self.own(module, comm), partial=True), own_forward)
 
 
 class LatentProjection(Foreign):
@@ -509,21 +518,23 @@ class LatentProjection(Foreign):
         return super().faults(module, world_size)
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(comm), rotary_width=self.rotary_width or 0), mla_down_projection)
+        install(
+            module, Own(**self.own(module, comm), rotary_width=self.rotary_width or 0), mla_down_projection
+        )
 
 
 class Summed(Foreign):
     """See partial_sum."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, PartialSum(**self.own(comm)), partial_sum)
+        install(module, PartialSum(**self.own(module, comm)), partial_sum)
 
 
 class Shared(Foreign):
     """See divided."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Divided(**self.own(comm)), divided)
+        install(module, Divided(**self.own(module, comm)), divided)
 
 
 class Colwise(Foreign):
@@ -626,6 +637,7 @@ PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
     "packed_colwise": lambda name, dims: StridedShard(_features(name, dims), split_factor=2),
     "packed_rowwise": lambda name, dims: Replicate() if dims == 1 else StridedShard(dims - 1, split_factor=2),
     "replicate": lambda name, dims: Replicate(),
+    "grouped_gemm": lambda name, dims: Shard(0),
 }
 
 

@@ -34,6 +34,7 @@ from .foreign import (
     Summed,
     leave,
 )
+from .foreign_experts import ExpertsByRank
 from .placement import Mesh
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .styles import already_parallel
@@ -57,6 +58,7 @@ WORDS: dict[str, Callable[..., Foreign]] = {
     "local_params": Foreign,
     "replicate": Foreign,
     "sequence_parallel": Foreign,
+    "ep_dispatch_experts": ExpertsByRank,
 }
 
 # A module with such an argument attends to other tokens than those it asks for.
@@ -93,6 +95,11 @@ def adopt(
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
     model.register_forward_hook(leave)
+
+
+def check_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, str], *, complete: bool) -> None:
+    """Raises ValueError that lists every fault of a plan; changes nothing."""
+    foreign_steps(model, plan, communicator(mesh).world_size, has_more_dimensions(mesh), Model(), complete)
 
 
 def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
@@ -180,15 +187,22 @@ def _named_by(
         ]
         if not matching and complete:
             faults.append(f"{pattern}: no module or parameter has such a name")
-        if matching and word not in WORDS:
-            faults.append(f"{pattern}: unknown style {word!r}; known are {', '.join(WORDS)}")
+        if matching and word not in WORDS and word not in PARAMETERS:
+            faults.append(
+                f"{pattern}: unknown style {word!r}; known are {', '.join({**WORDS, **PARAMETERS})}"
+            )
             continue
         for name in matching:
             found = words if name in of_modules else parameters
             if name in found and complete:
                 faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
-            if name not in of_modules and word not in PARAMETERS:
-                faults.append(f"{name}: {word!r} is for modules, and this is a parameter")
+            if word not in (WORDS if name in of_modules else PARAMETERS):
+                kind = (
+                    "parameters, and this is a module"
+                    if name in of_modules
+                    else "modules, and this is a parameter"
+                )
+                faults.append(f"{name}: {word!r} is for {kind}")
                 continue
             found[name] = word
     if not words and not parameters and not faults:

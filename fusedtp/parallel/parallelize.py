@@ -12,7 +12,7 @@ from fusedtp.comm import communicator
 
 from .agree import check_same_weights
 from .expert_parallel import ExpertSplit
-from .foreign_plan import adopt
+from .foreign_plan import adopt, check_plan
 from .placement import Mesh
 from .plan import apply_steps, has_more_dimensions, make_steps, plan_of
 from .proof import prove as prove_plan
@@ -56,7 +56,9 @@ def parallelize(
     own = plan is None
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     if plan and is_foreign(model, plan):
+        plan = plan if experts is None else with_experts(model, plan, experts)
         whole: dict[str, str] = {}
+        check_plan(model, mesh, plan, complete=not own)
         if prove is not False:
             plan, whole = _proved(model, mesh, plan, own, sequence_parallel, prove)
         adopt(
@@ -84,6 +86,24 @@ def parallelize(
             if hasattr(module, "token_split"):
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
     return model
+
+
+def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit) -> dict[str, Any]:
+    """A plan whose experts lie whole on ranks, as the model's ep_plan has them. Raises ValueError where it has none."""
+    if experts != ExpertSplit():
+        raise ValueError(
+            "experts of a model of others lie whole on the ranks of the mesh: experts=ExpertSplit()"
+        )
+    own = dict(getattr(model, "ep_plan", None) or {})
+    modules = [pattern for pattern, word in own.items() if word == "ep_dispatch_experts"]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no plan for experts that lie whole on ranks (ep_plan)")
+    rest = {
+        pattern: word
+        for pattern, word in plan.items()
+        if not any(pattern == name or pattern.startswith(f"{name}.") for name in modules)
+    }
+    return rest | own
 
 
 def is_foreign(model: nn.Module, plan: Mapping[str, Any]) -> bool:

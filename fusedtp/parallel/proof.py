@@ -179,6 +179,9 @@ def _compare(
     failure, outputs, gradients = "", 0.0, {}
     try:
         adopt(parallel, mesh, plan, complete=False, engine="collective", sequence_parallel=sequence_parallel)
+    except ValueError as error:
+        raise NoTwin(f"its small copy cannot be split: {error}") from error
+    try:
         _track(parallel, running)
         got = _run(parallel, example)
         outputs = max((_off(a, b) for a, b in zip(got, want, strict=True)), default=0.0)

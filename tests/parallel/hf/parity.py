@@ -87,7 +87,7 @@ def _largest(x: Tensor) -> float:
 def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """What differs, by how much, and by how many times what roundoff explains.
 
-    options   sequence_parallel, changes of the configuration, tokens, checkpointing, generate, engine
+    options   sequence_parallel, changes of the configuration, tokens, checkpointing, generate, engine, experts
     """
     changes = options.get("changes", {})
     plain = model_of(name, attention=options.get("attention"), **changes)
@@ -97,6 +97,7 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         tp_mesh(group),
         sequence_parallel=options.get("sequence_parallel", True),
         engine=options.get("engine", "auto"),
+        experts=options.get("experts"),
     )
     if options.get("checkpointing"):
         parallel.train()

@@ -1,0 +1,136 @@
+"""Experts of transformers behind this library's exchange: each rank holds whole experts, and tokens come to them.
+
+    own rows of the tokens --moe_dispatch--> rows by expert --the experts' own forward--> rows --moe_combine--> own rows
+
+The experts' module keeps its forward. It is called with the rows that came, each with one choice: its expert's number
+among those of this rank, and a weight of one; the routing weights are applied where the token came from. A module
+without sequence parallelism takes its rank's part of the tokens before, and gathers after.
+
+The words are those of an ep_plan: `ep_dispatch_experts` for the module, `grouped_gemm` for its weights.
+`register` offers the same to transformers itself, as ep_implementation="fusedtp".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from fusedtp.comm import Communicator
+from fusedtp.ops.moe import moe_combine, moe_dispatch
+from fusedtp.ops.rows import split
+from fusedtp.ops.tokens import gather_tokens, take_tokens
+
+from .foreign import Foreign, Own, install, own_forward
+from .placement import Mesh, Placement
+from .token_shard import TokenShard
+
+
+def exchanged(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+    num_here: int,
+    world_size: int,
+    group: str,
+    sizes: Sequence[int],
+    engine: str = "auto",
+    layer: str = "",
+) -> Tensor:
+    """x [T_r, H], expert_ids and weights [T_r, k] -> [T_r, H].
+
+    experts    (rows [R, H], numbers [R, 1] below num_here, weights [R, 1]) -> [R, H]; the number num_here means none
+    num_here   experts of every rank
+    """
+    rows, offsets, handle = moe_dispatch(
+        x, expert_ids, weights, num_here * world_size, group, sizes=sizes, engine=engine, layer=layer
+    )
+    at = torch.arange(rows.shape[0], device=x.device)
+    numbers = torch.searchsorted(offsets[1:].contiguous(), at, right=True)  # num_here for rows past the last
+    used = numbers < num_here
+    rows = rows.masked_fill(~used[:, None], 0.0)
+    ones = used.to(rows.dtype)[:, None]
+    if rows.shape[0]:
+        y = experts(rows, numbers[:, None], ones)
+    else:  # a row of zeros, so that the graph and its exchanges are there on every rank
+        y = experts(rows.sum(0, keepdim=True), numbers.new_zeros(1, 1), rows.new_zeros(1, 1))[:0]
+    return moe_combine(y, handle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched(Own):
+    """Experts of which this rank holds some."""
+
+    rank: int
+    engine: str
+    num_here: int
+
+    def look(self, inputs: Any) -> None:
+        """Ranks see different tokens here, and hold different experts: nothing is a part of a sum."""
+
+
+def dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of such experts: hidden [T, H], index and weights [T, k] -> [T, H]."""
+    at: Dispatched = self.parallel
+
+    def experts(rows: Tensor, numbers: Tensor, ones: Tensor) -> Tensor:
+        y: Tensor = own_forward(self, rows, numbers, ones)
+        return y
+
+    parts = tuple(split(hidden_states.shape[:-1].numel(), at.world_size))
+    if isinstance(hidden_states, TokenShard):
+        like, parts = hidden_states, hidden_states.tokens.sizes
+        x, index, weights = (_rows(each, like) for each in (hidden_states, top_k_index, top_k_weights))
+        y = exchanged(
+            x, index, weights.to(x.dtype), experts, at.num_here, at.world_size, at.members, parts, at.engine
+        )
+        return like.like(y)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    x, weights = (
+        take_tokens(each, at.members, parts)
+        for each in (x, top_k_weights.reshape(x.shape[0], -1).to(x.dtype))
+    )
+    begin = sum(parts[: at.rank])
+    index = top_k_index.reshape(-1, weights.shape[1])[begin : begin + parts[at.rank]]
+    y = exchanged(x, index, weights, experts, at.num_here, at.world_size, at.members, parts, at.engine)
+    return gather_tokens(y, at.members, parts).reshape(hidden_states.shape)
+
+
+def _rows(x: Tensor, like: TokenShard) -> Tensor:
+    """This rank's rows of what is as long as `like`."""
+    if isinstance(x, TokenShard):
+        return x.local
+    return like.tokens.own(x.reshape(sum(like.tokens.sizes), -1))
+
+
+class ExpertsByRank(Foreign):
+    """Whole experts on every rank."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if not isinstance(getattr(module, "num_experts", None), int):
+            return [f"{type(module).__name__} does not say how many experts it has (num_experts)"]
+        if module.num_experts % world_size:
+            return [f"{module.num_experts} experts do not divide among {world_size} ranks"]
+        of_each = [p.shape[0] == module.num_experts for p in module.parameters()]
+        if not all(of_each) or not of_each:
+            return [f"{type(module).__name__} has parameters that are not one of each expert"]
+        return []
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return Shard(0)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        module.num_experts //= comm.world_size
+        module._is_expert_parallel = True  # its forward leaves out rows of the number num_experts
+        parallel = Dispatched(
+            **self.own(module, comm),
+            rank=comm.rank,
+            engine=self.options["engine"],
+            num_here=module.num_experts,
+        )
+        install(module, parallel, dispatched)
