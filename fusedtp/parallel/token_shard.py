@@ -94,8 +94,10 @@ class TokenShard(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """[T_r, ...], with its graph."""
-        if self._local is not None:
+        """[T_r, ...], with its graph, also where an autograd.Function of others has put out the wrapper."""
+        with torch._C.DisableTorchFunctionSubclass():
+            outside = self.requires_grad
+        if self._local is not None and (self._local.requires_grad or not outside):
             return self._local
         rows: Tensor = _Unwrap.apply(self)
         return rows

@@ -54,7 +54,7 @@ class VocabShard(Tensor):
     """See above."""
 
     columns: Columns
-    local: Tensor
+    _local: Tensor
     _changed: list[bool]  # whether an in-place operation has left the wrapper's own place in the graph behind
 
     @staticmethod
@@ -65,8 +65,18 @@ class VocabShard(Tensor):
             made: VocabShard = _Wrap.apply(local, columns, changed)
         else:
             made = VocabShard._bare(local, columns)
-        made.columns, made.local, made._changed = columns, local, changed
+        made.columns, made._local, made._changed = columns, local, changed
         return made
+
+    @property
+    def local(self) -> Tensor:
+        """[..., V_r], with its graph, also where an autograd.Function of others has put out the wrapper."""
+        with torch._C.DisableTorchFunctionSubclass():
+            outside = self.requires_grad and not self._local.requires_grad
+        if not outside:
+            return self._local
+        own: Tensor = _Unwrap.apply(self)
+        return own
 
     @staticmethod
     def _bare(local: Tensor, columns: Columns) -> VocabShard:
@@ -120,7 +130,22 @@ class _Wrap(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.changed[0]:
             raise RuntimeError("a VocabShard was changed in place and then used by an autograd.Function")
+        if isinstance(grad, VocabShard):
+            return grad._local, None, None
         return ctx.columns.own(grad), None, None
+
+
+class _Unwrap(Function):
+    """wrapper -> local."""
+
+    @staticmethod
+    def forward(ctx: Any, x: VocabShard) -> Tensor:
+        ctx.columns = x.columns
+        return x._local.view_as(x._local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return VocabShard.of(grad, ctx.columns)
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +296,7 @@ def _argmax(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if not isinstance(x, VocabShard) or dim not in (-1, x.dim() - 1):
         return NotImplemented
-    at, local = x.columns, x.local.detach().reshape(-1, x.local.shape[-1])
+    at, local = x.columns, x.local.detach().reshape(x.shape[:-1].numel(), -1 if x.local.numel() else 0)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mine = torch.full((local.shape[0], 2), -torch.inf, dtype=wide, device=x.device)
     if local.shape[1]:

@@ -8,7 +8,9 @@ import os
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
+from fusedtp import ExpertSplit
 from tests.harness import world
 
 from . import parity
@@ -61,6 +63,17 @@ def test_on_four_ranks(name: str):
 def test_with_checkpointing(name: str):
     changes = dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0) if name == "seed_oss" else {}
     check(name, 2, checkpointing=True, generate=False, changes=changes)
+
+
+def mixtures() -> list[str]:
+    return [name for name in families() if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", mixtures() if ALL else ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_behind_the_exchange(name: str, sequence_parallel: bool):
+    found = check(name, 2, experts=ExpertSplit(), sequence_parallel=sequence_parallel)
+    assert ALL or not found["whole"]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

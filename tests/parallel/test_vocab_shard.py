@@ -1,0 +1,178 @@
+"""Logits of which each rank holds some columns, against plain ones: values, gradients, losses, and what is gathered."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusedtp.comm import VirtualWorld, communicator
+from fusedtp.ops.rows import split
+from fusedtp.parallel.vocab_shard import Columns, VocabShard
+
+Program = Callable[[Tensor, Tensor, Tensor], Tensor]
+# On logits [B, S, V], one weight [V] and one scale [1], both of which want gradients.
+LOCAL: dict[str, Program] = {
+    "float": lambda x, w, s: x.float(),
+    "scale": lambda x, w, s: x * 0.5,
+    "cap": lambda x, w, s: torch.tanh(x / 30.0) * 30.0,
+    "divide by a parameter": lambda x, w, s: x / (s + 3.0),
+    "add a bias": lambda x, w, s: x + w,
+    "flat": lambda x, w, s: x.view(-1, x.shape[-1]),
+    "one row": lambda x, w, s: x[0],
+    "a slice": lambda x, w, s: x[:, :-1].contiguous(),
+    "the last": lambda x, w, s: x[:, -1],
+    "unsqueeze": lambda x, w, s: x.unsqueeze(0),
+    "masked": lambda x, w, s: x.masked_fill(w > 0, -5.0),
+    "where": lambda x, w, s: torch.where(w > 0, x, torch.zeros_like(x)),
+    "clamp": lambda x, w, s: x.clamp(-1.0, 1.0),
+}
+GATHERING: dict[str, Program] = {
+    "softmax": lambda x, w, s: x.softmax(-1),
+    "topk": lambda x, w, s: x.topk(1, -1).values,
+    "some columns": lambda x, w, s: x[..., 1:],
+    "matmul": lambda x, w, s: x @ w,
+    "sum": lambda x, w, s: x.sum(),
+    "transpose": lambda x, w, s: x.transpose(1, 2),
+}
+
+
+def tensors(batch: int, length: int, vocab: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((batch, length, vocab), (vocab,), (1,))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def on_rank(
+    group: Any, full: list[Tensor], program: Callable[..., Tensor]
+) -> tuple[Tensor, list[Any], Counter[str]]:
+    """The whole result, gradients of what went in (this rank's columns of the logits), and what was gathered."""
+    world_size, rank = communicator(group).world_size, group.rank()
+    sizes, gathered = split(full[0].shape[-1], world_size), Counter[str]()
+    local = full[0].split(sizes, -1)[rank].clone().requires_grad_()
+    others = [x.clone().requires_grad_() for x in full[1:]]
+    columns = Columns(communicator(group).name, rank, world_size, full[0].shape[-1], gathered)
+    y = program(VocabShard.of(local, columns), *others)
+    counted = Counter(gathered)
+    whole = y.full_tensor() if isinstance(y, VocabShard) else y
+    (whole * weights_like(whole)).sum().backward()
+    return whole.detach(), [local.grad, *(x.grad for x in others)], counted
+
+
+def weights_like(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(x.dtype)
+
+
+def compare(world_size: int, full: list[Tensor], program: Callable[..., Tensor], gathers: bool) -> None:
+    alone = [x.clone().requires_grad_() for x in full]
+    want = program(*alone)
+    (want * weights_like(want)).sum().backward()
+    sizes = split(full[0].shape[-1], world_size)
+    for rank, (got, gradients, counted) in enumerate(
+        VirtualWorld(world_size).run(lambda group: on_rank(group, full, program))
+    ):
+        torch.testing.assert_close(got, want.detach())
+        assert got.dtype == want.dtype and bool(counted) == gathers, counted
+        wanted = [alone[0].grad.split(sizes, -1)[rank], *(x.grad for x in alone[1:])]
+        for mine, theirs in zip(gradients, wanted, strict=True):
+            if theirs is None:
+                assert mine is None or not mine.any()
+            elif mine is None:
+                assert not theirs.any()
+            else:
+                torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@given(world_size=st.integers(1, 4), vocab=st.integers(1, 11), seed=st.integers(0, 99))
+def test_what_treats_columns_alike_stays_local(name: str, world_size: int, vocab: int, seed: int):
+    compare(world_size, tensors(2, 3, vocab, seed), LOCAL[name], gathers=False)
+
+
+@pytest.mark.parametrize("name", GATHERING)
+@given(world_size=st.integers(1, 4), vocab=st.integers(2, 11), seed=st.integers(0, 99))
+def test_anything_else_gathers_and_is_counted(name: str, world_size: int, vocab: int, seed: int):
+    compare(world_size, tensors(2, 3, vocab, seed), GATHERING[name], gathers=True)
+
+
+@given(
+    world_size=st.integers(1, 4),
+    vocab=st.integers(1, 11),
+    seed=st.integers(0, 99),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    ignored=st.booleans(),
+)
+def test_cross_entropy(world_size: int, vocab: int, seed: int, reduction: str, ignored: bool):
+    full = tensors(2, 3, vocab, seed)
+    labels = torch.randint(0, vocab, (6,), generator=torch.Generator().manual_seed(seed))
+    if ignored:
+        labels[::2] = -100
+
+    def program(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return F.cross_entropy((x + w).view(-1, vocab), labels, reduction=reduction)
+
+    compare(world_size, full, program, gathers=False)
+
+
+def test_a_loss_with_smoothing_or_weights_gathers():
+    labels = torch.tensor([0, 3, 2, 1, 4, 0])
+
+    def smoothed(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return F.cross_entropy(x.view(-1, 5), labels, label_smoothing=0.1)
+
+    def weighted(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return F.cross_entropy(x.view(-1, 5), labels, weight=w.detach().abs() + 1.0)
+
+    for program in (smoothed, weighted):
+        compare(3, tensors(2, 3, 5, 0), program, gathers=True)
+
+
+@given(world_size=st.integers(1, 4), vocab=st.integers(1, 11), seed=st.integers(0, 99), keep=st.booleans())
+def test_argmax_takes_the_first_of_equals(world_size: int, vocab: int, seed: int, keep: bool):
+    full = tensors(2, 3, vocab, seed)
+    full[0].round_()  # many are equal
+    want = full[0].argmax(-1, keepdim=keep)
+
+    def body(group: Any) -> Tensor:
+        local = full[0].split(split(vocab, world_size), -1)[group.rank()]
+        shard = VocabShard.of(
+            local, Columns(communicator(group).name, group.rank(), world_size, vocab, Counter())
+        )
+        return shard.argmax(-1, keepdim=keep)
+
+    for got in VirtualWorld(world_size).run(body):
+        assert torch.equal(got, want)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * 2
+
+
+def test_functions_of_others_get_gradients_too():
+    compare(3, tensors(2, 3, 7, 0), lambda x, w, s: Doubled.apply(x * 1.0) + w, gathers=False)
+    compare(3, tensors(2, 3, 7, 0), lambda x, w, s: Doubled.apply(x).sum(0) @ w, gathers=True)
+
+
+def test_what_it_says_and_refuses():
+    def body(group: Any) -> None:
+        local = torch.ones(2, 3, len(range(group.rank(), 7, 2)))[..., : split(7, 2)[group.rank()]]
+        shard = VocabShard.of(local, Columns(communicator(group).name, group.rank(), 2, 7, Counter()))
+        assert shard.shape == (2, 3, 7) and shard.size(-1) == 7 and shard.dim() == 3 and len(shard) == 2
+        assert repr(shard).startswith("VocabShard((2, 3, 7), columns ")
+        with pytest.raises(TypeError, match="save its full_tensor"):
+            torch.save(shard, "/dev/null")
+        with pytest.raises(RuntimeError, match="changes logits in place"):
+            shard[0] = 1.0
+
+    VirtualWorld(2).run(body)
