@@ -269,6 +269,9 @@ ALONG: dict[str, int | None] = {
 }
 THIRD = _names("chunk split tensor_split topk norm vector_norm normalize")  # `dim` is their third
 LISTS = _names("cat concat concatenate stack")
+OTHER_SHAPES = _names(
+    "unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_ resize_ resize_as_ set_ as_strided_"
+)
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -282,7 +285,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         return args[0] if name == "requires_grad_" else done
     plain = name.strip("_")
     in_place = _is_in_place(name)
-    handler = HANDLERS.get(plain) if kwargs.get("out") is None else None
+    handler = HANDLERS.get(plain) if kwargs.get("out") is None and name not in OTHER_SHAPES else None
     if handler is not None and (not in_place or isinstance(args[0], TokenShard)):
         done = handler(plain, func, args, kwargs)
         if done is not NotImplemented:
@@ -291,6 +294,8 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             args[0]._changed[0] = True
             return args[0]
     if in_place and isinstance(args[0], TokenShard):
+        if name in OTHER_SHAPES:
+            raise RuntimeError(f"{name} gives a tensor of which ranks hold rows another shape; use {plain}")
         return _change(name, func, args, kwargs)
     return func(*_whole(name, args), **_whole(name, kwargs))
 
@@ -480,11 +485,11 @@ def _arranged(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> An
             (numbers[1] if len(numbers) > 1 else -1) % x.dim(),
         )
         shape[begin : end + 1] = [math.prod(shape[begin : end + 1])]
-    total = sum(x.tokens.sizes)
-    for k in range(1, len(shape) + 1):
-        if math.prod(shape[:k]) == total and total > 0:
-            rows = x.local.reshape(x.local.shape[0], *shape[k:])
-            return x.view_of(rows, tuple(shape[:k]))
+    total, kept = sum(x.tokens.sizes), list(x.local.shape[1:])
+    found = [k for k in range(1, len(shape) + 1) if math.prod(shape[:k]) == total > 0]
+    for k in sorted(found, key=lambda k: shape[k:] != kept):  # that which keeps the features, where several do
+        rows = x.local.reshape(x.local.shape[0], *shape[k:])
+        return x.view_of(rows, tuple(shape[:k]))
     return NotImplemented
 
 
@@ -523,6 +528,82 @@ def _transposed(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     return NotImplemented if dims is None else x.view_of(func(x.local, *dims))
 
 
+def _permuted(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x, *dims = args
+    if len(dims) == 1 and isinstance(dims[0], tuple | list):
+        dims = list(dims[0])
+    if (
+        not isinstance(x, TokenShard)
+        or kwargs
+        or len(dims) != x.dim()
+        or not all(type(d) is int for d in dims)
+    ):
+        return NotImplemented
+    lead, dims = len(x.lead), [d % x.dim() for d in dims]
+    if dims[:lead] != list(range(lead)):
+        return NotImplemented
+    return x.view_of(x.local.permute(0, *(d - lead + 1 for d in dims[lead:])))
+
+
+def _picked(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """gather and scatter along features, of which each token has its own choice: a router's."""
+    x, dim, *rest = args
+    at = _of_features(dim, x) if isinstance(x, TokenShard) and not kwargs else None
+    if at is None:
+        return NotImplemented
+    own = []
+    for operand in rest:
+        if isinstance(operand, Tensor) and operand.dim():
+            if operand.shape[: len(x.lead)] != x.lead or operand.dim() != x.dim():
+                return NotImplemented
+            operand = _operand(operand, x, broadcasts=False)
+            if operand is None:
+                return NotImplemented
+        own.append(
+            _same_for_all(operand, x) if isinstance(operand, Tensor) and not operand.dim() else operand
+        )
+    return x.like(func(x.local, at, *own))
+
+
+def _repeated(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """expand, repeat, repeat_interleave, unflatten over features."""
+    x, *rest = args
+    if not isinstance(x, TokenShard) or (kwargs and name != "repeat_interleave"):
+        return NotImplemented
+    lead = len(x.lead)
+    if name == "repeat_interleave":
+        given = kwargs.get("dim", rest[1] if len(rest) > 1 else None)
+        dim = _of_features(given, x)
+        plain = rest and type(rest[0]) is int and set(kwargs) <= {"dim"}
+        return x.like(func(x.local, rest[0], dim=dim)) if plain and dim is not None else NotImplemented
+    if name == "unflatten":
+        dim = _of_features(rest[0], x)
+        return NotImplemented if dim is None else x.view_of(func(x.local, dim, *rest[1:]))
+    if len(rest) == 1 and isinstance(rest[0], tuple | list):
+        rest = list(rest[0])
+    if len(rest) != x.dim() or not all(type(n) is int for n in rest):
+        return NotImplemented
+    if name == "repeat":
+        return x.like(func(x.local, 1, *rest[lead:])) if all(n == 1 for n in rest[:lead]) else NotImplemented
+    if any(n not in (-1, size) for n, size in zip(rest[:lead], x.lead, strict=True)):
+        return NotImplemented
+    return x.view_of(func(x.local, -1, *rest[lead:]))
+
+
+def _padded(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x, pad = args[0], args[1] if len(args) > 1 else kwargs.get("pad")
+    if not isinstance(x, TokenShard) or pad is None or len(pad) > 2 * (x.dim() - len(x.lead)):
+        return NotImplemented
+    if (args[2] if len(args) > 2 else kwargs.get("mode", "constant")) != "constant":
+        return NotImplemented
+    return x.like(func(x.local, *args[1:], **kwargs))
+
+
+def _one_hot(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    return x.like(func(x.local, classes)) if isinstance(x, TokenShard) and classes > 0 else NotImplemented
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(ALONG, _along),
@@ -531,4 +612,9 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_names("view reshape unsqueeze squeeze flatten"), _arranged),
     **dict.fromkeys(_names("getitem setitem"), _indexed),
     **dict.fromkeys(_names("transpose swapaxes"), _transposed),
+    "permute": _permuted,
+    **dict.fromkeys(_names("gather scatter scatter_add"), _picked),
+    **dict.fromkeys(_names("expand repeat repeat_interleave unflatten"), _repeated),
+    "pad": _padded,
+    "one_hot": _one_hot,
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,12 +89,14 @@ def compare(world_size: int, full: list[Tensor], program: Callable[..., Tensor],
 
 
 @pytest.mark.parametrize("name", LOCAL)
+@settings(max_examples=25)
 @given(world_size=st.integers(1, 4), vocab=st.integers(1, 11), seed=st.integers(0, 99))
 def test_what_treats_columns_alike_stays_local(name: str, world_size: int, vocab: int, seed: int):
     compare(world_size, tensors(2, 3, vocab, seed), LOCAL[name], gathers=False)
 
 
 @pytest.mark.parametrize("name", GATHERING)
+@settings(max_examples=25)
 @given(world_size=st.integers(1, 4), vocab=st.integers(2, 11), seed=st.integers(0, 99))
 def test_anything_else_gathers_and_is_counted(name: str, world_size: int, vocab: int, seed: int):
     compare(world_size, tensors(2, 3, vocab, seed), GATHERING[name], gathers=True)
@@ -132,6 +134,7 @@ def test_a_loss_with_smoothing_or_weights_gathers():
         compare(3, tensors(2, 3, 5, 0), program, gathers=True)
 
 
+@settings(max_examples=25)
 @given(world_size=st.integers(1, 4), vocab=st.integers(1, 11), seed=st.integers(0, 99), keep=st.booleans())
 def test_argmax_takes_the_first_of_equals(world_size: int, vocab: int, seed: int, keep: bool):
     full = tensors(2, 3, vocab, seed)
