@@ -30,6 +30,8 @@ def chosen() -> list[str]:
     return [name for name in families() if name not in LARGE] if ALL else SAMPLE.split()
 
 
+# Plans of transformers that are wrong, each found by the proof, or models of which it can make no small copy.
+NOT_ALL_SPLIT = {"doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"}
 LARGE = {"phi4_multimodal"}  # no small configuration: its vision and audio towers have fixed widths
 
 
@@ -39,6 +41,7 @@ def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
         f"{found['worst']} is off by {found['excess']:.1f} times what roundoff explains"
     )
     assert found.get("generate", True), "other tokens"
+    assert name in NOT_ALL_SPLIT or not found["whole"], found["whole"]
     return found
 
 
@@ -66,14 +69,15 @@ def test_with_checkpointing(name: str):
 
 
 def mixtures() -> list[str]:
-    return [name for name in families() if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
+    """DeepSeek-V4's small copy routes by a table of zeros: one expert twice, which the exchange refuses."""
+    own = [name for name in families() if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
+    return [name for name in own if name not in {*LARGE, "deepseek_v4"}]
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", mixtures() if ALL else ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_behind_the_exchange(name: str, sequence_parallel: bool):
-    found = check(name, 2, experts=ExpertSplit(), sequence_parallel=sequence_parallel)
-    assert ALL or not found["whole"]
+    check(name, 2, experts=ExpertSplit(), sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
