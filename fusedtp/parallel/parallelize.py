@@ -17,6 +17,7 @@ from .foreign_plan import foreign_steps, regroup_heads
 from .layers import Member, kind_of
 from .placement import Mesh
 from .plan import Step, make_steps, plan_of
+from .pretrained import prepare
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -96,6 +97,7 @@ def _parallelize_foreign(
         model, plan, comm.world_size, _has_more_dimensions(mesh), shared, complete,
         engine=engine, sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    prepare(model)
     regroup_heads(dict(model.named_modules()), steps, comm.world_size)
     _apply(steps, mesh)
     model._fusedtp = shared  # type: ignore[assignment]
