@@ -4,6 +4,7 @@ from .clip import clip_grad_norm_
 from .expert_parallel import ExpertSplit
 from .explain import Explanation, explain
 from .parallelize import parallelize
+from .pretrained import from_pretrained
 from .styles import FusedColwise, FusedEmbedding, FusedExperts, FusedRowwise, Replicated
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "Replicated",
     "clip_grad_norm_",
     "explain",
+    "from_pretrained",
     "parallelize",
 ]

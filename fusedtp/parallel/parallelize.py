@@ -17,7 +17,7 @@ from .foreign_plan import foreign_steps, regroup_heads
 from .layers import Member, kind_of
 from .placement import Mesh
 from .plan import Step, make_steps, plan_of
-from .pretrained import prepare
+from .saving import prepare
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -286,3 +286,244 @@ def test_distributed_checkpoints_pass_between_world_sizes(tmp_path):
     world(4).run(checkpoints, str(tmp_path / "2"), False)
     world(4).run(checkpoints, str(tmp_path / "4"), True)
     world(2).run(checkpoints, str(tmp_path / "4"), False)
+
+
+# --- from_pretrained --------------------------------------------------------------------------------------------------
+
+
+def assert_same_model(got, want) -> None:
+    """Parameters, buffers, configs and logits bit for bit."""
+    assert not got.training and got.config.to_dict() == want.config.to_dict()
+    assert got.generation_config.to_dict() == want.generation_config.to_dict()
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(model, kind)()) for model in (got, want))
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name].dtype == value.dtype, name
+            assert getattr(ours[name], "placements", None) == getattr(value, "placements", None), name
+            assert torch.equal(full(ours[name]), full(value)), name
+    with torch.no_grad():
+        ids = torch.arange(3, 15).view(2, 6)
+        assert torch.equal(got(input_ids=ids).logits, want(input_ids=ids).logits)
+
+
+def load(group, folder: str, name: str, changes: dict, options: dict, load_options: dict) -> None:
+    from transformers import AutoModelForCausalLM
+
+    mesh = tp_mesh(group)
+    if group.rank() == 0:
+        model_of(name, **changes).save_pretrained(folder, **options)
+    torch.distributed.barrier(group)
+    plain = AutoModelForCausalLM.from_pretrained(folder, **load_options)
+    want = fusedtp.parallelize(plain, mesh)
+    got = fusedtp.from_pretrained(folder, mesh, **load_options)
+    assert_same_model(got, want)
+    got.save_pretrained(f"{folder}/again")
+    if group.rank() == 0:
+        AutoModelForCausalLM.from_pretrained(folder, **load_options).save_pretrained(f"{folder}/plain")
+        assert_same_folder(Path(folder, "again"), Path(folder, "plain"))
+
+
+BF16, HALF = {"dtype": torch.bfloat16}, {"dtype": "float16"}
+LOADED = {
+    "llama": ("llama", {}, {}, {}),
+    "many files": ("llama", {}, {"max_shard_size": "20KB"}, BF16),
+    "tied": ("qwen3", TIED, {}, HALF),
+    "experts one by one": ("mixtral", {}, {"max_shard_size": "20KB"}, {}),
+    "experts as the model has them": ("mixtral", {}, {"save_original_format": False}, BF16),
+    "buffers": ("gemma3_text", {}, {}, BF16),
+    "latent": ("deepseek_v3", {}, {}, BF16),
+    "packed": ("phi3", {}, {}, {}),
+    "state space": ("jamba", {}, {}, BF16),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_from_pretrained_is_parallelize_of_the_plain_one(case: str, tmp_path):
+    world(2).run(load, str(tmp_path), *LOADED[case])
+
+
+def bytes_read(group, folder: str) -> tuple[int, int]:
+    """What a rank reads and what it holds."""
+    from fusedtp.parallel.pretrained import OnDisk
+
+    read, inner = 0, OnDisk.read
+
+    def count(self, box):
+        nonlocal read
+        values = inner(self, box)
+        assert values.untyped_storage().nbytes() == values.nbytes, "a view keeps the file in memory"
+        read += values.nbytes
+        return values
+
+    OnDisk.read = count
+    try:
+        model = fusedtp.from_pretrained(folder, tp_mesh(group))
+    finally:
+        OnDisk.read = inner
+    return read, sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_a_rank_reads_its_part_of_the_files_and_no_more(name: str, tmp_path):
+    model_of(name, **FAMILIES[name]).save_pretrained(tmp_path)
+    for read, held in world(2).run(bytes_read, str(tmp_path)):
+        assert read == held
+
+
+def fused_checkpoint(group, folder: str) -> None:
+    """Families whose checkpoints fuse what ranks share: a conversion on slices would mix up the parts."""
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter
+
+    register_checkpoint_conversion_mapping(
+        "llama",
+        [
+            WeightConverter(
+                "self_attn.qkv.weight",
+                ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+                [Chunk(dim=0)],
+            ),
+            WeightConverter("rotary.weight", "self_attn.o_proj.weight", [PermuteForRope()]),
+        ],
+        overwrite=True,
+    )
+    if group.rank() == 0:
+        model_of("llama").save_pretrained(folder)
+        with safe_open(Path(folder, "model.safetensors"), "pt") as file:
+            assert any("qkv" in name for name in file.keys())  # noqa: SIM118
+    torch.distributed.barrier(group)
+    want = fusedtp.parallelize(AutoModelForCausalLM.from_pretrained(folder), tp_mesh(group))
+    assert_same_model(fusedtp.from_pretrained(folder, tp_mesh(group)), want)
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+def test_fused_matrices_are_taken_apart_before_ranks_take_their_parts(tmp_path):
+    world(2).run(fused_checkpoint, str(tmp_path))
+
+
+def differently_tied(group, folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = dict(json.loads(Path(folder, "config.json").read_text()))
+    assert not config["tie_word_embeddings"]
+    want = fusedtp.parallelize(
+        AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True), tp_mesh(group)
+    )
+    got = fusedtp.from_pretrained(folder, tp_mesh(group), tie_word_embeddings=True)
+    assert got.lm_head.weight is not got.model.embed_tokens.weight
+    assert_same_model(got, want)
+
+
+def test_parameters_are_not_tied_that_differ_in_the_files(tmp_path):
+    model = model_of("qwen3", tie_word_embeddings=False)
+    with torch.no_grad():  # alike but for the last row, which one rank has
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.lm_head.weight[-1] += 1
+    model.save_pretrained(tmp_path)
+    world(2).run(differently_tied, str(tmp_path))
+
+
+def damage(folder: Path, what: str) -> str:
+    """Make a checkpoint of several files a bad one; what the error says of it."""
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    where = index["weight_map"]
+    name = where["model.norm.weight"]
+    if what == "missing file":
+        (folder / name).unlink()
+        return name
+    if what == "corrupt file":
+        (folder / name).write_bytes((folder / name).read_bytes()[:-10])
+        return name
+    if what == "corrupt index":
+        (folder / "model.safetensors.index.json").write_text("{")
+        return "no index"
+    if what == "no files":
+        (folder / "model.safetensors.index.json").unlink()
+        return "neither model.safetensors nor model.safetensors.index.json"
+    if what == "quantized":
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        (folder / "config.json").write_text(json.dumps(config))
+        return "quantized"
+    tensors = load_file(folder / name)
+    weight = tensors.pop("model.norm.weight")[:5].clone()
+    if what == "shape":
+        tensors["model.norm.weight"] = weight
+    else:
+        del where["model.norm.weight"]
+        tensors |= {"model.extra": weight, "model.norm.bias": weight.clone()}
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if what == "shape":
+        return r"model.norm.weight has shape \(5,\), not \(32,\)"
+    return r"(?s)norm.weight is missing.*model.extra is unexpected.*model.norm.bias is unexpected"
+
+
+def load_badly(group, folder: str, only_last: bool, message: str) -> None:
+    """only_last: the others find a whole checkpoint."""
+    if only_last and group.rank() == 0:
+        folder = f"{folder}/whole"
+    with pytest.raises(ValueError, match=message):
+        fusedtp.from_pretrained(folder, tp_mesh(group))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["missing file", "corrupt file", "corrupt index", "no files", "quantized", "names", "shape"],
+)
+def test_a_bad_checkpoint_is_refused_on_every_rank(what: str, tmp_path):
+    for folder in (tmp_path, tmp_path / "whole"):
+        model_of("llama").save_pretrained(folder, max_shard_size="20KB")
+    message = damage(tmp_path, what)
+    for only_last in (False, True):
+        world(2).run(load_badly, str(tmp_path), only_last, message)
+
+
+def unknown_option(group, folder: str) -> None:
+    with pytest.raises(ValueError, match="LlamaConfig has no rope_thetta"):
+        fusedtp.from_pretrained(folder, tp_mesh(group), rope_thetta=1.0)
+    with pytest.raises(ValueError, match="1-D DeviceMesh"):
+        fusedtp.from_pretrained(folder, group)
+    model = fusedtp.from_pretrained(folder, tp_mesh(group), sequence_parallel=False, rms_norm_eps=0.5)
+    assert model.model.norm.variance_epsilon == 0.5 and not model.lm_head.parallel.sequence_parallel
+
+
+def test_options_reach_config_and_layers(tmp_path):
+    model_of("llama").save_pretrained(tmp_path)
+    world(2).run(unknown_option, str(tmp_path))
+
+
+# --- models on meta ---------------------------------------------------------------------------------------------------
+
+
+def from_meta(group) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from .families import config_of
+
+    plain, want = parallel_of(group, "gemma3_text")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("gemma3_text"))
+    fusedtp.parallelize(model, tp_mesh(group))
+    ids = torch.arange(3, 15).view(2, 6)
+    with pytest.raises(ValueError, match=r"on the meta device.*model.embed_tokens.weight.*model.norm.weight"):
+        model(input_ids=ids)
+    with pytest.raises(ValueError, match=r"on the meta device.*model.embed_tokens.weight"):
+        model.save_pretrained("nowhere")
+    for parameter in model.to_empty(device="cpu").parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
+    assert not model._forward_pre_hooks
+    torch.manual_seed(0)  # transformers' own initialization fills what is empty
+    model.to_empty(device="cpu").init_weights()
+    assert all(full(p).isfinite().all() for p in model.parameters())
+    assert full(model.model.embed_tokens.weight).std() > 0
+
+
+def test_a_model_on_meta_is_filled_from_a_state_dict():
+    world(2).run(from_meta)
