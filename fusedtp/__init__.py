@@ -31,6 +31,7 @@ from fusedtp.parallel import (
     Replicated,
     clip_grad_norm_,
     explain,
+    from_pretrained,
     parallelize,
     prove,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "explain",
+    "from_pretrained",
     "grouped_gated",
     "grouped_matmul",
     "matmul_all_reduce",

@@ -4,6 +4,7 @@ from .clip import clip_grad_norm_
 from .expert_parallel import ExpertSplit
 from .explain import Explanation, explain
 from .parallelize import parallelize
+from .pretrained import from_pretrained
 from .proof import Proof, prove
 from .styles import FusedColwise, FusedEmbedding, FusedExperts, FusedRowwise, Replicated
 
@@ -18,6 +19,7 @@ __all__ = [
     "Replicated",
     "clip_grad_norm_",
     "explain",
+    "from_pretrained",
     "parallelize",
     "prove",
 ]

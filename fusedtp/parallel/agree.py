@@ -28,11 +28,13 @@ def check_same_weights(model: nn.Module, comm: Communicator) -> None:
 
 
 def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before a model's first forward: all ranks must see the same batch, and no new parameters. Collective."""
-    group = model._fusedtp.group
-    if group is None or torch.compiler.is_compiling():
+    """A hook before a model's first forward: all ranks see the same batch, and no new parameters. Collective."""
+    if torch.compiler.is_compiling():
         return
-    model._fusedtp.group = None
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is check_same_inputs:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
     strange = [
         name
         for name, module in model.named_modules()
@@ -45,7 +47,7 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         )
     leaves, _ = tree_flatten_with_path((args, kwargs))
     tensors = {_named(path): x for path, x in leaves if isinstance(x, Tensor) and not x.is_meta}
-    differing = _differing(tensors, communicator(group))
+    differing = _differing(tensors, communicator(model._fusedtp.group))
     if differing:
         raise ValueError(
             f"ranks of one tensor-parallel group got other inputs: {', '.join(differing)}; they must see the same "

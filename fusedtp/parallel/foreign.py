@@ -62,14 +62,14 @@ from .vocab_shard import VocabShard
 class Model:
     """What the modules of one model share.
 
-    group      the communicator's name, until the inputs of a first forward were compared
+    group      the communicator's name
     gathered   operation -> how often it had to gather tokens
     calls      of split linears: "fused", with the communication of tokens in the matmul, or "whole"
     siblings   linears that share their input
     whole      module that its plan would have split -> why it stays whole
     """
 
-    group: str | None = None
+    group: str = ""
     gathered: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     siblings: list[Siblings] = field(default_factory=list)

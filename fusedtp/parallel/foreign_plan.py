@@ -37,6 +37,7 @@ from .foreign import (
 from .foreign_experts import ExpertsByRank
 from .placement import Mesh
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
+from .saving import prepare
 from .styles import already_parallel
 
 WORDS: dict[str, Callable[..., Foreign]] = {
@@ -89,6 +90,7 @@ def adopt(
         model, plan, comm.world_size, has_more_dimensions(mesh), shared, complete,
         engine=engine, sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    prepare(model)
     _regroup_heads(dict(model.named_modules()), steps, comm.world_size)
     apply_steps(steps, mesh)
     model._fusedtp = shared  # type: ignore[assignment]

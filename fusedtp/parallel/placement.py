@@ -6,6 +6,14 @@ Sizes are torch.chunk's (the last ranks hold fewer rows, or none), names and glo
 state dict loads afterwards too: a hook slices each of its tensors to what the module's parameter is by then (also
 after FSDP2 has sharded it once more). In the `virtual` world, which has no DeviceMesh, a shard is a plain parameter.
 
+Note [Checkpoints of packed parameters]
+Several matrices packed in one parameter are split matrix by matrix (_StridedShard), so that a rank's part lies in
+several regions of the full tensor. torch 2.13 gathers, distributes and redistributes such DTensors correctly where the
+matrices divide evenly, but tells distributed checkpoints (DCP) that the local part is one contiguous region, of the
+right size at a wrong offset: saving fails as regions overlap, and loading a checkpoint of plain shards reads wrong
+rows. A placement is all that optimizer states and their copies share with the parameter, so the description is mended
+in DTensor itself, once, when the first packed parameter is placed. DTensors with one region are left to torch.
+
 Note [Gradients of replicated parameters]
 A rank that sees only part of the tokens or of the heads has only part of such a parameter's gradient.
 `to_local(grad_placements=[Partial()])` would leave `p.grad` Partial: then AdamW reduces it again in every one of its
@@ -16,7 +24,9 @@ complete, nothing downstream communicates, and there are no hidden hooks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -51,21 +61,60 @@ class Way(NamedTuple):
                 found = [part for whole in found for part in split(whole, ranks)]
         return found
 
-    def part(self, full: Tensor, coordinate: Sequence[int]) -> Tensor:
-        """What the rank there holds of a full tensor: a copy of its slice, or the tensor itself."""
-        own = full
+    def ranges(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[list[range]]:
+        """Which indices of each dimension of a full tensor the rank there holds, in the order in which it does."""
+        found = [[range(size)] for size in shape]
         for placement, ranks, at in zip(self.placements, self.shape, coordinate, strict=True):
             if isinstance(placement, StridedShard):  # several matrices packed in one: a part of each
-                packed = own.tensor_split(placement.split_factor, placement.dim)
-                own = torch.cat([_share(each, placement.dim, ranks, at) for each in packed], placement.dim)
+                total = sum(map(len, found[placement.dim]))
+                each, longer = divmod(total, int(placement.split_factor))
+                ends = [each * i + min(i, longer) for i in range(int(placement.split_factor) + 1)]
+                found[placement.dim] = _merged(
+                    part
+                    for begin, end in pairwise(ends)
+                    for part in _share(_cut(found[placement.dim], begin, end), ranks, at)
+                )
             elif isinstance(placement, Shard):
-                own = _share(own, placement.dim, ranks, at)
-        return full.contiguous() if own is full else own.clone(memory_format=torch.contiguous_format)
+                found[placement.dim] = _share(found[placement.dim], ranks, at)
+        return found
+
+    def part(self, full: Tensor, coordinate: Sequence[int]) -> Tensor:
+        """What the rank there holds of a full tensor: a copy of its slice, or the tensor itself."""
+        ranges = self.ranges(full.shape, coordinate)
+        own = full
+        for dim, parts in enumerate(ranges):
+            if sum(map(len, parts)) < full.shape[dim]:
+                own = torch.cat([own.narrow(dim, part.start, len(part)) for part in parts], dim)
+        return own.contiguous()
 
 
-def _share(tensor: Tensor, dim: int, ranks: int, at: int) -> Tensor:
-    sizes = split(tensor.shape[dim], ranks)
-    return tensor.narrow(dim, sum(sizes[:at]), sizes[at])
+def way_of(parameter: DTensor) -> Way:
+    """How a DTensor lies."""
+    return Way(tuple(parameter.placements), tuple(parameter.device_mesh.shape))  # type: ignore[arg-type]
+
+
+def _cut(parts: Sequence[range], begin: int, end: int) -> list[range]:
+    """From place `begin` to `end` of the indices, one after the other."""
+    found, first = [], 0
+    for part in parts:
+        found.append(part[max(begin - first, 0) : max(end - first, 0)])
+        first += len(part)
+    return [part for part in found if part] or [range(0)]
+
+
+def _share(parts: Sequence[range], ranks: int, at: int) -> list[range]:
+    sizes = split(sum(map(len, parts)), ranks)
+    return _cut(parts, sum(sizes[:at]), sum(sizes[: at + 1]))
+
+
+def _merged(parts: Iterable[range]) -> list[range]:
+    """Those that follow each other as one."""
+    found: list[range] = []
+    for part in parts:
+        if found and found[-1].stop == part.start:
+            part = range(found.pop().start, part.stop)
+        found.append(part)
+    return [part for part in found if part] or [range(0)]
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -94,6 +143,8 @@ def place(parameter: nn.Parameter, mesh: Mesh, way: Way) -> nn.Parameter:
         return known[2]
     shard = way.part(_on_device(parameter.detach(), mesh), _coordinate(mesh, way))
     if isinstance(mesh, DeviceMesh):
+        if any(isinstance(placement, StridedShard) for placement in way.placements):
+            describe_packed_shards()
         stride = torch.empty(parameter.shape, device="meta").stride()
         shard = DTensor.from_local(
             shard, mesh, way.placements, run_check=False, shape=parameter.shape, stride=stride
@@ -140,3 +191,59 @@ def _coordinate(mesh: Mesh, way: Way) -> Sequence[int]:
 def _on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
     wanted = mesh.device_type if isinstance(mesh, DeviceMesh) else mesh.device.type
     return tensor if tensor.device.type in (wanted, "meta") else tensor.to(wanted)
+
+
+@cache
+def describe_packed_shards() -> None:
+    """Tell distributed checkpoints every region of a packed DTensor. See Note [Checkpoints of packed parameters]."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    write_items, chunk_list, tensor_shard = (
+        DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__
+    )  # fmt: skip
+
+    def regions(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, Tensor]] | None:
+        """Regions of the full tensor, with this rank's values of each; None where torch describes it rightly."""
+        if not any(isinstance(placement, StridedShard) for placement in tensor.placements):
+            return None
+        ranges = way_of(tensor).ranges(tensor.shape, tensor.device_mesh.get_coordinate() or ())
+        if all(len(parts) == 1 for parts in ranges):
+            return None
+        own = tensor.to_local()
+        found = []
+        for box in product(*(list(enumerate(parts)) for parts in ranges)):
+            values = own
+            for dim, (i, part) in enumerate(box):
+                values = values.narrow(dim, sum(map(len, ranges[dim][:i])), len(part))
+            offsets, sizes = zip(*((part.start, len(part)) for _, part in box), strict=True)
+            found.append((ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), values))
+        return found
+
+    def create_write_items(self: DTensor, fqn: str, object: Any) -> Any:
+        found = regions(self)
+        if found is None:
+            return write_items(self, fqn, object)
+        properties = TensorProperties.create_from_tensor(self.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk, _ in found
+        ]
+
+    def create_chunk_list(self: DTensor) -> Any:
+        found = regions(self)
+        return chunk_list(self) if found is None else [chunk for chunk, _ in found]
+
+    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> Any:
+        found = regions(self)
+        if found is None:
+            return tensor_shard(self, index)
+        return next(values for chunk, values in found if chunk.offsets == index.offset)
+
+    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
+    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
+    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]

@@ -57,9 +57,14 @@ def results(model: nn.Module, inputs: dict[str, Tensor], scale: float = 1.0) -> 
     return {name: x.detach() for name, x in found.items()}
 
 
+def full(x: Any) -> Any:
+    """A DTensor's full value."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def difference(got: Tensor, want: Tensor, least: float) -> float:
     """Relative to the largest value, or to `least`."""
-    whole = got.full_tensor() if isinstance(got, DTensor) else got
+    whole = full(got)
     assert whole.shape == want.shape, (whole.shape, want.shape)
     own = [whole]
     if isinstance(got, DTensor) and all(p.is_replicate() for p in got.placements):
@@ -81,7 +86,7 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _largest(x: Tensor) -> float:
-    return float((x.full_tensor() if isinstance(x, DTensor) else x).abs().max())
+    return float(full(x).abs().max())
 
 
 def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,525 @@
+"""from_pretrained: each rank reads its part of a Hugging Face checkpoint, and no more.
+
+    model on meta -> parallelize -> for each parameter: regions of this rank -> read -> DTensor
+
+A checkpoint's tensors may be older than the model's code: transformers renames them, stacks experts, concatenates or
+chunks matrices (its conversion mapping). transformers also has a loader for DTensors, which slices first and converts
+then. That is wrong where a conversion mixes what ranks share: a fused q, k and v that is chunked, rotary permutations.
+Here the conversion comes first, on tensors that are not read yet (`Lazy`), which then know where each region of a
+parameter lies on disk. Conversions other than stack, concatenate, chunk and transpose read full tensors: those of one
+parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fusedtp.ops.rows import split
+
+from .parallelize import parallelize
+from .placement import way_of
+from .saving import compute_buffers, exchange, together
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def from_pretrained(
+    name_or_folder: Any,
+    mesh: DeviceMesh,
+    *,
+    model_class: Any = None,
+    dtype: torch.dtype | str | None = "auto",
+    engine: str = "auto",
+    sequence_parallel: bool = True,
+    plan: Mapping[str, Any] | None = None,
+    variant: str | None = None,
+    hub: Mapping[str, Any] | None = None,
+    **config_changes: Any,
+) -> Any:
+    """A Hugging Face model over the ranks of a mesh, as parallelize(model_class.from_pretrained(...)). Collective.
+
+        name_or_folder     a folder with config.json and safetensors files, or a name on the hub
+        mesh               a 1-D DeviceMesh such as mesh["tp"]
+        model_class        default: transformers.AutoModelForCausalLM
+        dtype              of the parameters; "auto": the config's, or else the checkpoint's
+        engine, sequence_parallel, plan   see fusedtp.parallelize
+        variant            as in model.<variant>.safetensors
+        hub                options of transformers' cached_file: revision, cache_dir, token, local_files_only, subfolder
+        config_changes     fields of the configuration; attn_implementation
+
+    Each rank holds and reads its part of the parameters only. Raises ValueError on every rank that names all tensors
+    that are missing, unexpected or of another shape, a file that is missing or corrupt, or an option that the config
+    does not know; and what fusedtp.parallelize raises.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ValueError(f"from_pretrained needs a 1-D DeviceMesh, not {mesh!r}")
+    hub = dict(hub or {})
+    with together(mesh):
+        files = Files(name_or_folder, variant, hub)
+        model = _on_meta(name_or_folder, files, model_class, dtype, hub, config_changes)
+        checkpoint = Checkpoint(model, files)
+        different = checkpoint.differently_tied(mesh.get_local_rank(), mesh.size())
+    verdicts = [set(each) for each in exchange(mesh, different)]
+    _untie(model, sorted(set().union(*verdicts)))
+    parallelize(model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan)
+    with together(mesh):
+        checkpoint.load(mesh)
+        _read_generation_config(model, name_or_folder, hub)
+    return model.eval()
+
+
+def _on_meta(
+    name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str, Any], changes: dict[str, Any]
+) -> Any:
+    """The model as its config says, parameters on meta, buffers computed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import initialization as init
+
+    model_class = AutoModelForCausalLM if model_class is None else model_class
+    attention = changes.pop("attn_implementation", None)
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    config, unknown = config_class.from_pretrained(name, return_unused_kwargs=True, **hub, **changes)
+    unknown = {option for option in unknown if option in changes}
+    if unknown:
+        raise ValueError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{name} is quantized, which from_pretrained cannot read")
+    if attention is not None:
+        config._attn_implementation = attention
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or files.floating_dtype()
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.get_default_dtype()
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    config.name_or_path = str(name)
+    with ExitStack() as stack:
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(init.meta_device_safe_creation_ops())
+        model = build(config, dtype=dtype)
+    compute_buffers(model)
+    _keep_in_fp32(model, dtype)
+    return model
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Parameters and buffers that a model keeps in fp32 whatever the dtype of others."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept = model._get_dtype_plan(dtype)
+    if not kept:
+        return
+    pattern, glob_of, _ = build_glob_alternation(list(kept))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        match = pattern.search(name)
+        if match is not None:
+            tensor.data = tensor.data.to(kept[glob_of[match.lastgroup or ""]])
+
+
+def _read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
+    if not model.can_generate() or not hasattr(model, "adjust_generation_fn"):
+        return
+    options = dict.fromkeys(("cache_dir", "proxies", "token"), None)
+    options |= {"force_download": False, "local_files_only": False, "revision": "main", "subfolder": ""}
+    model.adjust_generation_fn(None, True, None, str(name), trust_remote_code=False, **{**options, **hub})
+
+
+def _untie(model: Any, names: Sequence[str]) -> None:
+    """Give parameters their own place that the config ties and the checkpoint does not."""
+    for name in names:
+        module, _, last = name.rpartition(".")
+        parameters = model.get_submodule(module)._parameters
+        parameters[last] = nn.Parameter(torch.empty_like(parameters[last]), parameters[last].requires_grad)
+        model.all_tied_weights_keys.pop(name)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """The safetensors files of a checkpoint, open.
+
+    tensors   name -> a tensor that is not read yet
+    """
+
+    def __init__(self, name: Any, variant: str | None, hub: dict[str, Any]) -> None:
+        from transformers.utils.hub import cached_file
+
+        def find(file: str) -> str | None:
+            try:
+                return cached_file(name, file, **hub)
+            except OSError as error:
+                missing.append(str(error))
+                return None
+
+        missing: list[str] = []
+        single, index = (_with_variant(file, variant) for file in (WEIGHTS, INDEX))
+        self.tensors: dict[str, Lazy] = {}
+        path = find(single)
+        if path is not None:
+            self._open(path)
+            return
+        path = find(index)
+        if path is None:
+            raise ValueError(f"{name} has neither {single} nor {index}: {missing[-1]}")
+        try:
+            where: dict[str, str] = json.loads(Path(path).read_text())["weight_map"]
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"{path} is no index of safetensors files: {error!r}") from error
+        missing.clear()
+        paths = {file: find(file) for file in sorted(set(where.values()))}
+        absent = [file for file, found in paths.items() if found is None]
+        if absent:
+            raise ValueError(f"{name} lacks {', '.join(absent)}, which its index names: {missing[0]}")
+        for found in paths.values():
+            self._open(found)
+        lost = sorted(where.keys() - self.tensors.keys())
+        if lost:
+            raise ValueError(f"tensors of {path} are not in the files it names: {', '.join(lost)}")
+
+    def _open(self, path: Any) -> None:
+        from safetensors import safe_open
+
+        try:
+            file = safe_open(path, "pt")
+            self.tensors |= {name: OnDisk(file, name) for name in file.keys()}  # noqa: SIM118
+        except Exception as error:  # safetensors has a class of its own
+            raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+
+    def floating_dtype(self) -> torch.dtype | None:
+        """That of the first tensor that has one."""
+        return next((lazy.dtype for lazy in self.tensors.values() if lazy.dtype.is_floating_point), None)
+
+
+def _with_variant(file: str, variant: str | None) -> str:
+    return file if variant is None else file.replace("model.safetensors", f"model.safetensors.{variant}", 1)
+
+
+# --- tensors that are not read yet ----------------------------------------------------------------------------------
+
+
+class Lazy:
+    """A tensor of which any region can be read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def contiguous(self) -> Lazy:
+        return self
+
+    def read(self, box: Sequence[range]) -> Tensor:
+        """Values of indices box[0] of the first dimension, box[1] of the second, ..., none of them empty."""
+        raise NotImplementedError
+
+    def region(self, ranges: Sequence[Sequence[range]], box: tuple[range, ...] = ()) -> Tensor:
+        """The same with several ranges of a dimension, one after the other, or empty ones."""
+        sizes = [sum(map(len, parts)) for parts in ranges]
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
+        if len(box) == len(ranges):
+            return self.read(box)
+        parts = [self.region(ranges, (*box, part)) for part in ranges[len(box)]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, len(box))
+
+    def full(self) -> Tensor:
+        return self.region([[range(size)] for size in self.shape])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _LAZILY[func](*args, **(kwargs or {}))
+
+
+class OnDisk(Lazy):
+    """A tensor of a safetensors file, which is memory-mapped: pages that hold its region are read, and copied."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self.view: Tensor = file.get_slice(name)[...]
+        self.shape, self.dtype = self.view.shape, self.view.dtype
+
+    def read(self, box: Sequence[range]) -> Tensor:
+        values = self.view[tuple(slice(each.start, each.stop) for each in box)]
+        return values.clone(memory_format=torch.contiguous_format)
+
+
+class Stacked(Lazy):
+    """torch.stack"""
+
+    def __init__(self, tensors: Sequence[Lazy], dim: int = 0) -> None:
+        self.parts, self.dim = list(tensors), dim % (tensors[0].ndim + 1)
+        shape, self.dtype = tensors[0].shape, tensors[0].dtype
+        if any(part.shape != shape for part in self.parts):
+            raise ValueError(f"tensors to stack have shapes {[tuple(part.shape) for part in self.parts]}")
+        self.shape = torch.Size([*shape[: self.dim], len(self.parts), *shape[self.dim :]])
+
+    def read(self, box: Sequence[range]) -> Tensor:
+        inner = [*box[: self.dim], *box[self.dim + 1 :]]
+        return torch.stack([self.parts[i].read(inner) for i in box[self.dim]], self.dim)
+
+
+class Joined(Lazy):
+    """torch.cat"""
+
+    def __init__(self, tensors: Sequence[Lazy], dim: int = 0) -> None:
+        self.parts, self.dim = list(tensors), dim % tensors[0].ndim
+        self.dtype = tensors[0].dtype
+        others = {(*part.shape[: self.dim], *part.shape[self.dim + 1 :]) for part in self.parts}
+        if len(others) > 1:
+            raise ValueError(
+                f"tensors to concatenate have shapes {[tuple(part.shape) for part in self.parts]}"
+            )
+        shape = list(tensors[0].shape)
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        self.shape = torch.Size(shape)
+
+    def read(self, box: Sequence[range]) -> Tensor:
+        found, first, wanted = [], 0, box[self.dim]
+        for part in self.parts:
+            size = part.shape[self.dim]
+            own = range(max(wanted.start - first, 0), min(wanted.stop - first, size))
+            if own:
+                found.append(part.read([*box[: self.dim], own, *box[self.dim + 1 :]]))
+            first += size
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+class Narrowed(Lazy):
+    """Tensor.narrow"""
+
+    def __init__(self, whole: Lazy, dim: int, start: int, length: int) -> None:
+        self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
+        self.shape = torch.Size([*whole.shape[:dim], length, *whole.shape[dim + 1 :]])
+
+    def read(self, box: Sequence[range]) -> Tensor:
+        wanted = box[self.dim]
+        inner = range(wanted.start + self.start, wanted.stop + self.start)
+        return self.whole.read([*box[: self.dim], inner, *box[self.dim + 1 :]])
+
+
+class Transposed(Lazy):
+    """torch.transpose"""
+
+    def __init__(self, input: Lazy, dim0: int, dim1: int) -> None:
+        self.whole, self.dims, self.dtype = input, (dim0 % input.ndim, dim1 % input.ndim), input.dtype
+        self.shape = torch.Size(self._swapped(input.shape))
+
+    def _swapped(self, each: Sequence[Any]) -> list[Any]:
+        a, b = self.dims
+        swapped = list(each)
+        swapped[a], swapped[b] = each[b], each[a]
+        return swapped
+
+    def read(self, box: Sequence[range]) -> Tensor:
+        return self.whole.read(self._swapped(box)).transpose(*self.dims).contiguous()
+
+
+def _chunk(input: Lazy, chunks: int, dim: int = 0) -> list[Lazy]:
+    dim %= input.ndim
+    sizes = [size for size in split(input.shape[dim], chunks) if size]
+    return [Narrowed(input, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+_LAZILY: dict[Any, Callable[..., Any]] = {
+    torch.stack: Stacked,
+    torch.cat: Joined,
+    torch.chunk: _chunk,
+    torch.transpose: Transposed,
+}
+LAZY_OPERATIONS = {"MergeModulelist", "Concatenate", "Chunk", "Transpose"}  # of transformers' conversions
+
+
+# --- a model's parameters among them --------------------------------------------------------------------------------
+
+
+@dataclass
+class Conversion:
+    """Tensors of a checkpoint that become one or more of a model's.
+
+    rule      transformers' conversion, without tensors
+    sources   (the model's name, the checkpoint's name, the rule's pattern, the tensor)
+    targets   the model's names
+    """
+
+    rule: Any
+    sources: list[tuple[str, str, str, Lazy]] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+    @property
+    def is_lazy(self) -> bool:
+        operations = getattr(self.rule, "operations", ())
+        return all(
+            type(each).__name__ in LAZY_OPERATIONS and type(each).__module__.startswith("transformers.")
+            for each in operations
+        )
+
+    def run(self, model: Any, of: Callable[[Lazy], Any]) -> dict[str, Any]:
+        """The model's name -> of(source), converted."""
+        rule = deepcopy(self.rule)
+        for renamed, original, pattern, lazy in self.sources:
+            rule.add_tensor(renamed, original, pattern, of(lazy))
+        made = rule.convert(self.sources[0][0], model=model, config=model.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+class Checkpoint:
+    """Which tensors of the files become which of the model's. Raises ValueError that lists all that do not fit."""
+
+    def __init__(self, model: Any, files: Files) -> None:
+        self.model = model
+        self.conversions, unexpected = self._conversions(files)
+        wanted = model.state_dict(keep_vars=True)
+        faults = self._convert_shapes({name: tensor.shape for name, tensor in wanted.items()}, unexpected)
+        made = {name for conversion in self.conversions for name in conversion.targets}
+        there = {id(wanted[name]) for name in made}  # of tied parameters one is enough
+        missing = {name for name, tensor in wanted.items() if id(tensor) not in there}
+        info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=unexpected)
+        model._adjust_missing_and_unexpected_keys(info)  # those that the model says may be so
+        missing = {name for name in missing if name in info.missing_keys or wanted[name].is_meta}
+        faults += [f"{name} is missing" for name in sorted(missing)]
+        faults += [f"{name} is unexpected" for name in sorted(info.unexpected_keys)]
+        if faults:
+            lines = "".join(f"\n  - {fault}" for fault in faults)
+            raise ValueError(f"the checkpoint is not one of this {type(model).__name__}:{lines}")
+
+    def _conversions(self, files: Files) -> tuple[list[Conversion], set[str]]:
+        """What transformers makes of the files' tensors, and names that it makes nothing of."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        rules = get_model_conversion_mapping(self.model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        wanted, prefix = self.model.state_dict(), self.model.base_model_prefix
+        found: dict[str, Conversion] = {}
+        unexpected: set[str] = set()
+        for name in sorted(files.tensors, key=dot_natural_key):
+            renamed, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+            if renamed not in wanted and name in wanted:
+                renamed, pattern = rename_source_key(name, [], [], prefix, wanted)
+            if renamed not in wanted:
+                unexpected.add(name)
+                continue
+            if renamed not in found:
+                rule = WeightRenaming(name, renamed) if pattern is None else of_pattern[pattern]
+                found[renamed] = Conversion(deepcopy(rule))
+            found[renamed].sources.append((renamed, name, pattern or name, files.tensors[name]))
+        self.model._weight_conversions = [
+            rule for rule in rules if rule.was_used()
+        ]  # save_pretrained reverts them
+        return list(found.values()), unexpected
+
+    def _convert_shapes(self, wanted: Mapping[str, torch.Size], unexpected: set[str]) -> list[str]:
+        """Find each conversion's targets, by running it on meta; what is wrong with them."""
+        faults = []
+        for conversion in self.conversions:
+            names = ", ".join(name for _, name, _, _ in conversion.sources)
+            try:
+                made = conversion.run(
+                    self.model, lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
+                )
+            except Exception as error:
+                faults.append(f"{names} cannot be converted: {error}")
+                continue
+            for name, tensor in made.items():
+                if name not in wanted:
+                    unexpected.add(name)
+                    continue
+                conversion.targets.append(name)
+                if tensor.shape != wanted[name]:
+                    faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(wanted[name])}")
+        return faults
+
+    def differently_tied(self, rank: int, world_size: int) -> list[str]:
+        """Parameters that the config ties and the files do not. Each rank compares its rows of them."""
+        of = {name: conversion for conversion in self.conversions for name in conversion.targets}
+        found = []
+        for target, source in getattr(self.model, "all_tied_weights_keys", {}).items():
+            if target not in of or source not in of:
+                continue
+            parts = []
+            for name in (target, source):
+                lazy = of[name].run(self.model, _as_it_is if of[name].is_lazy else Lazy.full)[name]
+                ranges = [[range(size)] for size in lazy.shape]
+                rows = split(lazy.shape[0], world_size)
+                ranges[0] = [range(sum(rows[:rank]), sum(rows[: rank + 1]))]
+                parts.append(_region(lazy, ranges))
+            if not torch.equal(*parts):
+                found.append(target)
+        return found
+
+    def load(self, mesh: DeviceMesh) -> None:
+        """Give the model its values: of a DTensor's this rank's part."""
+        owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in self.model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for last, tensor in tensors.items():
+                    if tensor is not None:
+                        owners.setdefault(id(tensor), []).append((tensors, last))
+        wanted = self.model.state_dict(keep_vars=True)
+        for conversion in self.conversions:
+            targets = [name for name in conversion.targets if id(wanted[name]) in owners]
+            if not targets:
+                continue  # tied, and read already
+            dtype = wanted[targets[0]].dtype
+            of = _as_it_is if conversion.is_lazy else lambda lazy, dtype=dtype: lazy.full().to(dtype)
+            made = conversion.run(self.model, of)
+            for name in targets:
+                values = _values(made.pop(name), wanted[name], mesh)
+                for tensors, last in owners.pop(id(wanted[name]), ()):
+                    tensors[last] = values
+        for module in self.model.modules():
+            for last, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[last] = buffer.to(mesh.device_type)
+
+
+def _as_it_is(lazy: Lazy) -> Lazy:
+    return lazy
+
+
+def _region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
+    if isinstance(tensor, Lazy):
+        return tensor.region(ranges)
+    for dim, parts in enumerate(ranges):
+        tensor = torch.cat([tensor.narrow(dim, part.start, len(part)) for part in parts], dim)
+    return tensor
+
+
+def _values(full: Lazy | Tensor, like: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What this rank holds of it, as a parameter or buffer like that one."""
+    if not isinstance(like, DTensor):
+        own = _region(full, [[range(size)] for size in full.shape])
+        own = own.to(mesh.device_type, like.dtype)
+        return nn.Parameter(own, like.requires_grad) if isinstance(like, nn.Parameter) else own
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    own = _region(full, way_of(like).ranges(like.shape, coordinate))
+    placed = DTensor.from_local(
+        own.to(like.device_mesh.device_type, like.dtype), like.device_mesh, like.placements,
+        run_check=False, shape=like.shape, stride=like.stride(),
+    )  # fmt: skip
+    parameter = nn.Parameter(placed, like.requires_grad)
+    parameter.__dict__.update(like.__dict__)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
+    return parameter

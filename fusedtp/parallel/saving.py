@@ -1,0 +1,204 @@
+"""save_pretrained of parallel Hugging Face models, and what a model on meta needs besides its parameters.
+
+parameter -full_tensor-> the first rank's CPU, one at a time -> transformers' own save_pretrained there
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# --- all ranks together ---------------------------------------------------------------------------------------------
+
+
+def exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
+    """Every rank's picklable value, the first rank's first. Collective over a mesh of any number of dimensions."""
+    values = [value]
+    for dim in reversed(range(mesh.ndim)):
+        every: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(every, values, group=mesh.get_group(dim))
+        values = [each for part in every for each in part]
+    return values
+
+
+@contextmanager
+def together(mesh: DeviceMesh) -> Iterator[None]:
+    """Raise on every rank what is raised in here on any of them. Collective at the end; nothing inside may be."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    for rank, theirs in enumerate(exchange(mesh, None if error is None else _portable(error))):
+        if error is None and theirs is not None:
+            error = theirs
+            error.add_note(f"raised on rank {rank} of {mesh}")
+    if error is not None:
+        raise error
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself where it survives a pickle, else its text."""
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # whatever its class does
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+# --- save -----------------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    self: Any,
+    save_directory: Any,
+    is_main_process: bool | None = None,
+    state_dict: dict[str, Any] | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """transformers' save_pretrained of a parallel model, with its arguments. Every rank calls it.
+
+        is_main_process   None: the first rank of the whole mesh writes; else the first of the ranks that share this
+                          model, if True there
+        state_dict        instead of the model's; its DTensors are gathered, all else is taken from the rank that writes
+
+    The folder is that of the plain model. Ranks gather one parameter at a time and only the writing rank keeps it, on
+    its CPU. Raises on every rank what writing raised; ValueError for parameters on meta, or DTensors that not all
+    ranks have.
+    """
+    mesh = _mesh_of(self)
+    state = self.state_dict() if state_dict is None else state_dict
+    with together(mesh):
+        _refuse_meta(state.items())
+    aliases = _aliases(state)
+    if any(other != aliases for other in exchange(mesh, aliases)):
+        raise ValueError(
+            "ranks were given state_dicts with different DTensors, which they can only gather together"
+        )
+    first = not any(mesh.get_coordinate() or ())
+    writes = first and is_main_process is not False
+    if is_main_process is None:
+        writes = not any(mesh._get_root_mesh().get_coordinate() or ())
+    full: dict[str, Any] = {}
+    for name, value in state.items():
+        if name not in aliases:
+            full[name] = value
+        elif aliases[name] != name:
+            full[name] = full.get(aliases[name])
+        else:
+            gathered = value.detach().full_tensor()
+            full[name] = gathered.cpu() if writes else None
+            del gathered
+    with together(mesh):
+        if writes:
+            self.should_save_on_this_rank = bool  # transformers asks for rank 0 of all processes
+            config: Any = getattr(self, "config", None)
+            split = config.__dict__.pop(
+                "distributed_config", None
+            )  # with it, transformers would gather again
+            try:
+                type(self).save_pretrained(self, save_directory, True, full, *arguments, **options)
+            finally:
+                del self.should_save_on_this_rank
+                if split is not None:
+                    config.distributed_config = split
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    """That of most dimensions: FSDP2 adds one to those of the parameters it shards."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim)
+
+
+def _aliases(state: dict[str, Any]) -> dict[str, str]:
+    """Names of DTensors -> the first name of the same tensor."""
+    names: dict[tuple[Any, ...], str] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            own = value.to_local()
+            key = own.untyped_storage()._cdata, own.storage_offset(), value.shape, value.stride()
+            found[name] = names.setdefault(key, name)
+    return found
+
+
+# --- models on meta -------------------------------------------------------------------------------------------------
+
+
+def prepare(model: Any) -> None:
+    """Before a model of others is placed: give it the methods that a parallel one needs.
+
+    save_pretrained   of it and of every model in it
+    to_empty          keeps buffers that no state dict holds: of a model on meta they are computed here
+    forward           refuses parameters that are still on meta
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        compute_buffers(model)
+        model.register_forward_pre_hook(_refuse_meta_once)
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            module.save_pretrained = MethodType(save_pretrained, module)
+            module.to_empty = MethodType(to_empty, module)
+
+
+def compute_buffers(model: Any) -> None:
+    """Compute on the CPU what buffers a model on meta has, as transformers does while it loads."""
+    on_meta = [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+    if not on_meta or not hasattr(model, "initialize_weights"):
+        return
+    for module, name in on_meta:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    marked: list[Any] = []
+    for parameter in model.parameters():
+        if not hasattr(parameter, "_is_hf_initialized"):
+            parameter._is_hf_initialized = True
+            marked.append(parameter)
+    unmarked = [module for module in model.modules() if not hasattr(module, "_is_hf_initialized")]
+    model.initialize_weights()
+    for each in [*marked, *unmarked]:  # a later init_weights is to fill what is empty now
+        each.__dict__.pop("_is_hf_initialized", None)
+
+
+def to_empty(self: Any, *arguments: Any, **options: Any) -> Any:
+    """nn.Module.to_empty, but buffers that no state dict holds move to the device with their values."""
+    kept = [
+        (module, name, module._buffers[name])
+        for module in self.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    ]
+    type(self).to_empty(self, *arguments, **options)
+    for module, name, buffer in kept:
+        if not buffer.is_meta:
+            module._buffers[name] = buffer.to(module._buffers[name].device)
+    return self
+
+
+def _refuse_meta_once(model: Any, arguments: Any) -> None:
+    """A forward pre-hook that takes itself off when it has found nothing."""
+    _refuse_meta([*model.named_parameters(), *model.named_buffers()])
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse_meta_once:
+            del model._forward_pre_hooks[key]
+
+
+def _refuse_meta(named: Any) -> None:
+    found = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
+    if found:
+        raise ValueError(f"on the meta device still, without values: {', '.join(found)}")
