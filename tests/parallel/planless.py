@@ -104,6 +104,18 @@ class Gated(nn.Module):
         return self.w3(F.silu(gate) * up)
 
 
+class GradientByHeads(nn.Module):
+    """An MLP whose input gets a gradient that an attribute scales, though no output depends on it."""
+
+    def __init__(self, num_heads: int = HEADS) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).relu()) + self.num_heads * (x - x.detach())
+
+
 class NanoGPT(nn.Module):
     def __init__(self, attention: type[NanoAttention] = NanoAttention, gated: bool = False) -> None:
         super().__init__()

@@ -229,8 +229,13 @@ def test_weights_that_start_at_zero_hide_nothing():
     model = planless.NanoGPT(planless.InterleavedAttention)
     for module in model.modules():
         if isinstance(module, planless.NanoAttention):
-            nn.init.zeros_(module.c_proj.weight)
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)
     assert not any("attn" in name for name in infer(model, 2).plan)
+
+
+def test_a_fault_that_only_gradients_show():
+    assert infer(planless.GradientByHeads(), 2).plan == {"fc1": "colwise", "fc2": "rowwise"}
 
 
 def test_the_model_is_not_changed():
