@@ -70,6 +70,11 @@ class LocalOwn(Own):
     attributes: Mapping[str, int] = field(default_factory=dict)
     narrow: bool = False
 
+    def describe(self) -> str:
+        """n_head 4 -> 2, ..."""
+        parts = [f"{name} {value} -> {value // self.world_size}" for name, value in self.attributes.items()]
+        return ", ".join([*parts, *(["the width of its input"] if self.narrow else [])])
+
 
 class LocalView(Foreign):
     """Attributes, and the width of the input, divided by the number of ranks. See above."""
