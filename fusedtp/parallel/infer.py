@@ -216,13 +216,6 @@ class Search:
             if not fault:
                 return Verdict(words)
             why = why or f"split over {self.world_size} ranks, {fault}"
-        indivisible = [
-            f"{name} is {value}"
-            for name, value in _attributes(module, [*columns, row]).items()
-            if COUNTS_HEADS.fullmatch(name) and value % self.world_size
-        ]
-        if indivisible:
-            why = f"{', '.join(indivisible)}, which {self.world_size} ranks cannot share evenly"
         return Verdict({}, why)
 
     def _trial(self, seen: Seen, copied: nn.Module, unit: str) -> Trial | str:

@@ -105,15 +105,17 @@ class Gated(nn.Module):
 
 
 class GradientByHeads(nn.Module):
-    """An MLP whose input gets a gradient that an attribute scales, though no output depends on it."""
+    """An MLP with a gradient that an attribute scales, though no output depends on it: of its input, or of a bias."""
 
-    def __init__(self, num_heads: int = HEADS) -> None:
+    def __init__(self, of_input: bool) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.of_input, self.num_heads = of_input, HEADS
         self.fc1, self.fc2 = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.fc1(x).relu()) + self.num_heads * (x - x.detach())
+        scaled = x if self.of_input else self.bias
+        return self.fc2(self.fc1(x).relu()) + self.num_heads * (scaled - scaled.detach())
 
 
 class NanoGPT(nn.Module):

@@ -1,6 +1,7 @@
 """Models without a plan: the inferred one splits most of them, and computes what one device computes."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +205,22 @@ def test_parallelize_infers(name: str):
     assert (name == "interleaved") == any("attn" in module for module in whole), whole
 
 
+def explained(group: Any, make: Callable[[], nn.Module]) -> str:
+    return str(fusedtp.explain(fusedtp.parallelize(make(), group)))
+
+
+def test_explain_says_what_code_sees_divided():
+    def text(make: Callable[[], nn.Module]) -> str:
+        return str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, make))[0])
+
+    assert "local to its rank in h.1.attn: n_head 4 -> 2, n_embd 32 -> 16, the width of its input" in text(
+        nano
+    )
+    of_conv1d = text(gpt2)
+    assert "local to its rank in transformer.h.0.attn: num_heads 4 -> 2" in of_conv1d
+    assert re.search(r"transformer.h.0.mlp.c_proj +matmul_reduce_scatter", of_conv1d)
+
+
 def test_an_interleaved_projection_stays_whole():
     found = infer(planless.NanoGPT(planless.InterleavedAttention), 2)
     assert not any("attn" in name for name in found.plan)
@@ -234,8 +251,9 @@ def test_weights_that_start_at_zero_hide_nothing():
     assert not any("attn" in name for name in infer(model, 2).plan)
 
 
-def test_a_fault_that_only_gradients_show():
-    assert infer(planless.GradientByHeads(), 2).plan == {"fc1": "colwise", "fc2": "rowwise"}
+@pytest.mark.parametrize("of_input", [True, False])
+def test_a_fault_that_only_gradients_show(of_input: bool):
+    assert infer(planless.GradientByHeads(of_input), 2).plan == {"fc1": "colwise", "fc2": "rowwise"}
 
 
 def test_the_model_is_not_changed():
