@@ -36,6 +36,8 @@ LARGEST_MODEL = 20_000_000
 BATCH, LENGTH = 2, 5
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
+# Attributes that may equal a width and count something else.
+NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
 
 
 class Inferred(NamedTuple):
@@ -70,7 +72,7 @@ def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> 
     if len(linears) < 2 or any(hasattr(m, "parallel") for m in model.modules()):
         return Inferred({}, {})
     twin = _twin(model)
-    search = Search(model if twin is None else twin, max(world_size, 2), sequence_parallel)
+    search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel)
     search.run()
     return search.result(model, explicit=twin is None)
 
@@ -108,9 +110,10 @@ class Verdict:
 
 
 class Search:
-    """One search over a model or its small copy."""
+    """One search over a model or its small copy, of the model `real`."""
 
-    def __init__(self, model: nn.Module, world_size: int, sequence_parallel: bool) -> None:
+    def __init__(self, model: nn.Module, real: nn.Module, world_size: int, sequence_parallel: bool) -> None:
+        self.real = {generic(name): module for name, module in real.named_modules()}
         self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
         self.named: dict[str, Any] = dict(model.named_modules())
         self.words: dict[str, str] = {}
@@ -211,7 +214,8 @@ class Search:
             return Verdict({}, trial)
         module: Any = self.named[unit]
         why = ""
-        for words in _candidates(module, columns, row, taken):
+        widths = _widths(self.real.get(generic(unit)), columns, row)
+        for words in _candidates(module, columns, row, taken, widths & _widths(module, columns, row)):
             fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
@@ -390,7 +394,25 @@ def _across(name: str, row: str, named: dict[str, Any]) -> bool:
     )
 
 
-def _candidates(module: Any, columns: list[str], row: str, taken: dict[str, str]) -> Iterator[dict[str, str]]:
+def _widths(module: nn.Module | None, columns: list[str], row: str) -> set[str]:
+    """Names of attributes right around these layers that say how many features are between them."""
+    try:
+        linears = {name: module.get_submodule(name) for name in (*columns, row)} if module is not None else {}
+    except AttributeError:
+        linears = {}
+    if module is None or not linears:
+        return set()
+    between = {features_of(linears[row])[0], *(features_of(linears[name])[1] for name in columns)}
+    return {
+        name
+        for name, value in _attributes(module, [*columns, row]).items()
+        if value in between and not COUNTS_HEADS.fullmatch(name) and not NO_WIDTH.search(name)
+    }
+
+
+def _candidates(
+    module: Any, columns: list[str], row: str, taken: dict[str, str], wide: set[str]
+) -> Iterator[dict[str, str]]:
     """Words for these layers and the modules around them, the likeliest first."""
     inside = {name: module.get_submodule(name) for name in (*columns, row)}
     prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
@@ -400,16 +422,14 @@ def _candidates(module: Any, columns: list[str], row: str, taken: dict[str, str]
         ways.insert(0, "packed_colwise" if outs[0] == 2 * width else "packed_colwise_3")
     attributes = _attributes(module, [*columns, row])
     heads = tuple(name for name in attributes if COUNTS_HEADS.fullmatch(name))
-    widths = tuple(
-        name for name, value in attributes.items() if value in (width, *outs) and name not in heads
-    )
+    widths = tuple(name for name in attributes if name in wide)
     first = parent_of(columns[0])
     narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == width else ((),)
     for way in ways:
         linears = {name: prefix[name] + way for name in columns} | {row: prefix[row] + "rowwise"}
         tried: list[dict[str, str]] = []
         for claimed in narrow:
-            for names in ((*heads, *widths), heads, ()):
+            for names in (heads, (*heads, *widths), ()):
                 views: dict[str, str] = {}
                 for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
                     each = module.get_submodule(at) if at else module

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import fusedtp
 from fusedtp.parallel.infer import infer
-from fusedtp.parallel.local_view import NarrowInput
+from fusedtp.parallel.local_view import NarrowInput, names_in
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.harness import world
 from tests.parallel import planless
@@ -240,6 +240,19 @@ def test_layers_that_differ_are_named_one_by_one():
     assert plan["h.0.attn.c_attn"] == "packed_colwise_3"
     assert not any(name.startswith(("h.1.attn", "h.*.attn")) for name in plan)
     assert plan["h.*.mlp.0"] == "colwise" and "h.1.attn.c_attn" in whole
+
+
+def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    kind = transformers.models.gpt2.modeling_gpt2.GPT2Attention
+    begin = kind.__init__
+
+    def with_more(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.grain, self.block_size = 64, self.embed_dim  # a small copy with 8 heads is 64 wide
+
+    monkeypatch.setattr(kind, "__init__", with_more)
+    view = infer(gpt2(n_embd=32, n_head=8), 2).plan["transformer.h.*.attn"]
+    assert names_in(view) == ("num_heads", "embed_dim", "split_size")
 
 
 def test_weights_that_start_at_zero_hide_nothing():
