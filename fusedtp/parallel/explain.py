@@ -17,6 +17,7 @@ from fusedtp.ops.rows import Rows, split
 from .expert_parallel import ExpertParallel
 from .foreign import Columns, Own
 from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
+from .local_view import LocalOwn, is_conv1d
 
 OPERATIONS = {
     (ColumnParallel, True): "all_gather_matmul",
@@ -56,6 +57,7 @@ class Explanation:
         ""  # of the kernels that have run: how many are tuned for this GPU, how many default
     )
     whole: dict[str, str] = field(default_factory=dict)  # module that is not split -> why
+    local: dict[str, str] = field(default_factory=dict)  # module -> what its code sees divided by the ranks
     gathered: dict[str, int] = field(
         default_factory=dict
     )  # operation of a model's own code -> gathers of all tokens
@@ -71,6 +73,7 @@ class Explanation:
                 counted = ", ".join(f"{engine} {n}" for engine, n in engine_calls.items())
                 lines.append(f"calls so far in group {group}: {operation}: {counted}")
         lines += [f"whole on every rank: {name or 'the model'}: {why}" for name, why in self.whole.items()]
+        lines += [f"local to its rank in {name}: {what}" for name, what in self.local.items()]
         if self.gathered:
             counted = ", ".join(f"{name} {n}" for name, n in self.gathered.items())
             lines.append(f"gathered so far, for the model's own code: {counted}")
@@ -88,9 +91,12 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     groups: dict[str, Communicator] = {}
     dtype = dtype or getattr(getattr(model, "config", None), "compute_dtype", None)
     replicas = 0
+    local: dict[str, str] = {}
     for name, module in model.named_modules():
         parallel = getattr(module, "parallel", None)
         replicas += isinstance(parallel, Replica | Own)
+        if isinstance(parallel, LocalOwn):
+            local[name] = parallel.describe()
         if isinstance(parallel, Member):
             comm = groups.setdefault(parallel.group, communicator(parallel.group))
             above, _, child = name.rpartition(".")
@@ -102,7 +108,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     calls = {name: engines.calls(comm) for name, comm in groups.items()}
     ours = getattr(model, "_fusedtp", None)
     whole, gathered = (dict(ours.whole), dict(ours.gathered)) if ours is not None else ({}, {})
-    return Explanation(tuple(layers), tokens, calls, tuned.summary(), whole, gathered)
+    return Explanation(tuple(layers), tokens, calls, tuned.summary(), whole, local, gathered)
 
 
 def _explained(
@@ -136,7 +142,7 @@ def _explained(
         chosen = routing.choose(comm, parallel.engine, dtype)
         return Layer(name, operation, chosen.engine, chosen.reason)
     asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
-    width = weight_of(module).shape[1 if isinstance(parallel, ColumnParallel) else 0]
+    width = weight_of(module).shape[int(isinstance(parallel, ColumnParallel) != is_conv1d(module))]
     known = "" if isinstance(parallel, VocabParallel) else operation.partition(",")[0]
     choice = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype, known, width)
     transport = ""

@@ -35,12 +35,14 @@ from .foreign import (
     leave,
 )
 from .foreign_experts import ExpertsByRank
+from .local_view import WORDS as OF_LOCAL_VIEW
+from .local_view import Words, features_of
 from .placement import Mesh
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .saving import prepare
 from .styles import already_parallel
 
-WORDS: dict[str, Callable[..., Foreign]] = {
+WORDS: dict[str, Callable[..., Foreign]] = Words({
     "colwise": Colwise,
     "colwise_gather_output": lambda *a, **k: Colwise(*a, gather_output=True, **k),
     "colwise_rep": lambda *a, **k: Colwise(*a, gather_output=True, **k),
@@ -60,7 +62,8 @@ WORDS: dict[str, Callable[..., Foreign]] = {
     "replicate": Foreign,
     "sequence_parallel": Foreign,
     "ep_dispatch_experts": ExpertsByRank,
-}
+    **OF_LOCAL_VIEW,
+})  # fmt: skip
 
 # A module with such an argument attends to other tokens than those it asks for.
 OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "memory", "context"}
@@ -374,7 +377,7 @@ def _group_siblings(named: Mapping[str, Any], styles: Mapping[str, Foreign], sha
             parent = parent_of(name)
             arguments = set(inspect.signature(type(named[parent]).forward).parameters)
             asks = bool(arguments & OTHER_TOKENS) and QUERY.fullmatch(_last(name)) is not None
-            key = (parent, named[name].in_features, style.gather_output, asks)
+            key = (parent, features_of(named[name])[0], style.gather_output, asks)
             if key not in groups:
                 groups[key] = style.siblings
                 shared.siblings.append(style.siblings)

@@ -13,6 +13,7 @@ from fusedtp.comm import communicator
 from .agree import check_same_weights
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
+from .infer import infer_or_refuse
 from .placement import Mesh
 from .plan import apply_steps, has_more_dimensions, make_steps, plan_of
 from .proof import prove as prove_plan
@@ -37,7 +38,8 @@ def parallelize(
         mesh                a 1-D DeviceMesh such as mesh["tp"], or a VirtualGroup
         engine              auto, collective, chunked or triton; see fusedtp.explain
         sequence_parallel   tokens are split between layers too, [T_r, H]; else they are whole on every rank
-        plan                module name -> style, instead of the model's tp_plan
+        plan                module name -> style, instead of the model's tp_plan; a model without any gets one that is
+                            inferred from what its modules do, see infer.py
         prove               first run a tiny copy of a model of others, see fusedtp.prove. True: it must be possible;
                             False: do not; None: where the model is one of transformers
         experts             which ranks share the experts of a mixture, and how; default: those of the mesh, whole ones
@@ -55,12 +57,16 @@ def parallelize(
         check_same_weights(model, comm)
     own = plan is None
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
+    whole: dict[str, str] = {}
+    if own and not plan:
+        plan, whole = infer_or_refuse(model, comm.world_size, sequence_parallel)
+        prove = prove or False  # what is inferred was proved
     if plan and is_foreign(model, plan):
         plan = plan if experts is None else with_experts(model, plan, experts)
-        whole: dict[str, str] = {}
         check_plan(model, mesh, plan, complete=not own)
         if prove is not False:
-            plan, whole = _proved(model, mesh, plan, own, sequence_parallel, prove)
+            plan, more = _proved(model, mesh, plan, own, sequence_parallel, prove)
+            whole |= more
         adopt(
             model,
             mesh,

@@ -1,0 +1,522 @@
+"""A plan for a model that brings none, from what its modules do: guessed from widths, kept where a trial proves it.
+
+    observe    run a small copy of the model, or each module that takes hidden states alone; note which linear layers
+               run, in which order, on which inputs, and what every module is called with
+    guess      a linear layer of K inputs, and before it linear layers on one other input that make K features, or two
+               or three times K (packed), or query features K and fewer key and value features
+    try        the smallest module around them, whole and as ranks (trial.py), with each way to pack them and to tell
+               the module's code about local widths (local_view.py); the first that gives the same is taken
+    conclude   all that was taken at once, in the whole copy, where that could be run
+
+Layers of one kind (same classes, shapes and settings) are tried once. What no trial proves stays whole, and `Inferred`
+says why. Nothing is asked of names, but for heads: an attribute with "head" in its name counts them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .local_view import INPUT, features_of, is_conv1d, is_linear, local_view, names_in
+from .plan import generic, matches, parent_of, refuse
+from .proof import _seeding
+from .trial import Inputs, Trial, random_copy
+from .twin import NoTwin, twin_of
+
+# Above so many elements a module is not run as a whole: its children are.
+LARGEST = 500_000_000
+LARGEST_MODEL = 20_000_000
+BATCH, LENGTH = 2, 5
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
+# Attributes that may equal a width and count something else.
+NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
+
+
+class Inferred(NamedTuple):
+    """What was found.
+
+    plan     pattern of module names -> word
+    whole    pattern of linear layers -> why they are not split
+    """
+
+    plan: dict[str, str]
+    whole: dict[str, str]
+
+
+def inferred_plan(model: nn.Module, world_size: int = 2, *, sequence_parallel: bool = True) -> dict[str, str]:
+    """A plan in the words of foreign_plan.py that was proved over so many virtual ranks; empty where nothing can be
+    split. Runs copies of the model's modules on the CPU; the model itself is neither run nor changed."""
+    return infer(model, world_size, sequence_parallel).plan
+
+
+def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) -> Inferred:
+    """The same. Raises ValueError that says for each linear layer why it cannot be split, where none can."""
+    found = infer(model, world_size, sequence_parallel)
+    if not found.plan and found.whole:
+        advice = "it has no tp_plan and none could be inferred; give one, as plan={'...up_proj': 'colwise'}"
+        refuse(model, world_size, [advice, *(f"{name}: {why}" for name, why in found.whole.items())])
+    return found
+
+
+def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> Inferred:
+    """A plan, and what stays whole."""
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    if len(linears) < 2 or any(hasattr(m, "parallel") for m in model.modules()):
+        return Inferred({}, {})
+    twin = _twin(model)
+    search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel)
+    search.run()
+    return search.result(model, explicit=twin is None)
+
+
+def _twin(model: Any) -> nn.Module | None:
+    """A small copy of a transformers model, with as many heads as it has itself."""
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    try:
+        with _seeding:
+            return twin_of(model, heads) if isinstance(heads, int) else None
+    except NoTwin:
+        return None
+
+
+@dataclass
+class Seen:
+    """What one run showed.
+
+    root     the module that ran
+    inputs   module -> arguments of its first call
+    calls    (linear layer, its input), in order
+    """
+
+    root: str
+    inputs: dict[str, Inputs] = field(default_factory=dict)
+    calls: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What trials of a module's candidate gave: names inside it -> words, or why there are none."""
+
+    words: dict[str, str]
+    why: str = ""
+
+
+class Search:
+    """One search over a model or its small copy, of the model `real`."""
+
+    def __init__(self, model: nn.Module, real: nn.Module, world_size: int, sequence_parallel: bool) -> None:
+        self.real = {generic(name): module for name, module in real.named_modules()}
+        self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
+        self.named: dict[str, Any] = dict(model.named_modules())
+        self.words: dict[str, str] = {}
+        self.units: list[tuple[str, dict[str, str]]] = []  # accepted, in order
+        self.why: dict[str, str] = {}  # linear layer -> why it is not split
+        self.known: dict[Any, Verdict] = {}
+        self.concluded = False
+        self.trials: dict[Any, Trial | str] = {}
+
+    def run(self) -> None:
+        """Fill `words` and `why`."""
+        whole = None
+        for seen, copied in self._observed("", self.model):
+            whole = seen if seen.root == "" else whole
+            for name, x in seen.calls:
+                if name not in self.words:
+                    self._as_rows(seen, copied, name, x)
+        if whole is not None:
+            self._conclude(whole)
+
+    # --- observe ---------------------------------------------------------------------------------------------
+
+    def _observed(self, name: str, module: nn.Module) -> Iterator[tuple[Seen, nn.Module]]:
+        """Runs of the outermost modules that can be run."""
+        elements = sum(p.numel() for p in module.parameters())
+        linears = [m for m in module.modules() if is_linear(m)]
+        if len(linears) < 2:
+            return
+        if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
+            copied = random_copy(module)
+            for guess in _guesses(module):
+                seen = _observe(name, copied, guess)
+                if seen is not None:
+                    yield seen, copied
+                    return
+            needed = ", ".join(p.name for p in _required(module))
+            for child, inner in module.named_modules():
+                if is_linear(inner):
+                    self.why[_join(name, child)] = f"{type(module).__name__} needs {needed or 'inputs'}"
+        for child, inner in module.named_children():
+            yield from self._observed(_join(name, child), inner)
+
+    # --- guess -----------------------------------------------------------------------------------------------
+
+    def _as_rows(self, seen: Seen, copied: nn.Module, row: str, x: Tensor) -> None:
+        """Try this linear layer as the row-parallel end of layers that ran before."""
+        for columns in self._columns(seen, row, x):
+            unit = _around([row, *columns], self.named, seen)
+            if unit is None:
+                continue
+            verdict = self._judge(seen, copied, unit, columns, row)
+            if not verdict.why:
+                found = {_join(unit, name): word for name, word in verdict.words.items()}
+                self.units.append((unit, found))
+                self.words.update(found)
+                return
+            for name in (*columns, row):
+                self.why[name] = verdict.why
+
+    def _columns(self, seen: Seen, row: str, x: Tensor) -> list[list[str]]:
+        """Groups of layers with one input, the latest first, whose features the row may take."""
+        width = features_of(self.named[row])[0]
+        before = seen.calls[: next(i for i, (name, _) in enumerate(seen.calls) if name == row)]
+        groups: dict[Any, list[str]] = {}
+        for name, own in before:
+            out = features_of(self.named[name])[1]
+            if name not in self.words and _key(own) != _key(x) and not _across(name, row, self.named):
+                groups.setdefault((_key(own), out > width), []).append(name)
+        found = []
+        for (_, packed), names in reversed(groups.items()):
+            outs = [features_of(self.named[name])[1] for name in names]
+            if packed:
+                found += [[name] for name in reversed(names)]
+            elif width in outs and all(width % out == 0 for out in outs):
+                found.append(names)
+        among = [name for names in groups.values() for name in names if parent_of(name) == parent_of(row)]
+        exact = [name for name in among if features_of(self.named[name])[1] == width]
+        return found[:3] + [exact] * (len(exact) > 1 and exact not in found)  # attention to other tokens
+
+    # --- try -------------------------------------------------------------------------------------------------
+
+    def _judge(self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], row: str) -> Verdict:
+        module = self.named[unit]
+        inside = [_within(unit, name) for name in (*columns, row)]
+        taken = {
+            _within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))
+        }
+        kind = (generic(unit), _fingerprint(module), tuple(inside), tuple(sorted(taken.items())))
+        if kind not in self.known:
+            self.known[kind] = self._try(seen, copied, unit, inside[:-1], inside[-1], taken)
+        return self.known[kind]
+
+    def _try(
+        self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], row: str, taken: dict[str, str]
+    ) -> Verdict:
+        trial = self._trial(seen, copied, unit)
+        if isinstance(trial, str):
+            return Verdict({}, trial)
+        module: Any = self.named[unit]
+        why = ""
+        widths = _widths(self.real.get(generic(unit)), columns, row)
+        for words in _candidates(module, columns, row, taken, widths & _widths(module, columns, row)):
+            fault = trial.verdict({**taken, **words})
+            if not fault:
+                return Verdict(words)
+            why = why or f"split over {self.world_size} ranks, {fault}"
+        return Verdict({}, why)
+
+    def _trial(self, seen: Seen, copied: nn.Module, unit: str) -> Trial | str:
+        key = (seen.root, unit)
+        if key not in self.trials:
+            self.trials.clear()  # one at a time: each holds gradients
+            inside = copied.get_submodule(_within(seen.root, unit))
+            try:
+                self.trials[key] = Trial(
+                    inside, seen.inputs[unit], self.world_size, sequence_parallel=self.sequence_parallel,
+                    parts=seen.root == "",
+                )  # fmt: skip
+            except Exception as error:
+                self.trials[key] = f"{type(error).__name__}: {error}"
+        return self.trials[key]
+
+    # --- conclude --------------------------------------------------------------------------------------------
+
+    def _conclude(self, seen: Seen) -> None:
+        """Prove all together. What breaks the whole is dropped, the last first; then embedding and head are added."""
+        trial = Trial(
+            random_copy(self.model), seen.inputs[""], self.world_size, parts=True,
+            sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        while self.words:
+            fault = trial.verdict(self.words)
+            if not fault:
+                break
+            unit, _ = self.units[-1]
+            for dropped in [each for each in self.units if generic(each[0]) == generic(unit)]:
+                self.units.remove(dropped)
+                self.why.update(
+                    dict.fromkeys(dropped[1], f"the whole model, split, is not the same: {fault}")
+                )
+            self.words = {name: word for _, found in self.units for name, word in found.items()}
+        self.concluded = True
+        if not self.words:
+            return
+        ends = _ends(self.model, self.named, seen)
+        for tried in (ends, *({name: word} for name, word in ends.items())):
+            if self.words.keys().isdisjoint(tried) and not trial.verdict({**self.words, **tried}):
+                self.words.update(tried)
+                break
+
+    # --- what it comes to ------------------------------------------------------------------------------------
+
+    def result(self, model: nn.Module, explicit: bool) -> Inferred:
+        """Patterns where all modules of a kind have one word; else names, where those are the model's own."""
+        plan: dict[str, str] = {}
+        whole: dict[str, str] = {}
+        for name, word in self.words.items():
+            for pattern in dict.fromkeys((generic(name), _of_lists(name, self.named))):
+                if {self.words.get(other) for other in self.named if matches(pattern, other)} == {word}:
+                    plan[pattern] = word
+                    break
+            else:
+                if explicit:
+                    plan[name] = word
+                else:
+                    whole[name] = "layers of its kind differ"
+        own = dict(model.named_modules())
+        split = {name for name in own if any(matches(pattern, name) for pattern in plan)}
+        for name, module in own.items():
+            if is_linear(module) and name not in split:
+                reason = self.why.get(name) or next(
+                    (why for other, why in self.why.items() if generic(other) == generic(name)), ""
+                )
+                alone = any(generic(other) == generic(name) for other in split)
+                whole[name if alone else generic(name)] = reason or "no layers beside it share its features"
+        if plan and not self.concluded:
+            whole[""] = "each split module was proved alone: the whole needs inputs that are not known"
+        return Inferred(plan, whole)
+
+
+def _guesses(module: Any) -> Iterator[Inputs]:
+    """Inputs that it might take: what its class says, token ids, hidden states."""
+    generator = torch.Generator().manual_seed(1)
+    config: Any = getattr(module, "config", None)
+    main = getattr(module, "main_input_name", "")
+    more = {"use_cache": False} if getattr(config, "use_cache", False) else {}
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        image = torch.randn(BATCH, getattr(config, "num_channels", 3), size, size, generator=generator)
+        yield Inputs((), {main: image, **more})
+    if tables:
+        most = tables[0].num_embeddings
+        ids = torch.randint(min(3, most - 1), most, (BATCH, LENGTH), generator=generator)
+        if main == "input_ids":
+            mask = torch.ones_like(ids)
+            mask[0, :2] = 0
+            decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+            yield Inputs((), {main: ids, "attention_mask": mask, **decoder, **more})
+        elif len(_required(module)) == 1:
+            yield Inputs((ids,), {})
+    if len(_required(module)) == 1:
+        widths = [features_of(m)[0] for m in module.modules() if is_linear(m)]
+        for width in list(dict.fromkeys(widths))[:2]:
+            yield Inputs((torch.randn(BATCH, LENGTH, width, generator=generator).requires_grad_(),), {})
+
+
+def _required(module: Any) -> list[inspect.Parameter]:
+    """Arguments that its forward needs, and its first one."""
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    found = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+    return [p for i, p in enumerate(found) if i == 0 or p.default is inspect.Parameter.empty]
+
+
+def _observe(root: str, copied: nn.Module, inputs: Inputs) -> Seen | None:
+    """Run it once; None where it raises."""
+    seen = Seen(root)
+    handles = []
+
+    def keep(x: Any) -> Any:
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+    for inner, module in copied.named_modules():
+
+        def enter(module: Any, args: Any, kwargs: Any, name: str = _join(root, inner)) -> None:
+            if name not in seen.inputs:
+                seen.inputs[name] = Inputs(*tree_map(keep, (args, kwargs)))
+            if is_linear(module) and args:
+                seen.calls.append((name, args[0]))
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+    try:
+        with torch.enable_grad():
+            fresh = inputs.fresh()
+            copied(*fresh.args, **fresh.kwargs)
+    except Exception:
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _key(x: Tensor) -> tuple[Any, ...]:
+    """Two calls with the same of this have one input; the run keeps all inputs alive."""
+    return x.data_ptr(), x.numel()
+
+
+def _around(names: list[str], named: dict[str, Any], seen: Seen) -> str | None:
+    """The smallest module around them that ran."""
+    at = parent_of(names[0])
+    while True:
+        inside = all(name.startswith(_below(at)) for name in names)
+        if inside and at in seen.inputs:
+            return at
+        if at == seen.root or not at:
+            return None
+        at = parent_of(at)
+
+
+def _across(name: str, row: str, named: dict[str, Any]) -> bool:
+    """Whether a stack lies between them: they are in two of its layers, or one is in it and one is not."""
+    ours, theirs = name.split("."), row.split(".")
+    common = 0
+    while ours[common] == theirs[common]:
+        common += 1
+    stack = isinstance(named[".".join(ours[:common])], CONTAINERS)
+    if stack and len(ours) - common > 1 and len(theirs) - common > 1:
+        return True
+    return any(
+        isinstance(named[".".join(parts[:i])], CONTAINERS)
+        for parts in (ours, theirs)
+        for i in range(common + 1, len(parts) - 1)
+    )
+
+
+def _widths(module: nn.Module | None, columns: list[str], row: str) -> set[str]:
+    """Names of attributes right around these layers that say how many features are between them."""
+    try:
+        linears = {name: module.get_submodule(name) for name in (*columns, row)} if module is not None else {}
+    except AttributeError:
+        linears = {}
+    if module is None or not linears:
+        return set()
+    between = {features_of(linears[row])[0], *(features_of(linears[name])[1] for name in columns)}
+    return {
+        name
+        for name, value in _attributes(module, [*columns, row]).items()
+        if value in between and not COUNTS_HEADS.fullmatch(name) and not NO_WIDTH.search(name)
+    }
+
+
+def _candidates(
+    module: Any, columns: list[str], row: str, taken: dict[str, str], wide: set[str]
+) -> Iterator[dict[str, str]]:
+    """Words for these layers and the modules around them, the likeliest first."""
+    inside = {name: module.get_submodule(name) for name in (*columns, row)}
+    prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
+    width, outs = features_of(inside[row])[0], [features_of(inside[name])[1] for name in columns]
+    ways = ["colwise"]
+    if len(columns) == 1 and outs[0] in (2 * width, 3 * width):
+        ways.insert(0, "packed_colwise" if outs[0] == 2 * width else "packed_colwise_3")
+    attributes = _attributes(module, [*columns, row])
+    heads = tuple(name for name in attributes if COUNTS_HEADS.fullmatch(name))
+    widths = tuple(name for name in attributes if name in wide)
+    first = parent_of(columns[0])
+    narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == width else ((),)
+    for way in ways:
+        linears = {name: prefix[name] + way for name in columns} | {row: prefix[row] + "rowwise"}
+        tried: list[dict[str, str]] = []
+        for claimed in narrow:
+            for names in (heads, (*heads, *widths), ()):
+                views: dict[str, str] = {}
+                for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
+                    each = module.get_submodule(at) if at else module
+                    own = tuple(n for n in names if type(each.__dict__.get(n)) is int) + (
+                        claimed if at == first else ()
+                    )
+                    if own:
+                        views[at] = local_view((*names_in(taken.get(at, "")), *own))
+                    elif isinstance(each, nn.TransformerEncoderLayer):
+                        views[at] = "no_fast_path"
+                if views not in tried:
+                    tried.append(views)
+                    yield linears | views
+
+
+def _parents(names: list[str]) -> list[str]:
+    return [parent_of(name) for name in names]
+
+
+def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
+    """Whole numbers above one that the modules right around these layers keep."""
+    found: dict[str, int] = {}
+    for at in dict.fromkeys((*_parents(linears), "")):
+        each = module.get_submodule(at) if at else module
+        found.update(
+            {name: value for name, value in each.__dict__.items() if type(value) is int and value > 1}
+        )
+    return found
+
+
+def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
+    """The embedding of tokens and the head: what a transformers model names, else the largest and the last to run."""
+    tables = [m for m in named.values() if isinstance(m, nn.Embedding)]
+    first: Any = max(tables, key=lambda m: m.num_embeddings, default=None)
+    last: Any = named[seen.calls[-1][0]] if seen.calls else None
+    if not tables:
+        return {}
+    if hasattr(model, "get_input_embeddings"):
+        try:
+            first, last = model.get_input_embeddings(), model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            return {}
+    found: dict[str, str] = {}
+    for name, module in named.items():
+        if module is first and isinstance(module, nn.Embedding):
+            found[name] = "embedding_rowwise"
+        elif module is last and isinstance(module, nn.Linear):
+            found[name] = "colwise_gather_output"
+    return found
+
+
+SIMPLE = (int, float, str, bool, type(None))
+
+
+def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
+    """What two modules of one kind have in common: classes, shapes, settings, but for their number in a stack."""
+    return tuple(
+        (
+            name,
+            type(each),
+            tuple((key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in each.__dict__.items()
+                if type(value) in SIMPLE and not re.search(r"idx|index|layer_(id|number)", key)
+            ),
+        )
+        for name, each in module.named_modules()
+    )
+
+
+def _of_lists(name: str, named: dict[str, Any]) -> str:
+    """The name with a * for numbers in stacks, but not for those in a Sequential."""
+    parts = name.split(".")
+    return ".".join(
+        "*" if part.isdigit() and isinstance(named[".".join(parts[:i])], nn.ModuleList) else part
+        for i, part in enumerate(parts)
+    )
+
+
+def _join(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}".strip(".")
+
+
+def _below(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _within(outer: str, name: str) -> str:
+    return "" if name == outer else name.removeprefix(_below(outer))

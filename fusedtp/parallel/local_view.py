@@ -1,0 +1,262 @@
+"""Styles for modules whose code says how wide tensors are, and for Conv1D: the words that `infer.py` needs besides.
+
+    local_view(n_head, n_embd)      the module's own forward; its attributes n_head and n_embd are divided by the ranks
+    local_view(n_head, input.shape) the same, and its input claims to be as wide as this rank's part
+    no_fast_path                    nn.TransformerEncoderLayer, which else reads weights without calling its layers
+    conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, of a weight [in, out]
+
+Code of attention asks in one of three places how much of it there is: in the tensor (`view(B, S, -1, head_dim)`), in
+an attribute (`view(B, S, self.num_heads, -1)`), in its input (`B, S, C = x.shape`, then `view(B, S, C)` of heads). The
+first needs nothing, the second a local attribute, the third an input whose shape is that of this rank's heads; the
+linear layers inside take the whole one from it, and any other use of it raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from fusedtp.comm import Communicator
+
+from .foreign import Columns, Colwise, Foreign, Model, Own, Rows, Rowwise, columns, install, own_forward, rows
+from .layers import accumulated
+from .placement import Mesh, Placement
+from .token_shard import METADATA, _name
+
+INPUT = "input.shape"
+VIEW = re.compile(r"local_view\((.+)\)")
+
+
+class Words(dict[str, Callable[..., Foreign]]):
+    """Word -> style, where `local_view` takes names of attributes."""
+
+    def __contains__(self, word: object) -> bool:
+        return super().__contains__(word) or (isinstance(word, str) and VIEW.fullmatch(word) is not None)
+
+    def __missing__(self, word: str) -> Callable[..., Foreign]:
+        found = VIEW.fullmatch(word)
+        if found is None:
+            raise KeyError(word)
+        return partial(LocalView, attributes=names_in(word))
+
+
+def names_in(word: str) -> tuple[str, ...]:
+    """What a word local_view(...) lists."""
+    found = VIEW.fullmatch(word)
+    return () if found is None else tuple(name.strip() for name in found[1].split(","))
+
+
+def local_view(names: tuple[str, ...]) -> str:
+    """The word for these; "" where there are none."""
+    return f"local_view({', '.join(dict.fromkeys(names))})" if names else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOwn(Own):
+    """A module that sees this rank's part of the heads.
+
+    attributes   name -> the value for all ranks; the module's own is this divided by their number
+    narrow       its input claims this rank's part of the width
+    """
+
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    narrow: bool = False
+
+    def describe(self) -> str:
+        """n_head 4 -> 2, ..."""
+        parts = [f"{name} {value} -> {value // self.world_size}" for name, value in self.attributes.items()]
+        return ", ".join([*parts, *(["the width of its input"] if self.narrow else [])])
+
+
+class LocalView(Foreign):
+    """Attributes, and the width of the input, divided by the number of ranks. See above."""
+
+    def __init__(self, model: Model, *, attributes: tuple[str, ...], **options: Any) -> None:
+        super().__init__(model, **options)
+        self.narrow = INPUT in attributes
+        self.attributes = tuple(name for name in attributes if name != INPUT)
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        found = super().faults(module, world_size)
+        for name in self.attributes:
+            value = module.__dict__.get(name)
+            if type(value) is not int:
+                found.append(f"it has no attribute {name} that is an int")
+            elif value % world_size:
+                found.append(f"{name} is {value}, which {world_size} ranks cannot share evenly")
+        return found
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        whole = {name: module.__dict__[name] for name in self.attributes}
+        view = LocalOwn(**self.own(module, comm), attributes=whole, narrow=self.narrow)
+        install(module, view, narrowed if self.narrow else own_forward)
+        for name, value in whole.items():
+            setattr(module, name, value // comm.world_size)
+        if self.narrow:
+            for child in module.modules():
+                if is_linear(child):
+                    child.register_forward_pre_hook(_take_whole)
+
+
+def narrowed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module whose first tensor claims this rank's part of its width."""
+    ranks = self.parallel.world_size
+    if args and isinstance(args[0], Tensor):
+        return own_forward(self, NarrowInput.of(args[0], ranks), *args[1:], **kwargs)
+    first = next(name for name, x in kwargs.items() if isinstance(x, Tensor))
+    return own_forward(self, *args, **{**kwargs, first: NarrowInput.of(kwargs[first], ranks)})
+
+
+def _take_whole(module: Any, args: Any) -> Any:
+    return tuple(x.whole if isinstance(x, NarrowInput) else x for x in args)
+
+
+class NarrowInput(Tensor):
+    """Stands for `whole` [..., H] and has the shape [..., H / ranks]. Linear layers take `whole`; all else raises."""
+
+    whole: Tensor
+
+    @staticmethod
+    def of(x: Tensor, ranks: int) -> NarrowInput:
+        if x.shape[-1] % ranks:
+            raise ValueError(f"{ranks} ranks cannot share a width of {x.shape[-1]} evenly")
+        shape = (*x.shape[:-1], x.shape[-1] // ranks)
+        made = Tensor._make_wrapper_subclass(NarrowInput, shape, dtype=x.dtype, device=x.device)
+        made.whole = x
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _name(func)
+        if name == "requires_grad":
+            return args[0].whole.requires_grad
+        if name not in METADATA:
+            raise RuntimeError(
+                f"{name} of an input of which only the shape and linear layers' products are split"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} of an input of which only the shape and linear layers' products are split"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"NarrowInput({tuple(self.shape)} of {tuple(self.whole.shape)})"
+
+
+class NoFastPath(Foreign):
+    """nn.TransformerEncoderLayer: in evaluation it hands all weights to one kernel, if its activation is known."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        found = [] if hasattr(module, "activation_relu_or_gelu") else ["it has no fast path to switch off"]
+        return found + super().faults(module, world_size)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        super().install(module, comm, mesh)
+        module.activation_relu_or_gelu = 0
+
+
+# --- Conv1D -----------------------------------------------------------------------------------------------------
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether it is transformers' Conv1D: y = x W + b, W [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: Any) -> bool:
+    """Whether styles know how to split it."""
+    return is_conv1d(module) or (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+    )  # fmt: skip
+
+
+def features_of(module: Any) -> tuple[int, int]:
+    """(in, out) of a linear layer."""
+    found = module.weight.shape if is_conv1d(module) else module.weight.shape[::-1]
+    return int(found[0]), int(found[1])
+
+
+def _conv1d_faults(module: Any) -> list[str]:
+    return [] if is_conv1d(module) else [f"{type(module).__name__} is no Conv1D"]
+
+
+class _Transposed(NamedTuple):
+    """What the layers of layers.py read of a linear."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv1DColumns(Columns):
+    """Columns of a weight [in, out]."""
+
+    def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return accumulated(weight).to(dtype).t()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv1DRows(Rows):
+    """Rows of a weight [in, out]."""
+
+    def scattered(self, x: Tensor, linear: Any, sizes: Any) -> Tensor:
+        return super().scattered(x, _Transposed(accumulated(linear.weight).t(), linear.bias), sizes)
+
+    def summed(self, x: Tensor, linear: Any) -> Tensor:
+        return super().summed(x, _Transposed(accumulated(linear.weight).t(), linear.bias))
+
+
+class Conv1DColwise(Colwise):
+    """Output features of a Conv1D split over ranks."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return _conv1d_faults(module) or Foreign.faults(self, module, world_size)
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        dim = parameter.dim() - 1
+        return StridedShard(dim, split_factor=self.packed) if self.packed > 1 else Shard(dim)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        self.siblings.linears.append(module)
+        parallel = Conv1DColumns(**self.member(comm), model=self.model, siblings=self.siblings)
+        install(module, parallel, columns)
+
+
+class Conv1DRowwise(Rowwise):
+    """Input features of a Conv1D split over ranks."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        return _conv1d_faults(module) or Foreign.faults(self, module, world_size)
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return Replicate() if name == "bias" else Shard(0)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, Conv1DRows(**self.member(comm), model=self.model), rows)
+
+
+WORDS: dict[str, Callable[..., Foreign]] = {
+    "packed_colwise_3": partial(Colwise, packed=3),
+    "conv1d_colwise": Conv1DColwise,
+    "conv1d_packed_colwise": partial(Conv1DColwise, packed=2),
+    "conv1d_packed_colwise_3": partial(Conv1DColwise, packed=3),
+    "conv1d_rowwise": Conv1DRowwise,
+    "no_fast_path": NoFastPath,
+}

@@ -1,0 +1,146 @@
+"""Small models without a plan: blocks as timm and nanoGPT write them, and one whose packed projection fits no split."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HEADS = 32, 4
+
+
+class TimmAttention(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, dim * 3)
+        self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+
+class TimmMlp(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class TimmBlock(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim), TimmAttention(dim, num_heads)
+        self.norm2, self.mlp = nn.LayerNorm(dim), TimmMlp(dim, 2 * dim)
+        self.gamma = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gamma * self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class TimmViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, WIDTH, 4, 4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 17, WIDTH))
+        self.blocks = nn.Sequential(*(TimmBlock(WIDTH, HEADS) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patch_embed(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+class NanoAttention(nn.Module):
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+        self.n_head, self.n_embd = n_head, n_embd
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.c_attn(x).split(self.n_embd, dim=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = (y.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for y in self.parts(x))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class ChunkedAttention(NanoAttention):
+    """Asks the tensor how wide a third of it is."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.c_attn(x).chunk(3, dim=2)
+
+
+class InterleavedAttention(NanoAttention):
+    """Every third feature is one of the queries, in an order that no rank has a contiguous part of."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.c_attn(x).roll(5, -1)
+        return y[..., 0::3], y[..., 1::3].flip(-1), y[..., 2::3]
+
+
+class Gated(nn.Module):
+    """Gate and up projections in one matrix."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.w12, self.w3 = nn.Linear(dim, 4 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * up)
+
+
+class GradientByHeads(nn.Module):
+    """An MLP with a gradient that an attribute scales, though no output depends on it: of its input, or of a bias."""
+
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.of_input, self.num_heads = of_input, HEADS
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x if self.of_input else self.bias
+        return self.fc2(self.fc1(x).relu()) + self.num_heads * (scaled - scaled.detach())
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, attention: type[NanoAttention] = NanoAttention, gated: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(50, WIDTH), nn.Embedding(16, WIDTH)
+        self.h = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "ln_1": nn.LayerNorm(WIDTH),
+                    "attn": attention(WIDTH, HEADS),
+                    "ln_2": nn.LayerNorm(WIDTH),
+                    "mlp": Gated(WIDTH)
+                    if gated
+                    else nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)),
+                }
+            )
+            for _ in range(2)
+        )
+        self.lm_head = nn.Linear(WIDTH, 50, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        for layer in self.h:
+            x = x + layer["attn"](layer["ln_1"](x))
+            x = x + layer["mlp"](layer["ln_2"](x))
+        return self.lm_head(x)
