@@ -329,7 +329,10 @@ def _change(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def _operand(x: Tensor, like: TokenShard, broadcasts: bool = True) -> Tensor | None:
     """What stands for x beside the local rows of `like`; None: nothing does."""
     if isinstance(x, TokenShard):
-        return x.local if x.lead == like.lead and x.dim() == like.dim() else None
+        lead = len(like.lead)  # the same tokens, if not by as many dimensions: some are of size one
+        if x.dim() != like.dim() or x.shape[:lead] != like.lead or x.tokens.sizes != like.tokens.sizes:
+            return None
+        return x.local if len(x.lead) == lead else x.local.reshape(x.local.shape[0], *x.shape[lead:])
     if isinstance(x, DTensor):
         x = x.to_local()
     features = like.dim() - len(like.lead)
@@ -549,6 +552,8 @@ def _permuted(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> An
 
 def _picked(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """gather and scatter along features, of which each token has its own choice: a router's."""
+    if len(args) < 2:
+        return NotImplemented
     x, dim, *rest = args
     at = _of_features(dim, x) if isinstance(x, TokenShard) and not kwargs else None
     if at is None:

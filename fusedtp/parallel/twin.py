@@ -65,7 +65,7 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
         found["num_kv_shared_layers"] = 0
     if "num_layers_per_stack" in fields:
         found["num_layers_per_stack"] = None
-    return found | _layers(fields)
+    return found | _layers(fields, ranks)
 
 
 def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
     return 2 * ranks, ranks
 
 
-def _layers(fields: dict[str, Any]) -> dict[str, Any]:
+def _layers(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
     """As many layers as there are kinds, and what the configuration lists by layer."""
     count = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in fields), None)
     if count is None or not isinstance(fields[count], int):
@@ -95,7 +95,9 @@ def _layers(fields: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {name: [values[i] for i in kept] for name, values in lists.items()}
     wide = [name for name in found if re.fullmatch(r".*intermediate_size.*", name)]
     by_index = {
-        name: {new: {**own[old], **small_fields(own[old], 1)} for new, old in enumerate(kept) if old in own}
+        name: {
+            new: {**own[old], **small_fields(own[old], ranks)} for new, old in enumerate(kept) if old in own
+        }
         for name, own in ((name, _by_layer(value)) for name, value in fields.items())
         if own
     }
