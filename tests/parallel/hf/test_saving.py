@@ -333,6 +333,7 @@ LOADED = {
     "experts as the model has them": ("mixtral", {}, {"save_original_format": False}, BF16),
     "buffers": ("gemma3_text", {}, {}, BF16),
     "latent": ("deepseek_v3", {}, {}, BF16),
+    "norms kept in fp32": ("afmoe", {}, {}, HALF),
     "packed": ("phi3", {}, {}, {}),
     "state space": ("jamba", {}, {}, BF16),
 }
