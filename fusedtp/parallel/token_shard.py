@@ -490,12 +490,11 @@ def _arranged(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> An
         shape[begin : end + 1] = [math.prod(shape[begin : end + 1])]
     total, kept = sum(x.tokens.sizes), list(x.local.shape[1:])
     found = [k for k in range(1, len(shape) + 1) if math.prod(shape[:k]) == total > 0]
-    for k in sorted(
-        found, key=lambda k: shape[k:] != kept
-    ):  # that which keeps the features, where several do
-        rows = x.local.reshape(x.local.shape[0], *shape[k:])
-        return x.view_of(rows, tuple(shape[:k]))
-    return NotImplemented
+    if not found:
+        return NotImplemented
+    # Dimensions of one may count tokens or not: best as before, or so that features stay.
+    k = min(found, key=lambda k: (tuple(shape[:k]) != x.lead, shape[k:] != kept))
+    return x.view_of(x.local.reshape(x.local.shape[0], *shape[k:]), tuple(shape[:k]))
 
 
 def _of_all_tokens(index: Any, like: TokenShard) -> Any:
