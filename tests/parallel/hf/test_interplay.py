@@ -224,6 +224,39 @@ def test_trainer(tmp_path: Path):
     world(2).run(with_trainer, str(tmp_path), timeout=120)
 
 
+def resumed(group: Any, folder: str) -> None:
+    """Steps 4 and 5 after a resume at step 3 are those of the run that went on, bit for bit."""
+    from transformers import TrainingArguments
+
+    from fusedtp.train.hf import Trainer
+
+    as_torchrun(group)
+    logs, weights = [], []
+    for resume in (None, f"{folder}/checkpoint-3"):
+        model = fusedtp.parallelize(model_of("qwen3"), tp_mesh(group))
+        options = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            max_steps=5,
+            save_steps=3,
+            logging_steps=1,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=model, args=options, train_dataset=Rows())
+        trainer.train(resume_from_checkpoint=resume)
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log and log["step"] > 3])
+        weights.append([p.detach().to_local() for p in model.parameters()])  # type: ignore[attr-defined]
+    assert len(logs[0]) == 2 and logs[0] == logs[1]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_trainer_resumes(tmp_path: Path):
+    world(2).run(resumed, str(tmp_path), timeout=200)
+
+
 def with_accelerate(group: Any) -> None:
     from accelerate import Accelerator, ParallelismConfig
 
