@@ -23,11 +23,12 @@ from .families import model_of
 MARGIN, LEAST = 8.0, 2e-6
 
 
-def batch(tokens: tuple[int, int] = (3, 5)) -> dict[str, Tensor]:
-    """Token ids with labels; the first row is padded on the left."""
+def batch(tokens: tuple[int, int] = (3, 5), padding: int = 2, side: str = "left") -> dict[str, Tensor]:
+    """Token ids with labels; the first row is padded."""
     ids = torch.randint(3, 50, tokens, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, : min(2, tokens[1] - 1)] = 0
+    padding = min(padding, tokens[1] - 1)
+    mask[0, slice(padding) if side == "left" else slice(tokens[1] - padding, None)] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
@@ -92,7 +93,8 @@ def _largest(x: Tensor) -> float:
 def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """What differs, by how much, and by how many times what roundoff explains.
 
-    options   sequence_parallel, changes of the configuration, tokens, checkpointing, generate, engine, experts
+    options   sequence_parallel, engine, experts, changes of the configuration, attention, tokens, padding, side,
+              checkpointing, generate
     """
     changes = options.get("changes", {})
     plain = model_of(name, attention=options.get("attention"), **changes)
@@ -108,7 +110,7 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         parallel.train()
         parallel.gradient_checkpointing_enable()
         plain.train()
-    inputs = batch(options.get("tokens", (3, 5)))
+    inputs = batch(options.get("tokens", (3, 5)), options.get("padding", 2), options.get("side", "left"))
     want = results(plain, inputs)
     noise = errors(results(perturbed(plain), inputs), want)
     parallel._fusedtp.calls.clear()

@@ -8,6 +8,8 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from fusedtp import ExpertSplit
@@ -89,6 +91,19 @@ def test_fewer_kv_heads_than_ranks(name: str, kv_heads: int):
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 2), (3, 1), (1, 7), (2, 3), (5, 4)])
 def test_any_number_of_tokens(tokens: tuple[int, int]):
     check("qwen3", 4, tokens=tokens)
+
+
+@settings(max_examples=60 if ALL else 12)
+@given(
+    name=st.sampled_from(["llama", "gemma2", "qwen3_moe", "phi3", "gpt_neox", "deepseek_v3"]),
+    world_size=st.sampled_from([1, 2, 4]),
+    tokens=st.tuples(st.integers(1, 5), st.integers(1, 13)),
+    padding=st.integers(0, 6),
+    side=st.sampled_from(["left", "right"]),
+    sequence_parallel=st.booleans(),
+)
+def test_any_batch(name: str, world_size: int, tokens: tuple[int, int], **options: Any):
+    check(name, world_size, tokens=tokens, generate=False, **options)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
