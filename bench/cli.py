@@ -15,6 +15,7 @@ COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv be
     "cpu": ("cpu", "operations and a training step on this machine's CPU: the tables of docs/measured.md"),
     "sim": ("sim", "what simulating a kernel costs beside interpreting it"),
     "host": ("host", "host time of eager fused calls, launches stubbed"),
+    "hf": ("hf", "models of transformers as they stand, against transformers and torch: tokens a second"),
     "timeline": ("cpu --timeline", "draw one call of each operation on CPU ranks"),
 }
 

@@ -92,14 +92,14 @@ def describe_run(device: str, argv: list[str]) -> dict[str, Any]:
         "gpus": torch.cuda.device_count() if device == "cuda" else 0,
         "cuda": torch.version.cuda,
         "gpu_state": gpu_state() if device == "cuda" else None,
-        "triton": _version("triton"),
-        "liger": _version("liger-kernel"),
+        "triton": version_of("triton"),
+        "liger": version_of("liger-kernel"),
         "fusedtp": fusedtp.__version__,
         "command": shlex.join(["fusedtp", "bench", *argv]),
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
