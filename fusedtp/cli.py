@@ -11,6 +11,10 @@ import sys
 
 COMMANDS = {
     "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
+    "finetune": (
+        "fusedtp.train.finetune",
+        "train a causal language model of transformers on text, tensor parallel",
+    ),
     "check": (
         "fusedtp.checks.command",
         "find races, deadlocks and wrong results of multi-rank kernels, without a GPU",

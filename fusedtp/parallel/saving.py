@@ -108,7 +108,11 @@ def save_pretrained(
                 "distributed_config", None
             )  # with it, transformers would gather again
             try:
-                type(self).save_pretrained(self, save_directory, True, full, *arguments, **options)
+                if arguments:
+                    type(self).save_pretrained(self, save_directory, True, full, *arguments, **options)
+                else:  # by name: PEFT's has other places for them
+                    options |= {"is_main_process": True, "state_dict": full}
+                    type(self).save_pretrained(self, save_directory, **options)
             finally:
                 del self.should_save_on_this_rank
                 if split is not None:

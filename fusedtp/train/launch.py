@@ -147,8 +147,8 @@ def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
     return 0
 
 
-def launch(argv: list[str], ranks: int) -> int:
-    """Start `ranks` processes on this machine through torchrun and wait for them."""
+def launch(argv: list[str], ranks: int, command: str = "train") -> int:
+    """Start `ranks` processes of a subcommand on this machine through torchrun and wait for them."""
     from torch.distributed import run as torchrun
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
@@ -157,12 +157,12 @@ def launch(argv: list[str], ranks: int) -> int:
     with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:
         where = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--tee=2"]  # stderr
         try:
-            torchrun.run(torchrun.parse_args([*where, "-m", "fusedtp", "train", *argv]))
+            torchrun.run(torchrun.parse_args([*where, "-m", "fusedtp", command, *argv]))
         except ChildFailedError as error:
-            report([describe_failure(error.failures, Path(logs))])
+            report([describe_failure(error.failures, Path(logs))], command)
             return FAILED
         except (KeyboardInterrupt, SignalException):
-            report(["ended by a signal; torchrun has ended the ranks"])
+            report(["ended by a signal; torchrun has ended the ranks"], command)
             return INTERRUPTED
     return 0
 
@@ -204,6 +204,6 @@ def _recorded(failure: ProcessFailure) -> str | None:
     return str(message["message"] if isinstance(message, dict) else message)
 
 
-def report(faults: list[str]) -> None:
+def report(faults: list[str], command: str = "train") -> None:
     for fault in faults:
-        print(f"fusedtp train: error: {fault}", file=sys.stderr)
+        print(f"fusedtp {command}: error: {fault}", file=sys.stderr)

@@ -61,7 +61,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def plot(path: Path, metrics: Metrics) -> None:
+def plot(path: Path, metrics: Metrics, unit: str = "byte") -> None:
     """Training and validation loss against steps, as a PNG."""
     from matplotlib.figure import Figure
 
@@ -70,14 +70,15 @@ def plot(path: Path, metrics: Metrics) -> None:
     axes.plot(
         [r["step"] + 1 for r in metrics.steps], [r["loss"] for r in metrics.steps], lw=1, label="training"
     )
-    axes.plot(
-        [r["step"] + 1 for r in metrics.validations],
-        [r["val_loss"] for r in metrics.validations],
-        "o-",
-        ms=4,
-        label="held out",
-    )
-    axes.set(xlabel="step", ylabel="loss (nats/byte)")
+    if metrics.validations:
+        axes.plot(
+            [r["step"] + 1 for r in metrics.validations],
+            [r["val_loss"] for r in metrics.validations],
+            "o-",
+            ms=4,
+            label="held out",
+        )
+    axes.set(xlabel="step", ylabel=f"loss (nats/{unit})")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

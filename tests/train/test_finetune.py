@@ -1,0 +1,170 @@
+"""Fine-tuning of models of transformers: a run equals one process, what is saved loads, and refusals are one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedtp import cli
+from fusedtp.train import finetune, text
+
+from .test_run import command
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+TINY = ["--steps", "3", "--batch", "2", "--length", "16", "--verify", "--verify-steps", "3"]
+SHAPE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "book.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A small Llama with a tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate("?0123456789 .imes\nt")}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=24, **SHAPE)).save_pretrained(path)
+    return path
+
+
+def arguments(corpus: Path, runs: Path, *more: str) -> list[str]:
+    return ["finetune", *TINY, "--data", str(corpus), "--runs", str(runs), *more]
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_folder_on_two_ranks(corpus, folder, tmp_path):
+    more = ["--model", str(folder), "--out", str(tmp_path / "out"), "--lr", "0.01"]
+    done = command("-m", "fusedtp", *arguments(corpus, tmp_path, *more))
+    assert done.returncode == 0, done.stderr
+    assert "equal: loss differs" in done.stdout and "NOT" not in done.stdout
+    assert "saved to" in done.stdout and (tmp_path / "finetune" / "loss.png").exists()
+    assert cli.main([*arguments(corpus, tmp_path, *more[:2], *more[4:]), "--tp", "1", "--name", "one"]) == 0
+    assert losses(tmp_path / "finetune") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    start = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer("7 times 7 is 49.", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        trained, before = (each(ids, labels=ids).loss.item() for each in (model, start))
+    assert trained < before
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks(corpus, folder, tmp_path):
+    from peft import PeftModel
+
+    more = ["--model", str(folder), "--out", str(tmp_path / "out"), "--lora", "2"]
+    done = command("-m", "fusedtp", *arguments(corpus, tmp_path, *more))
+    assert done.returncode == 0, done.stderr
+    assert "equal: loss differs" in done.stdout and "NOT" not in done.stdout
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    start = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    adapted = PeftModel.from_pretrained(start, tmp_path / "out")
+    moved = {name: p.abs().max().item() for name, p in adapted.named_parameters() if "lora_B" in name}
+    assert len(moved) == 14 and all(moved.values()), moved
+    down = next(p for name, p in adapted.named_parameters() if "down_proj.lora_A" in name)
+    assert down.shape == (2, 48)
+
+
+def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, capsys):
+    build, seeds = finetune.build, iter([0, 1, 1])
+
+    def other(options, world):
+        from dataclasses import replace
+
+        return build(replace(options, seed=next(seeds)), world)
+
+    monkeypatch.setattr(finetune, "build", other)
+    assert (
+        cli.main([*arguments(corpus, tmp_path, "--tp", "1", "--model", "qwen2"), "--verify-steps", "1"]) == 1
+    )
+    captured = capsys.readouterr()
+    assert "NOT EQUAL: loss differs" in captured.out
+    assert captured.err.startswith("fusedtp finetune: error: the parallel run is not the run of one process")
+
+
+def test_text_is_that_of_the_folders_tokenizer(corpus, folder, tmp_path):
+    tokens = text.build((corpus,), tmp_path)
+    options = finetune.FinetuneOptions(model=str(folder), length=16, batch=3)
+    batch = finetune.Texts(tokens, options, torch.device("cpu")).batch(5)
+    again = finetune.Texts(tokens, options, torch.device("cpu")).batch(5)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert batch["input_ids"].shape == (3, 16) and torch.equal(batch["input_ids"], batch["labels"])
+    words = transformers.AutoTokenizer.from_pretrained(folder).decode(batch["input_ids"][0].tolist())
+    assert words.replace(" ", "") in corpus.read_text().replace(" ", "")
+
+
+def error_of(capsys, *more: str) -> str:
+    assert cli.main(["finetune", *more]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("fusedtp finetune: error: ")
+
+
+@pytest.fixture
+def refusing(monkeypatch, corpus, tmp_path):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(finetune.launch, "launch", refuse)
+    return ["--data", str(corpus), "--runs", str(tmp_path)]
+
+
+def test_no_such_model_is_refused(refusing, capsys):
+    found = error_of(capsys, *refusing, "--model", "no/such/folder")
+    assert (
+        found
+        == "--model no/such/folder is no folder and no causal language model of transformers, such as llama"
+    )
+
+
+def test_a_folder_without_a_model_is_refused(refusing, capsys, tmp_path):
+    found = error_of(capsys, *refusing, "--model", str(tmp_path))
+    assert found == f"{tmp_path} has no config.json, so it is no folder of a transformers model"
+
+
+def test_a_quantized_model_is_refused(refusing, capsys, tmp_path):
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "is quantized" in error_of(capsys, *refusing, "--model", str(tmp_path))
+
+
+def test_heads_that_do_not_divide_are_refused(refusing, capsys):
+    found = error_of(capsys, *refusing, "--tp", "3")
+    assert "3 ranks cannot evenly share 8 query heads and 4 kv heads" in found
+    assert found.endswith("sizes that would work: 1, 2, 4, 8")
+
+
+def test_text_and_options_are_checked_together(refusing, capsys, tmp_path):
+    assert cli.main(["finetune", "--steps", "0", "--lora", "-1", "--data", str(tmp_path / "none")]) == 1
+    found = capsys.readouterr().err
+    assert "--steps 0 is not positive" in found and "--lora -1 is negative" in found
+    missing = error_of(capsys, "--data", str(tmp_path / "none"), "--runs", str(tmp_path))
+    assert missing == f"--data {tmp_path / 'none'} does not exist"
