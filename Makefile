@@ -12,13 +12,14 @@ PYTHONS = $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
 PYTHON ?=#         interpreter for .venv; default: the newest of python3.13, 3.12, 3.11, python3 that will do
 TORCH_INDEX ?=#    URL of the package index that torch comes from (its CPU build or a CUDA one); default: pip's
 DATA ?=#           text files or folders to train on; default: the standard library's source
+MODEL ?=#          folder or model type for `make finetune`; default: a small Llama with random weights
 ARGS ?=#           more arguments for the command that the target runs
 TESTS ?= tests/kernels tests/sim# what the test-triton targets run
 GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe finetune test-models models-table check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +32,9 @@ train: venv ## train a small Transformer, tensor parallel, and check it against 
 
 train-moe: venv ## train a small mixture of experts on two ranks, and check it against one process
 	$(BIN)/fusedtp train --name moe --experts 16 --top-k 2 --expert-width 176 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+
+finetune: venv ## train a Hugging Face model on text, two tensor-parallel ranks, and check it against one process
+	$(BIN)/fusedtp finetune --verify $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) $(ARGS)
 
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)
@@ -46,6 +50,12 @@ faults: venv ## seed known faults into the library, see that its tests find each
 
 test: venv ## run every test that this machine can run, a process a core; ARGS="-n 0" for one process
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+test-models: venv ## split every family of transformers, compare each with itself on one device; half an hour
+	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest tests/parallel/hf/test_families.py $(ARGS)
+
+models-table: venv ## write docs/models.md: every family of transformers on two and on four ranks
+	$(BIN)/python -m tests.parallel.hf.table > models.md.new && mv models.md.new docs/models.md
 
 # In a venv of its own, see below. ARGS and TESTS apply; this Triton's interpreter fails on numpy 2.4.
 test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and lint with the oldest Triton, 3.6.0

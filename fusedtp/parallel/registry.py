@@ -1,7 +1,7 @@
 """The other way in: this library's layers under the names of transformers' own registries.
 
-    fusedtp.register_with_transformers()
-    config = DistributedConfig(tp_size=2, tp_plan={"layers.*.mlp.down_proj": "fusedtp_rowwise"})
+    fusedtp.parallel.registry.register_with_transformers()
+    config = DistributedConfig(tp_size=2, tp_plan={"model.layers.*.mlp.down_proj": "fusedtp_rowwise"})
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
     in a tp_plan         fusedtp_colwise, fusedtp_colwise_gather_output, fusedtp_rowwise: as those

@@ -190,10 +190,10 @@ def config_of(options: FinetuneOptions) -> Any:
         raise ValueError(
             f"--model {name} is no folder and no causal language model of transformers, such as llama"
         )
-    words = {"vocab_size": BYTES + 2, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None}
+    words: dict[str, Any] = {"vocab_size": BYTES + 2, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None}
     words["max_position_embeddings"] = max(64, options.length)
     if name == "llama":
-        return CONFIG_MAPPING[name](**words, **LLAMA)
+        return CONFIG_MAPPING[name](**{**words, **LLAMA})
     try:
         return small_config(CONFIG_MAPPING[name](), max(options.tp, 4), **words)
     except NoTwin as why:

@@ -32,6 +32,9 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 
+# Families without a small configuration -> why.
+LARGE = {"phi4_multimodal": "its vision and audio towers have fixed widths"}
+
 
 def families() -> list[str]:
     """Names of the configurations, as in AutoConfig."""

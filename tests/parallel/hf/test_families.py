@@ -16,7 +16,7 @@ from fusedtp import ExpertSplit
 from tests.harness import world
 
 from . import parity
-from .families import families
+from .families import LARGE, families
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 # What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
@@ -34,7 +34,6 @@ def chosen() -> list[str]:
 
 # Plans of transformers that are wrong, each found by the proof, or models of which it can make no small copy.
 NOT_ALL_SPLIT = {"doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"}
-LARGE = {"phi4_multimodal"}  # no small configuration: its vision and audio towers have fixed widths
 
 
 def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""docs/models.md: every family of transformers, split, against itself on one device.
+
+    python -m tests.parallel.hf.table > docs/models.md
+
+For each family, parity.compare on two and on four CPU ranks; families with a plan for experts once more on two ranks,
+with whole experts behind the library's exchange. What a row says is what that run found, nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+import fusedtp
+from fusedtp.train.environment import environment
+from tests.harness import WorldError, world
+
+from . import parity
+from .families import LARGE, families
+
+TOGETHER = 5  # families of one call: their imports and the way to the ranks are paid once
+Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
+
+
+def measured(names: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[str, Found]:
+    """Family -> what one run on so many ranks found."""
+    found: dict[str, Found] = {}
+    for i in range(0, len(names), TOGETHER):
+        some = list(names[i : i + TOGETHER])
+        try:
+            these = world(ranks).run(parity.attempt, some, options, timeout=400)[0]
+        except WorldError as error:
+            these = dict.fromkeys(some, str(error))
+        found |= {name: each if isinstance(each, dict) else refusal(each) for name, each in these.items()}
+        print(f"{len(found)} of {len(names)} on {ranks} ranks {options or ''}", file=sys.stderr, flush=True)
+    return found
+
+
+def refusal(traceback: str) -> Found:
+    """The error at the end of a traceback: its own lines, which follow the last indented one."""
+    lines = traceback.strip().splitlines()
+    last = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+    message = [line for line in lines[last + 1 :] if line and not line.startswith("    ")]
+    return {"refused": " ".join(line.strip() for line in message) or lines[-1]}
+
+
+def exact(found: Found) -> bool:
+    """Nothing is off by more than roundoff explains, and greedy decoding gives the same tokens."""
+    return "refused" not in found and found["excess"] <= 1 and found.get("generate", True)
+
+
+def share_fused(*runs: Found) -> str:
+    """Of the calls of split linears, those that communicated inside the matmul; - where no linear is split."""
+    calls = [run["calls"] for run in runs if "refused" not in run]
+    total = sum(sum(each.values()) for each in calls)
+    return f"{sum(each.get('fused', 0) for each in calls) / total:.0%}" if total else "-"
+
+
+def status(*runs: Found) -> str:
+    """fused, partly (modules stay whole), unproved (split as planned, without a proof beforehand), or refused."""
+    if any("refused" in run for run in runs):
+        return "refused"
+    whole = {module for run in runs for module in run["whole"]}
+    return "fused" if not whole else "unproved" if whole == {""} else "partly"
+
+
+def row(name: str, two: Found, four: Found, experts: Found | None) -> str:
+    """One line of the table."""
+
+    def pair(key: str) -> str:
+        return " / ".join("-" if "refused" in run else f"{run[key]:.0e}" for run in (two, four))
+
+    gathered: dict[str, int] = {} if "refused" in two else two["gathered"]
+    cells = [
+        name,
+        status(two, four),
+        pair("logits"),
+        pair("gradient"),
+        " / ".join("-" if "refused" in run else said(run.get("generate")) for run in (two, four)),
+        share_fused(two, four),
+        ", ".join(f"{operation} {n}" for operation, n in gathered.items()) or "nothing",
+        "" if experts is None else "no" if "refused" in experts else said(exact(experts)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def said(equal: bool | None) -> str:
+    return "-" if equal is None else "yes" if equal else "NO"
+
+
+def reasons(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found]) -> list[str]:
+    """Rows of the table of what is not split, and why: in the words of the first run that says so."""
+    rows: dict[tuple[str, str], str] = {}
+    for name in two:
+        for run in (two[name], four[name]):
+            for module, why in ({"": run["refused"]} if "refused" in run else run["whole"]).items():
+                rows.setdefault((name, f"`{module}`" if module else "the model"), why)
+        if "refused" in experts.get(name, {}):
+            rows[name, "whole experts on ranks"] = experts[name]["refused"]
+    return [f"| {name} | {module} | {escaped(why)} |" for (name, module), why in rows.items()]
+
+
+def escaped(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def page(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found]) -> str:
+    """The whole page."""
+    here, names = environment(), list(two)
+    kinds = [status(two[name], four[name]) for name in names]
+    every = [exact(two[name]) and exact(four[name]) for name in names]
+    versions = ", ".join(f"{name} {here['packages'][name]}" for name in ("torch", "transformers"))
+    why = reasons(two, four, experts)
+    lines = [
+        "# Models of transformers",
+        "",
+        "Every family with a tensor-parallel plan and a causal language model: a small one in fp32 with random "
+        "weights,",
+        "split by `fusedtp.parallelize` with sequence parallelism, beside the same model on one device.",
+        "",
+        "    python -m tests.parallel.hf.table > docs/models.md      (`make models-table`)",
+        "",
+        f"{here['processor']}, {here['cores']} cores; Python {here['python']}, {versions}, fusedtp {here['fusedtp']}.",
+        "",
+        f"- {sum(every)} of {len(names)} are exact on 2 and on 4 ranks: "
+        "logits, loss and every gradient differ by no more",
+        "  than roundoff explains (`tests/parallel/hf/parity.py` says how that is measured), and greedy decoding gives",
+        "  the same tokens.",
+        f"- {kinds.count('fused')} are split as their plan says, {kinds.count('partly')} partly: modules that the plan"
+        f" breaks stay whole. {kinds.count('unproved')} could",
+        f"  not be proved before they were split, {kinds.count('refused')} are refused.",
+        f"- {sum(bool(found.get('calls', {}).get('fused')) for found in two.values())} run with sequence parallelism"
+        " and fused linear layers; the plans of the others split no linear layer.",
+        f"- {share_fused(*two.values(), *four.values())} of all calls of split linear layers "
+        "communicated inside their matmul.",
+        f"- {sum(exact(found) for found in experts.values())} of {len(experts)} with a plan for experts "
+        "are exact with whole experts behind the exchange too.",
+        "",
+        "Columns: *logits* and *gradient*: the largest difference relative to the largest value, on 2 / 4 ranks; of",
+        "gradients, the worst parameter. *Tokens*: whether greedy decoding gave the same. "
+        "*Fused*: the share of calls of",
+        "split linear layers whose communication ran inside the matmul. *Gathered*: operations of the model's own code",
+        "that needed all tokens, in one forward and backward. *Experts*: exact with",
+        "`experts=fusedtp.ExpertSplit()`; empty where the model has no plan for it.",
+        "",
+        "| family | split | logits | gradient | tokens | fused | gathered | experts |",
+        "|---|---|---|---|---|---:|---|---|",
+        *(row(name, two[name], four[name], experts.get(name)) for name in names),
+        "",
+    ]
+    if why:
+        lines += ["## What is not split, and why", "", "| family | module | why |", "|---|---|---|", *why, ""]
+    lines += [
+        "## Not compared",
+        "",
+        *(f"- {name}: no small configuration: {reason}" for name, reason in LARGE.items()),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    names = sorted(name for name in families() if name not in LARGE)
+    with_experts = [name for name in names if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
+    two = measured(names, 2, {})
+    experts = measured(with_experts, 2, {"experts": fusedtp.ExpertSplit()})
+    print(page(two, measured(names, 4, {}), experts))
+
+
+if __name__ == "__main__":
+    main()
