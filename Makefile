@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe finetune test-models models-table check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe finetune test-models models-table docs check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and l
 
 test-triton-new: $(VENV)-triton-3.9.0/installed ## test kernels, simulator and lint with the newest Triton, 3.9.0
 	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
+
+docs: $(VENV)/docs-installed ## build the pages and the API reference into build/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: venv ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
@@ -124,6 +127,10 @@ $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) |
 	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
 	$(PIP) install $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
 	touch $@
+
+$(VENV)/docs-installed: $(INSTALLED)
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # .venv with one exact Triton in place of its own: a venv that finds all other packages in .venv, so that torch is there
 # once. What is installed into it goes before them. Where .venv has that Triton already nothing is downloaded.

@@ -190,7 +190,12 @@ def config_of(options: FinetuneOptions) -> Any:
         raise ValueError(
             f"--model {name} is no folder and no causal language model of transformers, such as llama"
         )
-    words: dict[str, Any] = {"vocab_size": BYTES + 2, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None}
+    words: dict[str, Any] = {
+        "vocab_size": BYTES + 2,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": None,
+    }
     words["max_position_embeddings"] = max(64, options.length)
     if name == "llama":
         return CONFIG_MAPPING[name](**{**words, **LLAMA})

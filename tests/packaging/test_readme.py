@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fusedtp
 from fusedtp.bench import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +22,12 @@ def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
     (program,) = [b for b in blocks if "torchrun --nproc-per-node 2" in b]
     # Each rank says so in a file of its own: what two of them print interleaves.
     says = (
-        "import os, pathlib\npathlib.Path(os.environ['RANK']).write_text(f'{tuple(y.shape)} {x.shape[0]}')\n"
+        "import os, pathlib\nw = model.model.layers[1].mlp.down_proj.weight\n"
+        "pathlib.Path(os.environ['RANK']).write_text(f'{tuple(w.shape)} {tuple(w.grad.to_local().shape)}')\n"
     )
-    (tmp_path / "block.py").write_text(program + "\n" + says)
+    (tmp_path / "split.py").write_text(program + "\n" + says)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "block.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "split.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -33,7 +35,7 @@ def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["(512, 256) 512"] * 2
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["(256, 704) (256, 352)"] * 2
     assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", done.stdout)
 
 
@@ -93,3 +95,11 @@ def test_the_index_of_docs_names_every_page():
     missing = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     missing -= set(re.findall(r"\]\(([^)]+)\)", text))
     assert missing == set()
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: (\S+)$", text, flags=re.M)
+    public = [getattr(module, name) for module in (fusedtp, fusedtp.nn) for name in module.__all__]
+    wanted = {f"{each.__module__}.{each.__qualname__}" for each in public if hasattr(each, "__qualname__")}
+    assert wanted - set(listed) == set() and len(listed) == len(set(listed))
