@@ -77,7 +77,7 @@ def row(name: str, two: Found, four: Found, experts: Found | None) -> str:
     gathered: dict[str, int] = {} if "refused" in two else two["gathered"]
     cells = [
         name,
-        status(two, four),
+        status(two, four) if (exact(two) and exact(four)) or "refused" in {**two, **four} else "NOT EXACT",
         pair("logits"),
         pair("gradient"),
         " / ".join("-" if "refused" in run else said(run.get("generate")) for run in (two, four)),
@@ -130,11 +130,12 @@ def page(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found
         "logits, loss and every gradient differ by no more",
         "  than roundoff explains (`tests/parallel/hf/parity.py` says how that is measured), and greedy decoding gives",
         "  the same tokens.",
-        f"- {kinds.count('fused')} are split as their plan says, {kinds.count('partly')} partly: modules that the plan"
-        f" breaks stay whole. {kinds.count('unproved')} could",
-        f"  not be proved before they were split, {kinds.count('refused')} are refused.",
+        f"- Split as their plan says: {kinds.count('fused')}. Partly, because modules that the plan breaks stay whole: "
+        f"{kinds.count('partly')}.",
+        f"  As their plan says, but without a proof beforehand: {kinds.count('unproved')}. "
+        f"Refused: {kinds.count('refused')}.",
         f"- {sum(bool(found.get('calls', {}).get('fused')) for found in two.values())} run with sequence parallelism"
-        " and fused linear layers; the plans of the others split no linear layer.",
+        " and fused linear layers; the others split no linear layer.",
         f"- {share_fused(*two.values(), *four.values())} of all calls of split linear layers "
         "communicated inside their matmul.",
         f"- {sum(exact(found) for found in experts.values())} of {len(experts)} with a plan for experts "
