@@ -47,14 +47,12 @@ def parallelize(
     Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
     parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
     afterwards) and distributed checkpoints work, and full state dicts load before and after.
-    Raises ValueError that names weights that differ between ranks, lists every fault of plan, model and world size, or
-    says which mesh of experts does not go with the mesh; nothing is changed then.
+    Raises ValueError that names weights of a model of others that differ between ranks, lists every fault of plan,
+    model and world size, or says which mesh of experts does not go with the mesh; nothing is changed then.
     """
     comm = communicator(mesh)
     if experts is not None:
         experts.check(mesh)
-    if isinstance(mesh, DeviceMesh):
-        check_same_weights(model, comm)
     own = plan is None
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
@@ -62,6 +60,8 @@ def parallelize(
         plan, whole = infer_or_refuse(model, comm.world_size, sequence_parallel)
         prove = prove or False  # what is inferred was proved
     if plan and is_foreign(model, plan):
+        if isinstance(mesh, DeviceMesh):  # modules of fusedtp.nn start empty: weights may come afterwards
+            check_same_weights(model, comm)
         plan = plan if experts is None else with_experts(model, plan, experts)
         check_plan(model, mesh, plan, complete=not own)
         if prove is not False:
