@@ -60,9 +60,11 @@ class Run:
         if kind == "feature":
             return self.leaf(*[1] * self.random.randrange(x.dim()), x.shape[-1])
         if kind == "token":
-            return self.leaf(*x.shape[:-1], 1)
+            some = self.leaf(*x.shape[:-1], 1)
+            return some if self.random.random() < 0.6 else some.detach()
         kept = [n if self.random.random() < 0.6 else 1 for n in x.shape]
-        return self.leaf(*kept[self.random.randrange(len(kept) + 1) :])
+        some = self.leaf(*kept[self.random.randrange(len(kept) + 1) :])
+        return some if self.random.random() < 0.6 else some.detach()
 
     def integers(self, *shape: int, high: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
@@ -421,10 +423,7 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 def check(world_size: int, shape: tuple[int, ...], steps: list[tuple[Callable, int]]) -> list[Counter[str]]:
     """The law. Returns what each rank gathered for."""
-    try:
-        want = execute(Run(), shape, steps)
-    except (RuntimeError, IndexError, ValueError):
-        reject()  # no program for a plain tensor either
+    want = execute(Run(), shape, steps)
     counts: list[Counter[str]] = []
 
     def body(group: Any) -> dict[str, Any]:
@@ -462,6 +461,10 @@ SHAPES = st.one_of(
     st.lists(st.tuples(st.sampled_from(PROGRAMS), st.integers(0, 1 << 20)), min_size=1, max_size=6),
 )
 def test_a_program_on_shards_is_the_program_on_the_whole(world_size, shape, steps):
+    try:
+        execute(Run(), shape, steps)
+    except (RuntimeError, IndexError, ValueError):
+        reject()  # no program for a plain tensor either
     check(world_size, shape, steps)
 
 
@@ -614,6 +617,7 @@ LOCAL: dict[str, Callable[[Tensor, Run], Any]] = {
     "heads": lambda x, run: x.view(2, 3, 2, 2).transpose(2, 3).reshape(2, 3, -1),
     "grouped": lambda x, run: x[:, :, None, :].expand(2, 3, 2, 4).flatten(2),
     "mask": lambda x, run: x.masked_fill(~(x.sum(-1, keepdim=True) > 0), 0.0),
+    "positions": lambda x, run: x * run.leaf(3, 1) + run.leaf(3, 4),
     "plain mask": lambda x, run: x * (run.leaf(2, 3) > 0)[..., None],
     "padding": lambda x, run: x.clone().masked_fill_((run.leaf(2, 3, 1) > 0), 0.0),
     "assigned": lambda x, run: set_part(x, run),
@@ -760,6 +764,90 @@ def test_no_grad_and_inference():
         want = body(Run())
         for got in on_ranks(3, body):
             assert all(close(g, w) for g, w in zip(got, want, strict=True))
+
+
+# --- cases that draws seldom meet ----------------------------------------------------------------------------------
+
+
+def same_on_ranks(program: Callable[[Tensor, Run], Tensor], *shape: int, world_size: int = 2) -> None:
+    """The law, for one program."""
+    check(world_size, shape, [(program, 1)])
+
+
+def test_a_shard_beside_one_of_fewer_features():
+    same_on_ranks(lambda x, run: x * x.sum(-1), 2, 2, 2)
+    same_on_ranks(lambda x, run: x.sum(-1) + x, 3, 3, 3, world_size=3)
+    same_on_ranks(lambda x, run: x + x.reshape(6, 2), 1, 6, 2)
+
+
+def test_plain_operands_of_square_shapes():
+    for size in (2, 3):
+        for lead in ((), (1,), (size,), (1, 1), (size, 1), (1, size), (size, size)):
+            same_on_ranks(lambda x, run, size=size, lead=lead: x * run.leaf(*lead, size), size, size, size)
+            same_on_ranks(
+                lambda x, run, size=size, lead=lead: x.sum(-1) * run.leaf(*lead[-1:], size), size, size, size
+            )
+
+
+def test_indices_of_a_mask_are_those_of_all_tokens():
+    same_on_ranks(lambda x, run: x * sum(i.sum() for i in torch.where(x > 0)), 2, 3, 2)
+    same_on_ranks(lambda x, run: x + x[x > 0].sum() + x[torch.nonzero(x > 0, as_tuple=True)].sum(), 2, 3, 2)
+
+
+def test_one_hot_counts_the_classes_of_all_tokens():
+    classes = torch.tensor([[0, 1, 1], [2, 4, 0]])
+    same_on_ranks(lambda x, run: x + F.one_hot(run.split(classes[..., None]).squeeze(-1)).sum(), 2, 3, 2)
+
+
+def test_a_view_over_tokens_and_its_shard_see_each_other_change():
+    def the_view(x: Tensor, run: Run) -> Tensor:
+        y = x * 1
+        y[:, 0].mul_(run.leaf(2))
+        return y * 2
+
+    def the_shard(x: Tensor, run: Run) -> Tensor:
+        y = x * 1
+        first = y[:, 0]
+        y.mul_(run.leaf(2))
+        return y + first[:, None]
+
+    def both(x: Tensor, run: Run) -> Tensor:
+        y = x * 1
+        rows = y.transpose(0, 1)
+        rows[0] += run.leaf(2)
+        y.add_(1)
+        rows.mul_(3)
+        return y.view(6, 2) + rows.sum()
+
+    for program in (the_view, the_shard, both):
+        same_on_ranks(program, 2, 3, 2)
+
+
+def test_a_plain_tensor_in_the_likeness_of_a_shard_stays_plain():
+    same_on_ranks(lambda x, run: x + run.leaf(2).to(x) + run.leaf(3, 1).type_as(x), 2, 3, 2)
+
+
+def test_a_matrix_times_a_shard_mixes_tokens():
+    same_on_ranks(lambda x, run: run.leaf(3, 3) @ x, 2, 3, 2)
+    same_on_ranks(lambda x, run: x.__rmatmul__(run.leaf(2, 3)), 2, 3, 2)
+
+
+def test_gradients_of_shards_themselves():
+    def retained(x: Tensor, run: Run) -> Tensor:
+        y = Double.apply(x, False)
+        z = y * 3
+        y.retain_grad()
+        z.retain_grad()
+        (Double.apply(z, False) + y).sum().backward(retain_graph=True)
+        return x * y.grad + z.grad
+
+    def hooked(x: Tensor, run: Run) -> Tensor:
+        y = Double.apply(x, False)
+        y.register_hook(lambda grad: grad * grad.sum())
+        return y * 1
+
+    for program in (retained, hooked):
+        same_on_ranks(program, 2, 3, 2)
 
 
 # --- between processes -----------------------------------------------------------------------------------------------
