@@ -713,9 +713,10 @@ def _arranged(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> An
 def _expanded(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """expand, repeat over features."""
     x = args[0]
-    shape = _shape_of(func, args, kwargs) if isinstance(x, TokenShard) else None
+    if not isinstance(x, TokenShard) or (shape := _shape_of(func, args, kwargs)) is None:
+        return NotImplemented
     n = len(x.lead)
-    if shape is None or len(shape) != x.dim() or shape[:n] != x.lead:
+    if len(shape) != x.dim() or shape[:n] != x.lead:
         return NotImplemented
     features = x.shape[n:]
     if name == "repeat":

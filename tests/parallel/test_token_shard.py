@@ -825,6 +825,7 @@ def test_a_view_over_tokens_and_its_shard_see_each_other_change():
 
 def test_a_plain_tensor_in_the_likeness_of_a_shard_stays_plain():
     same_on_ranks(lambda x, run: x + run.leaf(2).to(x) + run.leaf(3, 1).type_as(x), 2, 3, 2)
+    same_on_ranks(lambda x, run: x + run.leaf(2).expand_as(x) + run.leaf(3, 4).view_as(x), 2, 3, 2)
 
 
 def test_a_matrix_times_a_shard_mixes_tokens():
