@@ -647,6 +647,8 @@ def _along(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _by_index(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """gather, scatter and their kind along features: index and source are of the same tokens."""
+    if len(args) < 2:
+        return NotImplemented
     x, dim, *rest = args
     at = _of_features(dim, x) if isinstance(x, TokenShard) else None
     if at is None:
