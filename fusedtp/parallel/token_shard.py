@@ -21,22 +21,31 @@ gradient. That makes all rows of the table linear maps and their transposes.
 Note [Two ways into a TokenShard]
 Python code reaches it by `__torch_function__`, which works on `local`, a plain tensor with the graph that made it.
 autograd.Function.apply (FSDP2's hooks, kernels of others), the engine's sums of gradients and other C++ reach it by
-`__torch_dispatch__`, below autograd. For these the wrapper itself hangs in the graph, by _Wrap; a wrapper that C++ made
-gets its rows back into the graph by _Unwrap. Both ways give the same gradient.
+`__torch_dispatch__`, below autograd. For these the wrapper itself hangs in the graph, by _Wrap; a wrapper that C++ put
+into the graph gets its rows back by _Unwrap. Both ways give the same gradient.
+
+Note [In-place operations]
+They change `local`, and autograd keeps the graphs of its views right. Wrappers of views know nothing of each other, so
+Memory lists all that share values, and each is hung anew, by _Hang, on what its `local` has become. A view for which
+tokens had to be gathered (x[:, 0]) is one of a copy: Memory carries changes of either to the other, but for inference
+tensors, which do not count their changes.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
@@ -63,6 +72,61 @@ class Tokens(NamedTuple):
         return x.narrow(0, sum(self.sizes[: self.rank]), self.sizes[self.rank])
 
 
+@dataclass
+class Lent:
+    """A gathered copy of `local` that somebody has views of, as it was at `version`, and its node in the graph."""
+
+    full: Tensor
+    version: int
+    node: Any
+    local: Tensor
+    lead: tuple[int, ...]
+    tokens: Tokens
+
+
+class Memory:
+    """What a TokenShard and its views share. See Note [In-place operations].
+
+    wrappers   all of them that are alive
+    lent       gathered copies
+    """
+
+    def __init__(self) -> None:
+        self.wrappers: list[weakref.ref[TokenShard]] = []
+        self.lent: list[Lent] = []
+
+    def read(self) -> None:
+        """Before values are used: take what was changed in gathered copies."""
+        for copy in self.lent:
+            if copy.full._version != copy.version:
+                if not torch.is_grad_enabled() and _base(copy.full).grad_fn is not copy.node:
+                    raise RuntimeError(
+                        "a view over tokens of a TokenShard was changed in place, and then the TokenShard was given to "
+                        "an autograd.Function, or used without gradients; assign to it, x[index] = value"
+                    )
+                copy.version, copy.node = copy.full._version, _base(copy.full).grad_fn
+                copy.local.copy_(_rows_of(copy.full, copy.lead, copy.tokens))
+                self.changed(copy)
+
+    def changed(self, by: Lent | None = None) -> None:
+        """After values were changed, through the shards or through a gathered copy."""
+        self.wrappers = [ref for ref in self.wrappers if ref() is not None]
+        for ref in self.wrappers:
+            if (wrapper := ref()) is not None:
+                wrapper._hang()
+        for copy in self.lent:
+            if copy is not by:
+                full = gather_tokens(copy.local, copy.tokens.group, copy.tokens.sizes)
+                copy.full.copy_(full.reshape(copy.full.shape))
+                copy.version, copy.node = copy.full._version, _base(copy.full).grad_fn
+
+
+def _base(x: Tensor) -> Tensor:
+    base = x._base if x._is_view() else x
+    assert base is not None
+    return base
+
+
 class TokenShard(Tensor):
     """See above. Made by `shard`, or by the layers that reduce and scatter."""
 
@@ -70,37 +134,74 @@ class TokenShard(Tensor):
     lead: tuple[int, ...]  # the logical dimensions that count tokens: [B, S], or [T]
     _rows: Tensor  # local, below autograd
     _local: Tensor | None  # local, in the graph; None: only the wrapper is
-    _changed: list[bool]  # whether an in-place operation has left the wrapper's own place in the graph behind
+    _node: Any  # the wrapper's grad_fn as `_local` knows it; another one: C++ has put the wrapper elsewhere
+    _follows: bool  # whether the wrapper's graph comes from `_local`, not the other way round
+    _memory: Memory
 
     @staticmethod
-    def of(local: Tensor, lead: Sequence[int], tokens: Tokens) -> TokenShard:
+    def of(local: Tensor, lead: Sequence[int], tokens: Tokens, memory: Memory | None = None) -> TokenShard:
         """local [T_r, ...] -> logical [*lead, ...], prod(lead) = sum(sizes)."""
+        assert local.shape[0] == tokens.sizes[tokens.rank] and math.prod(lead) == sum(tokens.sizes)
         if not (torch.is_grad_enabled() and local.requires_grad):
-            return TokenShard._bare(local, tuple(lead), tokens, local)
-        changed = [False]
-        made: TokenShard = _Wrap.apply(local, tuple(lead), tokens, changed)
-        made._local, made._changed = local, changed
+            return TokenShard._bare(local, tuple(lead), tokens, local, memory)
+        made: TokenShard = _Wrap.apply(local, tuple(lead), tokens, memory)
+        made._local, made._node, made._follows = local, made._autograd("grad_fn"), True
         return made
 
     @staticmethod
-    def _bare(rows: Tensor, lead: tuple[int, ...], tokens: Tokens, local: Tensor | None) -> TokenShard:
+    def _bare(
+        rows: Tensor,
+        lead: tuple[int, ...],
+        tokens: Tokens,
+        local: Tensor | None = None,
+        memory: Memory | None = None,
+    ) -> TokenShard:
         shape = (*lead, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(
             TokenShard, shape, dtype=rows.dtype, device=rows.device, requires_grad=False
         )
         made.tokens, made.lead = tokens, lead
-        made._rows, made._local, made._changed = rows.detach(), local, [False]
+        made._rows, made._local, made._node, made._follows = rows.detach(), local, None, False
+        made._memory = memory or Memory()
+        made._memory.wrappers.append(weakref.ref(made))
         return made
+
+    def _autograd(self, name: str) -> Any:
+        """An attribute of the wrapper itself."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return getattr(self, name)
 
     @property
     def local(self) -> Tensor:
-        """[T_r, ...], with its graph, also where an autograd.Function of others has put out the wrapper."""
-        with torch._C.DisableTorchFunctionSubclass():
-            outside = self.requires_grad
-        if self._local is not None and (self._local.requires_grad or not outside):
+        """[T_r, ...], with its graph."""
+        self._memory.read()
+        node = self._autograd("grad_fn")
+        if self._local is not None and node is self._node:
             return self._local
+        if not (torch.is_grad_enabled() and self._autograd("requires_grad")):
+            return self._rows
         rows: Tensor = _Unwrap.apply(self)
+        if node is not None:  # a leaf would hold itself, by the graph of its rows
+            self._local, self._node, self._follows = rows, node, False
         return rows
+
+    @property
+    def _source(self) -> Tensor:
+        """Where in the graph all of its gradient comes by: the wrapper, if C++ or requires_grad_ put it there."""
+        follows = self._follows and self._autograd("grad_fn") is self._node
+        if self._autograd("requires_grad") and not follows:
+            return self
+        return self.local
+
+    def _hang(self) -> None:
+        """Put the wrapper into the graph where `_local` now is."""
+        if self._autograd("is_inference")():
+            return
+        if not torch.is_grad_enabled() or not (self.local.requires_grad or self._autograd("requires_grad")):
+            torch.autograd.graph.increment_version(self)
+            return
+        _Hang.apply(self, self.local)
+        self._node, self._follows = self._autograd("grad_fn"), True
 
     def full_tensor(self, why: str = "full_tensor") -> Tensor:
         """The logical tensor as a plain one. Collective. `why` is what it is counted for."""
@@ -114,9 +215,11 @@ class TokenShard(Tensor):
 
     def view_of(self, local: Tensor, lead: Sequence[int] | None = None) -> TokenShard:
         """The same values, arranged otherwise."""
-        made = TokenShard.of(local, self.lead if lead is None else lead, self.tokens)
-        made._changed = self._changed
-        return made
+        return TokenShard.of(local, self.lead if lead is None else lead, self.tokens, self._memory)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """A tensor [*lead, ...] of the same tokens -> this rank's rows."""
+        return _rows_of(x, self.lead, self.tokens)
 
     @classmethod
     def __torch_function__(
@@ -133,6 +236,9 @@ class TokenShard(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # no collective: any rank may print
         return f"TokenShard({tuple(self.shape)}, rows {tuple(self._rows.shape)} of rank {self.tokens.rank})"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a TokenShard is one rank's part of a forward; save its full_tensor()")
 
@@ -141,7 +247,7 @@ def shard(full: Tensor, group: str, rank: int, world_size: int, gathered: Counte
     """A plain [B, S, H] or [T, H] that all ranks hold -> the same, with each holding its rows."""
     lead = full.shape[:-1]
     tokens = Tokens(group, rank, tuple(split(math.prod(lead), world_size)), gathered)
-    return TokenShard.of(tokens.own(full.reshape(-1, full.shape[-1])), lead, tokens)
+    return TokenShard.of(tokens.own(full.reshape(math.prod(lead), full.shape[-1])), lead, tokens)
 
 
 def gathered(tree: Any) -> Any:
@@ -149,24 +255,25 @@ def gathered(tree: Any) -> Any:
     return tree_map(lambda x: x.full_tensor("leaving the model") if isinstance(x, TokenShard) else x, tree)
 
 
+def _rows_of(x: Tensor, lead: tuple[int, ...], tokens: Tokens) -> Tensor:
+    if isinstance(x, TokenShard):
+        return x.local
+    return tokens.own(x.reshape(sum(tokens.sizes), *x.shape[len(lead) :]))
+
+
 class _Wrap(Function):
     """local -> wrapper. A gradient that comes here has gone around `local`."""
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, lead: tuple[int, ...], tokens: Tokens, changed: list[bool]
+        ctx: Any, local: Tensor, lead: tuple[int, ...], tokens: Tokens, memory: Memory | None
     ) -> TokenShard:
-        ctx.lead, ctx.tokens, ctx.changed = lead, tokens, changed
-        return TokenShard._bare(local, lead, tokens, None)
+        ctx.lead, ctx.tokens = lead, tokens
+        return TokenShard._bare(local, lead, tokens, None, memory)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.changed[0]:
-            raise RuntimeError("a TokenShard was changed in place and then used by an autograd.Function")
-        if isinstance(grad, TokenShard):
-            return grad._rows, None, None, None
-        rows = grad.reshape(sum(ctx.tokens.sizes), *grad.shape[len(ctx.lead) :])
-        return ctx.tokens.own(rows), None, None, None
+        return _rows_of(grad, ctx.lead, ctx.tokens), None, None, None
 
 
 class _Unwrap(Function):
@@ -175,62 +282,95 @@ class _Unwrap(Function):
     @staticmethod
     def forward(ctx: Any, x: TokenShard) -> Tensor:
         ctx.lead, ctx.tokens = x.lead, x.tokens
-        return x._rows.view_as(x._rows)
+        return x._rows.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return TokenShard._bare(grad, ctx.lead, ctx.tokens, None)
+        return TokenShard.of(grad, ctx.lead, ctx.tokens)
+
+
+class _Hang(Function):
+    """wrapper, local -> the wrapper, as if an operation had changed it in place into `local`."""
+
+    @staticmethod
+    def forward(ctx: Any, wrapper: TokenShard, local: Tensor) -> TokenShard:
+        ctx.lead, ctx.tokens = wrapper.lead, wrapper.tokens
+        ctx.mark_dirty(wrapper)
+        return wrapper
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _rows_of(grad, ctx.lead, ctx.tokens)
 
 
 # --- below autograd ---------------------------------------------------------------------------------------------
 
-SAME = {
-    "detach",
-    "alias",
-    "clone",
-    "_to_copy",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "mul",
-    "div",
-    "add",
-    "neg",
-}
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+SAME = _names(
+    "detach alias clone _to_copy zeros_like ones_like empty_like mul div add neg add_ mul_ div_ zero_"
+)
 
 
 def _below_autograd(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Sums and copies of gradients on local rows; all else on the gathered tensor."""
     name = func.overloadpacket.__name__
+    if func.namespace == "c10d":
+        raise NotImplementedError(
+            f"{name} of a TokenShard, of which each rank has other rows; take its full_tensor()"
+        )
     leaves, spec = tree_flatten((args, kwargs))
-    shards = [x for x in leaves if isinstance(x, TokenShard)]
-    first = shards[0]
-    same_view = name in ("view", "view_as", "_unsafe_view") and tuple(args[1]) == tuple(first.shape)
-    if same_view:
-        return TokenShard._bare(first._rows, first.lead, first.tokens, None)
-    alike = all(x.lead == first.lead for x in shards) and all(
-        isinstance(x, TokenShard) or x.dim() == 0 for x in leaves if isinstance(x, Tensor)
+    first = next(x for x in leaves if isinstance(x, TokenShard))
+    for x in leaves:
+        if isinstance(x, TokenShard):
+            x._memory.read()
+    if name in ("view", "_unsafe_view") and tuple(args[1]) == tuple(first.shape):
+        return TokenShard._bare(first._rows, first.lead, first.tokens)
+    alike = all(
+        _alike(x, first) if isinstance(x, TokenShard) else x.dim() == 0
+        for x in leaves
+        if isinstance(x, Tensor)
     )
-    if name in SAME and alike:
+    if name in SAME and alike and (isinstance(args[0], TokenShard) or not name.endswith("_")):
         own = [x._rows if isinstance(x, TokenShard) else x for x in leaves]
         own_args, own_kwargs = tree_unflatten(own, spec)
-        return TokenShard._bare(func(*own_args, **own_kwargs), first.lead, first.tokens, None)
-    with torch.no_grad():
-        whole = [
-            TokenShard._bare(x._rows, x.lead, x.tokens, x._rows).full_tensor(f"aten.{name}")
-            if isinstance(x, TokenShard)
-            else x
-            for x in leaves
-        ]
-    whole_args, whole_kwargs = tree_unflatten(whole, spec)
-    return func(*whole_args, **whole_kwargs)
+        rows = func(*own_args, **own_kwargs)
+        return args[0] if name.endswith("_") else TokenShard._bare(rows, first.lead, first.tokens)
+    whole = {id(x): _gathered_rows(x, f"aten.{name}") for x in leaves if isinstance(x, TokenShard)}
+    whole_args, whole_kwargs = tree_map(lambda x: whole.get(id(x), x), (args, kwargs))
+    done = func(*whole_args, **whole_kwargs)
+    for i, argument in enumerate(func._schema.arguments):
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        if argument.is_write:
+            for x in tree_leaves(given):
+                if isinstance(x, TokenShard):
+                    x._rows.copy_(x.rows_of(_of_shape(x, whole[id(x)], name)))
+    back = {id(whole[id(x)]): x for x in leaves if isinstance(x, TokenShard)}
+    return tree_map(lambda x: back.get(id(x), x), done)
+
+
+@torch.no_grad()
+def _gathered_rows(x: TokenShard, why: str) -> Tensor:
+    return TokenShard._bare(x._rows, x.lead, x.tokens, x._rows).full_tensor(why)
+
+
+def _of_shape(x: TokenShard, full: Tensor, name: str) -> Tensor:
+    if full.shape != x.shape:
+        raise NotImplementedError(
+            f"{name} would make a TokenShard of {tuple(x.shape)} one of {tuple(full.shape)}"
+        )
+    return full
+
+
+def _alike(x: TokenShard, like: TokenShard) -> bool:
+    """Whether rows of the two stand beside each other."""
+    return x.lead == like.lead and x.dim() == like.dim() and x.tokens.group == like.tokens.group
 
 
 # --- what Python code calls -------------------------------------------------------------------------------------
-
-
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
 
 
 # Attributes and methods that ask for no values: the wrapper's own.
@@ -238,40 +378,52 @@ METADATA = _names(
     "size dim ndimension numel nelement is_floating_point is_complex is_signed element_size stride is_contiguous "
     "storage_offset get_device __len__ __hash__ is_inference shape dtype device ndim layout is_meta is_cuda is_cpu "
     "is_xpu is_mps is_quantized is_sparse is_sparse_csr is_nested is_mkldnn itemsize nbytes names name is_mtia is_maia "
-    "is_ipu is_xla is_hpu is_vulkan"
+    "is_ipu is_xla is_hpu is_vulkan has_names is_conj is_neg is_same_size dim_order"
 )
-# Those of the plain tensor in the graph.
-OF_LOCAL = _names(
-    "requires_grad requires_grad_ grad_fn is_leaf retains_grad register_hook retain_grad output_nr _version"
+# What needs the memory of the whole tensor, or would give the wrapper another one.
+REFUSED = _names(
+    "data_ptr storage untyped_storage _typed_storage __dlpack__ __cuda_array_interface__ set_ resize_ resize_as_ "
+    "share_memory_ unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_ as_strided_ rename_ swap_tensors"
 )
+# Plain tensors made in the likeness of one.
+NEW = _names("new_zeros new_ones new_full new_empty new_tensor result_type")
+# Those of the tensor by which all gradient comes.
+OF_SOURCE = _names("grad_fn is_leaf retains_grad retain_grad output_nr _backward_hooks")
 # Each element of the result comes from the same place in the operands.
 ELEMENTWISE = _names(
     "add sub mul div true_divide floor_divide remainder fmod pow float_power rsub neg negative abs absolute square "
-    "sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tanh sinh cosh sigmoid erf erfc logit sign "
-    "floor ceil round trunc frac clamp clamp_min clamp_max clip maximum minimum fmax fmin where masked_fill lerp "
-    "addcmul addcdiv nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_and logical_or logical_not logical_xor "
-    "bitwise_and bitwise_or bitwise_not atan atan2 hypot logaddexp xlogy subtract multiply divide radd rmul rdiv "
-    "rtruediv rpow rfloordiv truediv floordiv mod invert and or xor iadd isub imul itruediv ipow pos positive relu "
+    "sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos sinh cosh tanh asinh acosh atanh "
+    "sigmoid erf erfc erfinv logit sign sgn signbit copysign floor ceil round trunc frac clamp clamp_min clamp_max "
+    "clip maximum minimum fmax fmin where masked_fill lerp addcmul addcdiv nan_to_num isnan isinf isfinite isclose eq "
+    "ne lt le gt ge not_equal less less_equal greater greater_equal logical_and logical_or logical_not logical_xor "
+    "bitwise_and bitwise_or bitwise_not bitwise_xor atan atan2 hypot logaddexp xlogy subtract multiply divide radd "
+    "rmul rdiv rtruediv rpow rfloordiv truediv floordiv mod rmod invert and or xor rand ror rxor pos positive relu "
     "relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid hardshrink "
-    "softshrink tanhshrink threshold logsigmoid to float half bfloat16 double int long bool short type type_as "
-    "contiguous clone detach zeros_like ones_like full_like empty_like"
+    "softshrink tanhshrink threshold log_sigmoid to float half bfloat16 double int long bool short type type_as "
+    "contiguous clone detach data zeros_like ones_like full_like empty_like copy fill zero"
 )
 # `dim` says along which dimensions; on local rows where none of those counts tokens. The default, where there is one.
 ALONG: dict[str, int | None] = {
-    **dict.fromkeys(_names("topk sort argsort glu"), -1),
+    **dict.fromkeys(_names("topk sort argsort glu kthvalue mode diff"), -1),
     **dict.fromkeys(
         _names(
-            "mean sum prod var std var_mean norm vector_norm amax amin max min argmax argmin all any logsumexp softmax "
-            "log_softmax normalize cumsum cumprod median unbind chunk split tensor_split cat concat concatenate "
-            "stack"
+            "mean sum prod var std var_mean std_mean nansum nanmean count_nonzero norm vector_norm linalg_norm "
+            "linalg_vector_norm amax amin max min argmax argmin all any logsumexp softmax log_softmax softmin "
+            "normalize cumsum cumprod cummax cummin logcumsumexp median unbind chunk split tensor_split narrow select "
+            "roll flip repeat_interleave cat concat concatenate stack"
         )
     ),
 }
-THIRD = _names("chunk split tensor_split topk norm vector_norm normalize")  # `dim` is their third
+THIRD = _names(
+    "chunk split tensor_split topk norm vector_norm linalg_norm linalg_vector_norm normalize kthvalue diff roll "
+    "repeat_interleave"
+)  # `dim` is their third
+SPREADS = _names("std var std_mean var_mean")
 LISTS = _names("cat concat concatenate stack")
-OTHER_SHAPES = _names(
-    "unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_ resize_ resize_as_ set_ as_strided_"
-)
+VIEWS = _names("chunk split tensor_split unbind narrow select")
+IN_PLACE = {
+    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
+}
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,61 +432,90 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     if name in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in OF_LOCAL:
-        done = func(args[0].local, *args[1:], **kwargs)
-        return args[0] if name == "requires_grad_" else done
+    first: Any = args[0] if args else None
+    if name in AUTOGRAD:
+        return AUTOGRAD[name](func, args, kwargs)
+    if isinstance(first, TokenShard):
+        if name in REFUSED or (name == "data" and len(args) > 1):
+            raise NotImplementedError(f"{name} of a TokenShard: no rank has memory of the whole tensor")
+        if name in OF_SOURCE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(first._source, *args[1:], **kwargs)
+        if name in NEW:
+            return func(first._rows, *_whole(name, args[1:]), **_whole(name, kwargs))
+    if any(isinstance(x, TokenShard) for x in tree_leaves(kwargs.get("out"))):
+        raise NotImplementedError(f"{name} with a TokenShard as out=")
+    in_place = _is_in_place(name, kwargs)
     plain = name.strip("_")
-    in_place = _is_in_place(name)
-    handler = HANDLERS.get(plain) if kwargs.get("out") is None and name not in OTHER_SHAPES else None
-    if handler is not None and (not in_place or isinstance(args[0], TokenShard)):
+    if name in IN_PLACE:
+        plain = plain[1:]
+    handler = HANDLERS.get(plain) if kwargs.get("out") is None else None
+    if handler is not None and (not in_place or isinstance(first, TokenShard)):
         done = handler(plain, func, args, kwargs)
         if done is not NotImplemented:
             if not in_place:
                 return done
-            args[0]._changed[0] = True
-            return args[0]
-    if in_place and isinstance(args[0], TokenShard):
-        if name in OTHER_SHAPES:
-            raise RuntimeError(f"{name} gives a tensor of which ranks hold rows another shape; use {plain}")
-        return _change(name, func, args, kwargs)
-    return func(*_whole(name, args), **_whole(name, kwargs))
+            first._memory.changed()
+            return first
+    return _on_whole(name, func, args, kwargs)
 
 
 def _name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name in ("__get__", "__set__") and hasattr(func, "__self__") else name
+    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
+        return str(func.__self__.__name__)
+    return name.split(".")[0]  # of an overload: add.Tensor
 
 
-def _is_in_place(name: str) -> bool:
+def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     if name.startswith("__"):
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
-    return name.endswith("_")
+        return name == "__setitem__" or name in IN_PLACE
+    return name.endswith("_") or kwargs.get("inplace") is True
 
 
 def _whole(name: str, tree: Any) -> Any:
     return tree_map(lambda x: x.full_tensor(name) if isinstance(x, TokenShard) else x, tree)
 
 
-def _change(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenShard:
-    """An in-place operation by way of the gathered tensor, whose own rows are written back."""
-    target: TokenShard = args[0]
-    full = target.full_tensor(name).clone()
-    func(full, *_whole(name, args[1:]), **_whole(name, kwargs))
-    rows = full.reshape(sum(target.tokens.sizes), *target.local.shape[1:])
-    target.local.copy_(target.tokens.own(rows))
-    target._changed[0] = True
-    return target
+def _on_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By way of gathered tensors. Of those that func changes, own rows are written back."""
+    shards = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, TokenShard)}
+    whole = {key: x.full_tensor(name) for key, x in shards.items()}
+    versions = {key: _version(x) for key, x in whole.items()}
+    whole_args, whole_kwargs = tree_map(lambda x: whole.get(id(x), x), (args, kwargs))
+    done = func(*whole_args, **whole_kwargs)
+    back: dict[int, TokenShard] = {}
+    for key, full in whole.items():
+        target = shards[key]
+        if versions[key] is None:  # inference tensors do not count changes
+            changed = _is_in_place(name, kwargs) and bool(args) and args[0] is target
+        else:
+            changed = _version(full) != versions[key]
+        if changed:
+            target.local.copy_(target.rows_of(_of_shape(target, full, name)))
+            target._memory.changed()
+            back[id(full)] = target
+        elif any(isinstance(x, Tensor) and _is_view_of(x, full) for x in tree_leaves(done)):
+            copy = Lent(full, full._version, _base(full).grad_fn, target.local, target.lead, target.tokens)
+            target._memory.lent.append(copy)
+    return tree_map(lambda x: back.get(id(x), x), done)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _is_view_of(x: Tensor, full: Tensor) -> bool:
+    if full.is_inference() or isinstance(x, TokenShard):
+        return False
+    return x is full or (x._is_view() and x._base is _base(full))
 
 
 def _operand(x: Tensor, like: TokenShard, broadcasts: bool = True) -> Tensor | None:
     """What stands for x beside the local rows of `like`; None: nothing does."""
     if isinstance(x, TokenShard):
-        lead = len(like.lead)  # the same tokens, if not by as many dimensions: some are of size one
-        if x.dim() != like.dim() or x.shape[:lead] != like.lead or x.tokens.sizes != like.tokens.sizes:
-            return None
-        return x.local if len(x.lead) == lead else x.local.reshape(x.local.shape[0], *x.shape[lead:])
-    if isinstance(x, DTensor):
-        x = x.to_local()
+        return x.local if _alike(x, like) else None
+    x = _plain(x)
     features = like.dim() - len(like.lead)
     over = x.shape[: max(x.dim() - features, 0)]  # aligned with the last of the dimensions that count tokens
     of_each = x.shape[len(over) :]
@@ -350,54 +531,74 @@ def _operand(x: Tensor, like: TokenShard, broadcasts: bool = True) -> Tensor | N
     return like.tokens.own(x.expand(*like.lead, *of_each).reshape(sum(like.tokens.sizes), *of_each))
 
 
+def _plain(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    if not all(p.is_replicate() for p in x.placements):
+        raise NotImplementedError(f"a TokenShard beside a DTensor of placements {x.placements}")
+    plain: Tensor = x.to_local()
+    return plain
+
+
 def _same_for_all(x: Any, like: TokenShard) -> Any:
     """A value without token dimensions, beside local rows: its gradient is this rank's part of a sum."""
-    if isinstance(x, DTensor):
-        x = x.to_local()
+    x = _plain(x)
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         return copy_to_group(x, like.tokens.group)
     return x
 
 
-def _wrapped(x: Any, like: TokenShard, make: Callable[[Tensor], TokenShard]) -> Any:
+def _wrapped(x: Any, make: Callable[[Tensor], TokenShard]) -> Any:
     if isinstance(x, Tensor):
         return make(x)
     if isinstance(x, tuple):  # also torch.return_types
-        return type(x)([_wrapped(each, like, make) for each in x])
+        return type(x)([_wrapped(each, make) for each in x])
     return x
+
+
+# --- handlers: NotImplemented where tokens must be gathered -------------------------------------------------------
 
 
 def _elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     like = next(x for x in leaves if isinstance(x, TokenShard))
-    for x in leaves:
-        if isinstance(x, TokenShard) and x.dim() > like.dim():
-            return NotImplemented
-    own = [_operand(x, like) if isinstance(x, Tensor) else x for x in leaves]
+    if name in ("to", "type_as"):  # another tensor says of which type only
+        own = [x.local if isinstance(x, TokenShard) else x for x in leaves]
+        if not isinstance(args[0], TokenShard):
+            own_args, own_kwargs = tree_unflatten(own, spec)
+            return func(*own_args, **own_kwargs)
+    else:
+        own = [_operand(x, like) if isinstance(x, Tensor) else x for x in leaves]
     if any(x is None and isinstance(was, Tensor) for x, was in zip(own, leaves, strict=True)):
         return NotImplemented
+    if name == "where" and len(leaves) == 1:  # nonzero
+        return NotImplemented
     own_args, own_kwargs = tree_unflatten(own, spec)
-    if name in ("to", "type") and any(isinstance(x, torch.device | str) for x in leaves):
-        moved = func(*own_args, **own_kwargs)
-        if isinstance(moved, Tensor) and moved.device != like.device:
-            return NotImplemented
-        return _wrapped(moved, like, like.like)
-    return _wrapped(func(*own_args, **own_kwargs), like, like.like)
+    done = func(*own_args, **own_kwargs)
+    for x, was in zip(own, leaves, strict=True):
+        if done is x and isinstance(was, TokenShard):
+            return was
+    return _wrapped(done, like.view_of if name in ("detach", "data") else like.like)
 
 
 def _dropout(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The mask of the whole tensor, so that all ranks draw as often as one device would, and draw the same."""
-    x = args[0]
-    inplace = kwargs.get("inplace", args[3] if len(args) > 3 else False)
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    if not isinstance(x, TokenShard) or inplace:
+    x, *given = args
+    if not isinstance(x, TokenShard):
         return NotImplemented
-    if not training:
+    options = {**dict(zip(("p", "training", "inplace"), given)), **kwargs}
+    if not options.get("training", options.get("train", True)):
         return x
-    with torch.no_grad():
-        ones = torch.ones(x.shape, dtype=x.dtype, device=x.device)
-        mask = func(ones, *args[1:], **kwargs).reshape(sum(x.tokens.sizes), *x.local.shape[1:])
-    return x.like(x.local * x.tokens.own(mask))
+    ones = torch.ones(x.shape, dtype=x.dtype, device=x.device)
+    mask = x.rows_of(F.dropout(ones, options.get("p", 0.5), True))
+    in_place = options.get("inplace") or func.__name__.endswith("_")
+    return x.local.mul_(mask) if in_place else x.like(x.local * mask)
+
+
+def _drawn(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """rand_like and its kind: all ranks draw the whole tensor."""
+    x, *rest = args
+    return x.like(x.rows_of(func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *rest, **kwargs)))
 
 
 def _of_features(dim: Any, like: TokenShard, more: int = 0) -> Any:
@@ -413,16 +614,18 @@ def _of_features(dim: Any, like: TokenShard, more: int = 0) -> Any:
 
 
 def _along(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    operands: Any = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
+    operands: Any = args[0] if args else None
     many = name in LISTS
     if not isinstance(operands, list | tuple if many else TokenShard):
         return NotImplemented
-    like: Any = next(x for x in operands if isinstance(x, TokenShard)) if many else operands
+    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+        return _elementwise(name, func, args, kwargs)
+    like: Any = next((x for x in operands if isinstance(x, TokenShard)), None) if many else operands
     place = 2 if name in THIRD else 1
-    key = next((key for key in ("dim", "axis") if key in kwargs), None)
+    key = next((key for key in ("dim", "axis", "dims") if key in kwargs), None)
     given = kwargs[key] if key else args[place] if len(args) > place else ALONG[name]
-    dim = _of_features(given, like, int(name == "stack"))
-    if dim is None or not args:
+    dim = None if like is None else _of_features(given, like, int(name == "stack"))
+    if dim is None or (name == "flip" and len(args) > 2):
         return NotImplemented
     own: Any = like.local
     if many:
@@ -436,8 +639,32 @@ def _along(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         rest[place - 1] = dim
     if any(isinstance(x, Tensor) for x in [*rest, *kwargs.values()]):
         return NotImplemented
-    make = like.view_of if name in ("chunk", "split", "tensor_split", "unbind") else like.like
-    return _wrapped(func(own, *rest, **kwargs), like, make)
+    if name in SPREADS and own.shape[0] == 0:  # they would warn of too few elements
+        some = own.new_zeros(1, *own.shape[1:])
+        return _wrapped(func(torch.cat([own, some]), *rest, **kwargs), lambda y: like.like(y[:0]))
+    return _wrapped(func(own, *rest, **kwargs), like.view_of if name in VIEWS else like.like)
+
+
+def _by_index(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """gather, scatter and their kind along features: index and source are of the same tokens."""
+    if len(args) < 2:
+        return NotImplemented
+    x, dim, *rest = args
+    at = _of_features(dim, x) if isinstance(x, TokenShard) else None
+    if at is None:
+        return NotImplemented
+    leaves, spec = tree_flatten((rest, kwargs))
+    own = [_operand(v, x, broadcasts=False) if isinstance(v, Tensor) else v for v in leaves]
+    if any(v is None and isinstance(was, Tensor) for v, was in zip(own, leaves, strict=True)):
+        return NotImplemented
+    own_rest, own_kwargs = tree_unflatten(own, spec)
+    return x.like(func(x.local, at, *own_rest, **own_kwargs))
+
+
+def _one_hot(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    x, *rest = args
+    count = kwargs.get("num_classes", rest[0] if rest else -1)
+    return x.like(func(x.local, count)) if count > 0 else NotImplemented
 
 
 def _with_weights(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -452,175 +679,229 @@ def _with_weights(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -
         shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
         if len(shape) > features:
             return NotImplemented
-    elif name in ("matmul", "mm", "rmatmul"):
-        if features != 1 or len(args) != 2 or not isinstance(args[1], Tensor) or args[1].dim() > 2:
+    elif name == "matmul":
+        if features < 1 or len(args) != 2 or not isinstance(args[1], Tensor) or args[1].dim() > 2:
             return NotImplemented
-    elif features < 1 or (name == "addmm" and (like.dim() != 2 or args[0].dim() != 1)):
+    elif features < 1 or (name != "linear" and like.dim() != 2) or (name == "addmm" and args[0].dim() != 1):
         return NotImplemented
     own = [x.local if i == at else _same_for_all(x, like) for i, x in enumerate(args)]
     return like.like(func(*own, **{key: _same_for_all(x, like) for key, x in kwargs.items()}))
 
 
+def _shape_of(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """Of what func makes of tensors of these shapes; torch raises here what it would raise for the whole ones."""
+    if any(isinstance(x, torch.dtype) for x in tree_leaves((args, kwargs))):
+        return None
+    metas = tree_map(
+        lambda x: torch.empty(x.shape, device="meta") if isinstance(x, Tensor) else x, (args, kwargs)
+    )
+    return tuple(func(*metas[0], **metas[1]).shape)
+
+
 def _arranged(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """view, reshape and their kind: tokens stay in order, so local rows do."""
-    x: TokenShard = args[0]
-    if not isinstance(x, TokenShard) or kwargs:
+    x = args[0]
+    shape = _shape_of(func, args, kwargs) if isinstance(x, TokenShard) else None
+    if shape is None:
         return NotImplemented
-    shape, numbers = list(x.shape), args[1:]
-    if len(numbers) == 1 and isinstance(numbers[0], tuple | list):
-        numbers = tuple(numbers[0])
-    if not all(type(n) is int for n in numbers):
-        return NotImplemented
-    if name in ("view", "reshape"):
-        known = math.prod(n for n in numbers if n != -1)
-        if x.numel() == 0 or known == 0:
-            return NotImplemented
-        shape = [x.numel() // known if n == -1 else n for n in numbers]
-    elif name == "unsqueeze":
-        at = numbers[0] if numbers[0] >= 0 else numbers[0] + x.dim() + 1
-        shape.insert(at, 1)
-    elif name == "squeeze":
-        which = [n % x.dim() for n in numbers] if numbers else range(x.dim())
-        shape = [n for i, n in enumerate(shape) if not (i in which and n == 1)]
-    else:  # flatten
-        begin, end = (
-            (numbers[0] if numbers else 0) % x.dim(),
-            (numbers[1] if len(numbers) > 1 else -1) % x.dim(),
-        )
-        shape[begin : end + 1] = [math.prod(shape[begin : end + 1])]
-    total, kept = sum(x.tokens.sizes), list(x.local.shape[1:])
-    found = [k for k in range(1, len(shape) + 1) if math.prod(shape[:k]) == total > 0]
-    if not found:
-        return NotImplemented
-    # Dimensions of one may count tokens or not: best as before, or so that features stay.
-    k = min(found, key=lambda k: (tuple(shape[:k]) != x.lead, shape[k:] != kept))
-    return x.view_of(x.local.reshape(x.local.shape[0], *shape[k:]), tuple(shape[:k]))
+    total = sum(x.tokens.sizes)
+    leads = [x.lead, *(shape[:k] for k in range(1, len(shape) + 1))]
+    for lead in leads:
+        if shape[: len(lead)] == lead and math.prod(lead) == total:
+            return x.view_of(x.local.reshape(x.local.shape[0], *shape[len(lead) :]), lead)
+    return NotImplemented
 
 
-def _of_all_tokens(index: Any, like: TokenShard) -> Any:
-    """An index that takes every token, as one of local rows; None where it may not."""
+def _expanded(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """expand, repeat over features."""
+    x = args[0]
+    if not isinstance(x, TokenShard) or (shape := _shape_of(func, args, kwargs)) is None:
+        return NotImplemented
+    n = len(x.lead)
+    if len(shape) != x.dim() or shape[:n] != x.lead:
+        return NotImplemented
+    features = x.shape[n:]
+    if name == "repeat":
+        times = [size // max(was, 1) for size, was in zip(shape[n:], features, strict=True)]
+        return x.like(x.local.repeat(1, *times)) if 0 not in x.shape else NotImplemented
+    return x.view_of(x.local.expand(-1, *shape[n:]))
+
+
+def _of_all_tokens(index: Any, like: TokenShard) -> tuple[Any, tuple[int, ...]] | None:
+    """An index that takes every token, as one of local rows, and the token dimensions that it leaves."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in index):
         return None
-    features, uses = like.dim() - len(like.lead), [i for i in index if i is not None and i is not Ellipsis]
-    if index[0] is Ellipsis and Ellipsis not in index[1:] and len(uses) <= features:
-        return index
-    before = index[: len(like.lead)]
-    every = (None, 0), (None,), (None, 1)
-    if len(before) == len(like.lead) and all(
-        isinstance(i, slice) and i.start in every[0] and i.stop is None and i.step in every[2] for i in before
-    ):
-        after = index[len(like.lead) :]
-        return (slice(None), *after)
-    return None
+    count = sum(i is not None and i is not Ellipsis for i in index)
+    if count > like.dim() or sum(i is Ellipsis for i in index) > 1:
+        return None
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    rest = [*index[:at], *[slice(None)] * (like.dim() - count), *index[at + 1 :]]
+    lead: list[int] = []
+    sizes = list(like.lead)
+    while sizes:
+        i = rest.pop(0)
+        if i is None:
+            lead.append(1)
+        elif isinstance(i, slice) and i.indices(sizes[0]) == (0, sizes[0], 1):
+            lead.append(sizes.pop(0))
+        else:
+            return None
+    return (slice(None), *rest), tuple(lead)
 
 
 def _indexed(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     x, index, *values = args
-    if not isinstance(x, TokenShard) or (own := _of_all_tokens(index, x)) is None:
+    if not isinstance(x, TokenShard):
         return NotImplemented
+    if name == "setitem" and isinstance(index, Tensor) and index.dtype == torch.bool:
+        return _fill_where(x, index, values[0])
+    if (found := _of_all_tokens(index, x)) is None:
+        return NotImplemented
+    own, lead = found
     if name == "getitem":
-        return x.view_of(func(x.local, own))
-    if any(isinstance(v, Tensor) for v in values):
+        return x.view_of(func(x.local, own), lead)
+    if not isinstance(values[0], Tensor):
+        return func(x.local, own, values[0])
+    part = x.view_of(x.local[own], lead)
+    value = _operand(values[0], part) if values[0].dim() <= part.dim() else None
+    return NotImplemented if value is None else part.local.copy_(value)
+
+
+def _fill_where(x: TokenShard, mask: Tensor, value: Any) -> Any:
+    """x[mask] = number"""
+    n = mask.dim()
+    if isinstance(value, Tensor) or not x.is_floating_point() or n < len(x.lead) or mask.shape != x.shape[:n]:
         return NotImplemented
-    return func(x.local, own, *values)
+    own = _operand(mask[(..., *[None] * (x.dim() - n))], x, broadcasts=True)
+    return NotImplemented if own is None else x.local.masked_fill_(own, value)
 
 
 def _transposed(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    dims = _of_features(tuple(args[1:]), x) if isinstance(x, TokenShard) and not kwargs else None
-    return NotImplemented if dims is None else x.view_of(func(x.local, *dims))
-
-
-def _permuted(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     x, *dims = args
-    if len(dims) == 1 and isinstance(dims[0], tuple | list):
-        dims = list(dims[0])
-    if (
-        not isinstance(x, TokenShard)
-        or kwargs
-        or len(dims) != x.dim()
-        or not all(type(d) is int for d in dims)
-    ):
+    if not isinstance(x, TokenShard) or kwargs:
         return NotImplemented
-    lead, dims = len(x.lead), [d % x.dim() for d in dims]
-    if dims[:lead] != list(range(lead)):
-        return NotImplemented
-    return x.view_of(x.local.permute(0, *(d - lead + 1 for d in dims[lead:])))
-
-
-def _picked(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """gather and scatter along features, of which each token has its own choice: a router's."""
-    if len(args) < 2:
-        return NotImplemented
-    x, dim, *rest = args
-    at = _of_features(dim, x) if isinstance(x, TokenShard) and not kwargs else None
-    if at is None:
-        return NotImplemented
-    own = []
-    for operand in rest:
-        if isinstance(operand, Tensor) and operand.dim():
-            if operand.shape[: len(x.lead)] != x.lead or operand.dim() != x.dim():
-                return NotImplemented
-            operand = _operand(operand, x, broadcasts=False)
-            if operand is None:
-                return NotImplemented
-        own.append(
-            _same_for_all(operand, x) if isinstance(operand, Tensor) and not operand.dim() else operand
-        )
-    return x.like(func(x.local, at, *own))
-
-
-def _repeated(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """expand, repeat, repeat_interleave, unflatten over features."""
-    x, *rest = args
-    if not isinstance(x, TokenShard) or (kwargs and name != "repeat_interleave"):
-        return NotImplemented
-    lead = len(x.lead)
-    if name == "repeat_interleave":
-        given = kwargs.get("dim", rest[1] if len(rest) > 1 else None)
-        dim = _of_features(given, x)
-        plain = rest and type(rest[0]) is int and set(kwargs) <= {"dim"}
-        return x.like(func(x.local, rest[0], dim=dim)) if plain and dim is not None else NotImplemented
-    if name == "unflatten":
-        dim = _of_features(rest[0], x)
-        return NotImplemented if dim is None else x.view_of(func(x.local, dim, *rest[1:]))
-    if len(rest) == 1 and isinstance(rest[0], tuple | list):
-        rest = list(rest[0])
-    if len(rest) != x.dim() or not all(type(n) is int for n in rest):
-        return NotImplemented
-    if name == "repeat":
-        return x.like(func(x.local, 1, *rest[lead:])) if all(n == 1 for n in rest[:lead]) else NotImplemented
-    if any(n not in (-1, size) for n, size in zip(rest[:lead], x.lead, strict=True)):
-        return NotImplemented
-    return x.view_of(func(x.local, -1, *rest[lead:]))
-
-
-def _padded(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    x, pad = args[0], args[1] if len(args) > 1 else kwargs.get("pad")
-    if not isinstance(x, TokenShard) or pad is None or len(pad) > 2 * (x.dim() - len(x.lead)):
-        return NotImplemented
-    if (args[2] if len(args) > 2 else kwargs.get("mode", "constant")) != "constant":
-        return NotImplemented
-    return x.like(func(x.local, *args[1:], **kwargs))
-
-
-def _one_hot(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    x, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    return x.like(func(x.local, classes)) if isinstance(x, TokenShard) and classes > 0 else NotImplemented
+    n = len(x.lead)
+    if name == "permute":
+        order = list(dims[0] if isinstance(dims[0], tuple | list) else dims)
+        if any(not -x.dim() <= d < x.dim() for d in order):
+            return NotImplemented
+        order = [d % x.dim() for d in order]
+        if order[:n] != list(range(n)) or sorted(order) != list(range(x.dim())):
+            return NotImplemented
+        return x.view_of(x.local.permute(0, *(d - n + 1 for d in order[n:])))
+    found = _of_features(tuple(dims) if name != "mT" else (-2, -1), x)
+    return NotImplemented if found is None else x.view_of(x.local.transpose(*found))
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(ALONG, _along),
     "dropout": _dropout,
-    **dict.fromkeys(_names("linear matmul mm addmm layer_norm rms_norm"), _with_weights),
-    **dict.fromkeys(_names("view reshape unsqueeze squeeze flatten"), _arranged),
-    **dict.fromkeys(_names("getitem setitem"), _indexed),
-    **dict.fromkeys(_names("transpose swapaxes"), _transposed),
-    "permute": _permuted,
-    **dict.fromkeys(_names("gather scatter scatter_add"), _picked),
-    **dict.fromkeys(_names("expand repeat repeat_interleave unflatten"), _repeated),
-    "pad": _padded,
     "one_hot": _one_hot,
+    **dict.fromkeys(_names("rand_like randn_like randint_like"), _drawn),
+    **dict.fromkeys(_names("gather scatter scatter_add scatter_reduce"), _by_index),
+    **dict.fromkeys(_names("linear matmul mm addmm layer_norm rms_norm"), _with_weights),
+    **dict.fromkeys(
+        _names("view reshape view_as reshape_as unsqueeze squeeze flatten unflatten ravel"), _arranged
+    ),
+    **dict.fromkeys(_names("expand expand_as broadcast_to repeat"), _expanded),
+    **dict.fromkeys(_names("getitem setitem"), _indexed),
+    **dict.fromkeys(_names("transpose swapaxes swapdims permute mT"), _transposed),
+}
+
+
+# --- autograd's own functions ---------------------------------------------------------------------------------------
+
+
+def _requires_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """requires_grad, its setter, requires_grad_. The wrapper of a new leaf is the leaf: its rows come from it."""
+    x, name = args[0], _name(func)
+    if name == "requires_grad" and len(args) == 1:
+        return x._source._autograd("requires_grad") if x._source is x else x.local.requires_grad
+    wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
+    source = x._source
+    if wanted and not source.requires_grad:
+        x._local = None
+        source = x
+    with torch._C.DisableTorchFunctionSubclass():
+        source.requires_grad_(wanted)
+    return x
+
+
+def _register_hook(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The hook gets the gradient of the whole tensor, a TokenShard."""
+    x, hook = args
+    source, lead, tokens = x._source, x.lead, x.tokens
+
+    def on_rows(grad: Tensor) -> Tensor | None:
+        done = hook(TokenShard.of(_rows_of(grad, lead, tokens) if source_is_shard else grad, lead, tokens))
+        return done if done is None or source_is_shard else _rows_of(done, lead, tokens)
+
+    source_is_shard = source is x
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(source, on_rows)
+
+
+def _grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The attribute, or torch.autograd.grad."""
+    if func is torch.autograd.grad:
+        return _autograd_grad(*args, **kwargs)
+    x, *value = args
+    source = x._source
+    with torch._C.DisableTorchFunctionSubclass():
+        if not value:
+            grad = func(source)
+            return grad if grad is None or source is x else x.like(grad)
+        given = value[0]
+        return func(source, given if given is None or source is x else x.rows_of(given))
+
+
+def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Any, ...]:
+    ys, dys = _local_pairs(outputs, grad_outputs)
+    inputs = _as_tuple(inputs)
+    sources = [x._source if isinstance(x, TokenShard) else x for x in inputs]
+    with torch._C.DisableTorchFunctionSubclass():
+        found = torch.autograd.grad(ys, sources, dys, **options)
+    return tuple(
+        x.like(dx) if isinstance(x, TokenShard) and dx is not None and source is not x else dx
+        for x, source, dx in zip(inputs, sources, found, strict=True)
+    )
+
+
+def _backward(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """torch.autograd.backward, or the method."""
+    tensors, *rest = args
+    options = dict(zip(("grad_tensors", "retain_graph", "create_graph", "inputs"), rest)) | kwargs
+    grads = options.pop("grad_tensors", None) if "gradient" not in options else options.pop("gradient")
+    options.pop("grad_variables", None)
+    inputs = options.pop("inputs", None)
+    ys, dys = _local_pairs(tensors, grads)
+    sources = [x._source if isinstance(x, TokenShard) else x for x in _as_tuple(inputs or ())]
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(ys, dys, inputs=sources or None, **options)
+
+
+@torch.enable_grad()
+def _local_pairs(outputs: Any, grads: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Outputs and their gradients, of TokenShards this rank's rows."""
+    outputs = _as_tuple(outputs)
+    grads = (None,) * len(outputs) if grads is None else _as_tuple(grads)
+    pairs = [
+        (y.local, None if dy is None else y.rows_of(dy)) if isinstance(y, TokenShard) else (y, dy)
+        for y, dy in zip(outputs, grads, strict=True)
+    ]
+    return tuple(y for y, _ in pairs), tuple(dy for _, dy in pairs)
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+AUTOGRAD: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_names("requires_grad requires_grad_"), _requires_grad),
+    "register_hook": _register_hook,
+    "grad": _grad,
+    "backward": _backward,
+    "_version": lambda func, args, kwargs: args[0].local._version,
 }

@@ -27,7 +27,7 @@ from fusedtp.nn.loss import gathered_stats, vocab_parallel_losses
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
 
-from .token_shard import ELEMENTWISE, METADATA, OF_LOCAL, TokenShard
+from .token_shard import ELEMENTWISE, METADATA, TokenShard
 
 
 class Columns(NamedTuple):
@@ -48,6 +48,18 @@ class Columns(NamedTuple):
         if x.requires_grad and torch.is_grad_enabled():
             return take_tokens(x.movedim(-1, 0), self.group, self.sizes).movedim(0, -1)
         return x.narrow(-1, sum(self.sizes[: self.rank]), self.sizes[self.rank])
+
+
+# Attributes and methods of the plain tensor in the graph.
+OF_LOCAL = {
+    "requires_grad",
+    "requires_grad_",
+    "grad_fn",
+    "is_leaf",
+    "retains_grad",
+    "register_hook",
+    "retain_grad",
+}
 
 
 class VocabShard(Tensor):
