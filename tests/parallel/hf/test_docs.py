@@ -1,7 +1,7 @@
 """Every code block of docs/drop-in.md runs as it stands there, after the first one, on as many ranks as it says."""
 
-import os
 import re
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import world
 
-from .test_interplay import as_torchrun
+from .launch import as_torchrun
 
 PAGE = Path(__file__).parents[3] / "docs" / "drop-in.md"
 TEXT = PAGE.read_text()
@@ -23,17 +23,8 @@ def ranks(block: str) -> int:
 
 
 def run(group: Any, block: str, folder: str) -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    as_torchrun(group)
-    was = os.getcwd()
-    os.chdir(folder)
-    try:
+    with as_torchrun(group), chdir(folder):
         exec(compile(FIRST + block, PAGE.name, "exec"), {"__name__": "__main__"})
-    finally:
-        os.chdir(was)
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda i: f"{i}: {HEADINGS[i]}")

@@ -1,7 +1,6 @@
 """Split models of transformers with what users put around them: each equals a single process."""
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.harness import world
 from tests.parallel.support import tp_mesh
 
 from .families import model_of
+from .launch import as_torchrun
 from .parity import LEAST, MARGIN, batch, errors, perturbed, results
 
 
@@ -161,35 +161,12 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: value[index] for name, value in batch((8, 5)).items()}
 
 
-def as_torchrun(group: Any) -> None:
-    """The variables that torchrun sets, and a Trainer's word for it that CPU ranks are many devices.
-
-    accelerate refuses its ParallelismConfig for ranks without GPUs; this is the one thing that is put right here.
-    """
-    import accelerate
-
-    rank, size = str(group.rank()), str(group.size())
-    os.environ.update(
-        RANK=rank,
-        LOCAL_RANK=rank,
-        WORLD_SIZE=size,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-        ACCELERATE_USE_CPU="1",
-    )
-    accelerate.Accelerator.multi_device = property(lambda self: True)
-
-
 def with_trainer(group: Any, folder: str) -> None:
     from transformers import Trainer, TrainingArguments
 
-    plain, parallel = pair(group)
-    logs: list[list[dict[str, float]]] = []
-    for model in (plain, parallel):
-        if model is parallel:
-            as_torchrun(group)
+    def logs_of(model: nn.Module, kind: str) -> list[dict[str, float]]:
         options = TrainingArguments(
-            output_dir=f"{folder}/{'split' if model is parallel else group.rank()}",
+            output_dir=f"{folder}/{kind}",
             per_device_train_batch_size=2,
             max_steps=5,
             save_steps=3,
@@ -202,14 +179,14 @@ def with_trainer(group: Any, folder: str) -> None:
         )
         trainer = Trainer(model=model, args=options, train_dataset=Rows())
         trainer.train()
-        logs.append([log for log in trainer.state.log_history if "loss" in log])
-        if model is plain:
-            from accelerate.state import AcceleratorState, PartialState
+        return [log for log in trainer.state.log_history if "loss" in log]
 
-            AcceleratorState._reset_state()
-            PartialState._reset_state()
+    plain, parallel = pair(group)
+    alone = logs_of(plain, str(group.rank()))
+    with as_torchrun(group):
+        split = logs_of(parallel, "split")
     for name in ("loss", "grad_norm"):
-        want, got = ([log[name] for log in each] for each in logs)
+        want, got = ([log[name] for log in each] for each in (alone, split))
         assert len(want) == 5 and got == pytest.approx(want, rel=1e-3), name
     if group.rank() == 0:
         from safetensors.torch import load_file
@@ -230,23 +207,23 @@ def resumed(group: Any, folder: str) -> None:
 
     from fusedtp.train.hf import Trainer
 
-    as_torchrun(group)
     logs, weights = [], []
     for resume in (None, f"{folder}/checkpoint-3"):
         model = fusedtp.parallelize(model_of("qwen3"), tp_mesh(group))
-        options = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=2,
-            max_steps=5,
-            save_steps=3,
-            logging_steps=1,
-            learning_rate=1e-2,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=options, train_dataset=Rows())
-        trainer.train(resume_from_checkpoint=resume)
+        with as_torchrun(group):
+            options = TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=2,
+                max_steps=5,
+                save_steps=3,
+                logging_steps=1,
+                learning_rate=1e-2,
+                use_cpu=True,
+                report_to=[],
+                disable_tqdm=True,
+            )
+            trainer = Trainer(model=model, args=options, train_dataset=Rows())
+            trainer.train(resume_from_checkpoint=resume)
         logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log and log["step"] > 3])
         weights.append([p.detach().to_local() for p in model.parameters()])  # type: ignore[attr-defined]
     assert len(logs[0]) == 2 and logs[0] == logs[1]
@@ -260,10 +237,16 @@ def test_trainer_resumes(tmp_path: Path):
 def with_accelerate(group: Any) -> None:
     from accelerate import Accelerator, ParallelismConfig
 
-    as_torchrun(group)
     plain, parallel = pair(group)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=group.size()))
-    model, optimizer = accelerator.prepare(parallel, torch.optim.AdamW(parallel.parameters(), 1e-2))
+    config = ParallelismConfig(tp_size=group.size())
+    with as_torchrun(group):
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        model, optimizer = accelerator.prepare(parallel, torch.optim.AdamW(parallel.parameters(), 1e-2))
+        compare(accelerator, plain, model, optimizer)
+
+
+def compare(accelerator: Any, plain: nn.Module, model: nn.Module, optimizer: Any) -> None:
+    """Three clipped steps."""
     alone = torch.optim.AdamW(plain.parameters(), 1e-2)
     for _ in range(3):
         want = plain(**batch()).loss
