@@ -29,7 +29,7 @@ from fusedtp.comm import Communicator
 from .foreign import Columns, Colwise, Foreign, Model, Own, Rows, Rowwise, columns, install, own_forward, rows
 from .layers import accumulated
 from .placement import Mesh, Placement
-from .token_shard import METADATA, _name
+from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
 VIEW = re.compile(r"local_view\((.+)\)")
@@ -137,7 +137,7 @@ class NarrowInput(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = _name(func)
+        name = name_of(func)
         if name == "requires_grad":
             return args[0].whole.requires_grad
         if name not in METADATA:

@@ -50,6 +50,23 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
 
+from .torch_names import (
+    ALONG,
+    ELEMENTWISE,
+    IN_PLACE,
+    LISTS,
+    METADATA,
+    NEW,
+    OF_SOURCE,
+    REFUSED,
+    SPREADS,
+    THIRD,
+    VIEWS,
+    is_in_place,
+    name_of,
+    names,
+)
+
 
 class Tokens(NamedTuple):
     """How tokens are split.
@@ -306,11 +323,7 @@ class _Hang(Function):
 # --- below autograd ---------------------------------------------------------------------------------------------
 
 
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
-SAME = _names(
+SAME = names(
     "detach alias clone _to_copy zeros_like ones_like empty_like mul div add neg add_ mul_ div_ zero_"
 )
 
@@ -373,62 +386,9 @@ def _alike(x: TokenShard, like: TokenShard) -> bool:
 # --- what Python code calls -------------------------------------------------------------------------------------
 
 
-# Attributes and methods that ask for no values: the wrapper's own.
-METADATA = _names(
-    "size dim ndimension numel nelement is_floating_point is_complex is_signed element_size stride is_contiguous "
-    "storage_offset get_device __len__ __hash__ is_inference shape dtype device ndim layout is_meta is_cuda is_cpu "
-    "is_xpu is_mps is_quantized is_sparse is_sparse_csr is_nested is_mkldnn itemsize nbytes names name is_mtia is_maia "
-    "is_ipu is_xla is_hpu is_vulkan has_names is_conj is_neg is_same_size dim_order"
-)
-# What needs the memory of the whole tensor, or would give the wrapper another one.
-REFUSED = _names(
-    "data_ptr storage untyped_storage _typed_storage __dlpack__ __cuda_array_interface__ set_ resize_ resize_as_ "
-    "share_memory_ unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_ as_strided_ rename_ swap_tensors"
-)
-# Plain tensors made in the likeness of one.
-NEW = _names("new_zeros new_ones new_full new_empty new_tensor result_type")
-# Those of the tensor by which all gradient comes.
-OF_SOURCE = _names("grad_fn is_leaf retains_grad retain_grad output_nr _backward_hooks")
-# Each element of the result comes from the same place in the operands.
-ELEMENTWISE = _names(
-    "add sub mul div true_divide floor_divide remainder fmod pow float_power rsub neg negative abs absolute square "
-    "sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos sinh cosh tanh asinh acosh atanh "
-    "sigmoid erf erfc erfinv logit sign sgn signbit copysign floor ceil round trunc frac clamp clamp_min clamp_max "
-    "clip maximum minimum fmax fmin where masked_fill lerp addcmul addcdiv nan_to_num isnan isinf isfinite isclose eq "
-    "ne lt le gt ge not_equal less less_equal greater greater_equal logical_and logical_or logical_not logical_xor "
-    "bitwise_and bitwise_or bitwise_not bitwise_xor atan atan2 hypot logaddexp xlogy subtract multiply divide radd "
-    "rmul rdiv rtruediv rpow rfloordiv truediv floordiv mod rmod invert and or xor rand ror rxor pos positive relu "
-    "relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid hardshrink "
-    "softshrink tanhshrink threshold log_sigmoid to float half bfloat16 double int long bool short type type_as "
-    "contiguous clone detach data zeros_like ones_like full_like empty_like copy fill zero"
-)
-# `dim` says along which dimensions; on local rows where none of those counts tokens. The default, where there is one.
-ALONG: dict[str, int | None] = {
-    **dict.fromkeys(_names("topk sort argsort glu kthvalue mode diff"), -1),
-    **dict.fromkeys(
-        _names(
-            "mean sum prod var std var_mean std_mean nansum nanmean count_nonzero norm vector_norm linalg_norm "
-            "linalg_vector_norm amax amin max min argmax argmin all any logsumexp softmax log_softmax softmin "
-            "normalize cumsum cumprod cummax cummin logcumsumexp median unbind chunk split tensor_split narrow select "
-            "roll flip repeat_interleave cat concat concatenate stack"
-        )
-    ),
-}
-THIRD = _names(
-    "chunk split tensor_split topk norm vector_norm linalg_norm linalg_vector_norm normalize kthvalue diff roll "
-    "repeat_interleave"
-)  # `dim` is their third
-SPREADS = _names("std var std_mean var_mean")
-LISTS = _names("cat concat concatenate stack")
-VIEWS = _names("chunk split tensor_split unbind narrow select")
-IN_PLACE = {
-    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
-}
-
-
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), with a TokenShard among them."""
-    name = _name(func)
+    name = name_of(func)
     if name in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -445,7 +405,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             return func(first._rows, *_whole(name, args[1:]), **_whole(name, kwargs))
     if any(isinstance(x, TokenShard) for x in tree_leaves(kwargs.get("out"))):
         raise NotImplementedError(f"{name} with a TokenShard as out=")
-    in_place = _is_in_place(name, kwargs)
+    in_place = is_in_place(name, kwargs)
     plain = name.strip("_")
     if name in IN_PLACE:
         plain = plain[1:]
@@ -458,19 +418,6 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             first._memory.changed()
             return first
     return _on_whole(name, func, args, kwargs)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
-        return str(func.__self__.__name__)
-    return name.split(".")[0]  # of an overload: add.Tensor
-
-
-def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or name in IN_PLACE
-    return name.endswith("_") or kwargs.get("inplace") is True
 
 
 def _whole(name: str, tree: Any) -> Any:
@@ -488,7 +435,7 @@ def _on_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     for key, full in whole.items():
         target = shards[key]
         if versions[key] is None:  # inference tensors do not count changes
-            changed = _is_in_place(name, kwargs) and bool(args) and args[0] is target
+            changed = is_in_place(name, kwargs) and bool(args) and args[0] is target
         else:
             changed = _version(full) != versions[key]
         if changed:
@@ -799,15 +746,15 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ALONG, _along),
     "dropout": _dropout,
     "one_hot": _one_hot,
-    **dict.fromkeys(_names("rand_like randn_like randint_like"), _drawn),
-    **dict.fromkeys(_names("gather scatter scatter_add scatter_reduce"), _by_index),
-    **dict.fromkeys(_names("linear matmul mm addmm layer_norm rms_norm"), _with_weights),
+    **dict.fromkeys(names("rand_like randn_like randint_like"), _drawn),
+    **dict.fromkeys(names("gather scatter scatter_add scatter_reduce"), _by_index),
+    **dict.fromkeys(names("linear matmul mm addmm layer_norm rms_norm"), _with_weights),
     **dict.fromkeys(
-        _names("view reshape view_as reshape_as unsqueeze squeeze flatten unflatten ravel"), _arranged
+        names("view reshape view_as reshape_as unsqueeze squeeze flatten unflatten ravel"), _arranged
     ),
-    **dict.fromkeys(_names("expand expand_as broadcast_to repeat"), _expanded),
-    **dict.fromkeys(_names("getitem setitem"), _indexed),
-    **dict.fromkeys(_names("transpose swapaxes swapdims permute mT"), _transposed),
+    **dict.fromkeys(names("expand expand_as broadcast_to repeat"), _expanded),
+    **dict.fromkeys(names("getitem setitem"), _indexed),
+    **dict.fromkeys(names("transpose swapaxes swapdims permute mT"), _transposed),
 }
 
 
@@ -816,7 +763,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {
 
 def _requires_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """requires_grad, its setter, requires_grad_. The wrapper of a new leaf is the leaf: its rows come from it."""
-    x, name = args[0], _name(func)
+    x, name = args[0], name_of(func)
     if name == "requires_grad" and len(args) == 1:
         return x._source._autograd("requires_grad") if x._source is x else x.local.requires_grad
     wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
@@ -899,7 +846,7 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
 
 
 AUTOGRAD: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(_names("requires_grad requires_grad_"), _requires_grad),
+    **dict.fromkeys(names("requires_grad requires_grad_"), _requires_grad),
     "register_hook": _register_hook,
     "grad": _grad,
     "backward": _backward,

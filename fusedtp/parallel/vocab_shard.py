@@ -27,7 +27,8 @@ from fusedtp.nn.loss import gathered_stats, vocab_parallel_losses
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
 
-from .token_shard import ELEMENTWISE, METADATA, TokenShard
+from .token_shard import TokenShard
+from .torch_names import ELEMENTWISE, METADATA
 
 
 class Columns(NamedTuple):

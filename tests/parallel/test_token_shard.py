@@ -22,7 +22,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from fusedtp.comm import VirtualWorld, communicator
-from fusedtp.parallel.token_shard import ALONG, ELEMENTWISE, TokenShard, shard
+from fusedtp.parallel.token_shard import TokenShard, shard
+from fusedtp.parallel.torch_names import ALONG, ELEMENTWISE
 from tests.harness import world
 from tests.sampling import examples
 
