@@ -45,6 +45,7 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
         r"sliding_window": 8,
         r"index_n_heads|index_topk": 4,
         r"index_head_dim": 8,
+        r"index_kpool": 2,
         r"mamba_(n|num)_heads|mamba_d_state|ssm_state_size|mamba_d_head|mamba_head_dim": 8,
         r"mamba_dt_rank": 4,
         r"mamba_n_groups|n_groups": 1,
@@ -54,7 +55,7 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for field, value in fields.items():
-        if type(value) is int:
+        if type(value) is int and (value or not field.endswith("head_dim")):
             found |= {field: to for pattern, to in values.items() if re.fullmatch(pattern, field)}  # noqa: B035
     for field in ("first_k_dense_replace", "num_dense_layers"):
         if fields.get(field):
@@ -65,7 +66,23 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
         found["num_kv_shared_layers"] = 0
     if "num_layers_per_stack" in fields:
         found["num_layers_per_stack"] = None
-    return found | _layers(fields, ranks)
+    if fields.get("moe_num_experts") and isinstance(fields["moe_num_experts"], list):
+        found["moe_num_experts"] = [max(ranks, 4) for _ in fields["moe_num_experts"]]
+    return found | _rotary(fields, found) | _layers(fields, ranks)
+
+
+def _rotary(fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings of several positions: sections that add up to half of the small head's rotated features."""
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        own = fields.get(name)
+        if isinstance(own, dict) and own.get("mrope_section"):
+            size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+            half = int(size * own.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1)) // 2
+            count = len(own["mrope_section"])
+            sections = [half // count] * (count - 1)
+            found[name] = {**own, "mrope_section": [*sections, half - sum(sections)]}
+    return found
 
 
 def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
@@ -155,4 +172,4 @@ def twin_of(model: nn.Module, ranks: int) -> nn.Module:
     return made.float().eval()
 
 
-LARGEST = 10_000_000
+LARGEST = 32_000_000

@@ -1,28 +1,55 @@
-"""Small models of every transformers configuration with a tensor-parallel plan and a causal language model."""
+"""Small models of every transformers configuration with a tensor-parallel plan.
 
+families    those with a causal language model
+towers      text models without one: of vision-language models, and encoders
+"""
+
+import importlib
+import inspect
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from fusedtp.parallel.twin import small_config
 
 transformers.logging.set_verbosity_error()
 
-# What the rules above do not give, or what their values contradict.
+
+def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
+    """Rotary embeddings of three positions each."""
+    own = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}
+    return {"rope_parameters": own}
+
+
+# What the rules of the small configuration do not give, or what their values contradict.
 MORE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_vl_moe_text": _rotary(1, 1, 2),
+    **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text"), _rotary(2, 1, 1)),
+    "glm4v_moe_text": _rotary(1, 1, 0, partial_rotary_factor=0.5),
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 4},
+    "neomme": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+    **dict.fromkeys(
+        ("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"), _rotary(2, 1, 1)
+    ),
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -30,20 +57,75 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "step3p5": {"sliding_window": 8},
 }
 
 # Families without a small configuration -> why.
 LARGE = {"phi4_multimodal": "its vision and audio towers have fixed widths"}
 
+# Configurations with a plan, without a causal language model, that are no towers of text -> why.
+OTHERS = {
+    **dict.fromkeys(
+        (
+            "deepseek_ocr2_encoder",
+            "dots3_note_vision_encoder",
+            "ernie4_5_vl_moe_vision",
+            "gemma4_vision",
+            "llama4_vision_model",
+            "muse_glimmer_vision",
+        ),
+        "takes images",
+    ),
+    **dict.fromkeys(("higgs_audio_v2", "muse_glimmer", "muse_spark"), "a whole model of images or sounds"),
+    **dict.fromkeys(
+        (
+            "muse_glimmer_assistant",
+            "qwen3_omni_moe_talker_code_predictor",
+            "qwen3_omni_moe_talker_text",
+            "voxtral_realtime_text",
+        ),
+        "takes what another model computed",
+    ),
+    **dict.fromkeys(
+        ("t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text"), "half of an encoder-decoder's configuration"
+    ),
+}
 
-def families() -> list[str]:
-    """Names of the configurations, as in AutoConfig."""
+
+def _planned(causal: bool) -> list[str]:
     return [
         name
         for name in CONFIG_MAPPING
         if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)
-        and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING
+        and (CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING) == causal
     ]
+
+
+def families() -> list[str]:
+    """Names of the configurations, as in AutoConfig."""
+    return _planned(causal=True)
+
+
+def towers() -> list[str]:
+    """Names of the configurations, as in AutoConfig."""
+    return [name for name in _planned(causal=False) if name not in OTHERS]
+
+
+def class_of(name: str) -> type[PreTrainedModel]:
+    """The causal language model, or the tower."""
+    config = CONFIG_MAPPING[name]
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+        return found
+    module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    classes = [
+        each
+        for _, each in inspect.getmembers(module, inspect.isclass)
+        if issubclass(each, PreTrainedModel) and getattr(each, "config_class", None) is config
+    ]
+    return next(
+        each for each in classes if each.__name__.endswith("Model") and "PreTrained" not in each.__name__
+    )
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -57,7 +139,7 @@ def model_of(name: str, attention: str | None = None, **changes: Any) -> nn.Modu
     if attention is not None:
         config._attn_implementation = attention
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = class_of(name)._from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -1,4 +1,4 @@
-"""A model and its parallel twin: logits, loss, every gradient, generated tokens.
+"""A model and its parallel twin: logits, loss, every gradient, generated tokens; of a tower, its last hidden states.
 
 Note [What roundoff may change]
 The twins make the same sums in another order, in fp32. How far that moves a value depends on the model: a norm of small
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 import fusedtp
 from fusedtp.parallel.vocab_shard import VocabShard
@@ -47,13 +48,23 @@ def tokens_to_predict(inputs: dict[str, Tensor]) -> bool:
     return bool((inputs["labels"][:, 1:] != -100).any())
 
 
+def generates(model: Any) -> bool:
+    return not isinstance(model, PreTrainedModel) or model.can_generate()
+
+
 def results(model: nn.Module, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
     """Logits of real tokens, loss and gradients, by name."""
-    out = model(**inputs, use_cache=False)
-    loss = out.loss if tokens_to_predict(inputs) else out.logits.square().mean()
+    real = inputs["attention_mask"].bool()
+    if generates(model):
+        out = model(**inputs, use_cache=False)
+        loss = out.loss if tokens_to_predict(inputs) else out.logits.square().mean()
+        logits = out.logits.full_tensor() if isinstance(out.logits, VocabShard) else out.logits
+    else:
+        logits = model(**{name: x for name, x in inputs.items() if name != "labels"}).last_hidden_state
+        generator = torch.Generator().manual_seed(2)
+        loss = (logits * torch.randn(logits.shape, generator=generator))[real].mean()
     (loss * scale).backward()
-    logits = out.logits.full_tensor() if isinstance(out.logits, VocabShard) else out.logits
-    found = {"logits": logits[inputs["attention_mask"].bool()], "loss": loss}
+    found = {"logits": logits[real], "loss": loss}
     found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: x.detach() for name, x in found.items()}
 
@@ -127,7 +138,7 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         "calls": dict(parallel._fusedtp.calls),
         "whole": dict(parallel._fusedtp.whole),
     }
-    if options.get("generate", True):
+    if options.get("generate", generates(plain)):
         found["generate"] = torch.equal(*(generated(model) for model in (plain, parallel)))
     return found
 

@@ -20,7 +20,7 @@ from fusedtp.train.environment import environment
 from tests.harness import WorldError, world
 
 from . import parity
-from .families import LARGE, families
+from .families import LARGE, OTHERS, families, towers
 
 TOGETHER = 5  # families of one call: their imports and the way to the ranks are paid once
 Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
@@ -108,13 +108,24 @@ def escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def page(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found]) -> str:
-    """The whole page."""
+HEAD = [
+    "| family | split | logits | gradient | tokens | fused | gathered | experts |",
+    "|---|---|---|---|---|---:|---|---|",
+]
+
+
+def page(
+    two: dict[str, Found],
+    four: dict[str, Found],
+    experts: dict[str, Found],
+    text: tuple[dict[str, Found], ...],
+) -> str:
+    """The whole page; `text`: of towers, on two and on four ranks."""
     here, names = environment(), list(two)
     kinds = [status(two[name], four[name]) for name in names]
     every = [exact(two[name]) and exact(four[name]) for name in names]
     versions = ", ".join(f"{name} {here['packages'][name]}" for name in ("torch", "transformers"))
-    why = reasons(two, four, experts)
+    why = reasons(two, four, experts) + reasons(*text, {})
     lines = [
         "# Models of transformers",
         "",
@@ -148,9 +159,17 @@ def page(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found
         "that needed all tokens, in one forward and backward. *Experts*: exact with",
         "`experts=fusedtp.ExpertSplit()`; empty where the model has no plan for it.",
         "",
-        "| family | split | logits | gradient | tokens | fused | gathered | experts |",
-        "|---|---|---|---|---|---:|---|---|",
+        *HEAD,
         *(row(name, two[name], four[name], experts.get(name)) for name in names),
+        "",
+        "## Towers of text",
+        "",
+        "Text models with a plan and without a language model of their own: those inside vision-language models, and",
+        f"encoders. {sum(exact(text[0][name]) and exact(text[1][name]) for name in text[0])} of {len(text[0])} are "
+        "exact; in place of logits, the last hidden states are compared.",
+        "",
+        *HEAD,
+        *(row(name, text[0][name], text[1][name], None) for name in text[0]),
         "",
     ]
     if why:
@@ -159,6 +178,7 @@ def page(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found
         "## Not compared",
         "",
         *(f"- {name}: no small configuration: {reason}" for name, reason in LARGE.items()),
+        *(f"- {name}: {reason}" for name, reason in OTHERS.items()),
     ]
     return "\n".join(lines)
 
@@ -169,7 +189,8 @@ def main() -> None:
     with_experts = [name for name in names if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
     two = measured(names, 2, {})
     experts = measured(with_experts, 2, {"experts": fusedtp.ExpertSplit()})
-    print(page(two, measured(names, 4, {}), experts))
+    text = tuple(measured(sorted(towers()), ranks, {}) for ranks in (2, 4))
+    print(page(two, measured(names, 4, {}), experts, text))
 
 
 if __name__ == "__main__":

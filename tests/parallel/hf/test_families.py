@@ -1,7 +1,7 @@
 """Models of transformers, split as they stand, equal themselves on one device.
 
-Every family with a tensor-parallel plan and a causal language model; a sample of them in a plain run, all of them with
-FUSEDTP_ALL_MODELS=1 (`make test-models`).
+Every family with a tensor-parallel plan and a causal language model, and towers of text without one; a sample in a
+plain run, all of them with FUSEDTP_ALL_MODELS=1 (`make test-models`).
 """
 
 import os
@@ -16,7 +16,7 @@ from fusedtp import ExpertSplit
 from tests.harness import world
 
 from . import parity
-from .families import LARGE, families
+from .families import LARGE, families, towers
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 # What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
@@ -33,7 +33,10 @@ def chosen() -> list[str]:
 
 
 # Plans of transformers that are wrong, each found by the proof, or models of which it can make no small copy.
-NOT_ALL_SPLIT = {"doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"}
+NOT_ALL_SPLIT = {
+    *("doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"),
+    *("esmc", "glm5_next_text", "neomme"),
+}
 
 
 def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
@@ -49,6 +52,16 @@ def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", chosen())
 def test_with_sequence_parallelism(name: str):
     found = check(name, 2)
+    assert found["calls"].get("fused", 0) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    towers() if ALL else ["diffusion_gemma_text", "embedding_gemma2_text", "esmc", "qwen3_vl_moe_text"],
+)
+@pytest.mark.parametrize("world_size", [2, 4] if ALL else [2])
+def test_towers_of_text(name: str, world_size: int):
+    found = check(name, world_size)
     assert found["calls"].get("fused", 0) > 0
 
 
