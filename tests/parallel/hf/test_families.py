@@ -4,19 +4,23 @@ Every family with a tensor-parallel plan and a causal language model, and towers
 plain run, all of them with FUSEDTP_ALL_MODELS=1 (`make test-models`).
 """
 
+import copy
 import os
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
+import fusedtp
 from fusedtp import ExpertSplit
 from tests.harness import world
+from tests.parallel.support import tp_mesh
 
 from . import parity
-from .families import LARGE, families, towers
+from .families import LARGE, families, model_of, towers
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 # What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
@@ -121,6 +125,24 @@ def test_any_batch(name: str, world_size: int, tokens: tuple[int, int], **option
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(attention: str):
     check("llama", 2, attention=attention)
+
+
+def forward_with_flex(group: Any) -> None:
+    """FlexAttention has no backward on a CPU."""
+    plain = model_of("gemma3_text", attention="flex_attention")
+    parallel: Any = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    assert not parallel._fusedtp.whole
+    inputs = parity.batch()
+    real = inputs["attention_mask"].bool()
+    del inputs["labels"]
+    with torch.no_grad():
+        want, got = (model(**inputs).logits[real] for model in (plain, parallel))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not ALL, reason="FlexAttention compiles for longer than the rest of this file takes")
+def test_flex_attention():
+    world(2).run(forward_with_flex, timeout=300)
 
 
 @pytest.mark.parametrize(
