@@ -128,10 +128,15 @@ def _proved(
     must: bool | None,
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """What of a plan is exact, and module -> why it stays whole. A plan that the user gave is exact or refused."""
+    prefix, inner = _inside(model, plan)
+    inner_plan = {pattern.removeprefix(prefix): style for pattern, style in plan.items()}
     try:
         if own:
-            return proved_plan(model, mesh, plan, sequence_parallel)
-        proof = prove_plan(model, mesh, plan=plan, sequence_parallel=sequence_parallel)
+            kept, whole = proved_plan(inner, mesh, inner_plan, sequence_parallel)
+            return {prefix + pattern: style for pattern, style in kept.items()}, {
+                f"{prefix}{name}".removesuffix("."): why for name, why in whole.items()
+            }
+        proof = prove_plan(inner, mesh, plan=inner_plan, sequence_parallel=sequence_parallel)
     except NoTwin as why:
         if must:
             raise ValueError(f"{type(model).__name__} cannot be proved: {why}") from why
@@ -139,3 +144,15 @@ def _proved(
     if not proof.exact:
         raise ValueError(f"{type(model).__name__}, split by this plan, does not compute the same:\n  {proof}")
     return plan, {}
+
+
+def _inside(model: nn.Module, plan: Mapping[str, Any]) -> tuple[str, nn.Module]:
+    """The one model of transformers that a wrapper, a PeftModel above all, holds, and its name there with a dot.
+
+    Adapters are no part of what is proved: they stand beside linears in a way that is known.
+    """
+    for name, module in model.named_modules():
+        if hasattr(type(module), "_from_config"):  # a wrapper forwards what is asked of itself
+            prefix = f"{name}." if name else ""
+            return (prefix, module) if all(pattern.startswith(prefix) for pattern in plan) else ("", model)
+    return "", model

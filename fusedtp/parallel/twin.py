@@ -152,7 +152,7 @@ def small_config(config: Any, ranks: int, **more: Any) -> Any:
 def twin_of(model: nn.Module, ranks: int) -> nn.Module:
     """The twin of a transformers model in fp32, the same on every rank. Raises NoTwin."""
     config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "_from_config"):
+    if config is None or not hasattr(type(model), "_from_config"):
         raise NoTwin("it is no transformers model")
     small = small_config(config, ranks)
     with torch.random.fork_rng(devices=[]):

@@ -75,6 +75,7 @@ def adapted(group: Any, targets: list[str], frozen: bool) -> None:
         plain.requires_grad_(True)
     parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
     assert_alike(parallel, plain)
+    assert not parallel._fusedtp.whole  # type: ignore[union-attr]
     trained = [name for name, p in parallel.named_parameters() if p.grad is not None]
     assert bool(trained) and (not frozen or all("lora_" in name for name in trained))
     merged = [model.merge_and_unload() for model in (plain, parallel)]
@@ -91,6 +92,22 @@ def test_lora(targets: list[str]):
 
 def test_lora_beside_trained_weights():
     world(2).run(adapted, ["q_proj", "o_proj"], False)
+
+
+def adapted_with_a_wrong_plan(group: Any) -> None:
+    """What the plan breaks in the model inside is left whole there."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["gate_proj"], init_lora_weights=False)
+    plain: Any = get_peft_model(model_of("doge"), config)
+    parallel: Any = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    assert list(parallel._fusedtp.whole) == ["base_model.model.model.layers.*.self_attn"]
+    assert_alike(parallel, plain)
+
+
+def test_lora_in_a_model_with_a_wrong_plan():
+    world(2).run(adapted_with_a_wrong_plan)
 
 
 def adapted_late(group: Any) -> None:
