@@ -3,7 +3,8 @@
 Every model and dtype in a world of its own; all ways of one (hf_models.py) alternate. Printed are medians, and
 
     gap closed      (peer - ours) / (peer - ceiling), where peer is the faster of stock and torch
-    ours / nn       what a model of others costs beyond one of fusedtp.nn, of the same shape and weights
+    ours / nn       beside a model of fusedtp.nn, of the same shape and weights
+    ours / same     beside one that computes with the same operations: the cost of taking a model of others
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .options import Plan, device_of, items, known, parse
 from .rank import Rank, run
 from .sample import Spread
 
-WAYS = ("stock", "torch", "nn", "ours", "ceiling")
+WAYS = ("stock", "torch", "nn", "same", "ours", "ceiling")
 DTYPES = ("float32", "bfloat16")
 SHAPES = {  # device -> a shape: on a GPU one layer of a published model's width
     "cpu": dict(
@@ -76,12 +77,13 @@ def ways_of(
         "stock": lambda: hf_models.stock(folder, mesh, ids, dtype),
         "torch": lambda: hf_models.by_torch(model, mesh, ids),
         "nn": lambda: hf_models.by_nn(model, mesh, ids, engine),
+        "same": lambda: hf_models.by_nn(model, mesh, ids, engine, same=True),
         "ours": lambda: hf_models.ours(model, mesh, ids, engine),
         "ceiling": lambda: hf_models.ceiling(model, mesh, ids),
     }
-    absent = {}
+    absent: dict[str, str] = {}
     if kind != "llama":
-        absent["nn"] = "has its counterpart for llama only"
+        absent |= dict.fromkeys(("nn", "same"), "has its counterpart for llama only")
     if kind == "mixtral":
         absent["torch"] = "no style of torch splits experts that are one parameter"
     steps: dict[str, hf_models.Step] = {}
@@ -95,7 +97,7 @@ def ways_of(
 
     failed = rank.failures({name: prepare(name) for name in WAYS if name not in absent})
     for name, why in failed.items():
-        if name in ("ours", "nn", "ceiling"):
+        if name in ("ours", "nn", "same", "ceiling"):
             raise RuntimeError(f"{kind}: {name} failed: {why}")
     return {name: step for name, step in steps.items() if name not in failed}, absent | failed
 
@@ -163,8 +165,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
     peers = [t[way] for way in ("stock", "torch") if way in t]
     found = {"tokens/s": result["tokens"] / t["ours"]}
     found |= {f"{way} / ours": t[way] / t["ours"] for way in ("stock", "torch") if way in t}
-    if "nn" in t:
-        found["ours / nn"] = t["ours"] / t["nn"]
+    found |= {f"ours / {way}": t["ours"] / t[way] for way in ("nn", "same") if way in t}
     found["ours / ceiling"] = t["ours"] / t["ceiling"]
     if peers:
         gap = min(peers) - t["ceiling"]

@@ -1,7 +1,9 @@
-"""Models of transformers, made parallel in five ways that compute the same loss of the same batch.
+"""Models of transformers, made parallel in six ways that compute the same loss of the same batch.
 
     ours      fusedtp.parallelize of the model as it stands
-    nn        fusedtp.nn.CausalLM of the same shape, parallelized: what is left is the cost of taking a model of others
+    nn        fusedtp.nn.CausalLM of the same shape, parallelized
+    same      nn with transformers' own norm, rotary embedding, attention and activation between its fused linears:
+              what ours costs beyond it is the cost of taking a model of others
     stock     transformers' own tensor parallelism: tokens whole on every rank, all-reduces, all logits gathered
     torch     torch's parallelize_module on the model's own modules, with sequence parallelism and loss_parallel
     ceiling   the shards of ours, every transfer replaced by a copy inside this process: its numbers are wrong, its
@@ -33,7 +35,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.nn import MLP, Attention, CausalLM, ModelConfig
+from fusedtp.nn.layout import TokenLayout
+from fusedtp.nn.linear import project
 from fusedtp.ops.rows import split
 from fusedtp.parallel import parallelize
 
@@ -101,8 +105,38 @@ def ours(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str) -> Step:
     return Step(made, _by_itself(made, ids))
 
 
-def by_nn(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str) -> Step:
-    """A model of fusedtp.nn with the weights of a Llama."""
+class _Attention(Attention):
+    """With the operations of transformers' Llama between the projections."""
+
+    is_causal = True
+    rotary: tuple[Tensor, Tensor]  # cos and sin [B, S, D], set before each forward
+
+    @property
+    def num_key_value_groups(self) -> int:
+        return self.config.num_attention_heads // (self.config.num_key_value_heads or 1)
+
+    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        assert layout is not None
+        parts = project(x, (self.q_proj, self.k_proj, self.v_proj), layout)
+        q, k, v = (t.view(layout.batch, layout.length, -1, self.head_dim).transpose(1, 2) for t in parts)
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary)
+        y, _ = sdpa_attention_forward(self, q, k, v, None, scaling=self.head_dim**-0.5)
+        return self.o_proj(y.reshape(layout.tokens, -1), layout)
+
+
+class _MLP(MLP):
+    """With an activation of its own, outside the matmul."""
+
+    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        gate, up = project(x, (self.gate_proj, self.up_proj), layout)
+        return self.down_proj(F.silu(gate) * up, layout)
+
+
+def by_nn(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str, same: bool = False) -> Step:
+    """A model of fusedtp.nn with the weights of a Llama; `same`: with the operations of transformers' code."""
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     shape = ModelConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
@@ -111,11 +145,23 @@ def by_nn(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str) -> Step:
         rope_theta=config.rope_parameters["rope_theta"], dtype=dtype, param_dtype=dtype,  # type: ignore[arg-type]
     )  # fmt: skip
     made = CausalLM(shape, device=ids.device)
+    if same:
+        made.norm = copy.deepcopy(model.model.norm)
+        for layer, own in zip(made.layers, model.model.layers, strict=True):
+            layer.self_attn.__class__, layer.mlp.__class__ = _Attention, _MLP
+            layer.input_layernorm = copy.deepcopy(own.input_layernorm)
+            layer.post_attention_layernorm = copy.deepcopy(own.post_attention_layernorm)
     made.load_state_dict({name.removeprefix("model."): x for name, x in model.state_dict().items()})
     parallelize(made, mesh, engine=engine)
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    rotary_embedding = model.model.rotary_emb
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
 
     def loss() -> Tensor:
+        if same:
+            rotary = rotary_embedding(torch.empty(0, dtype=model.dtype, device=ids.device), positions)
+            for layer in made.layers:
+                layer.self_attn.rotary = rotary  # type: ignore[union-attr]
         found = made(ids, labels).loss
         assert found is not None
         return found

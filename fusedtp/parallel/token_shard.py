@@ -189,6 +189,11 @@ class TokenShard(Tensor):
             return getattr(self, name)
 
     @property
+    def features(self) -> int:
+        """How many dimensions follow those that count tokens."""
+        return self._rows.dim() - 1
+
+    @property
     def local(self) -> Tensor:
         """[T_r, ...], with its graph."""
         self._memory.read()
@@ -380,7 +385,7 @@ def _of_shape(x: TokenShard, full: Tensor, name: str) -> Tensor:
 
 def _alike(x: TokenShard, like: TokenShard) -> bool:
     """Whether rows of the two stand beside each other."""
-    return x.lead == like.lead and x.dim() == like.dim() and x.tokens.group == like.tokens.group
+    return x.lead == like.lead and x.features == like.features and x.tokens.group == like.tokens.group
 
 
 # --- what Python code calls -------------------------------------------------------------------------------------
@@ -403,7 +408,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
                 return func(first._source, *args[1:], **kwargs)
         if name in NEW:
             return func(first._rows, *_whole(name, args[1:]), **_whole(name, kwargs))
-    if any(isinstance(x, TokenShard) for x in tree_leaves(kwargs.get("out"))):
+    if "out" in kwargs and any(isinstance(x, TokenShard) for x in tree_leaves(kwargs["out"])):
         raise NotImplementedError(f"{name} with a TokenShard as out=")
     in_place = is_in_place(name, kwargs)
     plain = name.strip("_")
@@ -463,7 +468,7 @@ def _operand(x: Tensor, like: TokenShard, broadcasts: bool = True) -> Tensor | N
     if isinstance(x, TokenShard):
         return x.local if _alike(x, like) else None
     x = _plain(x)
-    features = like.dim() - len(like.lead)
+    features = like.features
     over = x.shape[: max(x.dim() - features, 0)]  # aligned with the last of the dimensions that count tokens
     of_each = x.shape[len(over) :]
     if len(over) > len(like.lead):
@@ -507,21 +512,27 @@ def _wrapped(x: Any, make: Callable[[Tensor], TokenShard]) -> Any:
 
 
 def _elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
+    nested = bool(kwargs) or any(isinstance(x, list | tuple) for x in args)
+    leaves, spec = tree_flatten((args, kwargs)) if nested else (args, None)
+
+    def call(own: list[Any]) -> Any:
+        if spec is None:
+            return func(*own)
+        own_args, own_kwargs = tree_unflatten(own, spec)
+        return func(*own_args, **own_kwargs)
+
     like = next(x for x in leaves if isinstance(x, TokenShard))
     if name in ("to", "type_as"):  # another tensor says of which type only
         own = [x.local if isinstance(x, TokenShard) else x for x in leaves]
         if not isinstance(args[0], TokenShard):
-            own_args, own_kwargs = tree_unflatten(own, spec)
-            return func(*own_args, **own_kwargs)
+            return call(own)
     else:
         own = [_operand(x, like) if isinstance(x, Tensor) else x for x in leaves]
     if any(x is None and isinstance(was, Tensor) for x, was in zip(own, leaves, strict=True)):
         return NotImplemented
     if name == "where" and len(leaves) == 1:  # nonzero
         return NotImplemented
-    own_args, own_kwargs = tree_unflatten(own, spec)
-    done = func(*own_args, **own_kwargs)
+    done = call(own)
     for x, was in zip(own, leaves, strict=True):
         if done is x and isinstance(was, TokenShard):
             return was
@@ -555,7 +566,7 @@ def _of_features(dim: Any, like: TokenShard, more: int = 0) -> Any:
         return None if not found or None in found else tuple(found)
     if not isinstance(dim, int) or isinstance(dim, bool):
         return None
-    n = like.dim() + more
+    n = len(like.lead) + like.features + more
     at = dim if dim < 0 else dim - n
     return at if -(n - len(like.lead)) <= at < 0 else None
 
@@ -621,7 +632,7 @@ def _with_weights(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -
     rest = [x for i, x in enumerate(args) if i != at] + list(kwargs.values())
     if not isinstance(like, TokenShard) or any(isinstance(x, TokenShard) for x in rest):
         return NotImplemented
-    features = like.dim() - len(like.lead)
+    features = like.features
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
         if len(shape) > features:
@@ -629,7 +640,11 @@ def _with_weights(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -
     elif name == "matmul":
         if features < 1 or len(args) != 2 or not isinstance(args[1], Tensor) or args[1].dim() > 2:
             return NotImplemented
-    elif features < 1 or (name != "linear" and like.dim() != 2) or (name == "addmm" and args[0].dim() != 1):
+    elif (
+        features < 1
+        or (name != "linear" and features + len(like.lead) != 2)
+        or (name == "addmm" and args[0].dim() != 1)
+    ):
         return NotImplemented
     own = [x.local if i == at else _same_for_all(x, like) for i, x in enumerate(args)]
     return like.like(func(*own, **{key: _same_for_all(x, like) for key, x in kwargs.items()}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 
@@ -10,6 +11,7 @@ def names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
+@lru_cache(1024)
 def name_of(func: Callable[..., Any]) -> str:
     """Of a function, method, operator, overload, or an attribute that is read or set."""
     name = getattr(func, "__name__", str(func))

@@ -34,7 +34,7 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
 
 def test_all_ways_of_a_llama_make_the_same_loss_and_are_timed(tmp_path: Path):
     found = measured("llama", tmp_path)
-    assert set(found["loss_difference"]) == {"stock", "torch", "nn", "ours"} and not found["absent"]
+    assert set(found["loss_difference"]) == {"stock", "torch", "nn", "same", "ours"} and not found["absent"]
     # Of 16 operations, each a sum of up to 96 terms and one rounding of its own.
     assert max(found["loss_difference"].values()) < 16**0.5 * (96**0.5 + 1) * 2.0**-24
     assert {way: spread["samples"] for way, spread in found["seconds"].items()} == dict.fromkeys(
@@ -72,8 +72,12 @@ def result(**seconds: float) -> dict[str, Any]:
 
 
 def test_the_gap_is_that_of_the_faster_peer():
-    found = hf.figures(result(stock=5.0, torch=4.0, nn=2.0, ours=2.5, ceiling=1.0))
-    assert found["gap closed"] == 0.5 and found["ours / nn"] == 1.25 and found["ours / ceiling"] == 2.5
+    found = hf.figures(result(stock=5.0, torch=4.0, nn=2.0, same=2.0, ours=2.5, ceiling=1.0))
+    assert (
+        found["gap closed"] == 0.5
+        and found["ours / nn"] == found["ours / same"] == 1.25
+        and found["ours / ceiling"] == 2.5
+    )
     assert (found["stock / ours"], found["torch / ours"], found["tokens/s"]) == (2.0, 1.6, 40.0)
     found = hf.figures(result(stock=3.0, ours=1.5, ceiling=1.0))
     assert found["gap closed"] == 0.75 and not {"ours / nn", "torch / ours"} & set(found)
