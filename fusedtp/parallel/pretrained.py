@@ -76,7 +76,7 @@ def from_pretrained(
     parallelize(model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan)
     with together(mesh):
         checkpoint.load(mesh)
-        _read_generation_config(model, name_or_folder, hub)
+        read_generation_config(model, name_or_folder, hub)
     return model.eval()
 
 
@@ -132,7 +132,8 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(kept[glob_of[match.lastgroup or ""]])
 
 
-def _read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
+def read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
+    """Give the model the generation configuration of its folder, where there is one."""
     if not model.can_generate() or not hasattr(model, "adjust_generation_fn"):
         return
     options = dict.fromkeys(("cache_dir", "proxies", "token"), None)
@@ -505,6 +506,7 @@ def _as_it_is(lazy: Lazy) -> Lazy:
 
 
 def region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
+    """The indices in `ranges` of each dimension, one range after the other."""
     if isinstance(tensor, Lazy):
         return tensor.region(ranges)
     for dim, parts in enumerate(ranges):
