@@ -32,8 +32,10 @@ from fusedtp.parallel import (
     clip_grad_norm_,
     explain,
     from_pretrained,
+    from_transformers,
     parallelize,
     prove,
+    to_transformers,
 )
 
 __version__ = "0.1.0"
@@ -58,6 +60,7 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "from_pretrained",
+    "from_transformers",
     "grouped_gated",
     "grouped_matmul",
     "matmul_all_reduce",
@@ -71,4 +74,5 @@ __all__ = [
     "prove",
     "reserve",
     "set_timeout",
+    "to_transformers",
 ]

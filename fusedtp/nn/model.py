@@ -51,7 +51,8 @@ class CausalLM(nn.Module):
     Set by parallelize: token_split (rank, world_size) splits tokens between layers, token_group is that
     group. Set activation_checkpointing to recompute each layer in backward. Where gradients are averaged over data
     parallel ranks, set balance_group (all ranks) and data_parallel (how many are averaged): routers then balance the
-    whole batch, and their losses count once.
+    whole batch, and their losses count once. `pretrained` is set by fusedtp.from_transformers: the configuration and
+    the generation configuration that the model was read with.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
@@ -70,6 +71,7 @@ class CausalLM(nn.Module):
         self.balance_group: Any = None
         self.data_parallel = 1
         self.activation_checkpointing = False
+        self.pretrained: tuple[Any, Any] | None = None
         self._dropout: Tensor | None = None
         self.tie_weights()
 

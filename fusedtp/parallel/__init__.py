@@ -1,6 +1,7 @@
 """Make models of ordinary modules tensor-parallel, by plan and in place."""
 
 from .clip import clip_grad_norm_
+from .convert import from_transformers, to_transformers
 from .expert_parallel import ExpertSplit
 from .explain import Explanation, explain
 from .parallelize import parallelize
@@ -20,6 +21,8 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "from_pretrained",
+    "from_transformers",
     "parallelize",
     "prove",
+    "to_transformers",
 ]

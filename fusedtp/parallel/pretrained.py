@@ -68,7 +68,7 @@ def from_pretrained(
     hub = dict(hub or {})
     with together(mesh):
         files = Files(name_or_folder, variant, hub)
-        model = _on_meta(name_or_folder, files, model_class, dtype, hub, config_changes)
+        model = on_meta(name_or_folder, files, model_class, dtype, hub, config_changes)
         checkpoint = Checkpoint(model, files)
         different = checkpoint.differently_tied(mesh.get_local_rank(), mesh.size())
     verdicts = [set(each) for each in exchange(mesh, different)]
@@ -76,16 +76,15 @@ def from_pretrained(
     parallelize(model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan)
     with together(mesh):
         checkpoint.load(mesh)
-        _read_generation_config(model, name_or_folder, hub)
+        read_generation_config(model, name_or_folder, hub)
     return model.eval()
 
 
-def _on_meta(
+def on_meta(
     name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str, Any], changes: dict[str, Any]
 ) -> Any:
     """The model as its config says, parameters on meta, buffers computed."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers import initialization as init
 
     model_class = AutoModelForCausalLM if model_class is None else model_class
     attention = changes.pop("attn_implementation", None)
@@ -101,8 +100,15 @@ def _on_meta(
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or files.floating_dtype()
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.get_default_dtype()
-    build = getattr(model_class, "from_config", None) or model_class._from_config
     config.name_or_path = str(name)
+    return build_on_meta(model_class, config, dtype)
+
+
+def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model of a configuration, parameters on meta, buffers computed."""
+    from transformers import initialization as init
+
+    build = getattr(model_class, "from_config", None) or model_class._from_config
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
         stack.enter_context(init.meta_device_safe_creation_ops())
@@ -126,7 +132,8 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(kept[glob_of[match.lastgroup or ""]])
 
 
-def _read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
+def read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
+    """Give the model the generation configuration of its folder, where there is one."""
     if not model.can_generate() or not hasattr(model, "adjust_generation_fn"):
         return
     options = dict.fromkeys(("cache_dir", "proxies", "token"), None)
@@ -463,7 +470,7 @@ class Checkpoint:
                 ranges = [[range(size)] for size in lazy.shape]
                 rows = split(lazy.shape[0], world_size)
                 ranges[0] = [range(sum(rows[:rank]), sum(rows[: rank + 1]))]
-                parts.append(_region(lazy, ranges))
+                parts.append(region(lazy, ranges))
             if not torch.equal(*parts):
                 found.append(target)
         return found
@@ -498,7 +505,8 @@ def _as_it_is(lazy: Lazy) -> Lazy:
     return lazy
 
 
-def _region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
+def region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
+    """The indices in `ranges` of each dimension, one range after the other."""
     if isinstance(tensor, Lazy):
         return tensor.region(ranges)
     for dim, parts in enumerate(ranges):
@@ -509,12 +517,12 @@ def _region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
 def _values(full: Lazy | Tensor, like: Tensor, mesh: DeviceMesh) -> Tensor:
     """What this rank holds of it, as a parameter or buffer like that one."""
     if not isinstance(like, DTensor):
-        own = _region(full, [[range(size)] for size in full.shape])
+        own = region(full, [[range(size)] for size in full.shape])
         own = own.to(mesh.device_type, like.dtype)
         return nn.Parameter(own, like.requires_grad) if isinstance(like, nn.Parameter) else own
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None
-    own = _region(full, way_of(like).ranges(like.shape, coordinate))
+    own = region(full, way_of(like).ranges(like.shape, coordinate))
     placed = DTensor.from_local(
         own.to(like.device_mesh.device_type, like.dtype), like.device_mesh, like.placements,
         run_check=False, shape=like.shape, stride=like.stride(),

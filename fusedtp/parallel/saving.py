@@ -77,7 +77,7 @@ def save_pretrained(
     its CPU. Raises on every rank what writing raised; ValueError for parameters on meta, or DTensors that not all
     ranks have.
     """
-    mesh = _mesh_of(self)
+    mesh = mesh_of(self)
     state = self.state_dict() if state_dict is None else state_dict
     with together(mesh):
         _refuse_meta(state.items())
@@ -119,7 +119,7 @@ def save_pretrained(
                     config.distributed_config = split
 
 
-def _mesh_of(model: nn.Module) -> DeviceMesh:
+def mesh_of(model: nn.Module) -> DeviceMesh:
     """That of most dimensions: FSDP2 adds one to those of the parameters it shards."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return max(meshes, key=lambda mesh: mesh.ndim)
