@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 
-from .agree import check_same_weights
+from .agree import agreed_plan, check_same_weights
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
 from .infer import infer_or_refuse
@@ -47,8 +48,9 @@ def parallelize(
     Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
     parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
     afterwards) and distributed checkpoints work, and full state dicts load before and after.
-    Raises ValueError that names weights of a model of others that differ between ranks, lists every fault of plan,
-    model and world size, or says which mesh of experts does not go with the mesh; nothing is changed then.
+    Raises ValueError that names weights of a model of others that differ between ranks, or modules for which ranks
+    inferred different words; lists every fault of plan, model and world size; or says which mesh of experts does not
+    go with the mesh. Nothing is changed then.
     """
     comm = communicator(mesh)
     if experts is not None:
@@ -57,7 +59,8 @@ def parallelize(
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
     if own and not plan:
-        plan, whole = infer_or_refuse(model, comm.world_size, sequence_parallel)
+        search = partial(infer_or_refuse, model, comm.world_size, sequence_parallel)
+        plan, whole = agreed_plan(search, comm) if isinstance(mesh, DeviceMesh) else search()
         prove = prove or False  # what is inferred was proved
     if plan and is_foreign(model, plan):
         if isinstance(mesh, DeviceMesh):  # modules of fusedtp.nn start empty: weights may come afterwards
@@ -65,7 +68,8 @@ def parallelize(
         plan = plan if experts is None else with_experts(model, plan, experts)
         check_plan(model, mesh, plan, complete=not own)
         if prove is not False:
-            plan, more = _proved(model, mesh, plan, own, sequence_parallel, prove)
+            proof = partial(_proved, model, mesh, plan, own, sequence_parallel, prove)
+            plan, more = agreed_plan(proof, comm) if isinstance(mesh, DeviceMesh) else proof()
             whole |= more
         adopt(
             model,
