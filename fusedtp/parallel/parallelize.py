@@ -49,9 +49,10 @@ def parallelize(
     parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
     afterwards) and distributed checkpoints work, and full state dicts load before and after.
     Raises ValueError that names weights of a model of others that differ between ranks, or modules for which ranks
-    inferred different words; lists every fault of plan, model and world size; or says which mesh of experts does not
-    go with the mesh. Nothing is changed then.
+    inferred different words; lists every fault of plan, model and world size; says which mesh of experts does not go
+    with the mesh, or that transformers has split the model already. Nothing is changed then.
     """
+    refuse_split_by_transformers(model)
     comm = communicator(mesh)
     if experts is not None:
         experts.check(mesh)
@@ -96,6 +97,18 @@ def parallelize(
             if hasattr(module, "token_split"):
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
     return model
+
+
+def refuse_split_by_transformers(model: nn.Module) -> None:
+    """Raises ValueError for a model that from_pretrained has split, whose modules have forwards of transformers."""
+    modules = list(model.modules())
+    if any(hasattr(module, "_fusedtp") for module in modules):
+        return  # split here, which transformers was told too
+    if any(getattr(module, "_is_distributed_loading_by_transformers", False) for module in modules):
+        raise ValueError(
+            f"transformers has split {type(model).__name__} already; load it without tp_plan, tp_size and "
+            "distributed_config, or with fusedtp.from_pretrained(folder, mesh), which reads only this rank's part"
+        )
 
 
 def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit) -> dict[str, Any]:
