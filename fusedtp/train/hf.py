@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import transformers
