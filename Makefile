@@ -52,7 +52,8 @@ test: venv ## run every test that this machine can run, a process a core; ARGS="
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-models: venv ## split every family of transformers, compare each with itself on one device; half an hour
-	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest tests/parallel/hf/test_families.py $(ARGS)
+	$(PIP) install --quiet --constraint constraints.txt trl
+	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest tests/parallel/hf/test_families.py tests/parallel/hf/test_trl.py $(ARGS)
 
 models-table: venv ## write docs/models.md: every family of transformers on two and on four ranks
 	$(BIN)/python -m tests.parallel.hf.table > models.md.new && mv models.md.new docs/models.md

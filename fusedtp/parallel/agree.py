@@ -1,8 +1,10 @@
-"""What a split model relies on, checked once: ranks hold the same weights, see the same inputs, and sum gradients."""
+"""What a split model relies on, checked once: ranks have one plan and the same weights, see the same inputs, and sum
+gradients."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,48 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.tokens import gather_tokens
+
+
+def agreed_plan(
+    make: Callable[[], tuple[Mapping[str, Any], dict[str, str]]], comm: Communicator
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """What `make` finds, a plan and why modules stay whole, if it finds the same plan on every rank. Collective.
+
+    Raises on every rank if it raised on any; ValueError that names modules for which ranks found different words.
+    """
+    error: Exception | None = None
+    plan: Mapping[str, Any] = {}
+    whole: dict[str, str] = {}
+    try:
+        plan, whole = make()
+    except Exception as raised:  # peers wait below
+        error = raised
+    if comm.world_size > 1:
+        every = comm.world.exchange(("" if error is None else f"{type(error).__name__}: {error}", dict(plan)))
+        for rank, (fault, _) in enumerate(every):
+            if fault and error is None:
+                raise ValueError(f"rank {rank} found no plan: {fault}")
+        if error is None:
+            _refuse_different([theirs for _, theirs in every])
+    if error is not None:
+        raise error
+    return plan, whole
+
+
+def _refuse_different(plans: list[dict[str, Any]]) -> None:
+    names = dict.fromkeys(name for plan in plans for name in plan)
+    words = {name: [repr(plan.get(name, "whole")) for plan in plans] for name in names}
+    differing = [
+        f"{name} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(found))})"
+        for name, found in words.items()
+        if len(set(found)) > 1
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"ranks found different plans: {'; '.join(differing[:3])}{more}; the model must be the same on all ranks, "
+            "or be given a plan, plan={...}"
+        )
 
 
 def check_same_weights(model: nn.Module, comm: Communicator) -> None:

@@ -50,6 +50,7 @@ from fusedtp.ops.tokens import (
     take_tokens,
 )
 
+from .attention_maps import gather_maps
 from .layers import ColumnParallel, Member, RowParallel, VocabParallel
 from .placement import Mesh, Placement, local, read
 from .styles import FusedEmbedding, Style
@@ -66,6 +67,7 @@ class Model:
     gathered   operation -> how often it had to gather tokens
     calls      of split linears: "fused", with the communication of tokens in the matmul, or "whole"
     siblings   linears that share their input
+    maps       attention maps, which the model may return, are of this rank's heads
     whole      module that its plan would have split -> why it stays whole
     """
 
@@ -73,6 +75,7 @@ class Model:
     gathered: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     siblings: list[Siblings] = field(default_factory=list)
+    maps: bool = False
     whole: dict[str, str] = field(default_factory=dict)
 
 
@@ -412,7 +415,7 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
             return x.full_tensor("leaving the model")
         return x
 
-    return tree_map(plain, outputs)
+    return tree_map(plain, gather_maps(model, outputs) if model._fusedtp.maps else outputs)
 
 
 def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .agree import check_same_inputs
+from .attention_maps import mark_maps
 from .foreign import (
     PARAMETERS,
     Colwise,
@@ -94,8 +95,16 @@ def adopt(
         engine=engine, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     prepare(model)
-    _regroup_heads(dict(model.named_modules()), steps, comm.world_size)
+    named = dict(model.named_modules())
+    _regroup_heads(named, steps, comm.world_size)
     apply_steps(steps, mesh)
+    holders = dict.fromkeys(
+        parent_of(step.name.removesuffix(".base_layer"))
+        for step in steps
+        if isinstance(step.style, Colwise) and not step.style.gather_output
+    )
+    shared.maps = comm.world_size > 1 and bool(holders)
+    mark_maps((named[name] for name in holders), comm.name, comm.world_size)
     model._fusedtp = shared  # type: ignore[assignment]
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)

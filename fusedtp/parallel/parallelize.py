@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 
-from .agree import check_same_weights
+from .agree import agreed_plan, check_same_weights
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
 from .infer import infer_or_refuse
@@ -47,9 +48,11 @@ def parallelize(
     Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
     parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
     afterwards) and distributed checkpoints work, and full state dicts load before and after.
-    Raises ValueError that names weights of a model of others that differ between ranks, lists every fault of plan,
-    model and world size, or says which mesh of experts does not go with the mesh; nothing is changed then.
+    Raises ValueError that names weights of a model of others that differ between ranks, or modules for which ranks
+    inferred different words; lists every fault of plan, model and world size; says which mesh of experts does not go
+    with the mesh, or that transformers has split the model already. Nothing is changed then.
     """
+    refuse_split_by_transformers(model)
     comm = communicator(mesh)
     if experts is not None:
         experts.check(mesh)
@@ -57,7 +60,8 @@ def parallelize(
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
     if own and not plan:
-        plan, whole = infer_or_refuse(model, comm.world_size, sequence_parallel)
+        search = partial(infer_or_refuse, model, comm.world_size, sequence_parallel)
+        plan, whole = agreed_plan(search, comm) if isinstance(mesh, DeviceMesh) else search()
         prove = prove or False  # what is inferred was proved
     if plan and is_foreign(model, plan):
         if isinstance(mesh, DeviceMesh):  # modules of fusedtp.nn start empty: weights may come afterwards
@@ -65,7 +69,8 @@ def parallelize(
         plan = plan if experts is None else with_experts(model, plan, experts)
         check_plan(model, mesh, plan, complete=not own)
         if prove is not False:
-            plan, more = _proved(model, mesh, plan, own, sequence_parallel, prove)
+            proof = partial(_proved, model, mesh, plan, own, sequence_parallel, prove)
+            plan, more = agreed_plan(proof, comm) if isinstance(mesh, DeviceMesh) else proof()
             whole |= more
         adopt(
             model,
@@ -92,6 +97,18 @@ def parallelize(
             if hasattr(module, "token_split"):
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
     return model
+
+
+def refuse_split_by_transformers(model: nn.Module) -> None:
+    """Raises ValueError for a model that from_pretrained has split, whose modules have forwards of transformers."""
+    modules = list(model.modules())
+    if any(hasattr(module, "_fusedtp") for module in modules):
+        return  # split here, which transformers was told too
+    if any(getattr(module, "_is_distributed_loading_by_transformers", False) for module in modules):
+        raise ValueError(
+            f"transformers has split {type(model).__name__} already; load it without tp_plan, tp_size and "
+            "distributed_config, or with fusedtp.from_pretrained(folder, mesh), which reads only this rank's part"
+        )
 
 
 def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit) -> dict[str, Any]:

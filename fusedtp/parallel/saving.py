@@ -1,4 +1,4 @@
-"""save_pretrained of parallel Hugging Face models, and what a model on meta needs besides its parameters.
+"""save_pretrained and push_to_hub of parallel Hugging Face models, and what one on meta needs besides its parameters.
 
 parameter -full_tensor-> the first rank's CPU, one at a time -> transformers' own save_pretrained there
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -78,7 +79,37 @@ def save_pretrained(
     ranks have.
     """
     mesh = mesh_of(self)
-    state = self.state_dict() if state_dict is None else state_dict
+    writes, full = _gather(self, mesh, state_dict, is_main_process)
+    with together(mesh):
+        if writes:
+            _write(self, full, save_directory, *arguments, **options)
+
+
+def push_to_hub(self: Any, *arguments: Any, **options: Any) -> Any:
+    """transformers' push_to_hub of a parallel model, with its arguments. Every rank calls it.
+
+    The first rank of the whole mesh creates the repository and uploads the plain model's folder in one commit; it
+    returns what transformers returns, the others None. Raises on every rank what that raised.
+    """
+    mesh = mesh_of(self)
+    uploads, full = _gather(self, mesh, None, None)
+    commit = None
+    with together(mesh):
+        if uploads:
+            kept = self.save_pretrained
+            self.save_pretrained = partial(_write, self, full)  # its peers have given their parts already
+            try:
+                commit = type(self).push_to_hub(self, *arguments, **options)
+            finally:
+                self.save_pretrained = kept
+    return commit
+
+
+def _gather(
+    model: Any, mesh: DeviceMesh, state_dict: dict[str, Any] | None, is_main_process: bool | None
+) -> tuple[bool, dict[str, Any]]:
+    """Whether this rank writes, and there the full state dict. See save_pretrained."""
+    state = model.state_dict() if state_dict is None else state_dict
     with together(mesh):
         _refuse_meta(state.items())
     aliases = _aliases(state)
@@ -100,23 +131,24 @@ def save_pretrained(
             gathered = value.detach().full_tensor()
             full[name] = gathered.cpu() if writes else None
             del gathered
-    with together(mesh):
-        if writes:
-            self.should_save_on_this_rank = bool  # transformers asks for rank 0 of all processes
-            config: Any = getattr(self, "config", None)
-            split = config.__dict__.pop(
-                "distributed_config", None
-            )  # with it, transformers would gather again
-            try:
-                if arguments:
-                    type(self).save_pretrained(self, save_directory, True, full, *arguments, **options)
-                else:  # by name: PEFT's has other places for them
-                    options |= {"is_main_process": True, "state_dict": full}
-                    type(self).save_pretrained(self, save_directory, **options)
-            finally:
-                del self.should_save_on_this_rank
-                if split is not None:
-                    config.distributed_config = split
+    return writes, full
+
+
+def _write(model: Any, full: dict[str, Any], save_directory: Any, *arguments: Any, **options: Any) -> None:
+    """transformers' save_pretrained, here alone."""
+    model.should_save_on_this_rank = bool  # transformers asks for rank 0 of all processes
+    config: Any = getattr(model, "config", None)
+    split = config.__dict__.pop("distributed_config", None)  # with it, transformers would gather again
+    try:
+        if arguments:
+            type(model).save_pretrained(model, save_directory, True, full, *arguments, **options)
+        else:  # by name: PEFT's has other places for them
+            options |= {"is_main_process": True, "state_dict": full}
+            type(model).save_pretrained(model, save_directory, **options)
+    finally:
+        del model.should_save_on_this_rank
+        if split is not None:
+            config.distributed_config = split
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
@@ -144,6 +176,7 @@ def prepare(model: Any) -> None:
     """Before a model of others is placed: give it the methods that a parallel one needs.
 
     save_pretrained   of it and of every model in it
+    push_to_hub       the same
     to_empty          keeps buffers that no state dict holds: of a model on meta they are computed here
     forward           refuses parameters that are still on meta
     """
@@ -153,6 +186,8 @@ def prepare(model: Any) -> None:
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
             module.save_pretrained = MethodType(save_pretrained, module)
+            if callable(getattr(type(module), "push_to_hub", None)):
+                module.push_to_hub = MethodType(push_to_hub, module)
             module.to_empty = MethodType(to_empty, module)
 
 

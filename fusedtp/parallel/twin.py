@@ -145,7 +145,7 @@ def small_config(config: Any, ranks: int, **more: Any) -> Any:
     except Exception as error:  # a configuration checks itself in its own way
         raise NoTwin(f"no small configuration: {type(error).__name__}: {error}") from error
     own = config._attn_implementation  # others do not take fp32, or not on a CPU
-    made._attn_implementation = own if own in ("eager", "sdpa") else "eager"
+    made._attn_implementation = own if own in (None, "eager", "sdpa") else "eager"
     return made
 
 

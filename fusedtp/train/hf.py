@@ -1,4 +1,6 @@
-"""transformers' Trainer for models that are split, with checkpoints that training resumes from.
+"""transformers' Trainer and accelerate's Accelerator for models that are split.
+
+The Trainer writes checkpoints that training resumes from:
 
 transformers trains a split model, but refuses to save more than its weights: an optimizer whose states are DTensors
 needs a checkpoint in which every rank takes part. This Trainer writes one (torch.distributed.checkpoint), beside the
@@ -7,6 +9,9 @@ model's own folder, and any number of ranks may read it.
     checkpoint-3/model.safetensors   as of the model on one device
     checkpoint-3/optimizer/          the optimizer's states, all ranks' parts
     checkpoint-3/scheduler.pt, trainer_state.json, rng_state_*.pth
+
+The Accelerator shards a split model over data-parallel ranks with accelerate's FSDP2 plugin. Both refuse to train on
+several data-parallel ranks if nothing averages gradients over them.
 """
 
 from __future__ import annotations
@@ -14,12 +19,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 
 class Trainer(transformers.Trainer):
@@ -33,6 +40,11 @@ class Trainer(transformers.Trainer):
             super().__init__(model, args, **options)
         finally:
             args.save_only_model = only_model
+        if (
+            self.is_distributed_loading_by_transformers
+        ):  # then transformers does not wrap it, whatever args.fsdp says
+            parallelism = self.accelerator.parallelism_config
+            check_data_parallel(self._module(), 1 if parallelism is None else parallelism.data_parallel_size)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:
@@ -65,3 +77,49 @@ class Trainer(transformers.Trainer):
     def _module(self) -> torch.nn.Module:
         assert self.model is not None
         return self.model
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate.Accelerator, with its arguments; `prepare` takes split models with the FSDP2 plugin or without.
+
+    Raises ValueError if data-parallel ranks would train apart, or if the plugin asks for cpu_ram_efficient_loading.
+    """
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        # accelerate replicates plain parameters here, by a class that transformers no longer has. A split model has
+        # none: all of its parameters are DTensors.
+        models = [each for each in args if isinstance(each, torch.nn.Module) and is_split(each)]
+        if not models:
+            prepared: tuple[Any, ...] = super()._prepare_tp(*args)
+            return prepared
+        for model in models:
+            if not self.is_fsdp2:
+                check_data_parallel(model, self.parallelism_config.data_parallel_size)
+            elif self.state.fsdp_plugin.cpu_ram_efficient_loading:
+                raise ValueError(
+                    "cpu_ram_efficient_loading sends whole weights from the first rank, which has only its part of a "
+                    "split model; set it to False, and load with fusedtp.from_pretrained, which reads as little"
+                )
+        return args
+
+
+def is_split(model: torch.nn.Module) -> bool:
+    """Whether all of its parameters are DTensors, as parallelize makes them."""
+    parameters = list(model.parameters())
+    return bool(parameters) and all(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def check_data_parallel(model: torch.nn.Module, data_parallel_size: int) -> None:
+    """Raises ValueError that names parameters whose gradients data-parallel ranks do not average."""
+    alone = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+    ]
+    if data_parallel_size > 1 and alone:
+        more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+        raise ValueError(
+            f"{data_parallel_size} data-parallel ranks would see different batches, but nothing averages the gradients "
+            f"of {', '.join(alone[:3])}{more}: call fully_shard(model, mesh=mesh['dp']) after parallelize, or give "
+            "fusedtp.train.hf.Accelerator an FSDP2 plugin"
+        )

@@ -1,7 +1,7 @@
 """What torchrun tells a rank, and accelerate of it, for tests whose ranks serve many tests."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,12 +17,13 @@ def forget() -> None:
 
 @contextmanager
 def as_torchrun(group: Any) -> Iterator[None]:
-    """The variables that torchrun sets, and a Trainer's word for it that CPU ranks are many devices.
+    """The variables that torchrun sets, and CPU ranks that accelerate takes for many devices.
 
-    accelerate refuses its ParallelismConfig for ranks without GPUs; this is the one thing that is put right here.
+    For ranks without GPUs accelerate refuses ParallelismConfig and ignores an FSDP plugin; both are put right here.
     What it remembers of a process is forgotten afterwards, as ranks of these worlds serve many tests.
     """
     import accelerate
+    from accelerate.state import AcceleratorState
 
     rank, size = str(group.rank()), str(group.size())
     variables = {
@@ -33,12 +34,27 @@ def as_torchrun(group: Any) -> Iterator[None]:
         "MASTER_PORT": "0",
         "ACCELERATE_USE_CPU": "1",
     }
-    many = accelerate.Accelerator.multi_device
     forget()
-    with patch.dict(os.environ, variables):
-        accelerate.Accelerator.multi_device = property(lambda self: True)
-        try:
+    try:
+        with (
+            patch.dict(os.environ, variables),
+            patch.object(accelerate.Accelerator, "multi_device", property(lambda self: True)),
+            patch.object(AcceleratorState, "__init__", _with_fsdp(AcceleratorState.__init__)),
+        ):
             yield
-        finally:
-            accelerate.Accelerator.multi_device = many
-            forget()
+    finally:
+        forget()
+
+
+def _with_fsdp(original: Callable[..., None]) -> Callable[..., None]:
+    """AcceleratorState.__init__, which takes an FSDP plugin on ranks without GPUs too."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    return init

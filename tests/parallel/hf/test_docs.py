@@ -29,6 +29,8 @@ def run(group: Any, block: str, folder: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda i: f"{i}: {HEADINGS[i]}")
 def test_block(number: int, tmp_path: Path):
+    if "from trl import" in BLOCKS[number]:
+        pytest.importorskip("trl", reason="see test_trl.py")
     world(ranks(BLOCKS[number])).run(run, BLOCKS[number], str(tmp_path), timeout=200)
 
 

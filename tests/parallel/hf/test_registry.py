@@ -4,11 +4,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.parallel.registry import register_with_transformers
 from tests.harness import world
+from tests.parallel.support import tp_mesh
 
 from .families import model_of
+from .launch import as_torchrun
 from .parity import LEAST, MARGIN, batch, errors, perturbed, results
 
 STYLES = {
@@ -52,3 +57,21 @@ def test_the_exchange_as_an_expert_implementation(tmp_path: Path):
     model_of("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
     options = {"tp_size": 2, "ep_size": 2, "ep_implementation": "fusedtp"}
     world(2).run(loaded, "qwen3_moe", str(tmp_path), options, "moe_dispatch", timeout=120)
+
+
+def split_by_transformers(group: Any, folder: str, options: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with as_torchrun(group):
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=options)
+    models = [model, get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))]
+    for each in models:
+        with pytest.raises(ValueError, match=r"transformers has split .* already; load it without tp_plan"):
+            fusedtp.parallelize(each, tp_mesh(group))
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2, "tp_plan": "auto"}, {"fsdp_size": 2}], ids=["tp", "fsdp"])
+def test_a_model_that_transformers_has_split_is_refused(options: dict[str, Any], tmp_path: Path):
+    model_of("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    world(2).run(split_by_transformers, str(tmp_path), options, timeout=120)

@@ -1,0 +1,79 @@
+"""Attention maps of a split model, [B, heads, S, T], as users ask for them: output_attentions=True.
+
+Each rank computes the maps of its own heads. A hook on modules that hold the projections marks the maps among their
+outputs, and where the model ends, marked ones are gathered: only what is returned is communicated. A map whose mark is
+lost, because code of the model made another tensor of it or torch.compile traced it, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fusedtp.ops.tokens import gather_tokens
+
+HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+
+
+def mark_maps(modules: Iterable[nn.Module], group: str, world_size: int) -> None:
+    """Have maps marked among the outputs of modules that hold split projections, but not of what is around attention:
+
+    a layer whose MLP is split may return maps of an attention that is whole.
+    """
+    for module in modules:
+        if not any(_holds_layers(child) for child in module.children()):
+            module.register_forward_hook(partial(_mark, group=group, world_size=world_size))
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    inside = (
+        list(module.modules())[1:] if not hasattr(module, "base_layer") else []
+    )  # PEFT's linear is one layer
+    return any(p.dim() > 1 for each in inside for p in each.parameters(recurse=False))
+
+
+def _mark(module: Any, args: Any, outputs: Any, *, group: str, world_size: int) -> None:
+    if not isinstance(outputs, tuple) or torch.compiler.is_compiling():
+        return
+    for x in outputs[1:]:
+        if type(x) is Tensor and x.dim() == 4 and x.is_floating_point():
+            x._fusedtp_heads = group, world_size  # type: ignore[attr-defined]
+
+
+def gather_maps(model: Any, outputs: Any) -> Any:
+    """Outputs with marked maps gathered. Collective. Raises ValueError for attentions of which heads are missing."""
+    done = tree_map(partial(_gathered, model._fusedtp.gathered), outputs)
+    if isinstance(done, Mapping):
+        _refuse_parts(model, done, outputs)
+    return done
+
+
+def _gathered(counts: Any, x: Any) -> Any:
+    mark = getattr(x, "_fusedtp_heads", None) if type(x) is Tensor else None
+    if mark is None:
+        return x
+    group, world_size = mark
+    counts["attention maps"] += 1
+    return gather_tokens(x.movedim(1, 0), group, (x.shape[1],) * world_size).movedim(0, 1)
+
+
+def _refuse_parts(model: Any, done: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    """By the numbers of heads that the configuration names."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wanted: set[Any] = {getattr(each, name, None) for each in (config, text) for name in HEADS} - {None}
+    for key, value in done.items():
+        if "attentions" not in key or not wanted:
+            continue
+        before = tree_leaves(outputs[key])
+        for x, own in zip(tree_leaves(value), before, strict=True):
+            if isinstance(x, Tensor) and x.dim() == 4 and x is own and x.shape[1] not in wanted:
+                raise ValueError(
+                    f"{key}: this rank's {x.shape[1]} of {max(wanted)} heads, which cannot be gathered: the model made "
+                    "other tensors of them; ask for output_attentions without torch.compile"
+                )
