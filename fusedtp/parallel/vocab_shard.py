@@ -9,6 +9,9 @@ columns alike and runs on local ones, and `F.cross_entropy` exchanges two number
 holds all logits of a training step. Anything else gathers them, and is counted by its name.
 
 `argmax` over the vocabulary exchanges a value and an index a token.
+
+16-bit logits that code makes fp32 before the loss, as transformers does, are widened when something reads them. The
+loss does not: it widens them as it goes (nn/loss.py), to the same bits.
 """
 
 from __future__ import annotations
@@ -67,23 +70,44 @@ class VocabShard(Tensor):
     """See above."""
 
     columns: Columns
-    _local: Tensor
+    _local: Tensor | None  # None: of `_narrow`, when it is asked for
+    _narrow: tuple[Tensor, int] | None  # 16-bit columns that these are the fp32 of, and their version
     _changed: list[bool]  # whether an in-place operation has left the wrapper's own place in the graph behind
 
     @staticmethod
     def of(local: Tensor, columns: Columns) -> VocabShard:
         """local [..., V_r] -> logical [..., V]."""
-        changed = [False]
-        if torch.is_grad_enabled() and local.requires_grad:
-            made: VocabShard = _Wrap.apply(local, columns, changed)
-        else:
-            made = VocabShard._bare(local, columns)
-        made.columns, made._local, made._changed = columns, local, changed
+        made = VocabShard._made(local, columns, local.dtype)
+        made._local = local
         return made
+
+    @staticmethod
+    def widened(narrow: Tensor, columns: Columns) -> VocabShard:
+        """16-bit columns [..., V_r] as fp32, which are made when something reads them."""
+        made = VocabShard._made(narrow, columns, torch.float32)
+        made._narrow = narrow, narrow._version
+        return made
+
+    @staticmethod
+    def _made(own: Tensor, columns: Columns, dtype: torch.dtype) -> VocabShard:
+        changed = [False]
+        if torch.is_grad_enabled() and own.requires_grad:
+            made: VocabShard = _Wrap.apply(own, columns, dtype, changed)
+        else:
+            made = VocabShard._bare(own, columns, dtype)
+        made.columns, made._local, made._narrow, made._changed = columns, None, None, changed
+        return made
+
+    @property
+    def narrow_local(self) -> Tensor | None:
+        """The 16-bit columns that this is the fp32 of, if nothing has read or changed it yet."""
+        return None if self._narrow is None or self._local is not None else self._narrow[0]
 
     @property
     def local(self) -> Tensor:
         """[..., V_r], with its graph, also where an autograd.Function of others has put out the wrapper."""
+        if self._local is None:
+            self._local = self._widen()
         with torch._C.DisableTorchFunctionSubclass():
             outside = self.requires_grad and not self._local.requires_grad
         if not outside:
@@ -91,12 +115,18 @@ class VocabShard(Tensor):
         own: Tensor = _Unwrap.apply(self)
         return own
 
+    def _widen(self) -> Tensor:
+        assert self._narrow is not None
+        narrow, version = self._narrow
+        if narrow._version != version:
+            raise RuntimeError("16-bit logits were changed in place after float() of them; clone them first")
+        with torch.set_grad_enabled(narrow.requires_grad):
+            return narrow.float()
+
     @staticmethod
-    def _bare(local: Tensor, columns: Columns) -> VocabShard:
-        shape = (*local.shape[:-1], columns.vocab_size)
-        made: VocabShard = Tensor._make_wrapper_subclass(
-            VocabShard, shape, dtype=local.dtype, device=local.device
-        )
+    def _bare(own: Tensor, columns: Columns, dtype: torch.dtype) -> VocabShard:
+        shape = (*own.shape[:-1], columns.vocab_size)
+        made: VocabShard = Tensor._make_wrapper_subclass(VocabShard, shape, dtype=dtype, device=own.device)
         return made
 
     def full_tensor(self, why: str = "full_tensor") -> Tensor:
@@ -135,17 +165,19 @@ class _Wrap(Function):
     """local -> wrapper. A gradient that comes here has gone around `local`."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, columns: Columns, changed: list[bool]) -> VocabShard:
+    def forward(
+        ctx: Any, own: Tensor, columns: Columns, dtype: torch.dtype, changed: list[bool]
+    ) -> VocabShard:
         ctx.columns, ctx.changed = columns, changed
-        return VocabShard._bare(local, columns)
+        return VocabShard._bare(own, columns, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.changed[0]:
             raise RuntimeError("a VocabShard was changed in place and then used by an autograd.Function")
         if isinstance(grad, VocabShard):
-            return grad._local, None, None
-        return ctx.columns.own(grad), None, None
+            return grad.local, None, None, None
+        return ctx.columns.own(grad), None, None, None
 
 
 class _Unwrap(Function):
@@ -154,6 +186,7 @@ class _Unwrap(Function):
     @staticmethod
     def forward(ctx: Any, x: VocabShard) -> Tensor:
         ctx.columns = x.columns
+        assert x._local is not None
         return x._local.view_as(x._local)
 
     @staticmethod
@@ -229,6 +262,24 @@ def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return VocabShard.of(done, like.columns)
 
 
+def _cast(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """float() and to(float32) of 16-bit logits wait until something reads them."""
+    x, words = args[0], {*args[1:], *kwargs.values()}
+    wide = words == {torch.float32} or (not words and getattr(func, "__name__", "") == "float")
+    if not wide or not isinstance(x, VocabShard) or x.dtype not in (torch.bfloat16, torch.float16):
+        return _elementwise(func, args, kwargs)
+    own = x.local
+    return _elementwise(func, args, kwargs) if own.is_inference() else VocabShard.widened(own, x.columns)
+
+
+def _as_before(x: VocabShard, change: Callable[[Tensor], Tensor]) -> VocabShard:
+    """The same change of every column; widened logits stay so."""
+    narrow = x.narrow_local
+    if narrow is None:
+        return VocabShard.of(change(x.local), x.columns)
+    return VocabShard.widened(change(narrow), x.columns)
+
+
 def _arranged(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """view and reshape that keep the vocabulary the last dimension."""
     x, *shape = args
@@ -242,7 +293,7 @@ def _arranged(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if rows == 0:
         return NotImplemented
     lead = [rows // -math.prod(shape[:-1]) if n == -1 else n for n in shape[:-1]]
-    return VocabShard.of(x.local.reshape(*lead, x.local.shape[-1]), x.columns)
+    return _as_before(x, lambda own: own.reshape(*lead, own.shape[-1]))
 
 
 def _indexed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -258,7 +309,7 @@ def _indexed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if len(index) == x.dim() and index[-1] != slice(None):
         return NotImplemented
-    return VocabShard.of(func(x.local, of_lead), x.columns)
+    return _as_before(x, lambda own: func(own, of_lead))
 
 
 def _squeezed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -293,7 +344,9 @@ def _cross_entropy(
         if target.is_floating_point() or isinstance(target, TokenShard):
             return NotImplemented
         at = input.columns
-        losses = vocab_parallel_losses(input.local, target, at.group, ignore_index, vocab_size=at.vocab_size)
+        own = input.narrow_local
+        own = input.local if own is None else own
+        losses = vocab_parallel_losses(own, target, at.group, ignore_index, vocab_size=at.vocab_size)
         losses = losses.to(input.dtype)
         if reduction == "none":
             return losses
@@ -326,6 +379,7 @@ def _argmax(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("float", "to"), _cast),
     **dict.fromkeys(("view", "reshape"), _arranged),
     **dict.fromkeys(("squeeze", "unsqueeze"), _squeezed),
     "getitem": _indexed,

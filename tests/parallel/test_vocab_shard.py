@@ -121,6 +121,55 @@ def test_cross_entropy(world_size: int, vocab: int, seed: int, reduction: str, i
     compare(world_size, full, program, gathers=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("between", [None, (2, 0), "scale"])
+def test_the_loss_of_widened_logits_has_the_same_bits_and_makes_no_wide_ones(
+    dtype: torch.dtype, between: Any
+):
+    full = torch.randn(2, 3, 7).to(dtype)
+    labels = torch.tensor([0, 6, -100, 3, 3, 1])
+
+    def loss_of(group: Any, by_hand: bool) -> tuple[Tensor, Tensor, bool]:
+        rank, world = group.rank(), communicator(group)
+        own = full.split(split(7, 2), -1)[rank].clone().requires_grad_()
+        columns = Columns(world.name, rank, 2, 7, Counter())
+        if by_hand:
+            wide = VocabShard.of(own.float(), columns)
+        else:
+            narrow = VocabShard.of(own, columns)
+            wide = narrow.float() if rank else narrow.to(torch.float32)
+        assert wide.dtype == torch.float32 and wide.shape == (2, 3, 7)
+        if between == "scale":
+            wide = wide * 3.0
+        flat = wide.view(-1, 7) if between != (2, 0) else wide[:, :].reshape(6, 7)
+        loss = F.cross_entropy(flat, labels)
+        loss.backward()
+        return loss.detach(), own.grad, flat.narrow_local is not None
+
+    for rank in range(2):
+        lazy, by_hand = (
+            VirtualWorld(2).run(lambda group, eager=eager: loss_of(group, eager))[rank]
+            for eager in (False, True)
+        )
+        assert torch.equal(lazy[0], by_hand[0]) and torch.equal(lazy[1], by_hand[1])
+        assert lazy[2] == (between != "scale") and not by_hand[2]
+
+
+def test_widened_logits_are_what_they_were_when_they_are_read():
+    own = torch.randn(3, 4).bfloat16().requires_grad_()
+    columns = Columns("", 0, 1, 4, Counter())
+    wide = VocabShard.of(own, columns).float()
+    with torch.no_grad():
+        assert torch.equal(wide.local, own.float()) and wide.narrow_local is None
+    (wide * 2.0).local.sum().backward()  # read without a graph first: the graph is there all the same
+    assert torch.equal(own.grad, torch.full_like(own, 2.0))
+    changed = own.detach().clone()
+    late = VocabShard.of(changed, columns).float()
+    changed.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place after float"):
+        _ = late.local
+
+
 def test_a_loss_with_smoothing_or_weights_gathers():
     labels = torch.tensor([0, 3, 2, 1, 4, 0])
 
