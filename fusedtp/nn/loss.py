@@ -193,12 +193,14 @@ def local_gradient(
         return gradient
     here, column = _is_here(labels, start, logits.shape[1])
     at_label, ignored = -scale.masked_fill(~here, 0.0), scale == 0
+    none = not ignored.is_cuda and not ignored.any()
     for rows in _row_chunks(logits):
         part = logits[rows].to(lse.dtype)
         same = part.dtype == gradient.dtype
         part = torch.sub(part, lse[rows, None], out=gradient[rows] if same else None)
         part.exp_().mul_(scale[rows, None]).scatter_add_(1, column[rows, None], at_label[rows, None])
-        part.masked_fill_(ignored[rows, None], 0.0)
+        if not none:
+            part.masked_fill_(ignored[rows, None], 0.0)
         if not same:
             gradient[rows] = part
     return gradient
