@@ -13,8 +13,8 @@ from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.plan import ways_of
 from fusedtp.train.config import TrainConfig, sharing_faults
-from fusedtp.train.options import VOCAB_SIZE
 from fusedtp.train.shard import empty_shards, shard
+from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -24,7 +24,7 @@ def model_config(config: TrainConfig) -> ModelConfig:
     """The library's configuration for these options."""
     model = config.model
     return ModelConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=tokenizer_of(config.data.tokenizer).vocab_size,
         hidden_size=model.width,
         intermediate_size=model.mlp_width,
         num_hidden_layers=model.layers,
@@ -65,7 +65,7 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
     """
     model = config.model
-    if dp < 2 or model.faults() or not heads_split(tp, model.heads, model.kv_heads):
+    if dp < 2 or model.faults() or config.data.faults() or not heads_split(tp, model.heads, model.kv_heads):
         return []
     if model.experts and sharing_faults(config, dp, tp):
         return []

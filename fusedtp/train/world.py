@@ -12,7 +12,7 @@ group of its own on gloo, so that neither occupies a GPU nor runs into the colle
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -45,6 +45,7 @@ class World:
     mesh: DeviceMesh | None = None
     flat: Mapping[str, DeviceMesh] = field(default_factory=dict)
     host_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
 
     @property
     def size(self) -> int:
@@ -90,6 +91,13 @@ class World:
         if self.dp_mesh is not None:
             dist.all_reduce(value, group=self.dp_mesh.get_group())
         return value.item() / self.dp
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Of every value the largest that a rank has. Collective, over host memory."""
+        found = torch.tensor([int(value) for value in values])
+        if self.host_group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
+        return [int(value) for value in found]
 
     def wait_for_all(self) -> None:
         """Return when all ranks are here; names those that are missing after LONG_WAIT."""
@@ -173,6 +181,6 @@ def world_of(dp: int, tp: int, device: str, ep: int | None = None) -> Iterator[W
     )
     ep = ep or tp
     mesh, flat = meshes(device, dp, tp, ep)
-    host_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, host_group)
+    on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
+    yield World(dp, tp, ep, place.rank, here, mesh, flat, *on_host)
     dist.destroy_process_group()
