@@ -28,10 +28,10 @@ help: ## list the targets
 venv: $(INSTALLED) ## make .venv and install what the constraints pin
 
 train: venv ## train a small Transformer, tensor parallel, and check it against one process
-	$(BIN)/fusedtp train --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/fusedtp train --replace --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
 train-moe: venv ## train a small mixture of experts on two ranks, and check it against one process
-	$(BIN)/fusedtp train --name moe --experts 16 --top-k 2 --expert-width 176 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/fusedtp train --replace --name moe --experts 16 --top-k 2 --expert-width 176 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
 finetune: venv ## train a Hugging Face model on text, two tensor-parallel ranks, and check it against one process
 	$(BIN)/fusedtp finetune --verify $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) $(ARGS)
