@@ -296,7 +296,8 @@ def _sync(folder: Path) -> None:
 def _remove(path: Path) -> None:
     """A checkpoint: no moment shows a part of it under its name."""
     old = path.with_name(path.name.replace(_STEP, _OLD))
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        shutil.rmtree(old)
     path.rename(old)
     shutil.rmtree(old)
 
