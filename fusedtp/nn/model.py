@@ -128,7 +128,7 @@ class CausalLM(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        num_labels: int | Tensor | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
         return_logits: bool = False,
     ) -> CausalLMOutput:
@@ -173,7 +173,7 @@ class CausalLM(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         layout: TokenLayout,
-        num_labels: int | Tensor | float | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
         """The loss, routers' losses included, of hidden states [T_r, H] and labels [B, S]; see forward."""
@@ -195,7 +195,7 @@ class CausalLM(nn.Module):
         logits: Tensor,
         labels: Tensor,
         layout: TokenLayout,
-        num_labels: int | Tensor | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
         """Mean loss over the labels [T] of all ranks, the same on all ranks."""
@@ -226,7 +226,7 @@ class CausalLM(nn.Module):
         loss: Tensor,
         layout: TokenLayout,
         labels: Tensor,
-        num_labels: int | Tensor | None,
+        num_labels: int | float | Tensor | None,
         ignore_index: int,
     ) -> Tensor:
         """Plus the routers' losses; of a microbatch its share, by labels, so that a step has one mean of them."""
@@ -264,7 +264,7 @@ class CausalLM(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         layout: TokenLayout,
-        num_labels: int | Tensor | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
         """compute_loss of compute_logits, with never more than `max_logits_bytes` of logits."""

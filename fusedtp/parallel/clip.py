@@ -20,11 +20,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     others: dist.ProcessGroup | None = None,
+    uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm is that of the whole model. Collective.
 
         parameters   a module, or parameters: DTensors on any meshes, and plain tensors, together
         others       ranks that hold other parameters of the model: pipeline stages
+        uncounted    of the parameters, those that another of these ranks holds too, and counts; they are scaled alike
         return       the norm before, a plain fp32 (fp64 for fp64 gradients) scalar, the same on all ranks
 
     Each parameter counts once: shards are summed over the mesh dimensions that shard them, replicas are not; plain
@@ -37,7 +39,9 @@ def clip_grad_norm_(
         parameters = [parameters]
     unique = {id(p): p for p in parameters}.values()
     gradients = [p.grad for p in unique if p.grad is not None]
-    total = total_norm(gradients, float(norm_type), others)
+    left_out = {id(p) for p in uncounted}
+    counted = [p.grad for p in unique if p.grad is not None and id(p) not in left_out]
+    total = total_norm(counted, float(norm_type), others)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}; they cannot be clipped to {max_norm}"

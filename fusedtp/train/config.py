@@ -26,6 +26,7 @@ from fusedtp.train.options import (
     ParallelOptions,
     RunOptions,
 )
+from fusedtp.train.stages import SPLIT_BACKWARD, V_SHAPED, pipeline_faults
 
 CONFIG = "config.json"  # of a run's folder
 
@@ -89,6 +90,8 @@ def _parse(argv: list[str], default: TrainConfig) -> TrainConfig:
 def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]:
     """(dp, tp) for `ranks` processes, `local_ranks` to a machine: tp stays inside a machine."""
     tp, dp = config.parallel.tp, config.parallel.dp
+    pp = max(1, config.parallel.pp)
+    ranks, local_ranks = ranks // pp, max(1, min(local_ranks, ranks // pp))
     if tp is None:
         tp = local_ranks if dp is None else max(1, ranks // max(1, dp))
     if dp is None:
@@ -107,12 +110,40 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             "divide the kv heads or be a multiple of them; "
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
+    found += stages_faults(config, dp)
     if model.experts > 0 and min(dp, tp) > 0:
         found += sharing_faults(config, dp, tp)
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
             f"--batch {data.batch} does not divide over {dp} data-parallel ranks "
             f"x {data.accumulate} microbatches"
+        )
+    return found
+
+
+def stages_faults(config: TrainConfig, dp: int) -> list[str]:
+    """Whether the model can be run as a pipeline as asked."""
+    parallel = config.parallel
+    if (
+        parallel.pp < 2
+        or parallel.virtual_stages < 1
+        or config.data.accumulate < 1
+        or config.model.layers < 1
+    ):
+        return []
+    found = pipeline_faults(
+        parallel.schedule, parallel.pp, parallel.virtual_stages, config.model.layers, config.data.accumulate
+    )
+    if config.model.experts > 0:
+        found.append("--experts with --pp: the routers' losses would reach no other stage; use --ep or --tp")
+    if dp > 1 and parallel.schedule in SPLIT_BACKWARD:
+        found.append(
+            f"--schedule {parallel.schedule} with --dp {dp}: FSDP2 does not shard gradients that come in two passes; "
+            "use interleaved_1f1b"
+        )
+    if dp > 1 and config.model.tie_embeddings and parallel.schedule in V_SHAPED:
+        found.append(
+            f"--schedule {parallel.schedule} with --dp {dp} and --tie-embeddings: two FSDP units share a weight"
         )
     return found
 

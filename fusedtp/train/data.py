@@ -158,10 +158,10 @@ class Batches:
         self.samples += self.batch
         return self._split(self.train, self.train.starts(self.seed, numbers), self.accumulate)
 
-    def validation(self, count: int) -> Iterator[Microbatch]:
-        """This rank's part of `count` batches of held-out text, the same ones every time."""
+    def validation(self, count: int, pieces: int = 1) -> Iterator[Microbatch]:
+        """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time."""
         for starts in self.held_out.spread(count * self.batch).reshape(count, -1):
-            yield from self._split(self.held_out, starts, 1)
+            yield from self._split(self.held_out, starts, pieces)
 
     def prompt(self, size: int) -> list[int]:
         """The first tokens of the held-out text."""

@@ -9,18 +9,29 @@ from torch.distributed.fsdp import FSDPModule
 
 from fusedtp.nn import CausalLM, generate
 from fusedtp.train.data import Microbatch
+from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
 TEMPERATURE = 0.8
 
 
-def validation_loss(model: CausalLM, batches: Iterable[Microbatch], world: World) -> float:
-    """Mean loss in nats a token over this rank's batches, then over the data-parallel ranks."""
+def validation_loss(
+    model: CausalLM,
+    batches: Iterable[Microbatch],
+    world: World,
+    pipeline: Pipeline | None = None,
+    pieces: int = 1,
+) -> float:
+    """Mean loss in nats a token over this rank's batches, in `pieces` each, then over the data-parallel ranks."""
     model.eval()
     with torch.no_grad():
-        losses = [model(**batch.arguments()).loss.float() for batch in batches]
+        every = list(batches)
+        if pipeline is None:
+            losses = [model(**batch.arguments()).loss.float() for batch in every]
+        else:
+            losses = [pipeline.evaluate(every[i : i + pieces]) for i in range(0, len(every), pieces)]
     model.train()
-    return world.mean(torch.stack(losses).mean())
+    return world.mean(torch.stack(losses).sum() * pieces / len(every))
 
 
 def sample(model: CausalLM, prompt: list[int], size: int, *, length: int, seed: int) -> list[int]:

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     ranks, local_ranks = place[2:] if place else 2 * (default_ranks(config),)
     dp, tp = layout(config, ranks, local_ranks)
     if place is None:
-        ranks = local_ranks = dp * tp
+        ranks = local_ranks = config.parallel.pp * dp * tp
     found = faults(config, dp, tp) + shard_faults(config, dp, tp)
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
@@ -69,18 +69,22 @@ def main(argv: list[str]) -> int:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """The default number of ranks: two on CPU, one a GPU otherwise."""
+    """The default number of ranks: two on CPU, one a GPU otherwise; at least one a pipeline stage."""
+    pp = max(1, config.parallel.pp)
     if config.parallel.tp is not None:
-        return max(1, config.parallel.tp * (config.parallel.dp or 1))
-    return max(1, torch.cuda.device_count()) if device_type(config.run.device) == "cuda" else 2
+        return max(1, pp * config.parallel.tp * (config.parallel.dp or 1))
+    here = torch.cuda.device_count() if device_type(config.run.device) == "cuda" else 2
+    return max(pp, here - here % pp, 1)
 
 
 def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_ranks: int) -> list[str]:
     """What this machine, its files or the number of started ranks cannot do."""
     found = []
     device = device_type(config.run.device)
-    if min(dp, tp) > 0 and dp * tp != ranks:
-        found.append(f"--dp {dp} x --tp {tp} are {dp * tp} ranks, but {ranks} were started")
+    pp = config.parallel.pp
+    if min(pp, dp, tp) > 0 and pp * dp * tp != ranks:
+        asked = (f"--pp {pp} x " if pp > 1 else "") + f"--dp {dp} x --tp {tp}"
+        found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
     if device == "cuda" and torch.cuda.device_count() < local_ranks:
         found.append(
             f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer"
@@ -156,7 +160,9 @@ def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
     """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
-        with world_of(dp, tp, device_type(config.run.device), config.parallel.ep) as world:
+        with world_of(
+            dp, tp, device_type(config.run.device), config.parallel.ep, config.parallel.pp
+        ) as world:
             with sole_writer(config.run.folder) if place.rank == 0 else nullcontext():
                 if place.rank == 0 and not config.run.resume:
                     replace_outputs(config.run.folder)

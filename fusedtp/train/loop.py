@@ -28,6 +28,7 @@ from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.metrics import Metrics
 from fusedtp.train.optim import adamw, set_learning_rate
+from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
 FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
@@ -44,9 +45,10 @@ class Trainer:
         world: World,
         metrics: Metrics,
         saver: Saver | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.batches, self.config, self.world = model, batches, config, world
-        self.metrics, self.saver, self.step = metrics, saver, 0
+        self.metrics, self.saver, self.pipeline, self.step = metrics, saver, pipeline, 0
         self.optimizer = adamw(model, config.optim, fused=True)
         self.load = ExpertLoad(model, world, config.model.balance_bias)
         self.state = TrainingState(
@@ -58,22 +60,34 @@ class Trainer:
         options, world = self.config.optim, self.world
         while self.step < options.steps:
             rate = set_learning_rate(self.optimizer, options, self.step)
-            loss = backward(self.model, self.batches, self.step, self.load, self.config.run.seed)
-            norm = clip_grad_norm_(
-                self.model, options.clip
-            ).item()  # returns when all of the step's kernels have run,
-            world.check()  # so that one which failed is found before it reaches a parameter
+            loss = backward(
+                self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline
+            )
+            norm = self.clip()  # returns when all of the step's kernels have run, so that
+            world.check()  # one which failed is found before it reaches a parameter
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.metrics.step(self.step, loss=world.mean(loss), grad_norm=norm, lr=rate, **self.load.step())
             self.step += 1
             last = self.step == options.steps
             if self.step % self.config.run.val_every == 0 or last:
-                held_out = self.batches.validation(self.config.data.val_batches)
-                self.metrics.validation(self.step - 1, validation_loss(self.model, held_out, world))
+                self.metrics.validation(self.step - 1, self.validate())
             if self.saver is not None and self.saver.after(self.step, self.state, last):
                 return last
         return True
+
+    def clip(self) -> float:
+        """Clip the gradients of the whole model; their norm before."""
+        limit, of = self.config.optim.clip, self.pipeline
+        if of is None:
+            return clip_grad_norm_(self.model, limit).item()
+        return clip_grad_norm_(self.model, limit, others=of.group, uncounted=of.uncounted).item()
+
+    def validate(self) -> float:
+        """The loss on held-out text."""
+        pieces = 1 if self.pipeline is None else self.config.data.accumulate
+        held_out = self.batches.validation(self.config.data.val_batches, pieces)
+        return validation_loss(self.model, held_out, self.world, self.pipeline, pieces)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -82,8 +96,17 @@ class Trainer:
         self.step = state_dict["step"]
 
 
-def backward(model: CausalLM, batches: Batches, step: int, load: ExpertLoad, seed: int) -> Tensor:
+def backward(
+    model: CausalLM,
+    batches: Batches,
+    step: int,
+    load: ExpertLoad,
+    seed: int,
+    pipeline: Pipeline | None = None,
+) -> Tensor:
     """Accumulate the gradients of a step, and its experts' load; return its loss: a mean over ranks is that of all."""
+    if pipeline is not None:
+        return pipeline.step(list(batches.step()), seed, step)
     total = torch.zeros((), device=batches.device)
     for batch in batches.step():
         model.set_dropout(seed, step, batch.first_token)

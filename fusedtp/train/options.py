@@ -159,7 +159,22 @@ class OptimOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How ranks share the model and the batch: data parallel x tensor parallel on one device mesh."""
+    """How ranks share the model and the batch: pipeline x data parallel x tensor parallel on one device mesh."""
+
+    pp: int = 1
+    """Pipeline ranks; each holds some of the layers. --accumulate is the number of microbatches."""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "looped_bfs",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    """In which order stages take microbatches forward and backward."""
+    virtual_stages: int = 2
+    """Stages of a rank in the looped schedules: looped_bfs, interleaved_1f1b, interleaved_zero_bubble."""
 
     tp: int | None = None
     """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
@@ -178,6 +193,8 @@ class ParallelOptions:
         return [
             f"--{name} {value} is not positive"
             for name, value in (
+                ("pp", self.pp),
+                ("virtual-stages", self.virtual_stages),
                 ("tp", self.tp),
                 ("dp", self.dp),
                 ("ep", self.ep),

@@ -49,12 +49,20 @@ def summarize(
         "tokens_per_step": metrics.tokens,
         "parameters": parameters,
         "world_size": world.size,
+        "pp": world.pp,
         "dp": world.dp,
         "tp": world.tp,
+        "layout": layout_in_words(world),
         "device": world.device.type,
         "dtype": config.run.dtype,
         "engines": engines,
     }
+
+
+def layout_in_words(world: World) -> str:
+    """Such as: 2 pipeline x 1 data parallel x 2 tensor parallel."""
+    pipeline = f"{world.pp} pipeline x " if world.pp > 1 else ""
+    return f"{pipeline}{world.dp} data parallel x {world.tp} tensor parallel"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -95,8 +103,7 @@ def show(
         "validation loss": f"{summary['val_loss']:.3f} nats/{unit}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s",
         "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
-        "ranks": f"{summary['dp']} data parallel x {summary['tp']} tensor parallel, {summary['device']}, "
-        f"{summary['dtype']}",
+        "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
     }
     rows |= {
         name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())

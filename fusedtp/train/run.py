@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from fusedtp.nn import CausalLM
 from fusedtp.train import experts, report
-from fusedtp.train.build import build
+from fusedtp.train.build import build_stages, model_config
 from fusedtp.train.checkpoint import CheckpointError, Checkpoints
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
@@ -45,21 +46,25 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
         documents=data.documents,
     )
     torch.manual_seed(config.run.seed + world.rank)  # torch's own dropout must differ from rank to rank
-    model = build(config, world)
-    parameters, tokenizer = model.num_parameters(), tokenizer_of(data.tokenizer)
+    model, pipeline = build_stages(config, world)
+    parameters = CausalLM(model_config(config), device="meta").num_parameters()
+    tokenizer = tokenizer_of(data.tokenizer)
     unit = "byte" if data.tokenizer is None else "token"
     console.print(
-        f"{parameters:,} parameters, {world.dp} data parallel x {world.tp} tensor parallel on "
-        f"{world.device.type}, {len(batches.train.tokens):,} {unit}s of text",
+        f"{parameters:,} parameters, {report.layout_in_words(world)} on {world.device.type}, "
+        f"{len(batches.train.tokens):,} {unit}s of text",
         highlight=False,
     )
+    if pipeline is not None:
+        parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
+        console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
 
     def tell(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
         note_incident(folder, line)
 
     saver = saver_of(config, world, tokens, tell)
-    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver)
+    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
         report.write_json(folder / CONFIG, config.to_dict())
@@ -76,7 +81,9 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
         return
     engines = world.engine_calls()
     prompt = batches.prompt(PROMPT_TOKENS)
-    written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
+    written = None
+    if pipeline is None:  # else `fusedtp generate` does, from the checkpoint
+        written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
     verification = None
     if config.run.verify:
         console.print(
@@ -91,7 +98,8 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
         if config.model.experts:
             experts.plot(folder / "experts.png", metrics.steps)
         report.show(console, summary, verification, unit)
-        report.show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
+        if written is not None:
+            report.show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
         console.print(f"written to {folder}", highlight=False)
     world.wait_for_all()
     if verification is not None and not verification.passed:
@@ -111,13 +119,18 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
         asynchronous=options.async_save,
     )
     checkpoints.tidy()
+    mesh = {"pp": world.pp, "dp": world.dp, "tp": world.tp}
     return Saver(
         checkpoints,
         world,
         every=options.save_every,
         failure_seconds=3600 * options.failure_hours,
         stop_on_error=options.on_save_error == "stop",
-        about={"config": config.to_dict(), "tokens": tokens.name, "mesh": {"dp": world.dp, "tp": world.tp}},
+        about={
+            "config": config.to_dict(),
+            "tokens": tokens.name,
+            "mesh": mesh,
+        },
         tell=tell,
     )
 

@@ -1,9 +1,9 @@
 """Pipeline stages: consecutive layers of a model on each rank of "pp", and torch's schedules that run them.
 
-    model on meta --parallelize(tp)--> cut --> this rank's layers --shard(dp)--> memory --init_--> Pipeline.step(batches)
+    model on meta --parallelize(tp)--> cut, prune_ --> this rank's layers --shard(dp)--> memory --init_--> Pipeline.step
 
-A stage hands on what a layer makes: this tensor-parallel rank's tokens [T_r, H], a plain tensor. The first stage embeds,
-the last one makes the loss; every rank reads the whole batch, so that masks, positions and labels need no transfer.
+A stage hands on what a layer makes: this tensor-parallel rank's tokens [T_r, H], a plain tensor. The first stage
+embeds, the last makes the loss; every rank reads the whole batch, so that masks, positions and labels need no transfer.
 Parameters keep the names that they have in the whole model, so that a checkpoint of any mesh loads on any other.
 
     single    gpipe, 1f1b                                              stage = rank
@@ -11,15 +11,15 @@ Parameters keep the names that they have in the whole model, so that a checkpoin
     v         zbv_zero_bubble, dualpipev                               stages rank and 2 pp - 1 - rank
 
 Note [Tied embeddings]
-Where the head is the embedding and the first and the last stage lie on two ranks, both hold it: as `embed_tokens.weight`,
-on the last one too. Each makes a part of its gradient; they are summed after backward, and count once in the norm.
+Where the head is the embedding and the first and the last stage lie on two ranks, both hold it, the last one too as
+`embed_tokens.weight`. Each makes a part of its gradient; they are summed after backward, and count once in the norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def cut(layers: Sequence[float], head: float, stages: int) -> list[range]:
     for n in range(stages, 0, -1):
         ends.append(best[n][ends[-1]][1])
     ends.reverse()
-    return [range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
@@ -105,20 +105,22 @@ def stage_count(schedule: str, pp: int, virtual: int = 2) -> int:
     return len(stages_of(schedule, pp, 0, virtual)) * pp
 
 
-def faults(schedule: str, pp: int, virtual: int, layers: int, microbatches: int) -> list[str]:
+def pipeline_faults(schedule: str, pp: int, virtual: int, layers: int, microbatches: int) -> list[str]:
     """Why a pipeline cannot be run so."""
     if pp < 2:
         return []
     found, count = [], stage_count(schedule, pp, virtual)
     if count > layers:
-        found.append(f"--schedule {schedule} with --pp {pp} has {count} stages, more than {layers} layers")
+        found.append(f"--schedule {schedule} with --pp {pp} has {count} stages, more than --layers {layers}")
     least = 2 * pp if schedule == "dualpipev" else pp
     if microbatches < least:
         found.append(
             f"--schedule {schedule} with --pp {pp} needs at least {least} --microbatches, not {microbatches}"
         )
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % pp:
-        found.append(f"--schedule {schedule} needs --microbatches that --pp {pp} divides, not {microbatches}")
+        found.append(
+            f"--schedule {schedule} needs an --accumulate that --pp {pp} divides, not {microbatches}"
+        )
     return found
 
 
@@ -316,16 +318,7 @@ class Pipeline:
                 found = group
         return found if self.has_first or self.has_last else None
 
-    @contextmanager
-    def counted_once(self) -> Iterator[None]:
-        """Within, a gradient that two ranks hold is there on the first alone."""
-        hidden = self.tied is not None and not self.has_first
-        weight = self.model.embed_tokens.weight if hidden else None
-        gradient = weight.grad if weight is not None else None
-        if weight is not None:
-            weight.grad = None
-        try:
-            yield
-        finally:
-            if weight is not None:
-                weight.grad = gradient
+    @property
+    def uncounted(self) -> list[Tensor]:
+        """Parameters of this rank that the norm of the gradients counts on another."""
+        return [] if self.tied is None or self.has_first else [self.model.embed_tokens.weight]

@@ -76,8 +76,7 @@ def pipelined(
             name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
             for name, p in model.named_parameters()
         }
-        with pipeline.counted_once():
-            norm = clip_grad_norm_(model, 1e9, others=pipeline.group)
+        norm = clip_grad_norm_(model, 1e9, others=pipeline.group, uncounted=pipeline.uncounted)
         found.append((loss.item(), gradients, norm.item()))
         for p in model.parameters():
             p.grad = None
