@@ -115,7 +115,7 @@ def pipeline_faults(schedule: str, pp: int, virtual: int, layers: int, microbatc
     least = 2 * pp if schedule == "dualpipev" else pp
     if microbatches < least:
         found.append(
-            f"--schedule {schedule} with --pp {pp} needs at least {least} --microbatches, not {microbatches}"
+            f"--schedule {schedule} with --pp {pp} needs at least {least} --accumulate microbatches, not {microbatches}"
         )
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % pp:
         found.append(
@@ -178,6 +178,19 @@ def prune_(model: CausalLM, parts: Sequence[range], here: Sequence[int]) -> None
         model.norm, model.lm_head = nothing, nothing
 
 
+def _arguments(batches: Sequence[Microbatch], seed: int, step: int) -> dict[str, Any]:
+    """What every stage takes beside hidden states, microbatches one behind the other."""
+    found: dict[str, Any] = {
+        "labels": torch.cat([batch.labels for batch in batches]),
+        "dropout": torch.stack([dropout_state(seed, step, batch.first_token) for batch in batches]),
+        "num_labels": batches[0].num_labels,
+    }
+    for name in ("positions", "document_ids"):
+        if getattr(batches[0], name) is not None:
+            found[name] = torch.cat([getattr(batch, name) for batch in batches])
+    return found
+
+
 # -- the pipeline ------------------------------------------------------------------------------------------------------
 
 
@@ -217,53 +230,60 @@ class Pipeline:
         Microbatches must be of one shape; from one step to the next it may change.
         """
         losses: list[Tensor] = []
-        self._run(batches, seed, step, losses, backward=True)
+        arguments = _arguments(batches, seed, step)
+        if self.has_last:
+            arguments |= {"target": arguments["labels"], "losses": losses}
+        ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
+        self._schedule_for(batches).step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:
             gradient = self.model.embed_tokens.weight.grad
             assert gradient is not None
-            dist.all_reduce(
-                gradient._local_tensor if isinstance(gradient, DTensor) else gradient, group=self.tied
-            )
+            own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(own, group=self.tied)
         return self._everywhere(losses)
 
+    @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """The sum of the microbatches' losses, without gradients, the same on all ranks of the pipeline. Collective."""
+        """The sum of the microbatches' losses, without gradients, the same on all ranks of the pipeline. Collective.
+
+        torch's V-shaped schedules cannot go forward alone (2.13): microbatches go through the stages one by one.
+        """
         losses: list[Tensor] = []
-        self._run(batches, 0, 0, losses, backward=False)
+        holders = {i: rank for rank in range(self.mesh.size()) for i in self._stages_of(rank)}
+        own, last = self.mesh.get_local_rank(), len(self.parts) - 1
+        for batch in batches:
+            arguments, kept = _arguments([batch], 0, 0), batch.input_ids
+            for index in sorted(self.stages):
+                if index and holders[index - 1] != own:
+                    kept = self._edge(tuple(batch.input_ids.shape))
+                    dist.recv(kept, group=self.group, group_src=holders[index - 1])
+                kept = self.stages[index](kept, **arguments)
+                if index < last and holders[index + 1] != own:
+                    dist.send(kept, group=self.group, group_dst=holders[index + 1])
+            if self.has_last:
+                losses.append(kept.sum())
         return self._everywhere(losses)
 
-    def _run(
-        self, batches: Sequence[Microbatch], seed: int, step: int, losses: list[Tensor], backward: bool
-    ) -> None:
-        schedule = self._schedule_for(batches)
-        kwargs: dict[str, Any] = {
-            "labels": torch.cat([batch.labels for batch in batches]),
-            "dropout": torch.stack([dropout_state(seed, step, batch.first_token) for batch in batches]),
-            "num_labels": batches[0].num_labels,
-        }
-        for name in ("positions", "document_ids"):
-            if getattr(batches[0], name) is not None:
-                kwargs[name] = torch.cat([getattr(batch, name) for batch in batches])
-        args = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
-        if self.has_last:
-            kwargs |= {"target": kwargs["labels"], "losses": losses}
-        if backward:
-            schedule.step(*args, return_outputs=False, **kwargs)
-        else:
-            with torch.no_grad():
-                schedule.eval(*args, **kwargs)
+    def _stages_of(self, rank: int) -> list[int]:
+        return stages_of(self.schedule, self.mesh.size(), rank, len(self.here))
+
+    def _edge(self, shape: tuple[int, ...], device: str | torch.device | None = None) -> Tensor:
+        """Room for what one stage hands the next for microbatches of this shape: [T_r, H]."""
+        model = self.model
+        sizes = model.layout(torch.zeros(shape, dtype=torch.int64, device=self.device)).sizes
+        rows = sizes[model.token_split[0]] if sizes else shape[0] * shape[1]
+        size = (rows, model.config.hidden_size)
+        return torch.empty(size, dtype=model.config.compute_dtype, device=device or self.device)
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
-        device = self.parameters_device()
-        total = (
-            torch.stack([loss.detach() for loss in losses]).sum()
-            if losses
-            else torch.zeros((), device=device)
-        )
+        """The sum of the losses, which the rank of the last stage has."""
+        nothing = torch.zeros((), device=self.device)
+        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else nothing
         dist.all_reduce(total, group=self.group)
         return total
 
-    def parameters_device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def _schedule_for(self, batches: Sequence[Microbatch]) -> Any:
@@ -287,20 +307,12 @@ class Pipeline:
         return self._schedules[key]
 
     def _torch_stage(self, index: int, shape: tuple[int, ...]) -> PipelineStage:
-        model, config = self.model, self.model.config
-        device = self.parameters_device()
-        layout_sizes = model.layout(torch.zeros(shape, dtype=torch.int64, device=device)).sizes
-        rows = layout_sizes[model.token_split[0]] if layout_sizes else shape[0] * shape[1]
-
-        def meta(*size: int, dtype: torch.dtype = config.compute_dtype) -> Tensor:
-            return torch.empty(size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-
-        edge = meta(rows, config.hidden_size)
+        edge = self._edge(shape, "meta").requires_grad_()
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        loss = torch.empty(1, device="meta", requires_grad=True)
         return PipelineStage(
-            self.stages[index], index, len(self.parts), device,
-            input_args=meta(*shape, dtype=torch.int64) if index == 0 else edge,
-            output_args=meta(1, dtype=torch.float32) if index == len(self.parts) - 1 else edge,
-            group=self.group,
+            self.stages[index], index, len(self.parts), self.device, input_args=edge if index else ids,
+            output_args=edge if index < len(self.parts) - 1 else loss, group=self.group,
         )  # fmt: skip
 
     def _tied_group(self) -> dist.ProcessGroup | None:

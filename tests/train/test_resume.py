@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fusedtp import cli
 from fusedtp.train import launch, loop, text
-from fusedtp.train.build import build
+from fusedtp.train.build import build_stages
 from fusedtp.train.checkpoint import Checkpoints, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
@@ -23,7 +23,7 @@ from fusedtp.train.run import CHECKPOINTS, INCIDENTS
 from fusedtp.train.verify import rounding
 from fusedtp.train.world import World, meshes
 from tests.harness import world
-from tests.train.test_checkpoint import EXPERTS, MESHES, flip, whole
+from tests.train.test_checkpoint import EXPERTS, MESHES, flip, ranks_of, whole
 from tests.train.test_run import TINY, command
 
 SIZES = (
@@ -52,11 +52,11 @@ def trained(
 
     Returned are the steps' numbers, the whole state, what all generators draw next, and the saved steps.
     """
-    dp, tp, ep = MESHES[mesh]
-    several = dp * tp > 1
-    on, flat = meshes("cpu", dp, tp, ep) if several else (None, {})
+    dp, tp, ep, pp = MESHES[mesh]
+    several = pp * dp * tp > 1
+    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
     groups = [dist.new_group(backend="gloo") if several else None for _ in range(2)]
-    here = World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups)
+    here = World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
     config = parse(f"{SIZES} {options}".split())
     batches = Batches(
         tokens, length=16, batch=8, accumulate=config.data.accumulate, seed=0, dp=dp, dp_rank=here.dp_rank,
@@ -65,7 +65,8 @@ def trained(
     seeds = 100 * resume + here.rank  # a resumed run must not depend on these
     torch.manual_seed(seeds), random.seed(seeds), np.random.seed(seeds)  # type: ignore[func-returns-value]
     checkpoints = Checkpoints(folder, group=groups[1], keep_last=9)
-    trainer = Trainer(build(config, here), batches, config, here, Metrics(config, here))
+    model, pipeline = build_stages(config, here)
+    trainer = Trainer(model, batches, config, here, Metrics(config, here), None, pipeline)
     if resume:
         checkpoints.load(trainer.state)
     stop = Saver(checkpoints, here, every=until)
@@ -85,13 +86,14 @@ SAME = [
     ("tp2", "--tie-embeddings"),
     ("dp2 tp2", ""),
     ("dp2 tp2 ep4", EXPERTS),
+    ("pp2 tp2", "--pp 2 --accumulate 2 --tie-embeddings"),
+    ("pp2 dp2", "--pp 2 --accumulate 2"),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "options"), SAME)
 def test_a_resumed_run_equals_one_that_never_stopped(tokens: Path, tmp_path: Path, mesh: str, options: str):
-    dp, tp, _ = MESHES[mesh]
-    ranks = world(dp * tp)
+    ranks = world(ranks_of(mesh))
     at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one", 6, False)
     first = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 4, False)
     then = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 6, True)
@@ -105,14 +107,20 @@ def test_a_resumed_run_equals_one_that_never_stopped(tokens: Path, tmp_path: Pat
     assert len({tuple(draws) for _, _, draws, _ in then}) == len(then), "ranks draw differently"
 
 
-OTHER = [("tp2", "dp2", ""), ("dp2 tp2", "1", "--tie-embeddings"), ("1", "dp2 tp2 ep4", EXPERTS)]
+OTHER = [
+    ("pp2 tp2", "1", "--pp 2 --accumulate 2 --tie-embeddings"),
+    ("tp2", "pp2 dp2", "--pp 2 --accumulate 2 --schedule gpipe"),
+    ("tp2", "dp2", ""),
+    ("dp2 tp2", "1", "--tie-embeddings"),
+    ("1", "dp2 tp2 ep4", EXPERTS),
+]
 
 
 @pytest.mark.parametrize(("one", "other", "options"), OTHER)
 def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
     tokens: Path, tmp_path: Path, one: str, other: str, options: str
 ):
-    sizes = [MESHES[mesh][0] * MESHES[mesh][1] for mesh in (one, other)]
+    sizes = [ranks_of(mesh) for mesh in (one, other)]
     at_once = world(sizes[0]).run(trained, one, options, tokens, tmp_path / "one", 6, False)[0][0]
     world(sizes[0]).run(trained, one, options, tokens, tmp_path / "two", 4, False)
     then = world(sizes[1]).run(trained, other, options, tokens, tmp_path / "two", 6, True)
