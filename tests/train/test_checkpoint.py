@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from fusedtp.nn.init import draw, local_slice
 from fusedtp.train import checkpoint
 from fusedtp.train.build import build
 from fusedtp.train.checkpoint import (
@@ -401,33 +402,22 @@ def whole(state: TrainingState) -> dict[str, torch.Tensor]:
 
 def save_on(group, mesh: str, options: str, folder: Path) -> dict[str, torch.Tensor]:
     state, _, own = on_mesh(group, mesh, options)
-    generator = torch.Generator().manual_seed(group.rank())
-    for _ in range(2):
-        for parameter in state.model.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            gradient = torch.randn(local.shape, generator=generator)
+    for step in range(2):
+        for name, parameter in state.model.named_parameters():
+            full = draw(f"{name}.{step}.gradient", (*parameter.shape, 1), 1, 1.0, 0)[..., 0]
+            own = local_slice(full, parameter).clone()
             if isinstance(parameter, DTensor):
-                gradient = DTensor.from_local(
-                    gradient, parameter.device_mesh, parameter.placements, run_check=False,
+                parameter.grad = DTensor.from_local(
+                    own, parameter.device_mesh, parameter.placements, run_check=False,
                     shape=parameter.shape, stride=parameter.stride(),
                 )  # fmt: skip
-            parameter.grad = gradient
-        replicas_agree(state.model)
+            else:
+                parameter.grad = own
         state.optimizer.step()
     checkpoints = Checkpoints(folder, group=own)
     checkpoints.save(2, state)
     checkpoints.close()
     return whole(state)
-
-
-def replicas_agree(model: torch.nn.Module) -> None:
-    """Gradients of replicated parameters are those of the first rank that holds them."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            for dim, placement in enumerate(parameter.placements):
-                if placement.is_replicate():
-                    at = parameter.device_mesh.get_group(dim)
-                    dist.broadcast(parameter.grad._local_tensor, group_src=0, group=at)
 
 
 def load_on(group, mesh: str, options: str, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
