@@ -405,14 +405,14 @@ def save_on(group, mesh: str, options: str, folder: Path) -> dict[str, torch.Ten
     for step in range(2):
         for name, parameter in state.model.named_parameters():
             full = draw(f"{name}.{step}.gradient", (*parameter.shape, 1), 1, 1.0, 0)[..., 0]
-            own = local_slice(full, parameter).clone()
+            mine = local_slice(full, parameter).clone()
             if isinstance(parameter, DTensor):
                 parameter.grad = DTensor.from_local(
-                    own, parameter.device_mesh, parameter.placements, run_check=False,
+                    mine, parameter.device_mesh, parameter.placements, run_check=False,
                     shape=parameter.shape, stride=parameter.stride(),
                 )  # fmt: skip
             else:
-                parameter.grad = own
+                parameter.grad = mine
         state.optimizer.step()
     checkpoints = Checkpoints(folder, group=own)
     checkpoints.save(2, state)
