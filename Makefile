@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe finetune test-models models-table docs check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe train-3d finetune test-models models-table docs check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,10 +28,13 @@ help: ## list the targets
 venv: $(INSTALLED) ## make .venv and install what the constraints pin
 
 train: venv ## train a small Transformer, tensor parallel, and check it against one process
-	$(BIN)/fusedtp train --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/fusedtp train --replace --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
 train-moe: venv ## train a small mixture of experts on two ranks, and check it against one process
-	$(BIN)/fusedtp train --name moe --experts 16 --top-k 2 --expert-width 176 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/fusedtp train --replace --name moe --experts 16 --top-k 2 --expert-width 176 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
+
+train-3d: venv ## train as a pipeline of two stages, two tensor-parallel ranks each, and check it against one process
+	$(BIN)/fusedtp train --replace --name 3d --pp 2 --tp 2 --schedule interleaved_1f1b --accumulate 4 --steps 20 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
 finetune: venv ## train a Hugging Face model on text, two tensor-parallel ranks, and check it against one process
 	$(BIN)/fusedtp finetune --verify $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) $(ARGS)

@@ -1,4 +1,4 @@
-"""The `fusedtp` command: one table of subcommands, each a module with `main(argv) -> exit code`.
+"""The `fusedtp` command: one table of subcommands, each a module with `main(argv) -> exit code` (or module:function).
 
 A subcommand's module is imported when it is called, so `fusedtp --help` is quick and a subcommand's
 dependencies burden no other.
@@ -11,6 +11,8 @@ import sys
 
 COMMANDS = {
     "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
+    "generate": ("fusedtp.train.runs:generate_main", "let the model of a run go on with a text"),
+    "checkpoints": ("fusedtp.train.runs", "list, verify or export the checkpoints of a run"),
     "finetune": (
         "fusedtp.train.finetune",
         "train a causal language model of transformers on text, tensor parallel",
@@ -29,7 +31,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    rows = [f"  {name:10}{help_text}" for name, (_, help_text) in COMMANDS.items()]
+    rows = [f"  {name:12}{help_text}" for name, (_, help_text) in COMMANDS.items()]
     return "\n".join(
         ["usage: fusedtp COMMAND [OPTIONS]", "", *rows, "", "fusedtp COMMAND --help lists its options."]
     )
@@ -44,4 +46,5 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"fusedtp: unknown command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    module, _, function = COMMANDS[argv[0]][0].partition(":")
+    return int(getattr(importlib.import_module(module), function or "main")(argv[1:]))

@@ -37,7 +37,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     *,
     vocab_size: int | None = None,
-    num_labels: int | Tensor | None = None,
+    num_labels: int | float | Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy over the labels that are not ignore_index.
 

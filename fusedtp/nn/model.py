@@ -7,6 +7,7 @@ T_r = T = B * S and V_r = V on one device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ class CausalLM(nn.Module):
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the configuration says so."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None:  # a pipeline stage may have none
             self.lm_head.weight = self.embed_tokens.weight
 
     def _apply(self, *args: Any, **kwargs: Any) -> CausalLM:
@@ -127,7 +128,7 @@ class CausalLM(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        num_labels: int | Tensor | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
         return_logits: bool = False,
     ) -> CausalLMOutput:
@@ -137,33 +138,52 @@ class CausalLM(nn.Module):
         layout = self.layout(input_ids, positions, document_ids)
         loss: Tensor | None = None
         hidden = self.hidden_states(input_ids, layout)
-        if labels is not None and not return_logits and self._takes_pieces(layout):
-            flat = labels.reshape(-1)
-            whole = self.loss_by_pieces(hidden, flat, layout, num_labels, ignore_index)
-            loss = self._with_routers(whole, layout, flat, num_labels, ignore_index)
+        if labels is not None and not return_logits:
+            loss = self.loss_of(hidden, labels, layout, num_labels, ignore_index)
             return CausalLMOutput(loss, None, _routings(layout))
         logits = self.compute_logits(hidden, layout)
         if labels is not None:
             flat = labels.reshape(-1)
             whole = self.compute_loss(logits, flat, layout, num_labels, ignore_index)
             loss = self._with_routers(whole, layout, flat, num_labels, ignore_index)
-        routings = _routings(layout)
-        if labels is not None and not return_logits:
-            return CausalLMOutput(loss, None, routings)
         if logits.shape[0] == layout.tokens:
             logits = logits.view(*input_ids.shape, logits.shape[-1])
-        return CausalLMOutput(loss, logits, routings)
+        return CausalLMOutput(loss, logits, _routings(layout))
 
     def hidden_states(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
         """[B, S] -> [T_r, H], after the last norm."""
+        return self.norm(self.through(self.layers, self.embed(input_ids, layout), layout))
+
+    def embed(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
+        """[B, S] -> [T_r, H], before the first layer."""
         x = self.embed_tokens(input_ids.reshape(-1), layout).to(self.config.compute_dtype)
-        x = self.embedding_dropout(x, layout)
-        for layer in self.layers:
+        return self.embedding_dropout(x, layout)
+
+    def through(self, layers: Iterable[nn.Module], x: Tensor, layout: TokenLayout) -> Tensor:
+        """Some of the layers, one after the other; [T_r, H]."""
+        for layer in layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, layout, use_reentrant=False)
             else:
                 x = layer(x, layout)
-        return self.norm(x)
+        return x
+
+    def loss_of(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        layout: TokenLayout,
+        num_labels: int | float | Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """The loss, routers' losses included, of hidden states [T_r, H] and labels [B, S]; see forward."""
+        flat = labels.reshape(-1)
+        if self._takes_pieces(layout):
+            whole = self.loss_by_pieces(hidden, flat, layout, num_labels, ignore_index)
+        else:
+            logits = self.compute_logits(hidden, layout)
+            whole = self.compute_loss(logits, flat, layout, num_labels, ignore_index)
+        return self._with_routers(whole, layout, flat, num_labels, ignore_index)
 
     def compute_logits(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         """[T_r, H] -> [T, V_r] of a vocab-parallel head, else [T_r, V]."""
@@ -175,7 +195,7 @@ class CausalLM(nn.Module):
         logits: Tensor,
         labels: Tensor,
         layout: TokenLayout,
-        num_labels: int | Tensor | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
         """Mean loss over the labels [T] of all ranks, the same on all ranks."""
@@ -206,7 +226,7 @@ class CausalLM(nn.Module):
         loss: Tensor,
         layout: TokenLayout,
         labels: Tensor,
-        num_labels: int | Tensor | None,
+        num_labels: int | float | Tensor | None,
         ignore_index: int,
     ) -> Tensor:
         """Plus the routers' losses; of a microbatch its share, by labels, so that a step has one mean of them."""
@@ -244,7 +264,7 @@ class CausalLM(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         layout: TokenLayout,
-        num_labels: int | Tensor | None = None,
+        num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
         """compute_loss of compute_logits, with never more than `max_logits_bytes` of logits."""

@@ -18,10 +18,15 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    others: dist.ProcessGroup | None = None,
+    uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm is that of the whole model. Collective.
 
         parameters   a module, or parameters: DTensors on any meshes, and plain tensors, together
+        others       ranks that hold other parameters of the model: pipeline stages
+        uncounted    of the parameters, those that another of these ranks holds too, and counts; they are scaled alike
         return       the norm before, a plain fp32 (fp64 for fp64 gradients) scalar, the same on all ranks
 
     Each parameter counts once: shards are summed over the mesh dimensions that shard them, replicas are not; plain
@@ -34,7 +39,9 @@ def clip_grad_norm_(
         parameters = [parameters]
     unique = {id(p): p for p in parameters}.values()
     gradients = [p.grad for p in unique if p.grad is not None]
-    total = total_norm(gradients, float(norm_type))
+    left_out = {id(p) for p in uncounted}
+    counted = [p.grad for p in unique if p.grad is not None and id(p) not in left_out]
+    total = total_norm(counted, float(norm_type), others)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}; they cannot be clipped to {max_norm}"
@@ -45,13 +52,16 @@ def clip_grad_norm_(
     return total
 
 
-def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as one vector. Collective."""
-    if not gradients:
+def total_norm(
+    gradients: Sequence[Tensor], norm_type: float, others: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The norm of all gradients as one vector, with those of the `others`. Collective."""
+    if not gradients and others is None:
         return torch.zeros(())
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(_lies(gradient), []).append(_local(gradient))
+    assert gradients, "a pipeline stage without gradients"
     device = _local(gradients[0]).device
     parts = []
     for (mesh, dims), tensors in groups.items():
@@ -62,7 +72,10 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
             dist.all_reduce(part, op, mesh.get_group(dim))
         parts.append(part)
     stacked = torch.stack([part.to(torch.promote_types(parts[0].dtype, part.dtype)) for part in parts])
-    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    total = stacked.max() if math.isinf(norm_type) else stacked.sum()
+    if others is not None:
+        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, others)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
 def _lies(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

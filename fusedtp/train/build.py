@@ -1,11 +1,13 @@
 """The model of a config: on one device, or parallel over the ranks of a world. The same start in both.
 
-    meta model --parallelize(tp)--> DTensors --shard(dp)--> FSDP2 --to_empty--> memory --init_(seed)--> values
+    meta model --parallelize(tp)--> DTensors --cut(pp)--> stages --shard(dp)--> FSDP2 --to_empty--> memory --init_(seed)
 
 Each rank makes only its own part, and each parameter is drawn from (seed, name), so ranks need not agree.
 """
 
 from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
@@ -13,8 +15,9 @@ from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.plan import ways_of
 from fusedtp.train.config import TrainConfig, sharing_faults
-from fusedtp.train.options import VOCAB_SIZE
 from fusedtp.train.shard import empty_shards, shard
+from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_count, stages_of
+from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -24,7 +27,7 @@ def model_config(config: TrainConfig) -> ModelConfig:
     """The library's configuration for these options."""
     model = config.model
     return ModelConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=tokenizer_of(config.data.tokenizer).vocab_size,
         hidden_size=model.width,
         intermediate_size=model.mlp_width,
         num_hidden_layers=model.layers,
@@ -65,7 +68,7 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
     """
     model = config.model
-    if dp < 2 or model.faults() or not heads_split(tp, model.heads, model.kv_heads):
+    if dp < 2 or model.faults() or config.data.faults() or not heads_split(tp, model.heads, model.kv_heads):
         return []
     if model.experts and sharing_faults(config, dp, tp):
         return []
@@ -78,6 +81,11 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
 def build(config: TrainConfig, world: World) -> CausalLM:
     """The initialised model, this rank's part of it where the world has several."""
+    return build_stages(config, world)[0]
+
+
+def build_stages(config: TrainConfig, world: World) -> tuple[CausalLM, Pipeline | None]:
+    """The same, and its pipeline where the world has one. Collective."""
     model = CausalLM(model_config(config), device="meta")
     if world.tp_mesh is not None:
         parallelize(
@@ -87,10 +95,21 @@ def build(config: TrainConfig, world: World) -> CausalLM:
             sequence_parallel=config.parallel.sequence_parallel,
             experts=ExpertSplit(world.ep_mesh, config.parallel.expert_tp),
         )
+    pipeline = None if world.pp_mesh is None else pipeline_of(model, config, world.pp_mesh)
     if world.dp_mesh is not None:
-        shard(model, world.dp_mesh, world.outer_mesh)
+        shard(model, world.dp_mesh, world.outer_mesh, list(pipeline.stages.values()) if pipeline else ())
         everyone = world.token_ranks(config.parallel.sequence_parallel)
         assert everyone is not None
         model.balance_group, model.data_parallel = communicator(everyone).name, world.dp
     init_(model.to_empty(device=world.device), config.run.seed)
-    return model
+    return model, pipeline
+
+
+def pipeline_of(model: CausalLM, config: TrainConfig, mesh: DeviceMesh) -> Pipeline:
+    """Cut a model on meta into stages of like cost, and leave this rank's of it."""
+    parallel = config.parallel
+    layers, head = costs(model.config, config.data.length)
+    parts = cut(layers, head, stage_count(parallel.schedule, mesh.size(), parallel.virtual_stages))
+    here = stages_of(parallel.schedule, mesh.size(), mesh.get_local_rank(), parallel.virtual_stages)
+    prune_(model, parts, here)
+    return Pipeline(model, mesh, parallel.schedule, parts, here)

@@ -7,42 +7,91 @@ messages at once, so that a user mends a command line in one go. Nothing here to
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
-from fusedtp.train.options import DataOptions, ModelOptions, OptimOptions, ParallelOptions, RunOptions
+from fusedtp.train.options import (
+    CheckpointOptions,
+    DataOptions,
+    ModelOptions,
+    OptimOptions,
+    ParallelOptions,
+    RunOptions,
+)
+from fusedtp.train.stages import SPLIT_BACKWARD, V_SHAPED, pipeline_faults
+
+CONFIG = "config.json"  # of a run's folder
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a byte-level Transformer with fused tensor parallelism."""
+    """Train a Transformer with fused tensor parallelism."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, ready for JSON."""
-        plain = dataclasses.asdict(self)
-        plain["data"]["data"] = [str(path) for path in self.data.data]
-        plain["run"]["runs"] = str(self.run.runs)
+        """Nested plain values, ready for JSON. What one call asks of a run is no part of it: resume, step, replace."""
+        once = dataclasses.replace(self.run, resume=False, step=None, replace=False)
+        nested = dataclasses.asdict(dataclasses.replace(self, run=once))
+        plain: dict[str, Any] = json.loads(json.dumps(nested, default=str))
         return plain
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> TrainConfig:
+        """What to_dict made; options that it lacks have their defaults. Raises ValueError for unknown ones."""
+        made = {}
+        for part in dataclasses.fields(TrainConfig):
+            kind: Any = part.default_factory
+            values = dict(plain.get(part.name, {}))
+            if unknown := values.keys() - {each.name for each in dataclasses.fields(kind)}:
+                raise ValueError(f"unknown options of {part.name}: {', '.join(sorted(unknown))}")
+            for name in ("runs", "tokenizer"):
+                if values.get(name) is not None:
+                    values[name] = Path(values[name])
+            if "data" in values:
+                values["data"] = tuple(map(Path, values["data"]))
+            made[part.name] = kind(**values)
+        return TrainConfig(**made)
 
 
 def parse(argv: list[str]) -> TrainConfig:
-    """Read a command line; prints help or what is unknown, and exits, as command-line programs do."""
-    return tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv)
+    """Read a command line; prints help or what is unknown, and exits, as command-line programs do.
+
+    With --resume, what is not given is as it was in the run of that name.
+    """
+    config = _parse(argv, TrainConfig())
+    saved = config.run.folder / CONFIG
+    if not config.run.resume or not saved.is_file():
+        return config
+    try:
+        return _parse(argv, TrainConfig.from_dict(json.loads(saved.read_text())))
+    except (ValueError, TypeError, AttributeError) as error:
+        print(f"fusedtp train: error: {saved} is no configuration of a run: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parse(argv: list[str], default: TrainConfig) -> TrainConfig:
+    return tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv, default=default)
 
 
 def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]:
     """(dp, tp) for `ranks` processes, `local_ranks` to a machine: tp stays inside a machine."""
     tp, dp = config.parallel.tp, config.parallel.dp
+    pp = max(1, config.parallel.pp)
+    ranks, local_ranks = ranks // pp, max(1, min(local_ranks, ranks // pp))
     if tp is None:
         tp = local_ranks if dp is None else max(1, ranks // max(1, dp))
     if dp is None:
@@ -53,21 +102,48 @@ def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]
 def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     """Everything wrong with a config laid out on dp x tp ranks; an empty list means that it can run."""
     model, data = config.model, config.data
-    found = [
-        fault for part in (model, data, config.optim, config.parallel, config.run) for fault in part.faults()
-    ]
+    parts = (model, data, config.optim, config.parallel, config.run, config.checkpoint)
+    found = [fault for part in parts for fault in part.faults()]
     if min(tp, model.heads, model.kv_heads) > 0 and not heads_split(tp, model.heads, model.kv_heads):
         found.append(
             f"--tp {tp} with {model.heads} heads and {model.kv_heads} kv heads: tp must divide the heads, and "
             "divide the kv heads or be a multiple of them; "
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
+    found += stages_faults(config, dp)
     if model.experts > 0 and min(dp, tp) > 0:
         found += sharing_faults(config, dp, tp)
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
             f"--batch {data.batch} does not divide over {dp} data-parallel ranks "
             f"x {data.accumulate} microbatches"
+        )
+    return found
+
+
+def stages_faults(config: TrainConfig, dp: int) -> list[str]:
+    """Whether the model can be run as a pipeline as asked."""
+    parallel = config.parallel
+    if (
+        parallel.pp < 2
+        or parallel.virtual_stages < 1
+        or config.data.accumulate < 1
+        or config.model.layers < 1
+    ):
+        return []
+    found = pipeline_faults(
+        parallel.schedule, parallel.pp, parallel.virtual_stages, config.model.layers, config.data.accumulate
+    )
+    if config.model.experts > 0:
+        found.append("--experts with --pp: the routers' losses would reach no other stage; use --ep or --tp")
+    if dp > 1 and parallel.schedule in SPLIT_BACKWARD:
+        found.append(
+            f"--schedule {parallel.schedule} with --dp {dp}: FSDP2 does not shard gradients that come in two passes; "
+            "use interleaved_1f1b"
+        )
+    if dp > 1 and config.model.tie_embeddings and parallel.schedule in V_SHAPED:
+        found.append(
+            f"--schedule {parallel.schedule} with --dp {dp} and --tie-embeddings: two FSDP units share a weight"
         )
     return found
 

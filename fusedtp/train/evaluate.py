@@ -5,31 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fusedtp.nn import CausalLM, generate
+from fusedtp.train.data import Microbatch
+from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
 TEMPERATURE = 0.8
 
 
-def validation_loss(model: CausalLM, batches: Iterable[tuple[Tensor, Tensor]], world: World) -> float:
-    """Mean loss in nats a byte over this rank's batches, then over the data-parallel ranks."""
+def validation_loss(
+    model: CausalLM,
+    batches: Iterable[Microbatch],
+    world: World,
+    pipeline: Pipeline | None = None,
+    pieces: int = 1,
+) -> float:
+    """Mean loss in nats a token over this rank's batches, in `pieces` each, then over the data-parallel ranks."""
     model.eval()
     with torch.no_grad():
-        losses = [model(input_ids, labels).loss.float() for input_ids, labels in batches]
+        every = list(batches)
+        if pipeline is None:
+            losses = [model(**batch.arguments()).loss.float() for batch in every]
+        else:
+            losses = [pipeline.evaluate(every[i : i + pieces]) for i in range(0, len(every), pieces)]
     model.train()
-    return world.mean(torch.stack(losses).mean())
+    return world.mean(torch.stack(losses).sum() * pieces / len(every))
 
 
-def sample(model: CausalLM, prompt: bytes, size: int, *, length: int, seed: int) -> bytes:
-    """`size` bytes that the model continues `prompt` with, seeing at most `length` at a time."""
+def sample(model: CausalLM, prompt: list[int], size: int, *, length: int, seed: int) -> list[int]:
+    """`size` tokens that the model continues `prompt` with, seeing at most `length` at a time."""
     device = next(model.parameters()).device
-    tokens = torch.tensor([list(prompt)], device=device)
+    tokens = torch.tensor([prompt], device=device)
     if isinstance(model, FSDPModule):
         model.unshard()  # generate() calls parts of the model, around the hooks of its forward
     tokens = generate(model, tokens, size, temperature=TEMPERATURE, seed=seed, max_context=length)
     if isinstance(model, FSDPModule):
         model.reshard()
-    return bytes(tokens[0, len(prompt) :].tolist())
+    written: list[int] = tokens[0, len(prompt) :].tolist()
+    return written

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fusedtp.parallel import clip_grad_norm_, from_pretrained, parallelize
-from fusedtp.train import launch, text
+from fusedtp.train import launch
 from fusedtp.train.config import TrainConfig
-from fusedtp.train.data import Windows
+from fusedtp.train.data import Batches
 from fusedtp.train.environment import cores
 from fusedtp.train.metrics import Metrics, screen, sinks_for
 from fusedtp.train.optim import adamw, set_learning_rate
@@ -36,7 +36,6 @@ from fusedtp.train.verify import SHAKE, Numbers, Verification, VerificationFaile
 from fusedtp.train.world import World, device_type, torchrun_place, world_of
 
 BYTES, BOS, EOS = 256, 256, 257  # ids of a model without a tokenizer: a byte each, then two specials
-BYTES_A_TOKEN = 16  # of text that are read for each token of a tokenizer
 # The Llama that a run without a folder trains; other types are as small as the copies that plans are proved on.
 LLAMA = {
     "hidden_size": 256,
@@ -88,6 +87,12 @@ class FinetuneOptions:
         return os.path.isdir(self.model)
 
     @property
+    def tokenizer(self) -> Path | None:
+        """The folder, where it has one."""
+        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        return Path(self.model) if any(Path(self.model, file).exists() for file in files) else None
+
+    @property
     def rate(self) -> float:
         return self.lr if self.lr is not None else 5e-5 if self.is_folder and not self.lora else 2e-3
 
@@ -104,7 +109,7 @@ class FinetuneOptions:
             }
         return TrainConfig(
             ModelOptions(**sizes),
-            DataOptions(data=self.data, length=self.length, batch=self.batch),
+            DataOptions(data=self.data, tokenizer=self.tokenizer, length=self.length, batch=self.batch),
             OptimOptions(steps=self.steps, lr=self.rate, warmup=max(1, self.steps // 10), weight_decay=0.0),
             ParallelOptions(tp=self.tp, dp=1),
             RunOptions(
@@ -160,7 +165,7 @@ def model_faults(options: FinetuneOptions) -> list[str]:
     try:
         config = config_of(options)
         vocabulary = config.get_text_config().vocab_size
-        if tokenizer_of(options) is None and vocabulary < BYTES:
+        if options.tokenizer is None and vocabulary < BYTES:
             return [f"{options.model} has no tokenizer, and its {vocabulary} tokens are too few for bytes"]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -208,44 +213,23 @@ def config_of(options: FinetuneOptions) -> Any:
 # --- text -------------------------------------------------------------------------------------------------------
 
 
-def tokenizer_of(options: FinetuneOptions) -> Any:
-    """The folder's own; None where it has none."""
-    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not options.is_folder or not any(Path(options.model, file).exists() for file in files):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-
-
 class Texts:
-    """Batches as a function of (seed, step), the same on every rank: input_ids and labels [batch, length]."""
+    """Batches as a function of the step, the same on every rank: input_ids and labels [batch, length]."""
 
     def __init__(self, folder: Path, options: FinetuneOptions, device: torch.device) -> None:
-        self.tokenizer, self.options, self.device = tokenizer_of(options), options, device
-        length = options.length * (BYTES_A_TOKEN if self.tokenizer is not None else 1)
-        size = (folder / "train.bin").stat().st_size
-        self.windows = Windows(folder / "train.bin", min(length, size - 1))
+        self.options = options
+        self.batches = Batches(
+            folder, length=options.length, batch=options.batch, seed=options.seed, device=device
+        )
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Labels are the ids: a model of transformers shifts them itself. Padding has the label -100."""
-        starts = self.windows.drawn(self.options.seed, step, self.options.batch)
-        read, _ = self.windows.read(starts)
-        if self.tokenizer is None:
-            ids = read.masked_fill(read == 0, EOS if not self.options.is_folder else 0)
-            labels = ids
-        else:
-            ids, labels = self._tokenized([bytes(row.tolist()) for row in read.to(torch.uint8)])
-        return {"input_ids": ids.to(self.device), "labels": labels.to(self.device)}
-
-    def _tokenized(self, rows: list[bytes]) -> tuple[Tensor, Tensor]:
-        length = self.options.length
-        words = [row.replace(text.SEPARATOR, b"\n").decode(errors="ignore") for row in rows]
-        found = [self.tokenizer(each)["input_ids"][:length] for each in words]
-        ids, labels = (torch.full((len(rows), length), value) for value in (0, -100))
-        for i, each in enumerate(found):
-            ids[i, : len(each)] = labels[i, : len(each)] = torch.tensor(each)
-        return ids, labels
+        """Labels are the ids: a model of transformers shifts them itself."""
+        self.batches.samples = step * self.options.batch
+        (found,) = self.batches.step()
+        ids = found.input_ids
+        if self.options.tokenizer is None and not self.options.is_folder:
+            ids = ids.masked_fill(ids == 0, EOS)
+        return {"input_ids": ids, "labels": ids}
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------
@@ -294,9 +278,9 @@ def run(options: FinetuneOptions, world: World) -> None:
             metrics.step(step, **numbers)
     verification = verify(options, config, texts, metrics, world, console) if options.verify else None
     if options.out is not None:
-        save(model, texts.tokenizer, options.out, world)
+        save(model, options.tokenizer, options.out, world)
     if world.rank == 0:
-        unit = "byte" if texts.tokenizer is None else "token"
+        unit = "byte" if options.tokenizer is None else "token"
         plot(config.run.folder / "loss.png", metrics, unit)
         show(console, options, metrics, verification, unit)
     world.wait_for_all()
@@ -378,11 +362,13 @@ def verify(
     return result
 
 
-def save(model: Any, tokenizer: Any, folder: Path, world: World) -> None:
+def save(model: Any, tokenizer: Path | None, folder: Path, world: World) -> None:
     """save_pretrained; every rank gathers, the first one writes."""
     model.save_pretrained(str(folder))
     if world.rank == 0 and tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True).save_pretrained(str(folder))
 
 
 def show(

@@ -8,6 +8,7 @@ What can be known before a process starts is checked before it and reported toge
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -15,7 +16,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,14 +31,19 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from fusedtp.ops.engines import interpreting
 from fusedtp.train import text
 from fusedtp.train.build import shard_faults
+from fusedtp.train.checkpoint import CheckpointError, steps_in
 from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import cores
-from fusedtp.train.run import run
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS, ended_in_order, note_incident, run
+from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
 from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
-OUTPUTS = ("metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard")
+OUTPUTS = (
+    "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
+    INCIDENTS, CHECKPOINTS,
+)  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
@@ -47,7 +54,7 @@ def main(argv: list[str]) -> int:
     ranks, local_ranks = place[2:] if place else 2 * (default_ranks(config),)
     dp, tp = layout(config, ranks, local_ranks)
     if place is None:
-        ranks = local_ranks = dp * tp
+        ranks = local_ranks = config.parallel.pp * dp * tp
     found = faults(config, dp, tp) + shard_faults(config, dp, tp)
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
@@ -56,22 +63,28 @@ def main(argv: list[str]) -> int:
         if place is None or place.local_rank == 0:
             report(found)
         return WRONG_USAGE
-    return launch(argv, ranks) if place is None and ranks > 1 else run_rank(config, dp, tp)
+    if place is None and ranks > 1:
+        return launch(argv, ranks, folder=config.run.folder)
+    return run_rank(config, dp, tp)
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """The default number of ranks: two on CPU, one a GPU otherwise."""
+    """The default number of ranks: two on CPU, one a GPU otherwise; at least one a pipeline stage."""
+    pp = max(1, config.parallel.pp)
     if config.parallel.tp is not None:
-        return max(1, config.parallel.tp * (config.parallel.dp or 1))
-    return max(1, torch.cuda.device_count()) if device_type(config.run.device) == "cuda" else 2
+        return max(1, pp * config.parallel.tp * (config.parallel.dp or 1))
+    here = torch.cuda.device_count() if device_type(config.run.device) == "cuda" else 2
+    return max(pp, here - here % pp, 1)
 
 
 def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_ranks: int) -> list[str]:
     """What this machine, its files or the number of started ranks cannot do."""
     found = []
     device = device_type(config.run.device)
-    if min(dp, tp) > 0 and dp * tp != ranks:
-        found.append(f"--dp {dp} x --tp {tp} are {dp * tp} ranks, but {ranks} were started")
+    pp = config.parallel.pp
+    if min(pp, dp, tp) > 0 and pp * dp * tp != ranks:
+        asked = (f"--pp {pp} x " if pp > 1 else "") + f"--dp {dp} x --tp {tp}"
+        found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
     if device == "cuda" and torch.cuda.device_count() < local_ranks:
         found.append(
             f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer"
@@ -80,7 +93,24 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
         found.append(
             "--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
         )
-    return found + text.faults(config.data.data) + folder_faults(config.run.folder)
+    found += text.faults(config.data.data) + folder_faults(config.run.folder)
+    return found + (checkpoint_faults(config) if (torchrun_place() or Place()).local_rank == 0 else [])
+
+
+def checkpoint_faults(config: TrainConfig) -> list[str]:
+    """Whether there is nothing to resume, or something that a new run would replace."""
+    folder, run = config.run.folder / CHECKPOINTS, config.run
+    steps = steps_in(folder)
+    if run.resume and not steps:
+        return [f"--resume: {folder} holds no checkpoint"]
+    if run.step is not None and run.step not in steps:
+        return [f"--step {run.step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"]
+    if steps and not run.resume and not run.replace:
+        return [
+            f"{run.folder} holds checkpoints up to step {steps[-1]}: --resume goes on from there, --replace removes "
+            "them, another --name leaves them"
+        ]
+    return []
 
 
 def data_faults(config: TrainConfig) -> list[str]:
@@ -119,8 +149,10 @@ def replace_outputs(folder: Path) -> None:
 
 def prepare_data(config: TrainConfig) -> Path:
     """Folder of the token files, built if need be; raises ValueError where the text is too short."""
-    folder = text.build(config.data.data, config.run.runs / ".tokens")
-    Batches(folder, length=config.data.length, batch=config.data.batch)
+    data = config.data
+    quiet = (torchrun_place() or Place()).local_rank != 0
+    folder = text.build(data.data, config.run.runs / ".tokens", tokenizer_of(data.tokenizer), quiet)
+    Batches(folder, length=data.length, batch=data.batch)
     return folder
 
 
@@ -128,18 +160,23 @@ def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
     """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
-        with world_of(dp, tp, device_type(config.run.device), config.parallel.ep) as world:
-            if place.rank == 0:
-                replace_outputs(config.run.folder)
-            if place.local_rank == 0:
-                prepare_data(config)
-            world.wait_for_all()
-            run(config, prepare_data(config), world)
+        with world_of(
+            dp, tp, device_type(config.run.device), config.parallel.ep, config.parallel.pp
+        ) as world:
+            with sole_writer(config.run.folder) if place.rank == 0 else nullcontext():
+                if place.rank == 0 and not config.run.resume:
+                    replace_outputs(config.run.folder)
+                if place.local_rank == 0:
+                    prepare_data(config)
+                world.wait_for_all()
+                run(config, prepare_data(config), world)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         handler.record_exception(error)
-        if not isinstance(error, (VerificationFailed, ValueError)):
+        if place.ranks == 1:
+            note_incident(config.run.folder, str(error))
+        if not isinstance(error, (VerificationFailed, ValueError, CheckpointError)):
             traceback.print_exc()
         elif torchrun_place() is None:
             report([str(error)])
@@ -147,8 +184,27 @@ def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
     return 0
 
 
-def launch(argv: list[str], ranks: int, command: str = "train") -> int:
-    """Start `ranks` processes of a subcommand on this machine through torchrun and wait for them."""
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold a run's folder for this process. Raises ValueError where another one does; a killed one holds nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(f"{folder} is being written by another run: {file.read().strip()}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
+def launch(argv: list[str], ranks: int, command: str = "train", folder: Path | None = None) -> int:
+    """Start `ranks` processes of a subcommand on this machine through torchrun and wait for them.
+
+    folder   of the run, which notes why it failed
+    """
     from torch.distributed import run as torchrun
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
@@ -159,9 +215,15 @@ def launch(argv: list[str], ranks: int, command: str = "train") -> int:
         try:
             torchrun.run(torchrun.parse_args([*where, "-m", "fusedtp", command, *argv]))
         except ChildFailedError as error:
-            report([describe_failure(error.failures, Path(logs))], command)
+            why = describe_failure(error.failures, Path(logs))
+            report([why], command)
+            if folder is not None:
+                note_incident(folder, why)
             return FAILED
-        except (KeyboardInterrupt, SignalException):
+        except (KeyboardInterrupt, SignalException) as error:
+            asked = isinstance(error, SignalException) and error.sigval == signal.SIGTERM
+            if asked and folder is not None and ended_in_order(folder):
+                return 0
             report(["ended by a signal; torchrun has ended the ranks"], command)
             return INTERRUPTED
     return 0

@@ -1,47 +1,196 @@
-"""The training loop: what happens in a step, in the order in which it happens."""
+"""The training loop: what happens in a step, in the order in which it happens; and when it is saved."""
 
 from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedtp.nn import CausalLM
 from fusedtp.parallel import clip_grad_norm_
+from fusedtp.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    Saved,
+    TrainingState,
+    as_bytes,
+    save_interval,
+)
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.metrics import Metrics
 from fusedtp.train.optim import adamw, set_learning_rate
+from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
-
-def train(model: CausalLM, batches: Batches, config: TrainConfig, world: World, metrics: Metrics) -> None:
-    """Train `model` in place for all steps, measuring each of them."""
-    options = config.optim
-    optimizer = adamw(model, options, fused=True)
-    load = ExpertLoad(model, world, config.model.balance_bias)
-    for step in range(options.steps):
-        rate = set_learning_rate(optimizer, options, step)
-        loss = backward(model, batches, step, load)
-        norm = clip_grad_norm_(model, options.clip).item()  # returns when all of the step's kernels have run,
-        world.check()  # so that one which failed is found before it reaches a parameter
-        optimizer.step()
-        optimizer.zero_grad()
-        metrics.step(step, loss=world.mean(loss), grad_norm=norm, lr=rate, **load.step())
-        if (step + 1) % config.run.val_every == 0 or step + 1 == options.steps:
-            held_out = batches.validation(config.data.val_batches)
-            metrics.validation(step, validation_loss(model, held_out, world))
+FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
 
 
-def backward(model: CausalLM, batches: Batches, step: int, load: ExpertLoad) -> Tensor:
-    """Accumulate the gradients of a step, and its experts' load; return its mean loss over this rank's tokens."""
+class Trainer:
+    """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        batches: Batches,
+        config: TrainConfig,
+        world: World,
+        metrics: Metrics,
+        saver: Saver | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self.model, self.batches, self.config, self.world = model, batches, config, world
+        self.metrics, self.saver, self.pipeline, self.step = metrics, saver, pipeline, 0
+        self.optimizer = adamw(model, config.optim, fused=True)
+        self.load = ExpertLoad(model, world, config.model.balance_bias)
+        self.state = TrainingState(
+            model, self.optimizer, {"trainer": self, "data": batches}, world.rank, config.run.seed
+        )
+
+    def train(self) -> bool:
+        """Train for all steps that are left; whether they are all done, or a signal ended the run before."""
+        options, world = self.config.optim, self.world
+        while self.step < options.steps:
+            rate = set_learning_rate(self.optimizer, options, self.step)
+            loss = backward(
+                self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline
+            )
+            norm = self.clip()  # returns when all of the step's kernels have run, so that
+            world.check()  # one which failed is found before it reaches a parameter
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.metrics.step(self.step, loss=world.mean(loss), grad_norm=norm, lr=rate, **self.load.step())
+            self.step += 1
+            last = self.step == options.steps
+            if self.step % self.config.run.val_every == 0 or last:
+                self.metrics.validation(self.step - 1, self.validate())
+            if self.saver is not None and self.saver.after(self.step, self.state, last):
+                return last
+        return True
+
+    def clip(self) -> float:
+        """Clip the gradients of the whole model; their norm before."""
+        limit, of = self.config.optim.clip, self.pipeline
+        if of is None:
+            return clip_grad_norm_(self.model, limit).item()
+        return clip_grad_norm_(self.model, limit, others=of.group, uncounted=of.uncounted).item()
+
+    def validate(self) -> float:
+        """The loss on held-out text."""
+        pieces = 1 if self.pipeline is None else self.config.data.accumulate
+        held_out = self.batches.validation(self.config.data.val_batches, pieces)
+        return validation_loss(self.model, held_out, self.world, self.pipeline, pieces)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+
+
+def backward(
+    model: CausalLM,
+    batches: Batches,
+    step: int,
+    load: ExpertLoad,
+    seed: int,
+    pipeline: Pipeline | None = None,
+) -> Tensor:
+    """Accumulate the gradients of a step, and its experts' load; return its loss: a mean over ranks is that of all."""
+    if pipeline is not None:
+        return pipeline.step(list(batches.step()), seed, step)
     total = torch.zeros((), device=batches.device)
-    for input_ids, labels, place in batches.microbatches(step):
-        model.set_dropout(batches.seed, step, place)
-        out = model(input_ids, labels)
+    for batch in batches.step():
+        model.set_dropout(seed, step, batch.first_token)
+        out = model(**batch.arguments())
         load.add(out.routings)
-        loss = out.loss / batches.accumulate
-        loss.backward()
-        total += loss.detach()
+        out.loss.backward()
+        total += out.loss.detach()
     return total
+
+
+class Saver:
+    """Decides after every step whether to save, and whether to stop: on a signal, after a save.
+
+    every             steps between two saves; None: by the clock of the first rank, as save_interval says
+    stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
+    tell              called on the first rank, with a line
+    All ranks must decide alike, so each step takes one small all-reduce on host memory.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        world: World,
+        *,
+        every: int | None = None,
+        failure_seconds: float = 86400.0,
+        stop_on_error: bool = False,
+        about: dict[str, Any] | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self.checkpoints, self.world, self.every = checkpoints, world, every
+        self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
+        self._tell = tell if world.rank == 0 else lambda line: None
+        self._asked = threading.Event()
+        self._interval, self._last = FIRST_SAVE_SECONDS, time.monotonic()
+        self._told = False
+        self.saved: list[Saved] = []
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within, SIGTERM asks for a last save and an orderly end."""
+        before = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def after(self, step: int, state: TrainingState, last: bool) -> bool:
+        """After a step, the last or another: save if it is time. Whether training ends here. Collective."""
+        by_clock = self.every is None and self.world.rank == 0 and self._due()
+        stop, due, writing = self.world.largest([self._asked.is_set(), by_clock, self.checkpoints.writing])
+        ends = bool(stop or last)
+        if ends or due or (self.every is not None and step % self.every == 0):
+            self._finish()
+            self._last = time.monotonic()
+            self._guarded(lambda: self.checkpoints.save(step, state, **self.about), ends)
+        if ends or not writing:
+            self._finish(ends)
+        if stop:
+            self._tell(f"asked to end by SIGTERM: saved after step {step}; --resume goes on from there")
+        return ends
+
+    def _due(self) -> bool:
+        return time.monotonic() - self._last >= self._interval
+
+    def _finish(self, always: bool = False) -> None:
+        """Wait for the save that is on its way, if any, and take note of it."""
+        saved: list[Saved | None] = []
+        self._guarded(lambda: saved.append(self.checkpoints.wait()), always)
+        for each in filter(None, saved):
+            self.saved.append(each)
+            self._interval = save_interval(each.blocked, self.failure_seconds)
+            if self.every is None and not self._told:
+                self._told = True
+                self._tell(
+                    f"saved step {each.step}: {as_bytes(each.size)}, training waited {each.blocked:.2f} s of "
+                    f"{each.seconds:.2f} s; with a failure every {self.failure_seconds / 3600:g} h, saving every "
+                    f"{self._interval:.0f} s loses least"
+                )
+
+    def _guarded(self, action: Callable[[], Any], always: bool) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            self._tell(str(error))
+            if self.stop_on_error or always:
+                raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from fusedtp.train.config import TrainConfig
 from fusedtp.train.experts import heat_map
 from fusedtp.train.world import World
 
+METRICS = "metrics.jsonl"
+
 
 class Sink(Protocol):
     def write(self, record: dict[str, Any]) -> None: ...
@@ -27,13 +30,19 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Times the steps of a loop and hands their records on."""
+    """Times the steps of a loop and hands their records on. earlier: of the steps before a resumed run's first."""
 
-    def __init__(self, config: TrainConfig, world: World, sinks: tuple[Sink, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        sinks: tuple[Sink, ...] = (),
+        earlier: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self.world, self.sinks = world, sinks
         self.tokens = config.data.batch * config.data.length
-        self.steps: list[dict[str, Any]] = []
-        self.validations: list[dict[str, Any]] = []
+        self.steps = [record for record in earlier if "val_loss" not in record]
+        self.validations = [record for record in earlier if "val_loss" in record]
         self._mark = (time.perf_counter(), world.wait_seconds())
 
     def step(self, step: int, **numbers: Any) -> None:
@@ -74,23 +83,44 @@ def screen(quiet: bool) -> Console:
     return Console(quiet=quiet, width=None if sys.stdout.isatty() else 110)
 
 
-def sinks_for(config: TrainConfig, world: World, console: Console) -> tuple[Sink, ...]:
-    """All sinks on rank 0, none elsewhere."""
+def sinks_for(
+    config: TrainConfig,
+    world: World,
+    console: Console,
+    earlier: Sequence[dict[str, Any]] = (),
+    first: int = 0,
+) -> tuple[Sink, ...]:
+    """All sinks on rank 0, none elsewhere. earlier: records to keep; first: the step that is trained next."""
     if world.rank:
         return ()
     folder = config.run.folder
     return (
-        JsonLines(folder / "metrics.jsonl"),
-        Events(folder / "tensorboard"),
+        JsonLines(folder / METRICS, earlier),
+        Events(folder / "tensorboard", first),
         Screen(config.optim.steps, console),
     )
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """What JsonLines has written; a last line that a kill has cut is left out."""
+    path = folder / METRICS
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
 
 
 class JsonLines:
     """One JSON object a line, readable while the run goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "w", buffering=1)
+    def __init__(self, path: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
+        draft = path.with_suffix(".draft")
+        draft.write_text("".join(json.dumps(record) + "\n" for record in earlier))
+        draft.rename(path)
+        self.file = open(path, "a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -102,10 +132,10 @@ class JsonLines:
 class Events:
     """TensorBoard events: a curve for every number."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=first or None)
         self.loads: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> None:
@@ -142,9 +172,7 @@ class Screen:
     def write(self, record: dict[str, Any]) -> None:
         step = record["step"] + 1
         if "val_loss" in record:
-            self.console.print(
-                f"step {step}: validation loss {record['val_loss']:.3f} nats/byte", highlight=False
-            )
+            self.console.print(f"step {step}: validation loss {record['val_loss']:.3f} nats", highlight=False)
             return
         numbers = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
         if record["wait_share"] is not None:

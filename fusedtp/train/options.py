@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-VOCAB_SIZE = 256  # byte tokens: a token is a byte of the text
+from fusedtp.train.tokenizer import tokenizer_of
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Shape of the Llama-style byte-level model."""
+    """Shape of the Llama-style model."""
 
     width: int = 256
     """Features of a token between the layers."""
@@ -97,7 +97,11 @@ class DataOptions:
     """What is trained on, and how much of it in a step."""
 
     data: tuple[Path, ...] = ()
-    """Text files or folders; default: the source of the Python standard library of this machine."""
+    """Text files, token ids (.npy) or folders; default: the source of the Python standard library of this machine."""
+    tokenizer: Path | None = None
+    """Folder of a tokenizer of transformers; default: a token is a byte."""
+    documents: Literal["joined", "separate"] = "joined"
+    """separate: attention, positions and labels of a sequence end where a document does."""
     length: int = 256
     """Tokens of a sequence."""
     batch: int = 16
@@ -108,7 +112,12 @@ class DataOptions:
     """Batches of held-out text that measure the validation loss."""
 
     def faults(self) -> list[str]:
-        return _not_positive(self, "length", "batch", "accumulate", "val_batches")
+        found = _not_positive(self, "length", "batch", "accumulate", "val_batches")
+        try:
+            tokenizer_of(self.tokenizer)
+        except (ValueError, ModuleNotFoundError) as error:
+            found.append(str(error))
+        return found
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,22 @@ class OptimOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How ranks share the model and the batch: data parallel x tensor parallel on one device mesh."""
+    """How ranks share the model and the batch: pipeline x data parallel x tensor parallel on one device mesh."""
+
+    pp: int = 1
+    """Pipeline ranks; each holds some of the layers. --accumulate is the number of microbatches."""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "looped_bfs",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    """In which order stages take microbatches forward and backward."""
+    virtual_stages: int = 2
+    """Stages of a rank in the looped schedules: looped_bfs, interleaved_1f1b, interleaved_zero_bubble."""
 
     tp: int | None = None
     """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
@@ -169,6 +193,8 @@ class ParallelOptions:
         return [
             f"--{name} {value} is not positive"
             for name, value in (
+                ("pp", self.pp),
+                ("virtual-stages", self.virtual_stages),
                 ("tp", self.tp),
                 ("dp", self.dp),
                 ("ep", self.ep),
@@ -183,7 +209,7 @@ class RunOptions:
     """The run itself: where it writes, what it proves, and what it draws."""
 
     name: str = "main"
-    """Name of the run; a run of the same name is replaced."""
+    """Name of the run; its results replace those of an earlier run, its checkpoints only with --replace."""
     runs: Path = Path("runs")
     """Folder of all runs and of the token cache."""
     seed: int = 0
@@ -199,7 +225,13 @@ class RunOptions:
     val_every: int = 40
     """Steps between validations; the last step always validates."""
     sample: int = 200
-    """Bytes that the trained model writes at the end."""
+    """Tokens that the trained model writes at the end."""
+    resume: bool = False
+    """Go on from the newest good checkpoint of the run of this name, with its options; those given here come first."""
+    step: int | None = None
+    """With --resume: from the checkpoint of this step; newer ones are set aside."""
+    replace: bool = False
+    """Remove the checkpoints of an earlier run of this name."""
 
     def faults(self) -> list[str]:
         found = _not_positive(self, "verify_steps", "val_every")
@@ -209,11 +241,43 @@ class RunOptions:
             found.append(f"--seed {self.seed} is not in [0, 2**63)")
         if self.sample < 0:
             found.append(f"--sample {self.sample} is negative")
+        if self.resume and self.replace:
+            found.append("--resume goes on with a run, --replace removes it: give one of them")
+        if self.step is not None and not self.resume:
+            found.append("--step says which checkpoint to go on from: it needs --resume")
         return found
 
     @property
     def folder(self) -> Path:
         return self.runs / self.name
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """When the state of a run is saved, and what stays of it."""
+
+    save: bool = True
+    """Save checkpoints; without them a run cannot be resumed."""
+    save_every: int | None = None
+    """Steps between two of them; default: as many as lose least time, by what a save takes and --failure-hours."""
+    failure_hours: float = 24.0
+    """Mean time between failures of the whole job."""
+    keep_last: int = 2
+    """How many of the newest stay."""
+    keep_every: int | None = None
+    """Of the older ones, those whose step divides by this stay too."""
+    async_save: bool = True
+    """Write while training goes on."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """What a save that fails does to the run; the last one, when training is done, fails the run in any case."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "failure_hours", "keep_last")
+        return found + [
+            f"--{name.replace('_', '-')} {value} is not positive"
+            for name, value in (("save_every", self.save_every), ("keep_every", self.keep_every))
+            if value is not None and value < 1
+        ]
 
 
 def _not_positive(options: object, *names: str) -> list[str]:

@@ -49,12 +49,20 @@ def summarize(
         "tokens_per_step": metrics.tokens,
         "parameters": parameters,
         "world_size": world.size,
+        "pp": world.pp,
         "dp": world.dp,
         "tp": world.tp,
+        "layout": layout_in_words(world),
         "device": world.device.type,
         "dtype": config.run.dtype,
         "engines": engines,
     }
+
+
+def layout_in_words(world: World) -> str:
+    """Such as: 2 pipeline x 1 data parallel x 2 tensor parallel."""
+    pipeline = f"{world.pp} pipeline x " if world.pp > 1 else ""
+    return f"{pipeline}{world.dp} data parallel x {world.tp} tensor parallel"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -84,17 +92,18 @@ def plot(path: Path, metrics: Metrics, unit: str = "byte") -> None:
     figure.savefig(path, dpi=120)
 
 
-def show(console: Console, summary: dict[str, Any], verification: Verification | None) -> None:
+def show(
+    console: Console, summary: dict[str, Any], verification: Verification | None, unit: str = "byte"
+) -> None:
     """The table at the end of a run."""
     table = Table(show_header=False, title="training run", title_justify="left")
     waiting = summary["wait_share"]
     rows = {
-        "loss": f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats/byte",
-        "validation loss": f"{summary['val_loss']:.3f} nats/byte",
+        "loss": f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats/{unit}",
+        "validation loss": f"{summary['val_loss']:.3f} nats/{unit}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s",
         "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
-        "ranks": f"{summary['dp']} data parallel x {summary['tp']} tensor parallel, {summary['device']}, "
-        f"{summary['dtype']}",
+        "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
     }
     rows |= {
         name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
@@ -107,14 +116,14 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
     console.print(table)
 
 
-def show_sample(console: Console, prompt: bytes, written: bytes) -> None:
+def show_sample(console: Console, prompt: str, written: str) -> None:
     """A held-out prompt and what the model made of it."""
     text = Text(_printable(prompt), style="dim")
     text.append(_printable(written), style="bold")
     console.print(Panel(text, title="prompt from held-out text (dim) and sample", title_align="left"))
 
 
-def _printable(text: bytes) -> str:
+def _printable(text: str) -> str:
     """The end of a file as a line's end; what a terminal would act on as a question mark."""
-    characters = text.decode(errors="replace").replace("\0", "\n")
+    characters = text.replace("\0", "\n")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)

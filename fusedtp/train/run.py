@@ -1,23 +1,34 @@
-"""A whole run on one rank: build, train, verify, sample, and leave the results."""
+"""A whole run on one rank: build, resume, train, verify, sample, and leave the results."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 
+from fusedtp.nn import CausalLM
 from fusedtp.train import experts, report
-from fusedtp.train.build import build
-from fusedtp.train.config import TrainConfig
+from fusedtp.train.build import build_stages, model_config
+from fusedtp.train.checkpoint import CheckpointError, Checkpoints
+from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import environment
 from fusedtp.train.evaluate import sample
-from fusedtp.train.loop import train
-from fusedtp.train.metrics import Metrics, screen, sinks_for
+from fusedtp.train.loop import Saver, Trainer
+from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
+from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
 from fusedtp.train.world import World
 
-PROMPT_BYTES = 160
+PROMPT_TOKENS = 160
+CHECKPOINTS, INCIDENTS = "checkpoints", "incidents.jsonl"
+IN_ORDER = "ended in order"
 
 
 def run(config: TrainConfig, tokens: Path, world: World) -> None:
@@ -32,23 +43,47 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
         dp=world.dp,
         dp_rank=world.dp_rank,
         device=world.device,
+        documents=data.documents,
     )
-    if world.rank == 0:
-        report.write_json(folder / "config.json", config.to_dict())
-        report.write_json(folder / "versions.json", environment())
     torch.manual_seed(config.run.seed + world.rank)  # torch's own dropout must differ from rank to rank
-    model = build(config, world)
-    parameters = model.num_parameters()
+    model, pipeline = build_stages(config, world)
+    parameters = CausalLM(model_config(config), device="meta").num_parameters()
+    tokenizer = tokenizer_of(data.tokenizer)
+    unit = "byte" if data.tokenizer is None else "token"
     console.print(
-        f"{parameters:,} parameters, {world.dp} data parallel x {world.tp} tensor parallel on "
-        f"{world.device.type}, {len(batches.train.tokens):,} bytes of text",
+        f"{parameters:,} parameters, {report.layout_in_words(world)} on {world.device.type}, "
+        f"{len(batches.train.tokens):,} {unit}s of text",
         highlight=False,
     )
-    with Metrics(config, world, sinks_for(config, world, console)) as metrics:
-        train(model, batches, config, world, metrics)
+    if pipeline is not None:
+        parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
+        console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
+
+    def tell(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+        note_incident(folder, line)
+
+    saver = saver_of(config, world, tokens, tell)
+    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline)
+    earlier = resume(trainer, config, tokens, console) if config.run.resume else []
+    if world.rank == 0:
+        report.write_json(folder / CONFIG, config.to_dict())
+        report.write_json(folder / "versions.json", environment())
+    sinks = sinks_for(config, world, console, earlier, trainer.step)
+    with Metrics(config, world, sinks, earlier) as metrics, saver.signals() if saver else nullcontext():
+        trainer.metrics = metrics
+        finished = trainer.train()
+    if saver is not None:
+        saver.checkpoints.close()
+    if not finished:
+        if world.rank == 0:
+            note_incident(folder, IN_ORDER)
+        return
     engines = world.engine_calls()
-    prompt = batches.prompt(PROMPT_BYTES)
-    written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
+    prompt = batches.prompt(PROMPT_TOKENS)
+    written = None
+    if pipeline is None:  # else `fusedtp generate` does, from the checkpoint
+        written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
     verification = None
     if config.run.verify:
         console.print(
@@ -59,12 +94,106 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
     if world.rank == 0:
         summary = report.summarize(config, world, metrics, engines, parameters, verification)
         report.write_json(folder / "summary.json", summary)
-        report.plot(folder / "loss.png", metrics)
+        report.plot(folder / "loss.png", metrics, unit)
         if config.model.experts:
             experts.plot(folder / "experts.png", metrics.steps)
-        report.show(console, summary, verification)
-        report.show_sample(console, prompt, written)
+        report.show(console, summary, verification, unit)
+        if written is not None:
+            report.show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
         console.print(f"written to {folder}", highlight=False)
     world.wait_for_all()
     if verification is not None and not verification.passed:
         raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
+
+
+def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[str], None]) -> Saver | None:
+    """What saves this run as its options say; None where nothing is saved."""
+    options = config.checkpoint
+    if not options.save and not config.run.resume:
+        return None
+    checkpoints = Checkpoints(
+        config.run.folder / CHECKPOINTS,
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
+        group=world.checkpoint_group,
+        asynchronous=options.async_save,
+    )
+    checkpoints.tidy()
+    mesh = {"pp": world.pp, "dp": world.dp, "tp": world.tp}
+    return Saver(
+        checkpoints,
+        world,
+        every=options.save_every,
+        failure_seconds=3600 * options.failure_hours,
+        stop_on_error=options.on_save_error == "stop",
+        about={
+            "config": config.to_dict(),
+            "tokens": tokens.name,
+            "mesh": mesh,
+        },
+        tell=tell,
+    )
+
+
+def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console) -> list[dict[str, Any]]:
+    """Put the trainer where the run's checkpoint left it; the records of the steps up to there. Collective."""
+    assert trainer.saver is not None
+    checkpoints, folder = trainer.saver.checkpoints, config.run.folder
+    loaded = checkpoints.load(trainer.state, config.run.step, lambda about: misfits(config, tokens, about))
+    if loaded.step > config.optim.steps:
+        raise CheckpointError(
+            f"the checkpoint is of step {loaded.step}; --steps {config.optim.steps} is less"
+        )
+    aside = checkpoints.set_aside(loaded.step)
+    records = records_of(folder)
+    lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
+    because = "; ".join(loaded.refused) or (last_incident(folder) if lost else "")
+    line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (
+        f", because {because}" if because else ""
+    )
+    if aside:
+        line += f"; newer checkpoints are now {', '.join(path.name for path in aside)}"
+    console.print(line, highlight=False, soft_wrap=True)
+    if trainer.world.rank == 0:
+        note_incident(folder, line)
+    return [record for record in records if record["step"] < loaded.step]
+
+
+def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list[str]:
+    """Why a checkpoint cannot be gone on from with this configuration: another model, other data."""
+    plain, found = config.to_dict(), []
+    before = about.get("config")
+    if not isinstance(before, dict):
+        return ["it was not saved by fusedtp train"]
+    wanted = {
+        "model": plain["model"],
+        "data": {name: plain["data"][name] for name in ("length", "documents")},
+    }
+    wanted["run"] = {"seed": plain["run"]["seed"]}
+    for part, values in wanted.items():
+        for name, value in values.items():
+            was = before.get(part, {}).get(name, value)
+            if was != value:
+                found.append(f"--{name.replace('_', '-')} was {was}, now it is {value}")
+    if about.get("tokens") != tokens.name:
+        found.append("the files of --data, or its tokenizer, are others than they were")
+    return found
+
+
+def note_incident(folder: Path, what: str) -> None:
+    """Append a line to the run's incidents."""
+    if folder.is_dir():
+        with open(folder / INCIDENTS, "a") as file:
+            file.write(json.dumps({"time": time.time(), "what": what}) + "\n")
+
+
+def last_incident(folder: Path) -> str:
+    """What ended the run before, as far as anything was noted."""
+    path = folder / INCIDENTS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return str(json.loads(lines[-1])["what"]) if lines else "the run before ended without a word"
+
+
+def ended_in_order(folder: Path) -> bool:
+    """Whether the last thing that a run noted is that it saved and ended when it was asked to."""
+    return last_incident(folder) == IN_ORDER

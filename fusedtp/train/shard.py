@@ -11,7 +11,7 @@ they are sharded over the other ranks only ("outer"), while their gradient is di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -66,10 +66,13 @@ def shard_dim(way: Way, shape: tuple[int, ...], ranks: int, dims: tuple[int, ...
     return None
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, outer: DeviceMesh | None = None) -> FSDPModule:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, outer: DeviceMesh | None = None, stages: Sequence[nn.Module] = ()
+) -> None:
     """Shard a model's parameters, gradients and optimizer state over a 1-D mesh, block by block, in place.
 
-    outer   the 1-D mesh of the ranks that hold the same experts, where experts lie across ranks of `mesh`
+    outer    the 1-D mesh of the ranks that hold the same experts, where experts lie across ranks of `mesh`
+    stages   of a pipeline: the modules that are called in the place of the model
     Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
     """
     outer = outer or mesh
@@ -81,13 +84,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, outer: DeviceMesh | None = None) -
         shard_experts(experts, mesh, outer)
     for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert isinstance(model, FSDPModule)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # gloo cannot average; a sum of scaled gradients is right on every backend.
-            module.set_force_sum_reduction_for_comms(True)
-    return model
+    for root in stages or [model]:
+        fully_shard(root, mesh=mesh)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                # gloo cannot average; a sum of scaled gradients is right on every backend.
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def shard_experts(experts: Experts, mesh: DeviceMesh, outer: DeviceMesh) -> None:

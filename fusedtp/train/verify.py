@@ -147,6 +147,7 @@ def reference_steps(
         accumulate=data.accumulate,
         seed=config.run.seed,
         device=device,
+        documents=data.documents,
     )
     model = build(config, World(device=device))
     optimizer = adamw(model, options)
@@ -157,7 +158,7 @@ def reference_steps(
         if shaken:
             shake_(model, SHAKE[config.run.dtype], generator)
         set_learning_rate(optimizer, options, step)
-        loss = backward(model, batches, step, load)
+        loss = backward(model, batches, step, load, config.run.seed)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()

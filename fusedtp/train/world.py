@@ -1,9 +1,11 @@
-"""This process among the ranks of a job: its device, the ("dp", "tp") mesh, and what ranks tell each other.
+"""This process among the ranks of a job: its device, the ("pp", "dp", "tp") mesh, and what ranks tell each other.
 
 Where the ranks of several data-parallel ones share experts, the mesh has three dimensions: experts lie on "inner" and
 "tp" (together "ep"), copies of them are data parallel over "outer", everything else over both ("dp").
 
-    rank = (outer * inner_ranks + inner) * tp_ranks + tp
+    rank = ((pp * outer_ranks + outer) * inner_ranks + inner) * tp_ranks + tp
+
+Tensor parallelism communicates most and is innermost, inside a machine; pipeline stages communicate least.
 
 A job of one process has no mesh and starts no process group. Between hosts and for long waits there is a
 group of its own on gloo, so that neither occupies a GPU nor runs into the collectives' timeout.
@@ -12,7 +14,7 @@ group of its own on gloo, so that neither occupies a GPU nor runs into the colle
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -45,14 +47,21 @@ class World:
     mesh: DeviceMesh | None = None
     flat: Mapping[str, DeviceMesh] = field(default_factory=dict)
     host_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
+    pp: int = 1
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp
+        return self.pp * self.dp * self.tp
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // self.tp
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_mesh(self) -> DeviceMesh | None:
+        """Mesh of the pipeline's ranks; None where there is no pipeline."""
+        return self.mesh["pp"] if self.mesh is not None and self.pp > 1 else None
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
@@ -80,7 +89,7 @@ class World:
 
     def token_ranks(self, sequence_parallel: bool) -> dist.ProcessGroup | None:
         """The ranks that hold different tokens; None where this one holds all."""
-        if self.mesh is None or sequence_parallel:
+        if self.mesh is None or (sequence_parallel and self.pp == 1):
             return None if self.mesh is None else dist.group.WORLD
         return None if self.dp_mesh is None else self.dp_mesh.get_group()
 
@@ -90,6 +99,13 @@ class World:
         if self.dp_mesh is not None:
             dist.all_reduce(value, group=self.dp_mesh.get_group())
         return value.item() / self.dp
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Of every value the largest that a rank has. Collective, over host memory."""
+        found = torch.tensor([int(value) for value in values])
+        if self.host_group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
+        return [int(value) for value in found]
 
     def wait_for_all(self) -> None:
         """Return when all ranks are here; names those that are missing after LONG_WAIT."""
@@ -146,17 +162,19 @@ def torchrun_place() -> Place | None:
     return Place(rank, int(local_rank), ranks, int(local_ranks))
 
 
-def meshes(device: str, dp: int, tp: int, ep: int) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
+def meshes(device: str, dp: int, tp: int, ep: int, pp: int = 1) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
     """The mesh of all ranks, and "dp" and "ep" where those are no dimension of it."""
     if ep == tp:
-        return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), {}
+        return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp")), {}
     inner = ep // tp
-    mesh = init_device_mesh(device, (dp // inner, inner, tp), mesh_dim_names=("outer", "inner", "tp"))
+    mesh = init_device_mesh(
+        device, (pp, dp // inner, inner, tp), mesh_dim_names=("pp", "outer", "inner", "tp")
+    )
     return mesh, {"dp": mesh["outer", "inner"]._flatten("dp"), "ep": mesh["inner", "tp"]._flatten("ep")}
 
 
 @contextmanager
-def world_of(dp: int, tp: int, device: str, ep: int | None = None) -> Iterator[World]:
+def world_of(dp: int, tp: int, device: str, ep: int | None = None, pp: int = 1) -> Iterator[World]:
     """Join the ranks that torchrun started; leave them when all is done. `ep` of them share experts; default: tp.
 
     After an error the groups are left as they are: the process ends, and torchrun ends its peers.
@@ -165,14 +183,14 @@ def world_of(dp: int, tp: int, device: str, ep: int | None = None) -> Iterator[W
     here = torch.device(device, place.local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(here)
-    if dp * tp == 1:
+    if pp * dp * tp == 1:
         yield World(device=here)
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
     )
     ep = ep or tp
-    mesh, flat = meshes(device, dp, tp, ep)
-    host_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, host_group)
+    mesh, flat = meshes(device, dp, tp, ep, pp)
+    on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
+    yield World(dp, tp, ep, place.rank, here, mesh, flat, on_host[0], on_host[1], pp)
     dist.destroy_process_group()

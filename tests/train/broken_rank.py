@@ -30,12 +30,12 @@ def off_by_one_percent(*args, **kwargs):
     return 1.01 * matmul_reduce_scatter(*args, **kwargs)
 
 
-def broken_from_step_12(model, batches, step, load):
+def broken_from_step_12(model, batches, step, load, *more):
     """backward of a step, in the last of which the forward is slightly wrong."""
     with patch.object(
         ops, "matmul_reduce_scatter", off_by_one_percent if step >= 12 else matmul_reduce_scatter
     ):
-        return backward(model, batches, step, load)
+        return backward(model, batches, step, load, *more)
 
 
 def failing_on_rank_1(optimizer, options, step):

@@ -7,9 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.nn.init import init_
 from fusedtp.train import text
 from fusedtp.train.data import Batches, Windows
+from fusedtp.train.options import DataOptions
+from fusedtp.train.tokenizer import tokenizer_of
 
 
 def write_corpus(folder: Path, files: int = 60, size: int = 400) -> Path:
@@ -120,7 +126,7 @@ def test_what_is_wrong_with_paths_is_said_together(tmp_path):
 def test_text_shorter_than_a_window_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("abc" * 100)
     tokens = text.build((tmp_path / "short.txt",), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"held_out text has 16 bytes; --length 64 needs 65"):
+    with pytest.raises(ValueError, match=r"held_out text has 16 tokens; --length 64 needs 65"):
         Batches(tokens, length=64, batch=1)
 
 
@@ -132,12 +138,14 @@ def tokens(tmp_path_factory):
 
 def rows(batches: Batches, step: int) -> torch.Tensor:
     """[accumulate, rows, 2, length]: what a rank trains on in a step."""
-    return torch.stack([torch.stack((ids, labels), 1) for ids, labels, _ in batches.microbatches(step)])
+    batches.load_state_dict({"samples": step * batches.batch})
+    return torch.stack([torch.stack((batch.input_ids, batch.labels), 1) for batch in batches.step()])
 
 
 def test_labels_are_the_next_tokens_of_the_text(tokens):
     content = (tokens / "train.bin").read_bytes()
-    for ids, labels, _ in Batches(tokens, length=32, batch=4).microbatches(0):
+    for batch in Batches(tokens, length=32, batch=4).step():
+        ids, labels = batch.input_ids, batch.labels
         assert torch.equal(ids[:, 1:], labels[:, :-1])
         for row, label in zip(ids, labels, strict=True):
             assert bytes(row.tolist()) + bytes([label[-1]]) in content
@@ -163,28 +171,195 @@ def test_ranks_together_see_what_one_process_sees(tokens, accumulate, dp):
 
 
 def test_a_microbatch_knows_the_place_of_its_first_token(tokens):
-    flat = rows(Batches(tokens, length=32, batch=8), 2)[0, :, 0].flatten()
+    flat = rows(Batches(tokens, length=32, batch=8), 0)[0, :, 0].flatten()
     for rank in range(2):
-        for ids, _, place in Batches(
-            tokens, length=32, batch=8, accumulate=2, dp=2, dp_rank=rank
-        ).microbatches(2):
+        for batch in Batches(tokens, length=32, batch=8, accumulate=2, dp=2, dp_rank=rank).step():
+            place, ids = batch.first_token, batch.input_ids
             assert torch.equal(ids.flatten(), flat[place : place + ids.numel()])
+
+
+@settings(max_examples=50)
+@given(data=st.data(), size=st.integers(2, 400), length=st.integers(1, 40), seed=st.integers(0, 9))
+def test_an_epoch_visits_every_window_once_whoever_takes_it(
+    tmp_path_factory, data, size: int, length: int, seed: int
+):
+    """On changing numbers of ranks, microbatches and batches, resumed in between."""
+    length = min(length, size - 1)
+    folder = write_tokens(tmp_path_factory.mktemp("epoch"), np.arange(size), [size])
+    count = (size - 1) // length
+    seen: list[int] = []
+    while len(seen) < 2 * count:
+        dp, accumulate, each = (data.draw(st.integers(1, 3)) for _ in range(3))
+        taken: dict[int, list[int]] = {}
+        for rank in range(dp):
+            batches = Batches(
+                folder,
+                length=length,
+                batch=dp * accumulate * each,
+                accumulate=accumulate,
+                seed=seed,
+                dp=dp,
+                dp_rank=rank,
+            )
+            batches.load_state_dict({"samples": len(seen)})
+            for micro, batch in enumerate(batches.step()):
+                taken[micro * dp + rank] = batch.input_ids[:, 0].tolist()
+            assert batches.state_dict() == {"samples": len(seen) + dp * accumulate * each}
+        seen += [start for at in sorted(taken) for start in taken[at]]
+    slack = (size - 1) % length
+    for epoch in range(2):
+        starts = sorted(seen[epoch * count : (epoch + 1) * count])
+        assert starts == list(range(starts[0], starts[0] + count * length, length)) and starts[0] <= slack
+    if count > 20:
+        assert seen[:count] != seen[count : 2 * count]
+
+
+def write_tokens(folder: Path, ids: np.ndarray, ends: list[int], dtype: str = "uint16") -> Path:
+    for name in ("train", "held_out"):
+        ids.astype(dtype).tofile(folder / f"{name}.bin")
+        np.array(ends, np.int64).tofile(folder / f"{name}.ends")
+    (folder / "index.json").write_text(json.dumps({"dtype": dtype, "vocab_size": 1 << 16}))
+    return folder
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    length=st.integers(1, 20),
+    seed=st.integers(0, 9),
+)
+def test_separate_documents_token_by_token(tmp_path_factory, sizes: list[int], length: int, seed: int):
+    total = sum(sizes)
+    if total <= length:
+        sizes, total = [*sizes, length], total + length
+    ends = np.cumsum(sizes).tolist()
+    folder = write_tokens(tmp_path_factory.mktemp("documents"), np.arange(total), ends)
+    document = [i for i, size in enumerate(sizes) for _ in range(size)]
+    batches = Batches(folder, length=length, batch=6, accumulate=3, seed=seed, documents="separate")
+    labels_of_step = 0
+    for batch in batches.step():
+        for b in range(2):
+            first = int(batch.input_ids[b, 0])
+            for s in range(length):
+                token = first + s
+                begin = max(first, document.index(document[token]))
+                follows = token + 1 if document[token + 1] == document[token] else -100
+                assert batch.input_ids[b, s] == token and batch.labels[b, s] == follows
+                assert batch.positions[b, s] == token - begin
+                assert batch.document_ids[b, s] == document[token] - document[first]
+                labels_of_step += follows != -100
+    assert batch.num_labels == max(1, labels_of_step)
+
+
+def test_a_step_is_the_mean_over_all_its_labels_on_any_layout(tmp_path):
+    """Of documents that leave microbatches and ranks unequal numbers of labels."""
+    random = np.random.default_rng(0)
+    folder = write_tokens(tmp_path, random.integers(0, 11, 300), [*range(3, 90, 3), 200, 300])
+    config = ModelConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        dtype="float64", param_dtype="float64",
+    )  # fmt: skip
+    model = init_(CausalLM(config), 0, std=0.5)
+    losses, counts = [], []
+    for dp, accumulate in ((1, 1), (2, 2), (1, 4), (4, 1)):
+        of_ranks = []
+        for rank in range(dp):
+            batches = Batches(
+                folder, length=16, batch=8, accumulate=accumulate, dp=dp, dp_rank=rank, documents="separate"
+            )
+            every = list(batches.step())
+            counts += [int((batch.labels != -100).sum()) for batch in every]
+            of_ranks.append(sum(model(**batch.arguments()).loss.double().item() for batch in every))
+        losses.append(sum(of_ranks) / dp)
+    assert len(set(counts)) > 2, "numbers of labels differ"
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)  # each loss is fp32 at the end
+
+
+def test_a_document_among_others_gets_the_logits_that_it_has_alone(tmp_path):
+    ids = np.random.default_rng(1).integers(0, 11, 40)
+    folder = write_tokens(tmp_path, ids, [9, 17, 40])
+    (batch,) = Batches(folder, length=20, batch=1, documents="separate").step()
+    config = ModelConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = init_(CausalLM(config), 0, std=0.5)
+    together = model(batch.input_ids, positions=batch.positions, document_ids=batch.document_ids).logits[0]
+    for document in batch.document_ids.unique():
+        here = batch.document_ids[0] == document
+        torch.testing.assert_close(together[here], model(batch.input_ids[:, here]).logits[0])
 
 
 def test_validation_is_the_same_held_out_text_on_any_layout(tokens):
     content = (tokens / "held_out.bin").read_bytes()
-    whole = [ids for ids, _ in Batches(tokens, length=32, batch=4).validation(3)]
+    whole = [batch.input_ids for batch in Batches(tokens, length=32, batch=4).validation(3)]
     parts = [
-        [ids for ids, _ in Batches(tokens, length=32, batch=4, dp=2, dp_rank=rank).validation(3)]
+        [batch.input_ids for batch in Batches(tokens, length=32, batch=4, dp=2, dp_rank=rank).validation(3)]
         for rank in range(2)
     ]
+    in_two = [batch.input_ids for batch in Batches(tokens, length=32, batch=4).validation(3, 2)]
     for i, batch in enumerate(whole):
         assert torch.equal(torch.cat([part[i] for part in parts]), batch)
+        assert torch.equal(torch.cat(in_two[2 * i : 2 * i + 2]), batch)
         assert all(bytes(row.tolist()) in content for row in batch)
 
 
+@pytest.fixture(scope="module", params=[40, 1 << 16, (1 << 16) + 1])
+def words(request, tmp_path_factory) -> Path:
+    """The folder of a tokenizer of words, with so many ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<end>", "<unknown>", "one", "two", "three", "."]
+    known += [f"w{i}" for i in range(request.param - len(known))]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unknown>"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("words")
+    PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def test_a_tokenizer_of_transformers_makes_the_tokens(words, tmp_path):
+    tokenizer = tokenizer_of(words)
+    for i in range(30):
+        (tmp_path / f"{i:02}.txt").write_text("one two . " * (i + 1))
+    folder = text.build((tmp_path,), tmp_path / "cache", tokenizer)
+    index = json.loads((folder / "index.json").read_text())
+    wide = tokenizer.vocab_size > 1 << 16
+    assert index["dtype"] == ("uint32" if wide else "uint16") and index["vocab_size"] == tokenizer.vocab_size
+    ids = np.fromfile(folder / "train.bin", index["dtype"])
+    ends = np.fromfile(folder / "train.ends", np.int64)
+    assert (ids[ends - 1] == tokenizer.end).all() and (ids == tokenizer.end).sum() == len(ends)
+    assert ends[-1] == len(ids) and set(ids.tolist()) == {0, 2, 3, 5}
+    assert tokenizer.decode(ids[: ends[0] - 1].tolist()).split() == ["one", "two", "."] * (ends[0] // 3)
+    assert text.build((tmp_path,), tmp_path / "cache") != folder, "another tokenizer, other tokens"
+    (batch,) = Batches(folder, length=8, batch=2).step()
+    assert batch.input_ids.max() < tokenizer.vocab_size
+
+
+def test_a_folder_without_a_tokenizer_is_a_fault_of_the_options(tmp_path):
+    (fault,) = DataOptions(tokenizer=tmp_path).faults()
+    assert fault.startswith(f"--tokenizer {tmp_path}: ")
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path):
+    ids = np.arange(1000) % 7
+    np.save(tmp_path / "ids.npy", ids)
+    folder = text.build((tmp_path / "ids.npy",), tmp_path / "cache")
+    train, held_out = (np.fromfile(folder / f"{name}.bin", np.uint8) for name in ("train", "held_out"))
+    assert np.array_equal(np.concatenate((train, held_out)), ids) and len(held_out) == 50
+    ends = np.fromfile(folder / "train.ends", np.int64)
+    assert ends.tolist() == [*range(1, 950, 7), 950], "id 0 ends a document"
+    np.save(tmp_path / "large.npy", np.array([3, 256]))
+    with pytest.raises(ValueError, match=r"large.npy holds ids from 3 to 256, of a vocabulary of 256"):
+        text.build((tmp_path / "large.npy",), tmp_path / "cache")
+    np.save(tmp_path / "square.npy", np.zeros((2, 2), int))
+    assert text.faults((tmp_path / "square.npy",)) == [
+        f"--data {tmp_path / 'square.npy'} is not one dimension of token ids"
+    ]
+
+
 def test_windows_reach_the_last_token(tokens):
-    windows = Windows(tokens / "held_out.bin", 32)
+    windows = Windows(tokens, "held_out", 32)
     first, last = windows.spread(2)
     assert first == 0
     assert windows.read(np.array([last]))[1][0, -1] == windows.tokens[-1]

@@ -11,7 +11,7 @@ from fusedtp.nn.init import init_
 from fusedtp.train import loop, text
 from fusedtp.train.build import build
 from fusedtp.train.config import parse
-from fusedtp.train.data import Batches
+from fusedtp.train.data import Batches, Microbatch
 from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.metrics import Metrics
 from fusedtp.train.world import World, meshes
@@ -56,7 +56,9 @@ def test_a_failed_step_reaches_no_parameter(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "clip_grad_norm_", norm_of)
     with pytest.raises(SignalTimeout, match="step 2"):
-        loop.train(model, Batches(tokens, length=16, batch=2), config, world, Metrics(config, world))
+        loop.Trainer(
+            model, Batches(tokens, length=16, batch=2), config, world, Metrics(config, world)
+        ).train()
     assert len(seen) == 3 and not any(map(torch.equal, seen[0], seen[1]))
     assert all(map(torch.equal, seen[2], model.parameters()))
 
@@ -69,9 +71,9 @@ def small_model(dropout: float) -> CausalLM:
     return init_(CausalLM(config), 0, std=0.3)
 
 
-def drawn_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def drawn_batches(rank: int) -> list[Microbatch]:
     generator = torch.Generator().manual_seed(rank)
-    return [tuple(torch.randint(0, 11, (2, 2, 5), generator=generator)) for _ in range(3)]
+    return [Microbatch(*torch.randint(0, 11, (2, 2, 5), generator=generator), 0, 10) for _ in range(3)]
 
 
 def test_validation_drops_nothing_and_training_goes_on():

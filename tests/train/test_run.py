@@ -113,6 +113,7 @@ def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):
         str(tmp_path),
         "--name",
         "again",
+        "--replace",
     ]
     losses = []
     for _ in range(2):
@@ -137,7 +138,7 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
             "--accumulate",
             str(accumulate),
         ]
-        assert cli.main(["train", *TINY, *arguments, "--dropout", "0.1"]) == 0
+        assert cli.main(["train", *TINY, *arguments, "--dropout", "0.1", "--replace"]) == 0
         lines = (tmp_path / "main" / "metrics.jsonl").read_text().splitlines()
         return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 

@@ -1,0 +1,536 @@
+"""Checkpoints that are whole or not there, verified when they are read, and written while training goes on.
+
+    folder/
+      step-00000040/                  it gets this name last, when every file below is on disk
+        __0_0.distcp ..., .metadata   of torch.distributed.checkpoint: each rank's part, which ranks of any mesh read
+        about.json                    step, format, number of ranks, and what the caller adds
+        manifest.json                 size and SHA-256 of every other file
+      .draft-00000080/                being written
+      .old-00000020/                  being removed
+      aside-00000120/                 newer than the one that a run was resumed from
+
+Note [What a kill leaves]
+A draft becomes a checkpoint by one rename, after all ranks have written and fsynced their files and the first rank has
+fsynced the manifest and the folder. A checkpoint that is to go is renamed before its first file is removed. So whatever
+is called step-* is whole, whenever the process died; the next run removes the other folders. Disks and people damage
+files later: reading hashes all of them first, each rank its share, and goes back to the newest checkpoint that is good.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer ones are refused
+ABOUT, MANIFEST = "about.json", "manifest.json"
+_STEP, _DRAFT, _OLD, _ASIDE, _SUMS = "step-", ".draft-", ".old-", "aside-", ".sums-"
+_PIECE = 1 << 22  # bytes hashed at a time
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none can be read."""
+
+
+class Stateful(Protocol):
+    """What torch.distributed.checkpoint saves: nested dicts of tensors (DTensors too) and plain values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+# -- what a run is -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainingState:
+    """Everything that the next step depends on: weights, optimizer, random numbers, and `parts` (step, data, ...).
+
+    Random numbers are kept by rank. On another number of ranks they are drawn anew, from (seed, step, rank): dropout of
+    fusedtp.nn depends on neither.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    rank: int = 0
+    seed: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
+        found = {name: part.state_dict() for name, part in self.parts.items()}
+        return {
+            "model": model, "optimizer": optimizer, "parts": found, "rng": {str(self.rank): random_state()},
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+            options=_OPTIONS,
+        )
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict["parts"][name])
+        if "rng" in state_dict:
+            set_random_state(state_dict["rng"][str(self.rank)])
+        else:
+            step = max((int(vars(part).get("step", 0)) for part in self.parts.values()), default=0)
+            seed_all(int(np.random.SeedSequence([self.seed, step, self.rank]).generate_state(1)[0]))
+
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all random number generators that a model may draw from."""
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "host": pickle.dumps((random.getstate(), np.random.get_state())),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators where random_state found them."""
+    torch.set_rng_state(state["torch"])
+    of_python, of_numpy = pickle.loads(state["host"])
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_all(seed: int) -> None:
+    """Start all generators anew."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+# -- one checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after so many steps is."""
+    return folder / f"{_STEP}{step:08}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps that have a checkpoint, ascending; whether each is good, `faults_of` says."""
+    if not folder.is_dir():
+        return []
+    names = (path.name.removeprefix(_STEP) for path in folder.iterdir() if path.name.startswith(_STEP))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
+    """File name -> {"bytes", "sha256"}. Raises CheckpointError where there is none that makes sense."""
+    try:
+        manifest: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())
+        sound = all(set(each) == {"bytes", "sha256"} for each in manifest.values())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} has no {MANIFEST}") from None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path.name}: {MANIFEST} cannot be read: {error}") from None
+    if not sound or ABOUT not in manifest:
+        raise CheckpointError(f"{path.name}: {MANIFEST} is damaged")
+    return manifest
+
+
+def faults_of(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with a checkpoint's files; share (i, n): look at the i-th of every n files alone."""
+    try:
+        manifest = manifest_of(path)
+    except CheckpointError as error:
+        return [str(error)] if share[0] == 0 else []
+    found = []
+    for name in sorted(manifest)[share[0] :: share[1]]:
+        if (fault := _fault_of(path / name, manifest[name])) is not None:
+            found.append(f"{path.name}/{name} {fault}")
+    return found
+
+
+def _fault_of(path: Path, wanted: Mapping[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            return f"has {size:,} bytes instead of {wanted['bytes']:,}"
+        return None if digest_of(path) == wanted["sha256"] else "has another SHA-256 than when it was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What was written beside the state. Raises CheckpointError where it cannot be read or is of a newer format."""
+    try:
+        found: dict[str, Any] = json.loads((path / ABOUT).read_text())
+        version = int(found["format"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name}: {ABOUT} cannot be read: {error}") from None
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{path.name} has format {version}, which a newer fusedtp wrote; this one reads up to {FORMAT}"
+        )
+    return found
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _Writer(FileSystemWriter):
+    """Writes a draft; `finish`, on the first rank when all have written, makes a checkpoint of it."""
+
+    def __init__(self, target: Path, about: Mapping[str, Any], rank: int, done: Callable[[], None]) -> None:
+        self.target, self.about, self.own_rank, self.done = target, about, rank, done
+        self.draft = target.with_name(target.name.replace(_STEP, _DRAFT))
+        super().__init__(self.draft, overwrite=True)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        needed = sum(_bytes_of(item) for plan in plans for item in plan.items)
+        free = shutil.disk_usage(self.draft).free
+        if needed > free:
+            raise OSError(
+                errno.ENOSPC, f"the checkpoint needs {needed:,} bytes, {free:,} are free", str(self.draft)
+            )
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        _write_json(self.draft / f"{_SUMS}{self.own_rank}", _sums(self.draft, names))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        manifest: dict[str, Any] = {}
+        for rank in range(len(results)):
+            sums = self.draft / f"{_SUMS}{rank}"
+            if not sums.exists():
+                raise CheckpointError(
+                    f"{self.draft.parent} of rank {rank} is another folder: it must be shared"
+                )
+            manifest |= json.loads(sums.read_text())
+            sums.unlink()
+        _write_json(self.draft / ABOUT, self.about)
+        manifest |= _sums(self.draft, (ABOUT, ".metadata"))
+        _write_json(self.draft / MANIFEST, manifest)
+        _sync(self.draft)
+        if self.target.exists():
+            _remove(self.target)
+        self.draft.rename(self.target)
+        _sync(self.target.parent)
+        self.done()
+
+
+def _bytes_of(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    properties = item.tensor_data.properties
+    assert isinstance(properties, TensorProperties)
+    return math.prod(item.tensor_data.chunk.sizes) * properties.dtype.itemsize
+
+
+def _sums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digest_of(folder / name)}
+        for name in sorted(names)
+    }
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with open(path, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint: no moment shows a part of it under its name."""
+    old = path.with_name(path.name.replace(_STEP, _OLD))
+    if old.exists():
+        shutil.rmtree(old)
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+# -- all checkpoints of a run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on disk: its bytes, seconds that `save` held training up, seconds until it was durable."""
+
+    step: int
+    size: int
+    blocked: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` read: about.json of that checkpoint, and what is wrong with newer ones that were left out."""
+
+    step: int
+    about: dict[str, Any]
+    refused: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints in a folder that all ranks share. Every method but `steps` is collective over `group`.
+
+    keep_last, keep_every   of older checkpoints, the newest so many stay, and those whose step divides by keep_every
+    group                   of gloo, with no other use: a save communicates while training does. None: one process
+    asynchronous            `save` returns when the state has been copied to host memory
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep_last {keep_last} and keep_every {keep_every} are to be positive")
+        self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
+        self.group, self.asynchronous = group, asynchronous
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Saved] | None = None
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        return steps_in(self.folder)
+
+    def save(self, step: int, state: Stateful, **more: Any) -> None:
+        """Begin to write the state after `step` steps; about.json also gets `more`. Waits for the save before.
+
+        Raises CheckpointError where the save before failed, or, unless asynchronous, where this one does.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        staged = self._stager.stage(state.state_dict())
+        words = {"format": FORMAT, "step": step, "ranks": self.ranks, **more}
+        writer = _Writer(path_of(self.folder, step), words, self.rank, self._prune)
+        blocked = time.perf_counter() - begin if self.asynchronous else None
+        self._pending = self._thread.submit(self._write, staged, writer, step, begin, blocked)
+        if not self.asynchronous:
+            self.wait()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is on its way, as this rank sees it."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self) -> Saved | None:
+        """The save since the last `wait`, when it is done. Raises CheckpointError if it failed: on all ranks alike."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def close(self) -> None:
+        """Wait for a save that is on its way, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._stager.close()
+
+    def _write(self, staged: Any, writer: _Writer, step: int, begin: float, blocked: float | None) -> Saved:
+        try:
+            with quiet():
+                save(staged, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+        except (CheckpointException, OSError, CheckpointError) as error:
+            raise CheckpointError(f"step {step} was not saved: {_why(error)}") from error
+        seconds = time.perf_counter() - begin
+        size = sum(each["bytes"] for each in manifest_of(path_of(self.folder, step)).values())
+        return Saved(step, size, seconds if blocked is None else blocked, seconds)
+
+    def _prune(self) -> None:
+        every = self.steps()
+        kept = set(every[-self.keep_last :])
+        kept |= {step for step in every if self.keep_every and step % self.keep_every == 0}
+        for step in set(every) - kept:
+            _remove(path_of(self.folder, step))
+
+    def tidy(self) -> None:
+        """Remove what killed runs left half written or half removed. Collective."""
+        if self.rank == 0 and self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if path.name.startswith((_DRAFT, _OLD)):
+                    shutil.rmtree(path)
+        self._gathered([])
+
+    def set_aside(self, step: int) -> list[Path]:
+        """Rename the checkpoints after `step`, which no run is to take for its own; where they are now. Collective."""
+        moved = []
+        for newer in [each for each in self.steps() if each > step] if self.rank == 0 else []:
+            path = path_of(self.folder, newer)
+            free = (
+                path.with_name(f"{_ASIDE}{newer:08}{tail}")
+                for tail in ("", *(f".{i}" for i in range(1, 1000)))
+            )
+            moved.append(path.rename(next(each for each in free if not each.exists())))
+        return [Path(each) for each in self._gathered([str(each) for each in moved])[0]]
+
+    def faults(self, step: int) -> list[str]:
+        """What is wrong with a checkpoint, in words; the same on all ranks, which share the hashing."""
+        found = faults_of(path_of(self.folder, step), (self.rank, self.ranks))
+        if self.rank == 0 and not found:
+            try:
+                about(path_of(self.folder, step))
+            except CheckpointError as error:
+                found = [str(error)]
+        return [fault for part in self._gathered(found) for fault in part]
+
+    def _gathered(self, value: list[str]) -> list[list[str]]:
+        if self.group is None:
+            return [value]
+        parts: list[list[str] | None] = [None] * self.ranks
+        dist.all_gather_object(parts, value, group=self.group)
+        return [part or [] for part in parts]
+
+    def load(
+        self,
+        state: Stateful,
+        step: int | None = None,
+        check: Callable[[Mapping[str, Any]], list[str]] | None = None,
+    ) -> Loaded:
+        """Read the newest good checkpoint, or that of `step`, into `state`.
+
+        check   of about.json: why it does not fit this run; nothing is read then
+        Raises CheckpointError where there is none, where that of `step` is not good, or does not fit.
+        """
+        steps = self._gathered([str(each) for each in self.steps()])[0]
+        every = [int(each) for each in steps]
+        if step is not None and step not in every:
+            raise CheckpointError(
+                f"{self.folder} has no checkpoint of step {step}; there are {every or 'none'}"
+            )
+        refused: list[str] = []
+        for candidate in [step] if step is not None else reversed(every):
+            if faults := self.faults(candidate):
+                refused += faults
+                continue
+            words = about(path_of(self.folder, candidate))
+            if check is not None and (faults := check(words)):
+                raise CheckpointError(f"{path_of(self.folder, candidate)}: " + "; ".join(faults))
+            self._read(state, candidate, words)
+            return Loaded(candidate, words, tuple(refused))
+        reason = "; ".join(refused) if refused else "it holds none"
+        raise CheckpointError(f"no checkpoint of {self.folder} can be read: {reason}")
+
+    def _read(self, state: Stateful, step: int, words: Mapping[str, Any]) -> None:
+        found = state.state_dict()
+        if words["ranks"] != self.ranks:
+            found.pop("rng", None)
+        try:
+            with quiet():
+                load(
+                    found,
+                    storage_reader=FileSystemReader(path_of(self.folder, step)),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"step {step} is not of this model: {_why(error)}") from error
+        state.load_state_dict(found)
+
+
+class quiet(warnings.catch_warnings):
+    """Without what torch says of a save by one process, and of a draft that it writes over."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        return entered
+
+
+def _why(error: BaseException) -> str:
+    """The causes that ranks report, each once."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    by_text: dict[str, list[int]] = {}
+    for rank, (cause, _) in error.failures.items():
+        by_text.setdefault(str(cause), []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items())
+
+
+# -- how often ---------------------------------------------------------------------------------------------------------
+
+
+def save_interval(save_seconds: float, failure_seconds: float) -> float:
+    """Seconds of training between two saves that lose least, to saving and to what a failure takes back.
+
+    save_seconds      that a save holds training up
+    failure_seconds   mean time between failures of the whole job
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), eq. 37;
+    its first term is Young's (CACM 17, 1974).
+    """
+    share = save_seconds / (2 * failure_seconds)
+    if share >= 1:
+        return failure_seconds
+    first = math.sqrt(2 * save_seconds * failure_seconds)
+    return first * (1 + math.sqrt(share) / 3 + share / 9) - save_seconds
+
+
+def as_bytes(size: float) -> str:
+    """In words: 3.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,189 @@
+"""What can be done with a run that was saved: look at its checkpoints, take its model elsewhere, let it write.
+
+fusedtp checkpoints list RUN            steps, sizes, when
+fusedtp checkpoints verify RUN          hash every file
+fusedtp checkpoints export RUN FOLDER   a folder of transformers', with safetensors
+fusedtp generate --run RUN PROMPT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fusedtp.nn import CausalLM, generate
+from fusedtp.train.build import build
+from fusedtp.train.checkpoint import (
+    CheckpointError,
+    about,
+    as_bytes,
+    faults_of,
+    manifest_of,
+    path_of,
+    quiet,
+    steps_in,
+)
+from fusedtp.train.config import TrainConfig
+from fusedtp.train.run import CHECKPOINTS
+from fusedtp.train.tokenizer import tokenizer_of
+from fusedtp.train.world import World
+
+
+def load_model(
+    run: Path, step: int | None = None, device: str | torch.device = "cpu"
+) -> tuple[CausalLM, TrainConfig]:
+    """The model of a run's newest good checkpoint, or of that of `step`, whole in this process.
+
+    Raises CheckpointError where there is none that can be read.
+    """
+    folder, refused = run / CHECKPOINTS, []
+    for candidate in [step] if step is not None else reversed(steps_in(folder)):
+        path = path_of(folder, candidate)
+        if faults := faults_of(path):
+            refused += faults
+            continue
+        config = TrainConfig.from_dict(about(path)["config"])
+        model = build(config, World(device=torch.device(device)))
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        with quiet():
+            load(state, storage_reader=FileSystemReader(path), no_dist=True)
+        set_model_state_dict(model, state["model"])
+        return model.eval(), config
+    raise CheckpointError("; ".join(refused) or f"{folder} holds no checkpoint")
+
+
+# -- fusedtp checkpoints -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckpointsOptions:
+    """List or verify the checkpoints of a run, or export its model for transformers."""
+
+    action: tyro.conf.Positional[Literal["list", "verify", "export"]]
+    """list: steps and sizes. verify: hash every file. export: write safetensors with Hugging Face's names."""
+    run: tyro.conf.Positional[Path]
+    """Folder of the run, such as runs/main."""
+    out: tyro.conf.Positional[Path | None] = None
+    """export: the folder to write."""
+    step: int | None = None
+    """That checkpoint alone; default: all, and of export the newest good one."""
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 1 where a checkpoint is not good."""
+    options = tyro.cli(CheckpointsOptions, prog="fusedtp checkpoints", args=argv)
+    folder = options.run / CHECKPOINTS
+    steps = steps_in(folder) if options.step is None else [options.step]
+    try:
+        if not steps_in(folder):
+            raise CheckpointError(f"{folder} holds no checkpoint")
+        if options.action == "export":
+            return export(options)
+        return verify(folder, steps) if options.action == "verify" else show(folder, steps)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"fusedtp checkpoints: error: {error}", file=sys.stderr)
+        return 1
+
+
+def show(folder: Path, steps: list[int]) -> int:
+    """A table of the checkpoints; what cannot be read says so."""
+    table = Table("step", "size", "files", "written", "ranks")
+    for step in steps:
+        path = path_of(folder, step)
+        try:
+            manifest, words = manifest_of(path), about(path)
+        except CheckpointError as error:
+            table.add_row(str(step), str(error))
+            continue
+        size = sum(each["bytes"] for each in manifest.values())
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+        table.add_row(str(step), as_bytes(size), str(len(manifest) + 1), when, str(words["ranks"]))
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    return 0
+
+
+def verify(folder: Path, steps: list[int]) -> int:
+    """Hash all files; 1 if one is not what was written."""
+    found = []
+    for step in steps:
+        faults = faults_of(path_of(folder, step))
+        if not faults:
+            about(path_of(folder, step))  # raises for a newer format
+        print(f"step {step}: " + ("good" if not faults else "; ".join(faults)))
+        found += faults
+    return 1 if found else 0
+
+
+def export(options: CheckpointsOptions) -> int:
+    """The model as transformers saves it."""
+    from fusedtp.parallel import to_transformers
+
+    if options.out is None:
+        raise ValueError("export needs the folder to write: fusedtp checkpoints export RUN FOLDER")
+    model, config = load_model(options.run, options.step)
+    to_transformers(model, options.out)
+    if config.data.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(str(config.data.tokenizer), local_files_only=True).save_pretrained(
+            options.out
+        )
+    print(f"written to {options.out}")
+    return 0
+
+
+# -- fusedtp generate --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Let the model of a run go on with a text."""
+
+    prompt: tyro.conf.Positional[str]
+    """What it goes on with."""
+    run: Path = Path("runs/main")
+    """Folder of the run."""
+    step: int | None = None
+    """Its checkpoint of this step; default: the newest good one."""
+    tokens: int = 200
+    """How many it writes."""
+    temperature: float = 0.8
+    """Of the draw; 0 takes the likeliest token."""
+    seed: int = 0
+    """Of the draw."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print {"prompt", "text"} instead of the text."""
+
+
+def generate_main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    options = tyro.cli(GenerateOptions, prog="fusedtp generate", args=argv)
+    try:
+        model, config = load_model(options.run, options.step)
+        tokenizer = tokenizer_of(config.data.tokenizer)
+        ids = tokenizer.encode(options.prompt.encode())
+        ids = ids[:-1] if tokenizer.end is not None else ids  # the text goes on
+        if not len(ids):
+            raise ValueError("the prompt has no token")
+        found = generate(
+            model, torch.tensor([[int(token) for token in ids]]), options.tokens, temperature=options.temperature,
+            seed=options.seed, max_context=config.data.length,
+        )  # fmt: skip
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"fusedtp generate: error: {error}", file=sys.stderr)
+        return 1
+    text = tokenizer.decode([int(token) for token in found[0, len(ids) :]])
+    print(json.dumps({"prompt": options.prompt, "text": text}) if options.as_json else options.prompt + text)
+    return 0

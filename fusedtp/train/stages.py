@@ -1,0 +1,336 @@
+"""Pipeline stages: consecutive layers of a model on each rank of "pp", and torch's schedules that run them.
+
+    model on meta --parallelize(tp)--> cut, prune_ --> this rank's layers --shard(dp)--> memory --init_--> Pipeline.step
+
+A stage hands on what a layer makes: this tensor-parallel rank's tokens [T_r, H], a plain tensor. The first stage
+embeds, the last makes the loss; every rank reads the whole batch, so that masks, positions and labels need no transfer.
+Parameters keep the names that they have in the whole model, so that a checkpoint of any mesh loads on any other.
+
+    single    gpipe, 1f1b                                              stage = rank
+    looped    looped_bfs, interleaved_1f1b, interleaved_zero_bubble    stages rank, rank + pp, ...
+    v         zbv_zero_bubble, dualpipev                               stages rank and 2 pp - 1 - rank
+
+Note [Tied embeddings]
+Where the head is the embedding and the first and the last stage lie on two ranks, both hold it, the last one too as
+`embed_tokens.weight`. Each makes a part of its gradient; they are summed after backward, and count once in the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.nn.dropout import dropout_state
+from fusedtp.train.data import Microbatch
+
+SINGLE = {"gpipe": "GPipe", "1f1b": "1F1B"}
+LOOPED = {
+    "looped_bfs": "LoopedBFS",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+}
+V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
+SCHEDULES = SINGLE | LOOPED | V_SHAPED
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")  # weights' gradients come later
+
+
+# -- the cut -----------------------------------------------------------------------------------------------------------
+
+
+def costs(config: ModelConfig, length: int) -> tuple[list[float], float]:
+    """Multiply-adds a token of every layer, and of the head. A layer of experts counts those that a token meets."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = config.head_dim or hidden // heads
+    kv_heads = config.num_key_value_heads or heads
+    attention = (
+        2 * hidden * head_dim * (heads + kv_heads) + length * heads * head_dim
+    )  # half of S keys, twice
+    found = []
+    for layer in range(config.num_hidden_layers):
+        width = config.intermediate_size
+        if config.moe is not None and layer >= config.moe.first_dense:
+            width = config.moe.top_k * config.moe.hidden + config.moe.shared
+        found.append(float(attention + 3 * hidden * width))
+    return found, float(hidden * config.vocab_size)
+
+
+def cut(layers: Sequence[float], head: float, stages: int) -> list[range]:
+    """Layers of every stage, at least one each, so that the dearest stage is as cheap as can be; the last has the head.
+
+    Raises ValueError for more stages than layers.
+    """
+    count = len(layers)
+    if not 1 <= stages <= count:
+        raise ValueError(f"{stages} pipeline stages of {count} layers: each stage needs a layer")
+    # best[n][i]: (largest cost of a stage, where the last of them begins) for the first i layers in n stages
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for n in range(1, stages + 1):
+        row = {}
+        for i in range(n, count - (stages - n) + 1):
+            extra = head if n == stages else 0.0
+            row[i] = min(
+                (max(best[-1][j][0], sum(layers[j:i]) + extra), -j) for j in range(n - 1, i) if j in best[-1]
+            )
+            row[i] = (row[i][0], -int(row[i][1]))
+        best.append(row)
+    ends = [count]
+    for n in range(stages, 0, -1):
+        ends.append(best[n][ends[-1]][1])
+    ends.reverse()
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
+    """The stages that a rank of `pp` runs, in their order."""
+    if schedule in SINGLE:
+        return [rank]
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * i for i in range(virtual)]
+
+
+def stage_count(schedule: str, pp: int, virtual: int = 2) -> int:
+    """Of the whole pipeline."""
+    return len(stages_of(schedule, pp, 0, virtual)) * pp
+
+
+def pipeline_faults(schedule: str, pp: int, virtual: int, layers: int, microbatches: int) -> list[str]:
+    """Why a pipeline cannot be run so."""
+    if pp < 2:
+        return []
+    found, count = [], stage_count(schedule, pp, virtual)
+    if count > layers:
+        found.append(f"--schedule {schedule} with --pp {pp} has {count} stages, more than --layers {layers}")
+    least = 2 * pp if schedule == "dualpipev" else pp
+    if microbatches < least:
+        found.append(
+            f"--schedule {schedule} with --pp {pp} needs at least {least} --accumulate microbatches, not {microbatches}"
+        )
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % pp:
+        found.append(
+            f"--schedule {schedule} needs an --accumulate that --pp {pp} divides, not {microbatches}"
+        )
+    return found
+
+
+# -- a stage -----------------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1]."""
+
+    def __init__(self, model: CausalLM, layers: Sequence[int], first: bool, last: bool) -> None:
+        super().__init__()
+        self._model = [model]  # no submodule: its parameters are other stages' too
+        self.first, self.last = first, last
+        self.layers = nn.ModuleList(_layer(model, i) for i in layers)
+        if first or (last and model.config.tie_word_embeddings):
+            self.embed_tokens = model.embed_tokens
+        if last:
+            self.norm, self.lm_head = model.norm, model.lm_head
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        labels: Tensor,
+        dropout: Tensor,
+        num_labels: float,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        (model,) = self._model
+        model._dropout = dropout[0]
+        layout = model.layout(labels, positions, document_ids)
+        if self.first:
+            x = model.embed(x, layout)
+        x = model.through(self.layers, x, layout)
+        return model.loss_of(model.norm(x), labels, layout, num_labels).reshape(1) if self.last else x
+
+
+def _layer(model: CausalLM, index: int) -> nn.Module:
+    layers: Any = model.layers
+    layer: nn.Module = layers[str(index)] if isinstance(layers, nn.ModuleDict) else layers[index]
+    return layer
+
+
+def prune_(model: CausalLM, parts: Sequence[range], here: Sequence[int]) -> None:
+    """Leave of a model what the stages `here` have of it. Names stay; what is left out is None."""
+    own = [layer for stage in here for layer in parts[stage]]
+    first, last = 0 in here, len(parts) - 1 in here
+    kept: Any = nn.ModuleDict({str(layer): _layer(model, layer) for layer in sorted(own)})
+    model.layers = kept
+    nothing: Any = None
+    if not (first or (last and model.config.tie_word_embeddings)):
+        model.embed_tokens = nothing
+    if not last:
+        model.norm, model.lm_head = nothing, nothing
+
+
+def _arguments(batches: Sequence[Microbatch], seed: int, step: int) -> dict[str, Any]:
+    """What every stage takes beside hidden states, microbatches one behind the other."""
+    found: dict[str, Any] = {
+        "labels": torch.cat([batch.labels for batch in batches]),
+        "dropout": torch.stack([dropout_state(seed, step, batch.first_token) for batch in batches]),
+        "num_labels": batches[0].num_labels,
+    }
+    for name in ("positions", "document_ids"):
+        if getattr(batches[0], name) is not None:
+            found[name] = torch.cat([getattr(batch, name) for batch in batches])
+    return found
+
+
+# -- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pipeline:
+    """The stages of this rank, which `prune_` left of `model`, and how they run.
+
+    mesh       "pp", one-dimensional
+    parts      layers of every stage
+    stages     this rank's: index -> module
+    """
+
+    model: CausalLM
+    mesh: DeviceMesh
+    schedule: str
+    parts: Sequence[range]
+    here: Sequence[int]
+
+    def __post_init__(self) -> None:
+        last = len(self.parts) - 1
+        self.stages = {i: Stage(self.model, self.parts[i], i == 0, i == last) for i in self.here}
+        self.group = self.mesh.get_group()
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self.tied = self._tied_group()
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        return len(self.parts) - 1 in self.stages
+
+    def step(self, batches: Sequence[Microbatch], seed: int, step: int) -> Tensor:
+        """Forward and backward of a step's microbatches; their loss, the same on all ranks of the pipeline. Collective.
+
+        Microbatches must be of one shape; from one step to the next it may change.
+        """
+        losses: list[Tensor] = []
+        arguments = _arguments(batches, seed, step)
+        if self.has_last:
+            arguments |= {"target": arguments["labels"], "losses": losses}
+        ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
+        self._schedule_for(batches).step(*ids, return_outputs=False, **arguments)
+        if self.tied is not None:
+            gradient = self.model.embed_tokens.weight.grad
+            assert gradient is not None
+            own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(own, group=self.tied)
+        return self._everywhere(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
+        """The sum of the microbatches' losses, without gradients, the same on all ranks of the pipeline. Collective.
+
+        torch's V-shaped schedules cannot go forward alone (2.13): microbatches go through the stages one by one.
+        """
+        losses: list[Tensor] = []
+        holders = {i: rank for rank in range(self.mesh.size()) for i in self._stages_of(rank)}
+        own, last = self.mesh.get_local_rank(), len(self.parts) - 1
+        for batch in batches:
+            arguments, kept = _arguments([batch], 0, 0), batch.input_ids
+            for index in sorted(self.stages):
+                if index and holders[index - 1] != own:
+                    kept = self._edge(tuple(batch.input_ids.shape))
+                    dist.recv(kept, group=self.group, group_src=holders[index - 1])
+                kept = self.stages[index](kept, **arguments)
+                if index < last and holders[index + 1] != own:
+                    dist.send(kept, group=self.group, group_dst=holders[index + 1])
+            if self.has_last:
+                losses.append(kept.sum())
+        return self._everywhere(losses)
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return stages_of(self.schedule, self.mesh.size(), rank, len(self.here))
+
+    def _edge(self, shape: tuple[int, ...], device: str | torch.device | None = None) -> Tensor:
+        """Room for what one stage hands the next for microbatches of this shape: [T_r, H]."""
+        model = self.model
+        sizes = model.layout(torch.zeros(shape, dtype=torch.int64, device=self.device)).sizes
+        rows = sizes[model.token_split[0]] if sizes else shape[0] * shape[1]
+        size = (rows, model.config.hidden_size)
+        return torch.empty(size, dtype=model.config.compute_dtype, device=device or self.device)
+
+    def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of the losses, which the rank of the last stage has."""
+        nothing = torch.zeros((), device=self.device)
+        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else nothing
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _schedule_for(self, batches: Sequence[Microbatch]) -> Any:
+        """torch's schedule for microbatches of this shape, whose stages know what they send and receive."""
+        shape, count = tuple(batches[0].input_ids.shape), len(batches)
+        if any(tuple(batch.input_ids.shape) != shape for batch in batches):
+            raise ValueError(
+                f"microbatches of a step have different shapes: {[tuple(b.input_ids.shape) for b in batches]}"
+            )
+        key = (*shape, count)
+        if key not in self._schedules:
+            stages = [self._torch_stage(index, shape) for index in self.here]
+            kind: Any = get_schedule_class(SCHEDULES[self.schedule])
+            single = issubclass(kind, PipelineScheduleSingle)
+            self._schedules[key] = kind(
+                stages[0] if single else stages,
+                count,
+                loss_fn=lambda loss, labels: loss.sum(),
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    def _torch_stage(self, index: int, shape: tuple[int, ...]) -> PipelineStage:
+        edge = self._edge(shape, "meta").requires_grad_()
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        return PipelineStage(
+            self.stages[index], index, len(self.parts), self.device, input_args=edge if index else ids,
+            output_args=edge if index < len(self.parts) - 1 else loss, group=self.group,
+        )  # fmt: skip
+
+    def _tied_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the first and the last stage, where both hold the embedding; see Note [Tied embeddings]."""
+        if not self.model.config.tie_word_embeddings or self.schedule in V_SHAPED:
+            return None  # a V begins and ends on one rank
+        ranks = [int(rank) for rank in self.mesh.mesh.flatten()]
+        # every rank of the job makes the groups of all pipelines, in one order
+        every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, [ranks[0], ranks[-1]])
+        found = None
+        for pair in sorted({tuple(pair) for pair in every}):
+            group = dist.new_group(list(pair))
+            if dist.get_rank() in pair:
+                found = group
+        return found if self.has_first or self.has_last else None
+
+    @property
+    def uncounted(self) -> list[Tensor]:
+        """Parameters of this rank that the norm of the gradients counts on another."""
+        return [] if self.tied is None or self.has_first else [self.model.embed_tokens.weight]

@@ -1,0 +1,482 @@
+"""Checkpoints: whole or not there whenever the writer is killed, verified, and the same state on any mesh."""
+
+import errno
+import json
+import math
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from fusedtp.nn.init import draw, local_slice
+from fusedtp.train import checkpoint
+from fusedtp.train.build import build
+from fusedtp.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    TrainingState,
+    faults_of,
+    path_of,
+    random_state,
+    save_interval,
+    set_random_state,
+    steps_in,
+)
+from fusedtp.train.config import parse
+from fusedtp.train.optim import adamw
+from fusedtp.train.world import World, meshes
+from tests.harness import world
+from tests.harness.warm import warm_python
+from tests.train.killed_saver import ON_DISK, PHASES, Numbers
+from tests.train.test_run import environment
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    checkpoints = Checkpoints(folder, keep_last=5)
+    for step in (1, 2):
+        checkpoints.save(step, Numbers(step), note="here")
+    checkpoints.close()
+    return folder
+
+
+FILES = (".metadata", "__0_0.distcp", "about.json", "manifest.json")
+
+
+def test_what_is_saved_is_loaded_and_good(saved: Path):
+    checkpoints, state = Checkpoints(saved), Numbers()
+    loaded = checkpoints.load(state)
+    assert loaded.step == state.step == 2 and loaded.refused == () and loaded.about["note"] == "here"
+    assert checkpoints.load(state, 1).step == state.step == 1
+    assert checkpoints.steps() == [1, 2] and checkpoints.faults(1) == checkpoints.faults(2) == []
+    assert sorted(path.name for path in path_of(saved, 2).iterdir()) == sorted(FILES)
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(FILES), bit=st.integers(0, 1 << 20))
+def test_one_flipped_bit_is_found_and_the_one_before_is_taken(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory, name: str, bit: int
+):
+    folder = Path(shutil.copytree(saved, tmp_path_factory.mktemp("flip") / "c"))
+    flip(path_of(folder, 2) / name, bit)
+    state = Numbers()
+    same = name == "manifest.json" and checkpoint.manifest_of(path_of(saved, 2)) == _manifest(folder)
+    loaded = Checkpoints(folder).load(state)
+    assert state.step == loaded.step == (2 if same else 1)
+    assert same or (all("step-00000002" in fault for fault in loaded.refused) and loaded.refused)
+    assert same or name == "manifest.json" or f"step-00000002/{name} has" in loaded.refused[0]
+    if not same:
+        with pytest.raises(CheckpointError, match="step-00000002"):
+            Checkpoints(folder).load(state, 2)
+
+
+def _manifest(folder: Path) -> Any:
+    try:
+        return checkpoint.manifest_of(path_of(folder, 2))
+    except CheckpointError:
+        return None
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def swap(path: Path) -> None:
+    """With the same file of the other checkpoint."""
+    other = path_of(path.parent.parent, 1) / path.name
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+DAMAGE = {"truncated": truncate, "emptied": lambda path: path.write_bytes(b""), "removed": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_whole_is_found(saved: Path, tmp_path: Path, damage: str, name: str):
+    folder = Path(shutil.copytree(saved, tmp_path / "c"))
+    DAMAGE[damage](path_of(folder, 2) / name)
+    if (damage, name) == ("truncated", "manifest.json"):  # its last byte is a line's end
+        assert faults_of(path_of(folder, 2)) == []
+        (path_of(folder, 2) / name).write_bytes((path_of(folder, 2) / name).read_bytes()[:-2])
+    state = Numbers()
+    (fault,) = Checkpoints(folder).load(state).refused
+    assert state.step == 1 and name in fault and "step-00000002" in fault
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "about.json"])
+def test_files_of_two_checkpoints_that_were_swapped_are_found(saved: Path, tmp_path: Path, name: str):
+    folder = Path(shutil.copytree(saved, tmp_path / "c"))
+    swap(path_of(folder, 2) / name)
+    with pytest.raises(CheckpointError, match=rf"step-00000002/{name} has.*step-00000001/{name} has"):
+        Checkpoints(folder).load(Numbers())
+
+
+def test_a_newer_format_is_refused_by_its_number(saved: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(saved, tmp_path / "c"))
+    path = path_of(folder, 2)
+    words = json.loads((path / "about.json").read_text()) | {"format": checkpoint.FORMAT + 1}
+    (path / "about.json").write_text(json.dumps(words))
+    manifest = checkpoint.manifest_of(path) | checkpoint._sums(path, ["about.json"])
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    state = Numbers()
+    (fault,) = Checkpoints(folder).load(state).refused
+    assert state.step == 1 and f"format {checkpoint.FORMAT + 1}, which a newer fusedtp wrote" in fault
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path, saved: Path):
+    with pytest.raises(CheckpointError, match="holds none"):
+        Checkpoints(tmp_path).load(Numbers())
+    (tmp_path / "step-00000004").mkdir()
+    with pytest.raises(CheckpointError, match=r"step-00000004 has no manifest.json"):
+        Checkpoints(tmp_path).load(Numbers())
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; there are \[1, 2\]"):
+        Checkpoints(saved).load(Numbers(), 3)
+    with pytest.raises(CheckpointError, match="another model; and data"):
+        Checkpoints(saved).load(Numbers(), check=lambda about: ["another model", "and data"])
+
+    class Other(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {"y": torch.zeros(3)}
+
+    with pytest.raises(CheckpointError, match=r"step 2 is not of this model.*y"):
+        Checkpoints(saved).load(Other())
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_kill_in_any_phase_of_a_save_leaves_a_checkpoint_that_loads(tmp_path: Path, phase: str):
+    script = str(Path(__file__).with_name("killed_saver.py"))
+    done = subprocess.run(
+        [warm_python(), script, phase, str(tmp_path)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    newest = 3 if phase in ON_DISK else 2
+    assert all(faults_of(path_of(tmp_path, step)) == [] for step in steps_in(tmp_path))
+    checkpoints, state = Checkpoints(tmp_path, keep_last=2), Numbers()
+    assert checkpoints.load(state).step == state.step == newest
+    checkpoints.tidy()
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+    checkpoints.save(4, Numbers(4))
+    checkpoints.close()
+    assert checkpoints.steps() == [newest, 4]
+
+
+def test_training_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_path: Path, monkeypatch):
+    go, write = threading.Event(), FileSystemWriter.write_data
+
+    def waiting(self, *args):
+        assert go.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", waiting)
+    x = torch.zeros(100)
+
+    class Shared(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": x, "step": self.step}
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, Shared(0))
+    assert checkpoints.writing and checkpoints.steps() == []
+    x.fill_(7.0)
+    go.set()
+    saved = checkpoints.wait()
+    assert saved.step == 1 and saved.blocked <= saved.seconds and not checkpoints.writing
+    assert (
+        saved.size
+        == sum(path.stat().st_size for path in path_of(tmp_path, 1).iterdir())
+        - (path_of(tmp_path, 1) / "manifest.json").stat().st_size
+    )
+    checkpoints.load(Numbers())  # whose numbers must be its step: 0, not 7
+    checkpoints.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.sets(st.integers(0, 40), min_size=1, max_size=12),
+    keep_last=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 9),
+)
+def test_what_stays_of_older_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, steps: set[int], keep_last: int, keep_every: int | None
+):
+    folder = tmp_path_factory.mktemp("keep")
+    checkpoints = Checkpoints(folder, keep_last=keep_last, keep_every=keep_every)
+    kept: list[int] = []
+    for step in sorted(steps):
+        path_of(folder, step).mkdir()
+        checkpoints._prune()
+        kept = [
+            s
+            for s in [*kept, step]
+            if s in [*kept, step][-keep_last:] or (keep_every and s % keep_every == 0)
+        ]
+        assert checkpoints.steps() == kept
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 399))
+    checkpoints.save(1, Numbers(1))
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved.*needs 400 bytes, 399 are free"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    checkpoints.save(2, Numbers(2))
+    assert checkpoints.wait().step == 2 and checkpoints.steps() == [2]
+
+
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(1, Numbers(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="step 2 was not saved"):
+            checkpoints.save(2, Numbers(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert checkpoints.steps() == [1] and checkpoints.load(Numbers()).step == 1
+    checkpoints.save(2, Numbers(2))
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path):
+    (tmp_path / "file").touch()
+    checkpoints = Checkpoints(tmp_path / "file", asynchronous=False)
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved.*file"):
+        checkpoints.save(1, Numbers(1))
+
+
+def test_checkpoints_after_the_one_that_is_resumed_are_set_aside(saved: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(saved, tmp_path / "c"))
+    checkpoints = Checkpoints(folder)
+    assert [path.name for path in checkpoints.set_aside(1)] == ["aside-00000002"]
+    checkpoints.save(2, Numbers(2))
+    checkpoints.wait()
+    assert [path.name for path in checkpoints.set_aside(1)] == ["aside-00000002.1"]
+    assert checkpoints.steps() == [1] and faults_of(folder / "aside-00000002") == []
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """A rank's own numbers."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"x{self.rank}": torch.full((10,), float(self.rank))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.found = state_dict[f"x{self.rank}"]
+
+
+def failing_on_rank_1(group, folder: Path) -> list[str]:
+    """What each rank is told where the disk of rank 1 fails, and that the next save works."""
+    rank, told = group.rank(), []
+    checkpoints = Checkpoints(folder, group=dist.new_group(backend="gloo"))
+    write = FileSystemWriter.write_data
+    try:
+        if rank == 1:
+            FileSystemWriter.write_data = _no_room
+        checkpoints.save(1, Part(rank))
+        checkpoints.wait()
+    except CheckpointError as error:
+        told.append(str(error))
+    finally:
+        FileSystemWriter.write_data = write
+    checkpoints.save(2, Part(rank))
+    checkpoints.wait()
+    part = Part(rank)
+    loaded = checkpoints.load(part)
+    checkpoints.close()
+    assert loaded.step == 2 and bool((part.found == rank).all())
+    return told
+
+
+def _no_room(self, plan, planner):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path):
+    told = world(2).run(failing_on_rank_1, tmp_path)
+    assert told[0] == told[1] == ["step 1 was not saved: rank 1: [Errno 28] No space left on device"]
+    assert steps_in(tmp_path) == [2]
+
+
+def own_folders(group, folder: Path) -> str:
+    checkpoints = Checkpoints(
+        folder / str(group.rank()), group=dist.new_group(backend="gloo"), asynchronous=False
+    )
+    try:
+        checkpoints.save(1, Part(group.rank()))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpoints.close()
+    return ""
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path):
+    assert all(
+        "of rank 1 is another folder: it must be shared" in told
+        for told in world(2).run(own_folders, tmp_path)
+    )
+
+
+SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 8 --warmup 0"
+EXPERTS = "--experts 4 --top-k 2 --expert-width 8 --shared-width 6 --balance-bias 0.01"
+# dp, tp, ep, pp: of a world of pp * dp * tp ranks
+MESHES = {
+    "1": (1, 1, 1, 1),
+    "tp2": (1, 2, 2, 1),
+    "dp2": (2, 1, 1, 1),
+    "tp4": (1, 4, 4, 1),
+    "dp2 tp2": (2, 2, 2, 1),
+    "dp4": (4, 1, 1, 1),
+    "dp2 tp2 ep4": (2, 2, 4, 1),
+    "pp2": (1, 1, 1, 2),
+    "pp2 tp2": (1, 2, 2, 2),
+    "pp2 dp2": (2, 1, 1, 2),
+}
+
+
+def ranks_of(mesh: str) -> int:
+    dp, tp, _, pp = MESHES[mesh]
+    return pp * dp * tp
+
+
+def on_mesh(group, mesh: str, options: str) -> tuple[TrainingState, World, Any]:
+    """Model and optimizer on that mesh, after a step with gradients that only the parameters' names decide."""
+    dp, tp, ep, pp = MESHES[mesh]
+    several = pp * dp * tp > 1
+    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
+    own = dist.new_group(backend="gloo") if several else None
+    here = World(dp, tp, ep, group.rank(), mesh=on, flat=flat, checkpoint_group=own, pp=pp)
+    config = parse((SIZES + " " + options).split())
+    model = build(config, here)
+    optimizer = adamw(model, config.optim)
+    return TrainingState(model, optimizer, {}, group.rank(), 0), here, own
+
+
+def whole(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Every tensor of model and optimizer, whole."""
+    found = state.state_dict()
+    tensors = {
+        f"{part}.{name}": value.full_tensor() if isinstance(value, DTensor) else value
+        for part in ("model", "optimizer")
+        for name, value in found[part].items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def save_on(group, mesh: str, options: str, folder: Path) -> dict[str, torch.Tensor]:
+    state, _, own = on_mesh(group, mesh, options)
+    for step in range(2):
+        for name, parameter in state.model.named_parameters():
+            full = draw(f"{name}.{step}.gradient", (*parameter.shape, 1), 1, 1.0, 0)[..., 0]
+            mine = local_slice(full, parameter).clone()
+            if isinstance(parameter, DTensor):
+                parameter.grad = DTensor.from_local(
+                    mine, parameter.device_mesh, parameter.placements, run_check=False,
+                    shape=parameter.shape, stride=parameter.stride(),
+                )  # fmt: skip
+            else:
+                parameter.grad = mine
+        state.optimizer.step()
+    checkpoints = Checkpoints(folder, group=own)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    return whole(state)
+
+
+def load_on(group, mesh: str, options: str, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    state, _, own = on_mesh(group, mesh, options)
+    checkpoints = Checkpoints(folder, group=own)
+    before = random_state()
+    loaded = checkpoints.load(state)
+    set_random_state(before)
+    return loaded.step, whole(state)
+
+
+PAIRS = [
+    ("1", "tp2", ""),
+    ("tp2", "1", "--tie-embeddings"),
+    ("tp2", "dp2", ""),
+    ("dp2", "tp4", ""),
+    ("tp4", "pp2 tp2", "--pp 2 --tie-embeddings"),
+    ("pp2 tp2", "dp2 tp2", "--pp 2 --tie-embeddings"),
+    ("pp2 dp2", "tp2", "--pp 2"),
+    ("dp2 tp2", "dp4", "--tie-embeddings"),
+    ("dp4", "tp2", ""),
+    ("dp2 tp2 ep4", "1", EXPERTS),
+    ("tp2", "dp2 tp2 ep4", EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "options"), PAIRS)
+def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(
+    tmp_path: Path, one: str, other: str, options: str
+):
+    sizes = [ranks_of(mesh) for mesh in (one, other)]
+    want = {
+        name: x
+        for of_rank in world(sizes[0]).run(save_on, one, options, tmp_path)
+        for name, x in of_rank.items()
+    }
+    read: set[str] = set()
+    for step, got in world(sizes[1]).run(load_on, other, options, tmp_path):
+        assert step == 2 and [name for name in got if not torch.equal(got[name], want[name])] == []
+        read |= got.keys()
+    assert read == want.keys() and len(want) > 20
+    assert sum("exp_avg_sq" in name for name in want) >= 12 and all(
+        want[name].any() for name in want if "exp_avg" in name
+    )
+
+
+# -- how often ---------------------------------------------------------------------------------------------------------
+
+
+@given(save=st.floats(1e-3, 1e4), failure=st.floats(1.0, 1e7))
+def test_the_interval_loses_least(save: float, failure: float):
+    """Against the minimum of Daly's full model of the run's time, found by trying."""
+
+    def time(interval: float) -> float:  # his eq. 20, without restarts: of a unit of work
+        return failure * math.expm1((interval + save) / failure) / interval
+
+    found = save_interval(save, failure)
+    if save >= 2 * failure:
+        assert found == failure
+        return
+    tried = [failure * 10 ** (-6 + 7 * i / 2000) for i in range(2001)]
+    assert time(found) <= 1.01 * min(time(each) for each in tried)

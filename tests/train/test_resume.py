@@ -1,0 +1,301 @@
+"""A run that goes on from a checkpoint is the run that never stopped: to the last bit on the same mesh."""
+
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedtp import cli
+from fusedtp.train import launch, loop, text
+from fusedtp.train.build import build_stages
+from fusedtp.train.checkpoint import Checkpoints, path_of, steps_in
+from fusedtp.train.config import parse
+from fusedtp.train.data import Batches
+from fusedtp.train.loop import Saver, Trainer
+from fusedtp.train.metrics import Metrics
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS
+from fusedtp.train.verify import rounding
+from fusedtp.train.world import World, meshes
+from tests.harness import world
+from tests.train.test_checkpoint import EXPERTS, MESHES, flip, ranks_of, whole
+from tests.train.test_run import TINY, command
+
+SIZES = (
+    "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --steps 6 --warmup 2 "
+    "--val-every 4 --val-batches 1 --dropout 0.2 --documents separate"
+)
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("book")
+    for i in range(8):
+        (folder / f"{i}.txt").write_text("".join(f"{n} times {i} is {n * i}.\n" for n in range(40)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text.build((book,), tmp_path_factory.mktemp("tokens"))
+
+
+def trained(
+    group: Any, mesh: str, options: str, tokens: Path, folder: Path, until: int, resume: bool
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[float], list[float]]:
+    """Train up to a step, from the start or from the folder's checkpoint, and save there.
+
+    Returned are the steps' numbers, the whole state, what all generators draw next, and the saved steps.
+    """
+    dp, tp, ep, pp = MESHES[mesh]
+    several = pp * dp * tp > 1
+    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
+    groups = [dist.new_group(backend="gloo") if several else None for _ in range(2)]
+    here = World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
+    config = parse(f"{SIZES} {options}".split())
+    batches = Batches(
+        tokens, length=16, batch=8, accumulate=config.data.accumulate, seed=0, dp=dp, dp_rank=here.dp_rank,
+        documents="separate",
+    )  # fmt: skip
+    seeds = 100 * resume + here.rank  # a resumed run must not depend on these
+    torch.manual_seed(seeds), random.seed(seeds), np.random.seed(seeds)  # type: ignore[func-returns-value]
+    checkpoints = Checkpoints(folder, group=groups[1], keep_last=9)
+    model, pipeline = build_stages(config, here)
+    trainer = Trainer(model, batches, config, here, Metrics(config, here), None, pipeline)
+    if resume:
+        checkpoints.load(trainer.state)
+    stop = Saver(checkpoints, here, every=until)
+    after = stop.after
+    stop.after = lambda step, state, last: after(step, state, last) or step == until  # type: ignore[method-assign]
+    trainer.saver = stop
+    trainer.train()
+    checkpoints.close()
+    draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    records = [{k: r[k] for k in ("step", "loss", "grad_norm", "lr")} for r in trainer.metrics.steps]
+    return records, whole(trainer.state), draws, list(checkpoints.steps())
+
+
+SAME = [
+    ("1", "--accumulate 2"),
+    ("dp2", "--accumulate 2"),
+    ("tp2", "--tie-embeddings"),
+    ("dp2 tp2", ""),
+    ("dp2 tp2 ep4", EXPERTS),
+    ("pp2 tp2", "--pp 2 --accumulate 2 --tie-embeddings"),
+    ("pp2 dp2", "--pp 2 --accumulate 2"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), SAME)
+def test_a_resumed_run_equals_one_that_never_stopped(tokens: Path, tmp_path: Path, mesh: str, options: str):
+    ranks = world(ranks_of(mesh))
+    at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one", 6, False)
+    first = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 4, False)
+    then = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 6, True)
+    for rank, (records, state, draws, saved) in enumerate(then):
+        wanted_records, wanted_state, _, _ = at_once[rank]
+        assert first[rank][0] + records == wanted_records
+        assert state.keys() == wanted_state.keys()
+        assert [name for name in state if not torch.equal(state[name], wanted_state[name])] == []
+        assert draws == first[rank][2], "of generators that no step uses"
+        assert saved == [4, 6]
+    assert len({tuple(draws) for _, _, draws, _ in then}) == len(then), "ranks draw differently"
+
+
+OTHER = [
+    ("pp2 tp2", "1", "--pp 2 --accumulate 2 --tie-embeddings"),
+    ("tp2", "pp2 dp2", "--pp 2 --accumulate 2 --schedule gpipe"),
+    ("tp2", "dp2", ""),
+    ("dp2 tp2", "1", "--tie-embeddings"),
+    ("1", "dp2 tp2 ep4", EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "options"), OTHER)
+def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
+    tokens: Path, tmp_path: Path, one: str, other: str, options: str
+):
+    sizes = [ranks_of(mesh) for mesh in (one, other)]
+    at_once = world(sizes[0]).run(trained, one, options, tokens, tmp_path / "one", 6, False)[0][0]
+    world(sizes[0]).run(trained, one, options, tokens, tmp_path / "two", 4, False)
+    then = world(sizes[1]).run(trained, other, options, tokens, tmp_path / "two", 6, True)
+    bound = rounding(parse(f"{SIZES} {options}".split()))
+    for records, *_ in then:
+        assert [record["step"] for record in records] == [4, 5]
+        for record, wanted in zip(records, at_once[4:], strict=True):
+            assert record["lr"] == wanted["lr"]
+            assert record["loss"] == pytest.approx(
+                wanted["loss"], rel=4 * bound
+            )  # two steps' roundings and more
+            assert abs(record["loss"] / at_once[3]["loss"] - 1) > 100 * bound, "other tokens, other loss"
+    draws = [draws for _, _, draws, _ in then]
+    assert len({tuple(each) for each in draws}) == len(draws), "ranks draw differently"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def arguments(book: Path, runs: Path, *more: str) -> list[str]:
+    return ["train", *TINY, "--tp", "1", "--data", str(book), "--runs", str(runs), "--length", "16", *more]
+
+
+def losses(folder: Path) -> list[Any]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record.get("loss"), record.get("val_loss")) for record in records]
+
+
+def incidents(folder: Path) -> list[str]:
+    return [json.loads(line)["what"] for line in (folder / INCIDENTS).read_text().splitlines()]
+
+
+def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, capsys):
+    assert cli.main(arguments(book, tmp_path, "--name", "one")) == 0
+    rate_of = loop.set_learning_rate
+
+    def asked(optimizer, options, step):
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return rate_of(optimizer, options, step)
+
+    monkeypatch.setattr(loop, "set_learning_rate", asked)
+    assert cli.main(arguments(book, tmp_path, "--name", "two")) == 0
+    monkeypatch.undo()
+    folder = tmp_path / "two"
+    assert steps_in(folder / CHECKPOINTS) == [4] and not (folder / "summary.json").exists()
+    assert "asked to end by SIGTERM: saved after step 4" in capsys.readouterr().out
+    assert cli.main(["train", "--runs", str(tmp_path), "--name", "two", "--resume"]) == 0
+    assert "resumed at step 4, lost 0 steps" in capsys.readouterr().out
+    assert losses(folder) == losses(tmp_path / "one") and (folder / "summary.json").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["loss_first"] == losses(folder)[0][1]
+
+
+def test_a_damaged_checkpoint_is_left_out_and_said(book, tmp_path, capsys):
+    assert cli.main(arguments(book, tmp_path, "--save-every", "2", "--keep-last", "9")) == 0
+    folder = tmp_path / "main"
+    before = losses(folder)
+    flip(path_of(folder / CHECKPOINTS, 6) / "__0_0.distcp", 99999)
+    capsys.readouterr()
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "resumed at step 4, lost 2 steps, because step-00000006/__0_0.distcp has another SHA-256" in said
+    assert "newer checkpoints are now aside-00000006" in said and losses(folder) == before
+    assert steps_in(folder / CHECKPOINTS) == [2, 4, 6] and any(
+        "resumed at step 4" in line for line in incidents(folder)
+    )
+
+
+def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
+    every = ("--save-every", "2", "--keep-last", "9")
+    assert cli.main(arguments(book, tmp_path, *every)) == 0
+    again = ["train", "--runs", str(tmp_path), "--resume"]
+    assert cli.main([*again, "--steps", "8"]) == 0
+    folder = tmp_path / "main"
+    assert [step for step, loss, _ in losses(folder) if loss] == list(range(8))
+    assert cli.main([*again, "--step", "2"]) == 0  # with the 8 steps of the run before
+    assert steps_in(folder / CHECKPOINTS) == [2, 4, 6, 8]
+    assert len(list((folder / CHECKPOINTS).glob("aside-*"))) == 3
+    assert "resumed at step 2, lost 6 steps, because" in capsys.readouterr().out
+
+
+def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp_path, capsys):
+    assert cli.main(arguments(book, tmp_path)) == 0
+    again = ["train", "--runs", str(tmp_path), "--resume"]
+    for more, wanted in {
+        ("--width", "64", "--seed", "3"): ["--width was 32, now it is 64", "--seed was 0, now it is 3"],
+        ("--length", "32"): ["--length was 16, now it is 32"],
+        ("--data", str(book / "1.txt")): ["the files of --data, or its tokenizer, are others than they were"],
+        ("--steps", "5"): ["the checkpoint is of step 6; --steps 5 is less"],
+    }.items():
+        capsys.readouterr()
+        assert cli.main([*again, *more]) == 1
+        told = capsys.readouterr().err
+        assert all(each in told for each in wanted), told
+    assert cli.main([*again, "--step", "5"]) == launch.WRONG_USAGE
+    assert "--step 5: " in (told := capsys.readouterr().err) and "has checkpoints of the steps 6" in told
+    assert cli.main(["train", "--runs", str(tmp_path), "--name", "new", "--resume"]) == launch.WRONG_USAGE
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
+    assert (
+        "holds checkpoints up to step 6: --resume goes on from there, --replace removes"
+        in capsys.readouterr().err
+    )
+    assert cli.main(arguments(book, tmp_path, "--replace", "--steps", "2")) == 0
+    assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2]
+
+
+def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
+    with launch.sole_writer(tmp_path / "main"):
+        assert cli.main(arguments(book, tmp_path)) == 1
+    assert f"{tmp_path / 'main'} is being written by another run: process " in capsys.readouterr().err
+    assert cli.main(arguments(book, tmp_path)) == 0
+
+
+@pytest.mark.parametrize("choice", ["continue", "stop"])
+def test_a_save_that_fails_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
+    write, calls = loop.Checkpoints._write, []
+
+    def failing(self, *args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise loop.CheckpointError("step 2 was not saved: no room")
+        return write(self, *args)
+
+    monkeypatch.setattr(loop.Checkpoints, "_write", failing)
+    code = cli.main(arguments(book, tmp_path, "--save-every", "2", "--on-save-error", choice))
+    output = capsys.readouterr()
+    assert code == (0 if choice == "continue" else 1)
+    assert "step 2 was not saved: no room" in (output.out if choice == "continue" else output.err)
+    assert steps_in(tmp_path / "main" / CHECKPOINTS) == ([4, 6] if choice == "continue" else [])
+
+
+def test_a_last_save_that_fails_fails_the_run(book, tmp_path, monkeypatch, capsys):
+    def failing(self, *args):
+        raise loop.CheckpointError("step 6 was not saved: no room")
+
+    monkeypatch.setattr(loop.Checkpoints, "_write", failing)
+    assert cli.main(arguments(book, tmp_path)) == 1
+    assert "step 6 was not saved: no room" in capsys.readouterr().err
+
+
+KILLED = """
+import os, signal, sys
+from unittest.mock import patch
+from fusedtp import cli
+from fusedtp.train import loop
+
+rate_of = loop.set_learning_rate
+
+def killed(optimizer, options, step):
+    if step == 5 and os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rate_of(optimizer, options, step)
+
+with patch.object(loop, "set_learning_rate", killed):
+    sys.exit(cli.main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
+    """Two ranks; the second dies in step 5, the run goes on from step 4."""
+    where = ["--tp", "2", "--data", str(book), "--runs", str(tmp_path), "--length", "16", "--save-every", "2"]
+    whole_run = command("-m", "fusedtp", "train", *TINY, *where, "--name", "whole")
+    assert whole_run.returncode == 0, whole_run.stderr
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    died = command(*torchrun, str(script), *TINY, *where)
+    folder = tmp_path / "main"
+    assert died.returncode != 0 and steps_in(folder / CHECKPOINTS) == [2, 4]
+    done = command("-m", "fusedtp", "train", "--runs", str(tmp_path), "--resume", "--tp", "2")
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step 4, lost 1 steps, because the run before ended without a word" in done.stdout
+    assert losses(folder) == losses(tmp_path / "whole")
+    asked = command("-m", "fusedtp", "generate", "--run", str(folder), "one", "--tokens", "5")
+    assert asked.returncode == 0 and asked.stdout.startswith("one"), asked.stderr
