@@ -1,7 +1,11 @@
-"""The optimizer and its schedule: AdamW, linear warm-up, cosine decay.
+"""The optimizer and its schedule: AdamW, linear warm-up, then a decay.
 
-    lr(step) = lr * (step + 1) / warmup                              step < warmup
-    lr(step) = lr * (m + (1 - m) * (1 + cos(pi * f)) / 2)            f = (step - warmup) / (steps - 1 - warmup)
+    lr(step) = lr * (step + 1) / warmup                 step < warmup
+    lr(step) = lr * (m + (1 - m) * g(f))                f = (step - begin) / (steps - 1 - begin), at least 0
+
+    cosine   g = (1 + cos(pi f)) / 2     begin = warmup
+    linear   g = 1 - f                   begin = warmup
+    wsd      g = 1 - f                   begin = the last decay_share of the steps (Hu et al. 2024, MiniCPM, section 4)
 
 with m = min_lr, so that step `warmup` has the highest rate and the last step m times it.
 """
@@ -21,10 +25,12 @@ def learning_rate(options: OptimOptions, step: int) -> float:
     """Learning rate of a step, counted from 0."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
-    share = (step - options.warmup) / max(1, options.steps - 1 - options.warmup)
-    return options.lr * (
-        options.min_lr + (1 - options.min_lr) * (1 + math.cos(math.pi * min(1.0, share))) / 2
-    )
+    begin, last = options.warmup, options.steps - 1
+    if options.decay == "wsd":
+        begin = max(begin, last - round(options.decay_share * options.steps))
+    share = min(1.0, max(0, step - begin) / max(1, last - begin))
+    left = (1 + math.cos(math.pi * share)) / 2 if options.decay == "cosine" else 1 - share
+    return options.lr * (options.min_lr + (1 - options.min_lr) * left)
 
 
 def adamw(model: nn.Module, options: OptimOptions, **implementation: Any) -> torch.optim.AdamW:

@@ -122,7 +122,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW with linear warm-up, cosine decay and clipping of the gradient's norm."""
+    """AdamW with linear warm-up, a decay and clipping of the gradient's norm."""
 
     steps: int = 80
     """Optimizer steps."""
@@ -130,6 +130,10 @@ class OptimOptions:
     """Highest learning rate, reached after the warm-up."""
     warmup: int = 30
     """Steps over which the learning rate rises linearly."""
+    decay: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How it falls after that; wsd: it stays, and falls linearly at the end."""
+    decay_share: float = 0.2
+    """wsd: share of all steps over which it falls."""
     min_lr: float = 0.1
     """Learning rate of the last step, as a share of the highest."""
     weight_decay: float = 0.1
@@ -147,6 +151,8 @@ class OptimOptions:
             found.append(f"--warmup {self.warmup} is negative")
         if not 0 <= self.min_lr <= 1:
             found.append(f"--min-lr {self.min_lr} is not in [0, 1]: it is a share of --lr")
+        if not 0 < self.decay_share <= 1:
+            found.append(f"--decay-share {self.decay_share} is not in (0, 1]: it is a share of --steps")
         if not self.weight_decay >= 0:
             found.append(f"--weight-decay {self.weight_decay} is negative")
         found += [

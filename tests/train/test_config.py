@@ -1,16 +1,27 @@
 """Options: every fault of a command line is reported at once, and the schedule follows its formula."""
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusedtp.train.build import model_config
 from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.optim import adamw, learning_rate, set_learning_rate
-from fusedtp.train.options import ModelOptions, OptimOptions
+from fusedtp.train.options import (
+    CheckpointOptions,
+    DataOptions,
+    ModelOptions,
+    OptimOptions,
+    ParallelOptions,
+    RunOptions,
+)
 
 
 def test_the_defaults_are_without_fault():
@@ -75,6 +86,59 @@ def test_the_learning_rate_follows_the_formula():
     assert rates[40] == pytest.approx(2 * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2))
     assert rates[100] == pytest.approx(0.2)
     assert all(later < earlier for earlier, later in pairwise(rates[20:]))
+
+
+def test_linear_and_wsd_decays():
+    options = OptimOptions(steps=101, lr=2.0, warmup=20, min_lr=0.1, decay="linear")
+    rates = [learning_rate(options, step) for step in range(101)]
+    assert rates[19] == rates[20] == 2.0 and rates[60] == pytest.approx(2 * 0.55)
+    assert rates[100] == pytest.approx(0.2)
+    rates = [learning_rate(replace(options, decay="wsd", decay_share=0.2), step) for step in range(101)]
+    assert rates[19:81] == [2.0] * 62 and rates[90] == pytest.approx(2 * 0.55)
+    assert rates[100] == pytest.approx(0.2)
+    assert all(later < earlier for earlier, later in pairwise(rates[80:]))
+    assert OptimOptions(decay_share=0.0).faults() == [
+        "--decay-share 0.0 is not in (0, 1]: it is a share of --steps"
+    ]
+
+
+@given(
+    steps=st.integers(1, 50), lr=st.floats(1e-5, 1.0), tp=st.none() | st.integers(1, 8), keep=st.none() | st.integers(1, 9),
+    data=st.lists(st.sampled_from(["a", "b/c.txt"])), documents=st.sampled_from(["joined", "separate"]),
+)  # fmt: skip
+def test_a_configuration_is_read_as_it_was_written(steps, lr, tp, keep, data, documents):
+    config = TrainConfig(
+        data=DataOptions(data=tuple(map(Path, data)), documents=documents),
+        optim=OptimOptions(steps=steps, lr=lr),
+        parallel=ParallelOptions(tp=tp),
+        run=RunOptions(name="x", runs=Path("somewhere"), resume=True, step=3),
+        checkpoint=CheckpointOptions(keep_every=keep),
+    )
+    read = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert read == replace(config, run=replace(config.run, resume=False, step=None))
+
+
+def test_what_another_version_wrote_is_named():
+    assert TrainConfig.from_dict({"optim": {"steps": 3}}) == TrainConfig(optim=OptimOptions(steps=3))
+    with pytest.raises(ValueError, match="unknown options of optim: muon"):
+        TrainConfig.from_dict({"optim": {"muon": 1}})
+
+
+def test_resume_takes_the_options_of_the_run_and_those_given_come_first(tmp_path, capsys):
+    folder = tmp_path / "main"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(TrainConfig(optim=OptimOptions(steps=7, lr=0.5)).to_dict())
+    )
+    runs = ["--runs", str(tmp_path)]
+    assert parse(runs).optim.steps == OptimOptions().steps
+    resumed = parse([*runs, "--resume", "--lr", "0.25"])
+    assert resumed.optim.steps == 7 and resumed.optim.lr == 0.25 and resumed.run.resume
+    assert resumed.run.runs == tmp_path, "the folder may have moved"
+    (folder / "config.json").write_text("{")
+    with pytest.raises(SystemExit):
+        parse([*runs, "--resume"])
+    assert "is no configuration of a run" in capsys.readouterr().err
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_rate():

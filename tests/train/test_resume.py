@@ -1,8 +1,12 @@
 """A run that goes on from a checkpoint is the run that never stopped: to the last bit on the same mesh."""
 
 import json
+import os
 import random
+import re
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,9 @@ from fusedtp.train.run import CHECKPOINTS, INCIDENTS
 from fusedtp.train.verify import rounding
 from fusedtp.train.world import World, meshes
 from tests.harness import world
+from tests.harness.warm import warm_python
 from tests.train.test_checkpoint import EXPERTS, MESHES, flip, ranks_of, whole
-from tests.train.test_run import TINY, command
+from tests.train.test_run import TINY, command, environment
 
 SIZES = (
     "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --steps 6 --warmup 2 "
@@ -299,3 +304,61 @@ def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
     assert losses(folder) == losses(tmp_path / "whole")
     asked = command("-m", "fusedtp", "generate", "--run", str(folder), "one", "--tokens", "5")
     assert asked.returncode == 0 and asked.stdout.startswith("one"), asked.stderr
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """`fusedtp train`, whose ranks torchrun starts."""
+    python = warm_python()
+    return subprocess.Popen(
+        [python, "-m", "fusedtp", "train", *arguments], env=environment() | {"PYTHON_EXEC": python},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
+    until = time.monotonic() + 120
+    while job.poll() is None and time.monotonic() < until:
+        path = folder / "metrics.jsonl"
+        if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()):
+            return
+        time.sleep(0.05)
+    job.kill()
+    raise AssertionError(job.communicate())
+
+
+def process_of_rank(rank: int, runs: Path) -> int:
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, line = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"\0RANK={rank}\0".encode() in environ and str(runs).encode() in line:
+            return int(path.name)
+    raise AssertionError(f"rank {rank} is not there")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
+    """The launcher notes which rank was killed; SIGTERM to it saves and ends with exit code 0."""
+    folder = tmp_path / "main"
+    where = ["--tp", "2", "--data", str(book), "--runs", str(tmp_path), "--length", "16", "--save-every", "2"]
+    job = started(*TINY, *where, "--steps", "100000")
+    try:
+        wait_for_step(job, folder, 6)
+        os.kill(process_of_rank(1, tmp_path), signal.SIGKILL)
+        _, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == launch.FAILED and "rank 1, killed by SIGKILL" in err
+    job = started("--runs", str(tmp_path), "--resume")
+    try:
+        wait_for_step(job, folder, max(step for step, _, _ in losses(folder)) + 3)
+        job.terminate()
+        out, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 0, err
+    assert re.search(r"resumed at step \d+, lost \d+ steps, because rank 1, killed by SIGKILL", out), out
+    step = steps_in(folder / CHECKPOINTS)[-1]
+    assert f"asked to end by SIGTERM: saved after step {step}" in out
+    assert [each for each, loss, _ in losses(folder) if loss is not None] == list(range(step))
