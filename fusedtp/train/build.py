@@ -97,7 +97,9 @@ def build_stages(config: TrainConfig, world: World) -> tuple[CausalLM, Pipeline 
         )
     pipeline = None if world.pp_mesh is None else pipeline_of(model, config, world.pp_mesh)
     if world.dp_mesh is not None:
-        shard(model, world.dp_mesh, world.outer_mesh, list(pipeline.stages.values()) if pipeline else ())
+        assert world.shard_mesh is not None
+        stages = list(pipeline.stages.values()) if pipeline else ()
+        shard(model, world.shard_mesh, world.outer_mesh, stages, config.parallel.reshard)
         everyone = world.token_ranks(config.parallel.sequence_parallel)
         assert everyone is not None
         model.balance_group, model.data_parallel = communicator(everyone).name, world.dp

@@ -111,6 +111,13 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
     found += stages_faults(config, dp)
+    if (copies := config.parallel.dp_replicate) > 1:
+        if dp % copies:
+            found.append(f"--dp-replicate {copies} does not divide --dp {dp}")
+        if (config.parallel.ep or tp) > tp:
+            found.append(
+                "--dp-replicate with --ep beyond --tp: experts are data parallel over fewer ranks already"
+            )
     if model.experts > 0 and min(dp, tp) > 0:
         found += sharing_faults(config, dp, tp)
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):

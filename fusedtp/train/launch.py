@@ -161,7 +161,12 @@ def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
         with world_of(
-            dp, tp, device_type(config.run.device), config.parallel.ep, config.parallel.pp
+            dp,
+            tp,
+            device_type(config.run.device),
+            config.parallel.ep,
+            config.parallel.pp,
+            config.parallel.dp_replicate,
         ) as world:
             with sole_writer(config.run.folder) if place.rank == 0 else nullcontext():
                 if place.rank == 0 and not config.run.resume:

@@ -186,6 +186,10 @@ class ParallelOptions:
     """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
     dp: int | None = None
     """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
+    dp_replicate: int = 1
+    """Of those, groups that hold the same shards (HSDP); as many as --dp: every rank holds all parameters."""
+    reshard: bool = True
+    """Free gathered parameters after forward, and gather them again for backward (ZeRO-3); else keep them (ZeRO-2)."""
     ep: int | None = None
     """Ranks that share the experts: the tensor-parallel ones of so many / tp data-parallel ranks; default: tp."""
     expert_tp: int = 1
@@ -201,6 +205,7 @@ class ParallelOptions:
             for name, value in (
                 ("pp", self.pp),
                 ("virtual-stages", self.virtual_stages),
+                ("dp-replicate", self.dp_replicate),
                 ("tp", self.tp),
                 ("dp", self.dp),
                 ("ep", self.ep),

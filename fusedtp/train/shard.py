@@ -67,23 +67,30 @@ def shard_dim(way: Way, shape: tuple[int, ...], ranks: int, dims: tuple[int, ...
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, outer: DeviceMesh | None = None, stages: Sequence[nn.Module] = ()
+    model: nn.Module,
+    mesh: DeviceMesh,
+    outer: DeviceMesh | None = None,
+    stages: Sequence[nn.Module] = (),
+    reshard: bool = True,
 ) -> None:
-    """Shard a model's parameters, gradients and optimizer state over a 1-D mesh, block by block, in place.
+    """Shard a model's parameters, gradients and optimizer state over a mesh, block by block, in place.
 
+    mesh     1-D; or [copies, shards]: sharded over the second dimension, averaged over both
     outer    the 1-D mesh of the ranks that hold the same experts, where experts lie across ranks of `mesh`
     stages   of a pipeline: the modules that are called in the place of the model
+    reshard  free a block's gathered parameters after its forward
     Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
     """
-    outer = outer or mesh
+    if outer is None or mesh.ndim > 1:
+        outer = mesh
     ways = {name: _way(p) for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    ranks = outer.size() * max((math.prod(way.shape) for way in ways.values()), default=1)
+    ranks = outer.size(-1) * max((math.prod(way.shape) for way in ways.values()), default=1)
     if found := empty_shards(model, ways, ranks):
         raise ValueError(found[0])
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         shard_experts(experts, mesh, outer)
     for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     for root in stages or [model]:
         fully_shard(root, mesh=mesh)
         for module in root.modules():
@@ -97,7 +104,7 @@ def shard_experts(experts: Experts, mesh: DeviceMesh, outer: DeviceMesh) -> None
 
     def placement(parameter: nn.Parameter) -> Shard:
         way = _way(parameter) if isinstance(parameter, DTensor) else Way((Replicate(),), (1,))
-        dim = shard_dim(way, tuple(parameter.shape), outer.size(), (0, 1))
+        dim = shard_dim(way, tuple(parameter.shape), outer.size(-1), (0, 1))
         assert dim is not None
         return Shard(dim)
 

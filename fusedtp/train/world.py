@@ -49,6 +49,7 @@ class World:
     host_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
     pp: int = 1
+    dp_replicate: int = 1
 
     @property
     def size(self) -> int:
@@ -78,14 +79,21 @@ class World:
         """Mesh of the ranks that hold the same experts; None where there is one data-parallel rank."""
         if self.mesh is None or self.dp == 1:
             return None
-        return self.mesh["outer"] if self.ep > self.tp else self.mesh["dp"]
+        return self.mesh["outer"] if self.ep > self.tp else self.dp_mesh
 
     @property
     def dp_mesh(self) -> DeviceMesh | None:
         """Mesh of the data-parallel ranks; None where there is only one."""
         if self.mesh is None or self.dp == 1:
             return None
-        return self.flat["dp"] if self.ep > self.tp else self.mesh["dp"]
+        return self.flat["dp"] if "dp" in self.flat else self.mesh["dp"]
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """What FSDP2 shards over: the data-parallel ranks, or [copies, shards] of them."""
+        if self.mesh is None or self.dp_replicate == 1:
+            return self.dp_mesh
+        return self.mesh["dp_replicate", "dp_shard"]
 
     def token_ranks(self, sequence_parallel: bool) -> dist.ProcessGroup | None:
         """The ranks that hold different tokens; None where this one holds all."""
@@ -162,8 +170,14 @@ def torchrun_place() -> Place | None:
     return Place(rank, int(local_rank), ranks, int(local_ranks))
 
 
-def meshes(device: str, dp: int, tp: int, ep: int, pp: int = 1) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
+def meshes(
+    device: str, dp: int, tp: int, ep: int, pp: int = 1, dp_replicate: int = 1
+) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
     """The mesh of all ranks, and "dp" and "ep" where those are no dimension of it."""
+    if dp_replicate > 1:
+        names = ("pp", "dp_replicate", "dp_shard", "tp")
+        mesh = init_device_mesh(device, (pp, dp_replicate, dp // dp_replicate, tp), mesh_dim_names=names)
+        return mesh, {"dp": mesh["dp_replicate", "dp_shard"]._flatten("dp")}
     if ep == tp:
         return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp")), {}
     inner = ep // tp
@@ -174,7 +188,9 @@ def meshes(device: str, dp: int, tp: int, ep: int, pp: int = 1) -> tuple[DeviceM
 
 
 @contextmanager
-def world_of(dp: int, tp: int, device: str, ep: int | None = None, pp: int = 1) -> Iterator[World]:
+def world_of(
+    dp: int, tp: int, device: str, ep: int | None = None, pp: int = 1, dp_replicate: int = 1
+) -> Iterator[World]:
     """Join the ranks that torchrun started; leave them when all is done. `ep` of them share experts; default: tp.
 
     After an error the groups are left as they are: the process ends, and torchrun ends its peers.
@@ -190,7 +206,7 @@ def world_of(dp: int, tp: int, device: str, ep: int | None = None, pp: int = 1) 
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
     )
     ep = ep or tp
-    mesh, flat = meshes(device, dp, tp, ep, pp)
+    mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate)
     on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, on_host[0], on_host[1], pp)
+    yield World(dp, tp, ep, place.rank, here, mesh, flat, on_host[0], on_host[1], pp, dp_replicate)
     dist.destroy_process_group()

@@ -36,7 +36,6 @@ from fusedtp.train.checkpoint import (
 from fusedtp.train.config import parse
 from fusedtp.train.optim import adamw
 from fusedtp.train.world import World, meshes
-from tests.harness import world
 from tests.harness.warm import warm_python
 from tests.train.killed_saver import ON_DISK, PHASES, Numbers
 from tests.train.test_run import environment
@@ -327,8 +326,8 @@ def _no_room(self, plan, planner):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path):
-    told = world(2).run(failing_on_rank_1, tmp_path)
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(worlds, tmp_path: Path):
+    told = worlds(2).run(failing_on_rank_1, tmp_path)
     assert told[0] == told[1] == ["step 1 was not saved: rank 1: [Errno 28] No space left on device"]
     assert steps_in(tmp_path) == [2]
 
@@ -346,10 +345,10 @@ def own_folders(group, folder: Path) -> str:
     return ""
 
 
-def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path):
+def test_a_folder_that_ranks_do_not_share_is_refused(worlds, tmp_path: Path):
     assert all(
         "of rank 1 is another folder: it must be shared" in told
-        for told in world(2).run(own_folders, tmp_path)
+        for told in worlds(2).run(own_folders, tmp_path)
     )
 
 
@@ -446,16 +445,16 @@ PAIRS = [
 
 @pytest.mark.parametrize(("one", "other", "options"), PAIRS)
 def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(
-    tmp_path: Path, one: str, other: str, options: str
+    worlds, tmp_path: Path, one: str, other: str, options: str
 ):
     sizes = [ranks_of(mesh) for mesh in (one, other)]
     want = {
         name: x
-        for of_rank in world(sizes[0]).run(save_on, one, options, tmp_path)
+        for of_rank in worlds(sizes[0]).run(save_on, one, options, tmp_path)
         for name, x in of_rank.items()
     }
     read: set[str] = set()
-    for step, got in world(sizes[1]).run(load_on, other, options, tmp_path):
+    for step, got in worlds(sizes[1]).run(load_on, other, options, tmp_path):
         assert step == 2 and [name for name in got if not torch.equal(got[name], want[name])] == []
         read |= got.keys()
     assert read == want.keys() and len(want) > 20

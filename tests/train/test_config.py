@@ -103,7 +103,8 @@ def test_linear_and_wsd_decays():
 
 
 @given(
-    steps=st.integers(1, 50), lr=st.floats(1e-5, 1.0), tp=st.none() | st.integers(1, 8), keep=st.none() | st.integers(1, 9),
+    steps=st.integers(1, 50), lr=st.floats(1e-5, 1.0), tp=st.none() | st.integers(1, 8),
+    keep=st.none() | st.integers(1, 9),
     data=st.lists(st.sampled_from(["a", "b/c.txt"])), documents=st.sampled_from(["joined", "separate"]),
 )  # fmt: skip
 def test_a_configuration_is_read_as_it_was_written(steps, lr, tp, keep, data, documents):

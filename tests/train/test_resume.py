@@ -26,7 +26,6 @@ from fusedtp.train.metrics import Metrics
 from fusedtp.train.run import CHECKPOINTS, INCIDENTS
 from fusedtp.train.verify import rounding
 from fusedtp.train.world import World, meshes
-from tests.harness import world
 from tests.harness.warm import warm_python
 from tests.train.test_checkpoint import EXPERTS, MESHES, flip, ranks_of, whole
 from tests.train.test_run import TINY, command, environment
@@ -97,8 +96,10 @@ SAME = [
 
 
 @pytest.mark.parametrize(("mesh", "options"), SAME)
-def test_a_resumed_run_equals_one_that_never_stopped(tokens: Path, tmp_path: Path, mesh: str, options: str):
-    ranks = world(ranks_of(mesh))
+def test_a_resumed_run_equals_one_that_never_stopped(
+    worlds, tokens: Path, tmp_path: Path, mesh: str, options: str
+):
+    ranks = worlds(ranks_of(mesh))
     at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one", 6, False)
     first = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 4, False)
     then = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 6, True)
@@ -123,12 +124,12 @@ OTHER = [
 
 @pytest.mark.parametrize(("one", "other", "options"), OTHER)
 def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
-    tokens: Path, tmp_path: Path, one: str, other: str, options: str
+    worlds, tokens: Path, tmp_path: Path, one: str, other: str, options: str
 ):
     sizes = [ranks_of(mesh) for mesh in (one, other)]
-    at_once = world(sizes[0]).run(trained, one, options, tokens, tmp_path / "one", 6, False)[0][0]
-    world(sizes[0]).run(trained, one, options, tokens, tmp_path / "two", 4, False)
-    then = world(sizes[1]).run(trained, other, options, tokens, tmp_path / "two", 6, True)
+    at_once = worlds(sizes[0]).run(trained, one, options, tokens, tmp_path / "one", 6, False)[0][0]
+    worlds(sizes[0]).run(trained, one, options, tokens, tmp_path / "two", 4, False)
+    then = worlds(sizes[1]).run(trained, other, options, tokens, tmp_path / "two", 6, True)
     bound = rounding(parse(f"{SIZES} {options}".split()))
     for records, *_ in then:
         assert [record["step"] for record in records] == [4, 5]

@@ -153,6 +153,7 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
         "--tp 2",
         "--tp 2 --dtype bf16",
         "--dp 2 --tp 2 --accumulate 2 --tie-embeddings --dropout 0.1",
+        "--dp 4 --tp 1 --dp-replicate 2 --no-reshard --dropout 0.1",
     ],
 )
 def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
@@ -174,6 +175,8 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
     assert summary["verified"] is True
     assert summary["world_size"] == summary["dp"] * summary["tp"] == (4 if "--dp" in layout else 2)
     assert summary["verified_steps"] == 6
+    if summary["tp"] == 1:
+        return
     calls = {kind: engines["chunked"] for kind, engines in summary["engines"].items()}
     columns, rows = (
         ("self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"),

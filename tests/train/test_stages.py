@@ -17,7 +17,6 @@ from fusedtp.parallel import clip_grad_norm_, parallelize
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
 from fusedtp.train.stages import SCHEDULES, Pipeline, cut, prune_, stage_count, stages_of
-from tests.harness import world
 
 
 def model_of(tied: bool, dtype: str = "float32") -> CausalLM:
@@ -97,11 +96,13 @@ def pipelined(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "tp", "tied"), [(2, 1, False), (2, 1, True), (2, 2, True)])
-def test_every_schedule_gives_the_gradients_of_one_process(schedule: str, pp: int, tp: int, tied: bool):
+def test_every_schedule_gives_the_gradients_of_one_process(
+    worlds, schedule: str, pp: int, tp: int, tied: bool
+):
     steps = [(4, 8), (4, 5), (6, 8)]
     want = alone(tied, steps)
     names: set[str] = set()
-    for found in world(pp * tp).run(pipelined, schedule, pp, tp, tied, steps):
+    for found in worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps):
         for (loss, gradients, norm, evaluated), (wanted_loss, wanted, wanted_norm, wanted_evaluated) in zip(
             found, want, strict=True
         ):
