@@ -76,7 +76,10 @@ def test_it():
 
 def test_a_test_that_hangs_is_ended_with_its_children(tmp_path):
     (tmp_path / "test_it.py").write_text(HANGS)
-    assert run_test(tmp_path, "test_it.py::test_it", 5).verdict == "no answer"
+    for seconds in (5, 20, 80):  # a busy machine may not have begun the test when it is ended
+        assert run_test(tmp_path, "test_it.py::test_it", seconds).verdict == "no answer"
+        if (tmp_path / "pid").exists():
+            break
     stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     deadline = time.monotonic() + 60  # it is killed, but a busy machine may let it die late
     while (state := state_of(stat)) not in ("gone", "Z") and time.monotonic() < deadline:
