@@ -11,6 +11,7 @@ import sys
 
 COMMANDS = {
     "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
+    "warmup": ("fusedtp.train.warmup", "compile what a configuration of train needs, before the job starts"),
     "generate": ("fusedtp.train.runs:generate_main", "let the model of a run go on with a text"),
     "checkpoints": ("fusedtp.train.runs", "list, verify or export the checkpoints of a run"),
     "finetune": (

@@ -145,7 +145,8 @@ class CausalLM(nn.Module):
         if labels is not None:
             flat = labels.reshape(-1)
             whole = self.compute_loss(logits, flat, layout, num_labels, ignore_index)
-            loss = self._with_routers(whole, layout, flat, num_labels, ignore_index)
+            routers = self.routers_loss(layout, labels, num_labels, ignore_index)
+            loss = whole if routers is None else whole + routers.to(whole.dtype)
         if logits.shape[0] == layout.tokens:
             logits = logits.view(*input_ids.shape, logits.shape[-1])
         return CausalLMOutput(loss, logits, _routings(layout))
@@ -183,7 +184,8 @@ class CausalLM(nn.Module):
         else:
             logits = self.compute_logits(hidden, layout)
             whole = self.compute_loss(logits, flat, layout, num_labels, ignore_index)
-        return self._with_routers(whole, layout, flat, num_labels, ignore_index)
+        routers = self.routers_loss(layout, labels, num_labels, ignore_index)
+        return whole if routers is None else whole + routers.to(whole.dtype)
 
     def compute_logits(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         """[T_r, H] -> [T, V_r] of a vocab-parallel head, else [T_r, V]."""
@@ -221,25 +223,26 @@ class CausalLM(nn.Module):
 
         return all_reduce_sum(loss, self.token_group)
 
-    def _with_routers(
+    def routers_loss(
         self,
-        loss: Tensor,
         layout: TokenLayout,
         labels: Tensor,
-        num_labels: int | float | Tensor | None,
-        ignore_index: int,
-    ) -> Tensor:
-        """Plus the routers' losses; of a microbatch its share, by labels, so that a step has one mean of them."""
-        routings = _routings(layout)
-        found = [value for routing in routings for value in routing.losses.values()]
+        num_labels: int | float | Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> Tensor | None:
+        """The routers' losses of the layers that `layout` has gone through, fp64; None of none.
+
+        Of a microbatch its share, by labels [B, S], so that a step has one mean of them.
+        """
+        found = [value for routing in _routings(layout) for value in routing.losses.values()]
         if not found:
-            return loss
-        total = torch.stack([value.to(loss.dtype) for value in found]).sum()
+            return None
+        total = torch.stack([value.double() for value in found]).sum()
         # A rank's gradient is its tokens' part of a loss that is of all ranks: a mean of them would be too small.
         total = total.detach() + (total - total.detach()) * self.data_parallel
         if num_labels is not None:
             total = total * ((labels != ignore_index).sum(dtype=total.dtype) / num_labels)
-        return loss + total
+        return total
 
     def _takes_pieces(self, layout: TokenLayout) -> bool:
         """Whether this rank's logits would be too large and the head can do without them; the same on all ranks.

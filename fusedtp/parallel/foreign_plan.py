@@ -38,7 +38,7 @@ from .foreign import (
 from .foreign_experts import ExpertsByRank
 from .local_view import WORDS as OF_LOCAL_VIEW
 from .local_view import Words, features_of
-from .placement import Mesh
+from .placement import Mesh, Way
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .saving import prepare
 from .styles import already_parallel
@@ -114,6 +114,17 @@ def adopt(
 def check_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, str], *, complete: bool) -> None:
     """Raises ValueError that lists every fault of a plan; changes nothing."""
     foreign_steps(model, plan, communicator(mesh).world_size, has_more_dimensions(mesh), Model(), complete)
+
+
+def foreign_ways(model: nn.Module, mesh: Mesh, plan: Mapping[str, str]) -> dict[str, Way]:
+    """How adopt would place every parameter; a shared one under its first name. Raises ValueError as check_plan."""
+    world_size = communicator(mesh).world_size
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Way] = {}
+    for step in foreign_steps(model, plan, world_size, has_more_dimensions(mesh), Model(), False):
+        for key, way in step.style.ways(step.module, step.style.ranks(world_size)).items():
+            found.setdefault(names[id(getattr(step.module, key))], way)
+    return found
 
 
 def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:

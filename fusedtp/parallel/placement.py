@@ -73,10 +73,10 @@ class Way(NamedTuple):
                 found[placement.dim] = _merged(
                     part
                     for begin, end in pairwise(ends)
-                    for part in _share(_cut(found[placement.dim], begin, end), ranks, at)
+                    for part in share(_cut(found[placement.dim], begin, end), ranks, at)
                 )
             elif isinstance(placement, Shard):
-                found[placement.dim] = _share(found[placement.dim], ranks, at)
+                found[placement.dim] = share(found[placement.dim], ranks, at)
         return found
 
     def part(self, full: Tensor, coordinate: Sequence[int]) -> Tensor:
@@ -103,7 +103,8 @@ def _cut(parts: Sequence[range], begin: int, end: int) -> list[range]:
     return [part for part in found if part] or [range(0)]
 
 
-def _share(parts: Sequence[range], ranks: int, at: int) -> list[range]:
+def share(parts: Sequence[range], ranks: int, at: int) -> list[range]:
+    """What one of so many ranks has of indices, one range after the other."""
     sizes = split(sum(map(len, parts)), ranks)
     return _cut(parts, sum(sizes[:at]), sum(sizes[: at + 1]))
 

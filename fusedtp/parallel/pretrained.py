@@ -72,7 +72,7 @@ def from_pretrained(
         checkpoint = Checkpoint(model, files)
         different = checkpoint.differently_tied(mesh.get_local_rank(), mesh.size())
     verdicts = [set(each) for each in exchange(mesh, different)]
-    _untie(model, sorted(set().union(*verdicts)))
+    untie(model, sorted(set().union(*verdicts)))
     parallelize(model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan)
     with together(mesh):
         checkpoint.load(mesh)
@@ -141,7 +141,7 @@ def read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
     model.adjust_generation_fn(None, True, None, str(name), trust_remote_code=False, **{**options, **hub})
 
 
-def _untie(model: Any, names: Sequence[str]) -> None:
+def untie(model: Any, names: Sequence[str]) -> None:
     """Give parameters their own place that the config ties and the checkpoint does not."""
     for name in names:
         module, _, last = name.rpartition(".")

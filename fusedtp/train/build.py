@@ -15,12 +15,15 @@ from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.plan import ways_of
 from fusedtp.train.config import TrainConfig, sharing_faults
-from fusedtp.train.shard import empty_shards, shard
+from fusedtp.train.foreign import TransformersModel
+from fusedtp.train.foreign_build import build_foreign, sizes
+from fusedtp.train.shard import dtypes_of, empty_shards, shard
 from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_count, stages_of
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+Model = CausalLM | TransformersModel
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
@@ -68,6 +71,8 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
     """
     model = config.model
+    if config.foreign.model is not None:
+        return []  # foreign_faults says so
     if dp < 2 or model.faults() or config.data.faults() or not heads_split(tp, model.heads, model.kv_heads):
         return []
     if model.experts and sharing_faults(config, dp, tp):
@@ -76,16 +81,28 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     ep = config.parallel.ep or tp
     split = ExpertSplit(tensor_parallel=config.parallel.expert_tp, num_ranks=ep)
     ways = ways_of(on_meta, tp, split) if max(tp, ep) > 1 else {}
-    return empty_shards(on_meta, ways, dp * tp)
+    return empty_shards(on_meta, ways, dp // max(1, config.parallel.copies(dp)) * tp)
 
 
-def build(config: TrainConfig, world: World) -> CausalLM:
+def num_parameters(config: TrainConfig) -> int:
+    """Of the whole model."""
+    if config.foreign.model is not None:
+        return sizes(config)[2]
+    return CausalLM(model_config(config), device="meta").num_parameters()
+
+
+def build(config: TrainConfig, world: World, weights: bool = True) -> Model:
     """The initialised model, this rank's part of it where the world has several."""
-    return build_stages(config, world)[0]
+    return build_stages(config, world, weights)[0]
 
 
-def build_stages(config: TrainConfig, world: World) -> tuple[CausalLM, Pipeline | None]:
-    """The same, and its pipeline where the world has one. Collective."""
+def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tuple[Model, Pipeline | None]:
+    """The same, and its pipeline where the world has one. Collective.
+
+    weights   False: a checkpoint is read next, so those of a --model are left out
+    """
+    if config.foreign.model is not None:
+        return build_foreign(config, world, weights)
     model = CausalLM(model_config(config), device="meta")
     if world.tp_mesh is not None:
         parallelize(
@@ -99,7 +116,14 @@ def build_stages(config: TrainConfig, world: World) -> tuple[CausalLM, Pipeline 
     if world.dp_mesh is not None:
         assert world.shard_mesh is not None
         stages = list(pipeline.stages.values()) if pipeline else ()
-        shard(model, world.shard_mesh, world.outer_mesh, stages, config.parallel.reshard)
+        shard(
+            model,
+            world.shard_mesh,
+            world.outer_mesh,
+            stages,
+            config.parallel.kind,
+            dtypes=dtypes_of(config.parallel),
+        )
         everyone = world.token_ranks(config.parallel.sequence_parallel)
         assert everyone is not None
         model.balance_group, model.data_parallel = communicator(everyone).name, world.dp

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
@@ -21,14 +21,16 @@ from fusedtp.parallel import ExpertSplit
 from fusedtp.train.options import (
     CheckpointOptions,
     DataOptions,
+    ForeignOptions,
     ModelOptions,
     OptimOptions,
     ParallelOptions,
     RunOptions,
 )
-from fusedtp.train.stages import SPLIT_BACKWARD, V_SHAPED, pipeline_faults
+from fusedtp.train.stages import V_SHAPED, pipeline_faults
 
 CONFIG = "config.json"  # of a run's folder
+RETIRED = ("reshard",)  # options that older runs have in it
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class TrainConfig:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     run: RunOptions = field(default_factory=RunOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    foreign: ForeignOptions = field(default_factory=ForeignOptions)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON. What one call asks of a run is no part of it: resume, step, replace."""
@@ -56,6 +59,8 @@ class TrainConfig:
         for part in dataclasses.fields(TrainConfig):
             kind: Any = part.default_factory
             values = dict(plain.get(part.name, {}))
+            for name in RETIRED:
+                values.pop(name, None)
             if unknown := values.keys() - {each.name for each in dataclasses.fields(kind)}:
                 raise ValueError(f"unknown options of {part.name}: {', '.join(sorted(unknown))}")
             for name in ("runs", "tokenizer"):
@@ -84,7 +89,22 @@ def parse(argv: list[str]) -> TrainConfig:
 
 
 def _parse(argv: list[str], default: TrainConfig) -> TrainConfig:
-    return tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv, default=default)
+    made = tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv, default=default)
+    return with_tokenizer(made)
+
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+def with_tokenizer(config: C) -> C:
+    """With the tokenizer of its model's folder, where it names none."""
+    folder = Path(config.foreign.model or "")
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if config.data.tokenizer is not None or config.foreign.model is None:
+        return config
+    if not any((folder / file).exists() for file in files):
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=folder))
 
 
 def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]:
@@ -102,24 +122,18 @@ def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]
 def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     """Everything wrong with a config laid out on dp x tp ranks; an empty list means that it can run."""
     model, data = config.model, config.data
-    parts = (model, data, config.optim, config.parallel, config.run, config.checkpoint)
-    found = [fault for part in parts for fault in part.faults()]
-    if min(tp, model.heads, model.kv_heads) > 0 and not heads_split(tp, model.heads, model.kv_heads):
+    parts = (data, config.optim, config.parallel, config.run, config.checkpoint, config.foreign)
+    found = model.faults() if config.foreign.model is None else []
+    found += [fault for part in parts for fault in part.faults()]
+    if config.foreign.model is None:
+        found += own_faults(config, dp, tp)
+    if dp % (copies := max(1, config.parallel.dp_replicate)):
+        found.append(f"--dp-replicate {copies} does not divide --dp {dp}")
+    if config.parallel.param_dtype not in ("fp32", config.run.dtype):
         found.append(
-            f"--tp {tp} with {model.heads} heads and {model.kv_heads} kv heads: tp must divide the heads, and "
-            "divide the kv heads or be a multiple of them; "
-            f"{sizes_that_split(model.heads, model.kv_heads)} would work"
+            f"--param-dtype {config.parallel.param_dtype} with --dtype {config.run.dtype}: parameters are gathered in "
+            "fp32 or as they are computed with"
         )
-    found += stages_faults(config, dp)
-    if (copies := config.parallel.dp_replicate) > 1:
-        if dp % copies:
-            found.append(f"--dp-replicate {copies} does not divide --dp {dp}")
-        if (config.parallel.ep or tp) > tp:
-            found.append(
-                "--dp-replicate with --ep beyond --tp: experts are data parallel over fewer ranks already"
-            )
-    if model.experts > 0 and min(dp, tp) > 0:
-        found += sharing_faults(config, dp, tp)
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
             f"--batch {data.batch} does not divide over {dp} data-parallel ranks "
@@ -128,29 +142,39 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     return found
 
 
-def stages_faults(config: TrainConfig, dp: int) -> list[str]:
-    """Whether the model can be run as a pipeline as asked."""
-    parallel = config.parallel
-    if (
-        parallel.pp < 2
-        or parallel.virtual_stages < 1
-        or config.data.accumulate < 1
-        or config.model.layers < 1
-    ):
-        return []
-    found = pipeline_faults(
-        parallel.schedule, parallel.pp, parallel.virtual_stages, config.model.layers, config.data.accumulate
-    )
-    if config.model.experts > 0:
-        found.append("--experts with --pp: the routers' losses would reach no other stage; use --ep or --tp")
-    if dp > 1 and parallel.schedule in SPLIT_BACKWARD:
+def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
+    """What the library's own model cannot do on such a mesh."""
+    model, found = config.model, []
+    if min(tp, model.heads, model.kv_heads) > 0 and not heads_split(tp, model.heads, model.kv_heads):
         found.append(
-            f"--schedule {parallel.schedule} with --dp {dp}: FSDP2 does not shard gradients that come in two passes; "
-            "use interleaved_1f1b"
+            f"--tp {tp} with {model.heads} heads and {model.kv_heads} kv heads: tp must divide the heads, and "
+            "divide the kv heads or be a multiple of them; "
+            f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
-    if dp > 1 and config.model.tie_embeddings and parallel.schedule in V_SHAPED:
+    found += stages_faults(config, dp, model.layers, model.tie_embeddings)
+    if config.parallel.copies(dp) > 1 and (config.parallel.ep or tp) > tp:
         found.append(
-            f"--schedule {parallel.schedule} with --dp {dp} and --tie-embeddings: two FSDP units share a weight"
+            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
+            "already"
+        )
+    if model.experts > 0 and min(dp, tp) > 0:
+        found += sharing_faults(config, dp, tp)
+    return found
+
+
+def stages_faults(config: TrainConfig, dp: int, layers: int, tied: bool) -> list[str]:
+    """Whether a model of so many layers, with tied embeddings or without, can be run as a pipeline as asked."""
+    parallel = config.parallel
+    if parallel.pp < 2 or parallel.virtual_stages < 1 or config.data.accumulate < 1 or layers < 1:
+        return []
+    of = "--layers {}" if config.foreign.model is None else "the {} layers of --model"
+    found = pipeline_faults(
+        parallel.schedule, parallel.pp, parallel.virtual_stages, layers, config.data.accumulate, of
+    )
+    if dp > 1 and tied and parallel.schedule in V_SHAPED:
+        how = "--tie-embeddings" if config.foreign.model is None else "tied embeddings"
+        found.append(
+            f"--schedule {parallel.schedule} with --dp {dp} and {how}: two FSDP units share a weight"
         )
     return found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fusedtp.nn import CausalLM, generate
+from fusedtp.train.build import Model
 from fusedtp.train.data import Microbatch
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
@@ -16,7 +18,7 @@ TEMPERATURE = 0.8
 
 
 def validation_loss(
-    model: CausalLM,
+    model: Model,
     batches: Iterable[Microbatch],
     world: World,
     pipeline: Pipeline | None = None,
@@ -34,13 +36,23 @@ def validation_loss(
     return world.mean(torch.stack(losses).sum() * pieces / len(every))
 
 
-def sample(model: CausalLM, prompt: list[int], size: int, *, length: int, seed: int) -> list[int]:
+def go_on(
+    model: Model, tokens: torch.Tensor, size: int, *, temperature: float, seed: int, max_context: int
+) -> torch.Tensor:
+    """tokens [1, P] and `size` more, drawn from the model; one of transformers ends where a document does."""
+    options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_context": max_context}
+    if isinstance(model, CausalLM):
+        return generate(model, tokens, size, **options)
+    return model.generate(tokens, size, **options)
+
+
+def sample(model: Model, prompt: list[int], size: int, *, length: int, seed: int) -> list[int]:
     """`size` tokens that the model continues `prompt` with, seeing at most `length` at a time."""
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     if isinstance(model, FSDPModule):
-        model.unshard()  # generate() calls parts of the model, around the hooks of its forward
-    tokens = generate(model, tokens, size, temperature=TEMPERATURE, seed=seed, max_context=length)
+        model.unshard()  # writing calls parts of the model, around the hooks of its forward
+    tokens = go_on(model, tokens, size, temperature=TEMPERATURE, seed=seed, max_context=length)
     if isinstance(model, FSDPModule):
         model.reshard()
     written: list[int] = tokens[0, len(prompt) :].tolist()

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedtp.nn import CausalLM, MoE
 from fusedtp.nn.balance import max_violation, update_bias_
 from fusedtp.nn.router import Routing
+from fusedtp.train.build import Model
 from fusedtp.train.world import World
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ class ExpertLoad:
     rate   what a router's bias changes by in a step, where it has one
     """
 
-    def __init__(self, model: CausalLM, world: World, rate: float) -> None:
-        routers = [module.router for module in model.modules() if isinstance(module, MoE)]
+    def __init__(self, model: Model, world: World, rate: float) -> None:
+        named = {name: module.router for name, module in model.named_modules() if isinstance(module, MoE)}
+        routers = list(named.values())
+        self.layers = [int(name.split(".")[1]) for name in named]  # layers.N.mlp
+        some = world.pp_mesh is not None and isinstance(model, CausalLM) and model.config.moe is not None
+        self.pipeline = world.pp_mesh.get_group() if world.pp_mesh is not None and some else None
         self.biases = [router.bias for router in routers if router.bias is not None]
         self.group, self.rate = world.token_ranks(model.token_split[1] > 1), rate
         experts = routers[0].num_experts if routers else 0
@@ -55,28 +60,37 @@ class ExpertLoad:
                          where experts take rounds: rows that a rank has room for, the most that one used in a
                          microbatch, and in how many rounds
         """
-        if not self.counts.numel():
-            return {}
-        if self.group is not None:
+        if self.group is not None and self.layers:
             dist.all_reduce(self.counts, group=self.group)
             dist.all_reduce(self.recv_usage, dist.ReduceOp.MAX, group=self.group)
-        load, dropped = self.counts
         if self.biases:
-            for bias, moved in zip(
-                self.biases, update_bias_(torch.stack(self.biases), load, self.rate), strict=True
-            ):
+            new = update_bias_(torch.stack(self.biases), self.counts[0], self.rate)
+            for bias, moved in zip(self.biases, new, strict=True):
                 bias.copy_(moved)
+        by_layer = dict(zip(self.layers, self.counts.unbind(1), strict=True))
+        usage = self.recv_usage
+        self.counts, self.recv_usage = torch.zeros_like(self.counts), torch.zeros_like(usage)
+        if self.pipeline is not None:
+            by_layer, usage = self._of_all_stages(by_layer, usage)
+        if not by_layer:
+            return {}
+        load, dropped = torch.stack([by_layer[layer] for layer in sorted(by_layer)], 1)
         found = {
             "expert_load": load.tolist(),
             "max_violation": float(max_violation(load).max()),
             "dropped_share": float(dropped.sum() / load.sum().clamp(min=1)),
         }
-        bound, used, rounds = self.recv_usage.tolist()
+        bound, used, rounds = usage.tolist()
         if bound:
             found |= {"expert_rows_bound": bound, "expert_rows_used": used, "expert_rounds": rounds}
-        self.counts.zero_()
-        self.recv_usage.zero_()
         return found
+
+    def _of_all_stages(self, by_layer: dict[int, Tensor], usage: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        parts: list[Any] = [None] * dist.get_world_size(self.pipeline)
+        own = {layer: counts.tolist() for layer, counts in by_layer.items()}
+        dist.all_gather_object(parts, (own, usage.tolist()), group=self.pipeline)
+        every = {layer: torch.tensor(counts) for layers, _ in parts for layer, counts in layers.items()}
+        return every, torch.tensor([used for _, used in parts]).amax(0)
 
 
 def heat_map(steps: Sequence[dict[str, Any]]) -> Figure:

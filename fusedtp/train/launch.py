@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -29,12 +30,14 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 from fusedtp.ops.engines import interpreting
-from fusedtp.train import text
+from fusedtp.train import elastic, text
 from fusedtp.train.build import shard_faults
 from fusedtp.train.checkpoint import CheckpointError, steps_in
 from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.data import Batches
+from fusedtp.train.determinism import deterministic
 from fusedtp.train.environment import cores
+from fusedtp.train.foreign_build import foreign_faults
 from fusedtp.train.run import CHECKPOINTS, INCIDENTS, ended_in_order, note_incident, run
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
@@ -42,7 +45,7 @@ from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
-    INCIDENTS, CHECKPOINTS,
+    INCIDENTS, CHECKPOINTS, elastic.JOB,
 )  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
@@ -50,22 +53,30 @@ LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 def main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    config, place = parse(argv), torchrun_place()
-    ranks, local_ranks = place[2:] if place else 2 * (default_ranks(config),)
+    return start(parse(argv), argv)
+
+
+def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
+    """The same of what `argv` of that subcommand says."""
+    place = torchrun_place()
+    ranks, local_ranks = place[2:] if place else 2 * (default_ranks(asked),)
+    config, found = elastic.fit(asked, ranks) if asked.parallel.elastic else (asked, [])
     dp, tp = layout(config, ranks, local_ranks)
     if place is None:
         ranks = local_ranks = config.parallel.pp * dp * tp
-    found = faults(config, dp, tp) + shard_faults(config, dp, tp)
+    found = found or faults(config, dp, tp) + shard_faults(config, dp, tp)
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
         found += data_faults(config)
+        if config.foreign.model is not None and not config.data.faults():
+            found += foreign_faults(config, dp, tp)
     if found:
         if place is None or place.local_rank == 0:
-            report(found)
+            report(found, command)
         return WRONG_USAGE
     if place is None and ranks > 1:
-        return launch(argv, ranks, folder=config.run.folder)
-    return run_rank(config, dp, tp)
+        return launch(argv, ranks, command, config.run.folder, config.run.max_restarts)
+    return run_rank(config, dp, tp, asked, command)
 
 
 def default_ranks(config: TrainConfig) -> int:
@@ -82,7 +93,7 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
     found = []
     device = device_type(config.run.device)
     pp = config.parallel.pp
-    if min(pp, dp, tp) > 0 and pp * dp * tp != ranks:
+    if min(pp, dp, tp) > 0 and pp * dp * tp != ranks and not config.parallel.elastic:
         asked = (f"--pp {pp} x " if pp > 1 else "") + f"--dp {dp} x --tp {tp}"
         found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
     if device == "cuda" and torch.cuda.device_count() < local_ranks:
@@ -93,14 +104,21 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
         found.append(
             "--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
         )
+    if config.parallel.elastic:
+        found += elastic.store_faults()
     found += text.faults(config.data.data) + folder_faults(config.run.folder)
     return found + (checkpoint_faults(config) if (torchrun_place() or Place()).local_rank == 0 else [])
 
 
 def checkpoint_faults(config: TrainConfig) -> list[str]:
     """Whether there is nothing to resume, or something that a new run would replace."""
-    folder, run = config.run.folder / CHECKPOINTS, config.run
+    folder = config.run.folder / CHECKPOINTS
     steps = steps_in(folder)
+    if config.parallel.elastic and config.run.replace and torchrun_place() and elastic.job() is None:
+        return [
+            "--elastic with --replace: give torchrun an --rdzv-id, by which a restart knows its own checkpoints"
+        ]
+    run = elastic.goes_on(config, steps).run
     if run.resume and not steps:
         return [f"--resume: {folder} holds no checkpoint"]
     if run.step is not None and run.step not in steps:
@@ -156,67 +174,85 @@ def prepare_data(config: TrainConfig) -> Path:
     return folder
 
 
-def run_rank(config: TrainConfig, dp: int, tp: int) -> int:
+def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command: str = "train") -> int:
     """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
-        with world_of(
-            dp,
-            tp,
-            device_type(config.run.device),
-            config.parallel.ep,
-            config.parallel.pp,
-            config.parallel.dp_replicate,
-        ) as world:
-            with sole_writer(config.run.folder) if place.rank == 0 else nullcontext():
+        with (
+            deterministic(config.run.determinism),
+            world_of(
+                dp,
+                tp,
+                device_type(config.run.device),
+                config.parallel.ep,
+                config.parallel.pp,
+                config.parallel.copies(dp),
+            ) as world,
+        ):
+            folder = config.run.folder
+            patience = elastic.PATIENCE if config.parallel.elastic or elastic.started_again(folder) else 0.0
+            with sole_writer(folder, patience) if place.rank == 0 else nullcontext():
+                config = elastic.agreed(config, steps_in(folder / CHECKPOINTS), world)
                 if place.rank == 0 and not config.run.resume:
-                    replace_outputs(config.run.folder)
+                    replace_outputs(folder)
                 if place.local_rank == 0:
                     prepare_data(config)
                 world.wait_for_all()
-                run(config, prepare_data(config), world)
+                run(config, prepare_data(config), world, asked)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         handler.record_exception(error)
         if place.ranks == 1:
             note_incident(config.run.folder, str(error))
-        if not isinstance(error, (VerificationFailed, ValueError, CheckpointError)):
+        if not isinstance(error, (VerificationFailed, ValueError, CheckpointError, elastic.RanksLeft)):
             traceback.print_exc()
         elif torchrun_place() is None:
-            report([str(error)])
+            report([" ".join(str(error).split())], command)
         return FAILED
     return 0
 
 
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold a run's folder for this process. Raises ValueError where another one does; a killed one holds nothing."""
+def sole_writer(folder: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold a run's folder for this process. Raises ValueError where another one does, after so many seconds; a killed
+    one holds nothing."""
     folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + patience
     with open(folder / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(f"{folder} is being written by another run: {file.read().strip()}") from None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    file.seek(0)
+                    held = f"{folder} is being written by another run: {file.read().strip()}"
+                    raise ValueError(held) from None
+            time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
         yield
 
 
-def launch(argv: list[str], ranks: int, command: str = "train", folder: Path | None = None) -> int:
+def launch(
+    argv: list[str], ranks: int, command: str = "train", folder: Path | None = None, max_restarts: int = 0
+) -> int:
     """Start `ranks` processes of a subcommand on this machine through torchrun and wait for them.
 
-    folder   of the run, which notes why it failed
+    folder         of the run, which notes why it failed
+    max_restarts   how often all are started again when one has died
     """
     from torch.distributed import run as torchrun
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ[elastic.OWN_STORE] = "1"
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:
         where = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--tee=2"]  # stderr
+        where.append(f"--max-restarts={max_restarts}")
         try:
             torchrun.run(torchrun.parse_args([*where, "-m", "fusedtp", command, *argv]))
         except ChildFailedError as error:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.nn import CausalLM
 from fusedtp.parallel import clip_grad_norm_
+from fusedtp.train.build import Model
 from fusedtp.train.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -28,6 +28,7 @@ from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.metrics import Metrics
 from fusedtp.train.optim import adamw, set_learning_rate
+from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
@@ -39,7 +40,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Model,
         batches: Batches,
         config: TrainConfig,
         world: World,
@@ -61,8 +62,9 @@ class Trainer:
         while self.step < options.steps:
             rate = set_learning_rate(self.optimizer, options, self.step)
             loss = backward(
-                self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline
-            )
+                self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline,
+                self.config.parallel.kind,
+            )  # fmt: skip
             norm = self.clip()  # returns when all of the step's kernels have run, so that
             world.check()  # one which failed is found before it reaches a parameter
             self.optimizer.step()
@@ -97,18 +99,26 @@ class Trainer:
 
 
 def backward(
-    model: CausalLM,
+    model: Model,
     batches: Batches,
     step: int,
     load: ExpertLoad,
     seed: int,
     pipeline: Pipeline | None = None,
+    kind: str = "zero3",
 ) -> Tensor:
-    """Accumulate the gradients of a step, and its experts' load; return its loss: a mean over ranks is that of all."""
+    """Accumulate the gradients of a step, and its experts' load; return its loss: a mean over ranks is that of all.
+
+    kind   of data parallelism; see fusedtp.train.shard
+    """
     if pipeline is not None:
-        return pipeline.step(list(batches.step()), seed, step)
+        loss = pipeline.step(list(batches.step()), seed, step)
+        for routings in pipeline.routings():
+            load.add(routings)
+        return loss
     total = torch.zeros((), device=batches.device)
-    for batch in batches.step():
+    for number, batch in enumerate(batches.step(), 1):
+        accumulate_(model, kind, number == batches.accumulate)
         model.set_dropout(seed, step, batch.first_token)
         out = model(**batch.arguments())
         load.add(out.routings)
@@ -153,6 +163,13 @@ class Saver:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+
+    def asked(self, patience: float = 0.0) -> bool:
+        """Whether this rank itself was asked to end, or is within so many seconds."""
+        until = time.monotonic() + patience
+        while not self._asked.is_set() and time.monotonic() < until:
+            time.sleep(0.05)
+        return self._asked.is_set()
 
     def after(self, step: int, state: TrainingState, last: bool) -> bool:
         """After a step, the last or another: save if it is time. Whether training ends here. Collective."""

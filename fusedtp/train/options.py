@@ -93,13 +93,28 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class ForeignOptions:
+    """A model of transformers in the place of the library's own."""
+
+    model: str | None = None
+    """Folder of a checkpoint; or a config.json, or a model type such as llama, which starts small: random weights."""
+    lora: int = 0
+    """With --model: train adapters (PEFT's LoRA) of this rank on all linear layers instead of the weights; 0: none."""
+
+    def faults(self) -> list[str]:
+        if self.lora < 0:
+            return [f"--lora {self.lora} is negative"]
+        return ["--lora needs a --model"] if self.lora and self.model is None else []
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """What is trained on, and how much of it in a step."""
 
     data: tuple[Path, ...] = ()
     """Text files, token ids (.npy) or folders; default: the source of the Python standard library of this machine."""
     tokenizer: Path | None = None
-    """Folder of a tokenizer of transformers; default: a token is a byte."""
+    """Folder of a tokenizer of transformers; default: that of --model, or else a token is a byte."""
     documents: Literal["joined", "separate"] = "joined"
     """separate: attention, positions and labels of a sequence end where a document does."""
     length: int = 256
@@ -187,9 +202,14 @@ class ParallelOptions:
     dp: int | None = None
     """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
     dp_replicate: int = 1
-    """Of those, groups that hold the same shards (HSDP); as many as --dp: every rank holds all parameters."""
-    reshard: bool = True
-    """Free gathered parameters after forward, and gather them again for backward (ZeRO-3); else keep them (ZeRO-2)."""
+    """Of those, groups that hold the same shards (HSDP)."""
+    data_parallel: Literal["zero3", "zero2", "zero1", "ddp"] | None = None
+    """What data-parallel ranks share out: optimizer state (zero1), and gradients (zero2), and parameters (zero3), or
+    nothing (ddp). Default: zero3; zero1 with --pp, whose schedules keep parameters and gradients whole in a step."""
+    param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype that sharded parameters are gathered in; bf16 halves the message, and gradients then come in bf16."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype that gradients are summed over data-parallel ranks in."""
     ep: int | None = None
     """Ranks that share the experts: the tensor-parallel ones of so many / tp data-parallel ranks; default: tp."""
     expert_tp: int = 1
@@ -198,6 +218,9 @@ class ParallelOptions:
     """Shard the tokens between the sharded matmuls too."""
     engine: Literal["auto", "collective", "chunked", "triton"] = "auto"
     """Implementation of the fused operations."""
+    elastic: bool = False
+    """Under a torchrun of few to many nodes: dp follows the ranks that are there, --accumulate makes up for those that
+    are not, and the run goes on from its newest good checkpoint by itself."""
 
     def faults(self) -> list[str]:
         return [
@@ -212,7 +235,27 @@ class ParallelOptions:
                 ("expert-tp", self.expert_tp),
             )
             if value is not None and value < 1
-        ]
+        ] + self._sharing_faults()
+
+    @property
+    def kind(self) -> Literal["zero3", "zero2", "zero1", "ddp"]:
+        """data_parallel, or its default."""
+        return self.data_parallel or ("zero1" if self.pp > 1 else "zero3")
+
+    def copies(self, dp: int) -> int:
+        """Data-parallel ranks that hold the same shards, of `dp`."""
+        return dp if self.kind == "ddp" else self.dp_replicate
+
+    def _sharing_faults(self) -> list[str]:
+        found = []
+        if self.pp > 1 and self.kind in ("zero2", "zero3"):
+            found.append(
+                f"--data-parallel {self.kind} with --pp {self.pp}: schedules keep parameters and gradients whole in a "
+                "step; use zero1 or ddp"
+            )
+        if self.kind == "ddp" and self.dp_replicate > 1:
+            found.append(f"--dp-replicate {self.dp_replicate} with --data-parallel ddp, which shards nothing")
+        return found
 
 
 @dataclass(frozen=True)
@@ -229,6 +272,8 @@ class RunOptions:
     """Precision of activations and matmuls; parameters and optimizer stay fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
+    determinism: bool = False
+    """Two runs on the same machines give the same losses, bit for bit; slower. See docs/train.md."""
     verify: bool = False
     """Train the first steps again in one plain process and compare; exit 1 if they differ."""
     verify_steps: int = 20
@@ -243,6 +288,8 @@ class RunOptions:
     """With --resume: from the checkpoint of this step; newer ones are set aside."""
     replace: bool = False
     """Remove the checkpoints of an earlier run of this name."""
+    max_restarts: int = 0
+    """Where this command starts the ranks: how often it starts them again, from the newest checkpoint, if one dies."""
 
     def faults(self) -> list[str]:
         found = _not_positive(self, "verify_steps", "val_every")
@@ -252,6 +299,8 @@ class RunOptions:
             found.append(f"--seed {self.seed} is not in [0, 2**63)")
         if self.sample < 0:
             found.append(f"--sample {self.sample} is negative")
+        if self.max_restarts < 0:
+            found.append(f"--max-restarts {self.max_restarts} is negative")
         if self.resume and self.replace:
             found.append("--resume goes on with a run, --replace removes it: give one of them")
         if self.step is not None and not self.resume:

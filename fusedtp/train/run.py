@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fusedtp.nn import CausalLM
-from fusedtp.train import experts, report
-from fusedtp.train.build import build_stages, model_config
+from fusedtp.train import elastic, experts, report
+from fusedtp.train.build import build_stages, num_parameters
 from fusedtp.train.checkpoint import CheckpointError, Checkpoints
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
@@ -31,23 +30,16 @@ CHECKPOINTS, INCIDENTS = "checkpoints", "incidents.jsonl"
 IN_ORDER = "ended in order"
 
 
-def run(config: TrainConfig, tokens: Path, world: World) -> None:
-    """Train as configured; rank 0 writes the run folder. Raises VerificationFailed last, when all is written."""
+def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | None = None) -> None:
+    """Train as configured; rank 0 writes the run folder. Raises VerificationFailed last, when all is written.
+
+    asked   the configuration before it was fitted to the ranks that are there, which is what config.json keeps
+    """
     data, folder, console = config.data, config.run.folder, screen(quiet=world.rank != 0)
-    batches = Batches(
-        tokens,
-        length=data.length,
-        batch=data.batch,
-        accumulate=data.accumulate,
-        seed=config.run.seed,
-        dp=world.dp,
-        dp_rank=world.dp_rank,
-        device=world.device,
-        documents=data.documents,
-    )
+    batches = batches_of(config, tokens, world)
     torch.manual_seed(config.run.seed + world.rank)  # torch's own dropout must differ from rank to rank
-    model, pipeline = build_stages(config, world)
-    parameters = CausalLM(model_config(config), device="meta").num_parameters()
+    model, pipeline = build_stages(config, world, weights=not config.run.resume)
+    parameters = num_parameters(config)
     tokenizer = tokenizer_of(data.tokenizer)
     unit = "byte" if data.tokenizer is None else "token"
     console.print(
@@ -67,7 +59,8 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
     trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
-        report.write_json(folder / CONFIG, config.to_dict())
+        report.write_json(folder / CONFIG, (asked or config).to_dict())
+        elastic.note_job(folder)
         report.write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
     with Metrics(config, world, sinks, earlier) as metrics, saver.signals() if saver else nullcontext():
@@ -78,6 +71,8 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
     if not finished:
         if world.rank == 0:
             note_incident(folder, IN_ORDER)
+        if config.parallel.elastic and saver is not None and not saver.asked(elastic.NEWS_SECONDS):
+            raise elastic.RanksLeft("ranks of another node were asked to end, and the run was saved")
         return
     engines = world.engine_calls()
     prompt = batches.prompt(PROMPT_TOKENS)
@@ -104,6 +99,22 @@ def run(config: TrainConfig, tokens: Path, world: World) -> None:
     world.wait_for_all()
     if verification is not None and not verification.passed:
         raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
+
+
+def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
+    """What this rank trains on."""
+    data = config.data
+    return Batches(
+        tokens,
+        length=data.length,
+        batch=data.batch,
+        accumulate=data.accumulate,
+        seed=config.run.seed,
+        dp=world.dp,
+        dp_rank=world.dp_rank,
+        device=world.device,
+        documents=data.documents,
+    )
 
 
 def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[str], None]) -> Saver | None:
@@ -147,12 +158,14 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     aside = checkpoints.set_aside(loaded.step)
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
-    because = "; ".join(loaded.refused) or (last_incident(folder) if lost else "")
+    because = "; ".join(loaded.refused) or elastic.because(loaded.about, trainer.world, folder)
+    because = because or (last_incident(folder) if lost else "")
     line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (
         f", because {because}" if because else ""
     )
     if aside:
         line += f"; newer checkpoints are now {', '.join(path.name for path in aside)}"
+    line += elastic.moved(loaded.about, config, trainer.world)
     console.print(line, highlight=False, soft_wrap=True)
     if trainer.world.rank == 0:
         note_incident(folder, line)
@@ -167,6 +180,7 @@ def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list
         return ["it was not saved by fusedtp train"]
     wanted = {
         "model": plain["model"],
+        "foreign": plain["foreign"],
         "data": {name: plain["data"][name] for name in ("length", "documents")},
     }
     wanted["run"] = {"seed": plain["run"]["seed"]}

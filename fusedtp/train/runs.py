@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fusedtp.nn import CausalLM, generate
-from fusedtp.train.build import build
+from fusedtp.nn import CausalLM
+from fusedtp.train.build import Model, build
 from fusedtp.train.checkpoint import (
     CheckpointError,
     about,
@@ -36,6 +36,7 @@ from fusedtp.train.checkpoint import (
     steps_in,
 )
 from fusedtp.train.config import TrainConfig
+from fusedtp.train.evaluate import go_on
 from fusedtp.train.run import CHECKPOINTS
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
@@ -43,7 +44,7 @@ from fusedtp.train.world import World
 
 def load_model(
     run: Path, step: int | None = None, device: str | torch.device = "cpu"
-) -> tuple[CausalLM, TrainConfig]:
+) -> tuple[Model, TrainConfig]:
     """The model of a run's newest good checkpoint, or of that of `step`, whole in this process.
 
     Raises CheckpointError where there is none that can be read.
@@ -55,7 +56,7 @@ def load_model(
             refused += faults
             continue
         config = TrainConfig.from_dict(about(path)["config"])
-        model = build(config, World(device=torch.device(device)))
+        model = build(config, World(device=torch.device(device)), weights=False)
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         with quiet():
             load(state, storage_reader=FileSystemReader(path), no_dist=True)
@@ -133,7 +134,10 @@ def export(options: CheckpointsOptions) -> int:
     if options.out is None:
         raise ValueError("export needs the folder to write: fusedtp checkpoints export RUN FOLDER")
     model, config = load_model(options.run, options.step)
-    to_transformers(model, options.out)
+    if isinstance(model, CausalLM):
+        to_transformers(model, options.out)
+    else:
+        model.hf.save_pretrained(options.out)  # of adapters these alone
     if config.data.tokenizer is not None:
         from transformers import AutoTokenizer
 
@@ -177,7 +181,7 @@ def generate_main(argv: list[str]) -> int:
         ids = ids[:-1] if tokenizer.end is not None else ids  # the text goes on
         if not len(ids):
             raise ValueError("the prompt has no token")
-        found = generate(
+        found = go_on(
             model, torch.tensor([[int(token) for token in ids]]), options.tokens, temperature=options.temperature,
             seed=options.seed, max_context=config.data.length,
         )  # fmt: skip

@@ -14,15 +14,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusedtp.nn import TransformerBlock
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.rows import split
 from fusedtp.parallel.placement import Way
+from fusedtp.train.options import ParallelOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtypes_of(options: ParallelOptions) -> MixedPrecisionPolicy:
+    """What FSDP2 gathers and sums in."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[options.param_dtype],
+        reduce_dtype=DTYPES[options.reduce_dtype],
+        cast_forward_inputs=False,
+    )
 
 
 def empty_shards(model: nn.Module, ways: Mapping[str, Way], ranks: int) -> list[str]:
@@ -71,14 +84,18 @@ def shard(
     mesh: DeviceMesh,
     outer: DeviceMesh | None = None,
     stages: Sequence[nn.Module] = (),
-    reshard: bool = True,
+    kind: str = "zero3",
+    blocks: Sequence[nn.Module] | None = None,
+    dtypes: MixedPrecisionPolicy | None = None,
 ) -> None:
     """Shard a model's parameters, gradients and optimizer state over a mesh, block by block, in place.
 
     mesh     1-D; or [copies, shards]: sharded over the second dimension, averaged over both
     outer    the 1-D mesh of the ranks that hold the same experts, where experts lie across ranks of `mesh`
     stages   of a pipeline: the modules that are called in the place of the model
-    reshard  free a block's gathered parameters after its forward
+    kind     zero3: free a block's gathered parameters after its forward; else they stay until backward or longer
+    dtypes   of the gathered parameters, and of the sum of gradients; default fp32
+    blocks   default: every TransformerBlock
     Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
     """
     if outer is None or mesh.ndim > 1:
@@ -87,19 +104,37 @@ def shard(
     ranks = outer.size(-1) * max((math.prod(way.shape) for way in ways.values()), default=1)
     if found := empty_shards(model, ways, ranks):
         raise ValueError(found[0])
+    dtypes = dtypes or MixedPrecisionPolicy()
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        shard_experts(experts, mesh, outer)
-    for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        shard_experts(experts, mesh, outer, dtypes)
+    if blocks is None:
+        blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=kind == "zero3", mp_policy=dtypes)
     for root in stages or [model]:
-        fully_shard(root, mesh=mesh)
+        fully_shard(root, mesh=mesh, mp_policy=dtypes)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 # gloo cannot average; a sum of scaled gradients is right on every backend.
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_experts(experts: Experts, mesh: DeviceMesh, outer: DeviceMesh) -> None:
+def accumulate_(model: nn.Module, kind: str, last: bool) -> None:
+    """Before a microbatch, the last of a step or not: what its backward sends and frees.
+
+    zero3, zero2   gradients are reduced and sharded at once; zero3 frees parameters too
+    zero1, ddp     they are kept whole, and reduced once a step
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last or kind == "zero3")
+    model.set_requires_gradient_sync(last or kind in ("zero3", "zero2"))
+
+
+def shard_experts(
+    experts: Experts, mesh: DeviceMesh, outer: DeviceMesh, dtypes: MixedPrecisionPolicy
+) -> None:
     """Shard them over `outer`; their gradient is a mean over `mesh`."""
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -108,7 +143,7 @@ def shard_experts(experts: Experts, mesh: DeviceMesh, outer: DeviceMesh) -> None
         assert dim is not None
         return Shard(dim)
 
-    fully_shard(experts, mesh=outer, shard_placement_fn=placement)
+    fully_shard(experts, mesh=outer, shard_placement_fn=placement, mp_policy=dtypes)
     if experts.parallel is not None:  # FSDP2 divides by the ranks of `outer`
         experts.parallel = replace(experts.parallel, averaged=mesh.size() // outer.size())
 

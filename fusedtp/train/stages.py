@@ -10,6 +10,10 @@ Parameters keep the names that they have in the whole model, so that a checkpoin
     looped    looped_bfs, interleaved_1f1b, interleaved_zero_bubble    stages rank, rank + pp, ...
     v         zbv_zero_bubble, dualpipev                               stages rank and 2 pp - 1 - rank
 
+Note [Losses of routers]
+Layers of experts make losses in every stage. A stage adds the gradient of its own to what it hands on (_WithLoss), and
+keeps their values, which the step's loss is summed up with.
+
 Note [Tied embeddings]
 Where the head is the embedding and the first and the last stage lie on two ranks, both hold it, the last one too as
 `embed_tokens.weight`. Each makes a part of its gradient; they are summed after backward, and count once in the norm.
@@ -20,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,8 @@ from torch.distributed.tensor import DTensor
 
 from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.dropout import dropout_state
+from fusedtp.nn.router import Routing
+from fusedtp.ops.rows import split
 from fusedtp.train.data import Microbatch
 
 SINGLE = {"gpipe": "GPipe", "1f1b": "1F1B"}
@@ -42,7 +48,6 @@ LOOPED = {
 }
 V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 SCHEDULES = SINGLE | LOOPED | V_SHAPED
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")  # weights' gradients come later
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------
@@ -105,13 +110,17 @@ def stage_count(schedule: str, pp: int, virtual: int = 2) -> int:
     return len(stages_of(schedule, pp, 0, virtual)) * pp
 
 
-def pipeline_faults(schedule: str, pp: int, virtual: int, layers: int, microbatches: int) -> list[str]:
-    """Why a pipeline cannot be run so."""
+def pipeline_faults(
+    schedule: str, pp: int, virtual: int, layers: int, microbatches: int, of: str = "--layers {}"
+) -> list[str]:
+    """Why a pipeline cannot be run so. of: what the layers are called."""
     if pp < 2:
         return []
     found, count = [], stage_count(schedule, pp, virtual)
     if count > layers:
-        found.append(f"--schedule {schedule} with --pp {pp} has {count} stages, more than --layers {layers}")
+        found.append(
+            f"--schedule {schedule} with --pp {pp} has {count} stages, more than {of.format(layers)}"
+        )
     least = 2 * pp if schedule == "dualpipev" else pp
     if microbatches < least:
         found.append(
@@ -127,8 +136,28 @@ def pipeline_faults(schedule: str, pp: int, virtual: int, layers: int, microbatc
 # -- a stage -----------------------------------------------------------------------------------------------------------
 
 
+class _WithLoss(torch.autograd.Function):
+    """x, whose backward also begins that of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.clone()  # schedules detach what a stage returns, which a view does not allow
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, torch.ones((), dtype=ctx.dtype, device=dy.device)
+
+
 class Stage(nn.Module):
-    """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1]."""
+    """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1].
+
+    losses     of its routers, of every forward so far; what the last stage returns has them in it
+    routings   what its routers decided, of every forward so far
+    """
+
+    losses: list[Tensor]
+    routings: list[tuple[Routing, ...]]
 
     def __init__(self, model: CausalLM, layers: Sequence[int], first: bool, last: bool) -> None:
         super().__init__()
@@ -139,6 +168,7 @@ class Stage(nn.Module):
             self.embed_tokens = model.embed_tokens
         if last:
             self.norm, self.lm_head = model.norm, model.lm_head
+        self.losses, self.routings = [], []
 
     def forward(
         self,
@@ -156,7 +186,15 @@ class Stage(nn.Module):
         if self.first:
             x = model.embed(x, layout)
         x = model.through(self.layers, x, layout)
-        return model.loss_of(model.norm(x), labels, layout, num_labels).reshape(1) if self.last else x
+        if layout.routings is not None:
+            self.routings.append(tuple(layout.routings.found))
+        if self.last:
+            return model.loss_of(model.norm(x), labels, layout, num_labels).reshape(1)
+        if (loss := model.routers_loss(layout, labels, num_labels)) is None:
+            return x
+        self.losses.append(loss.detach())
+        out: Tensor = _WithLoss.apply(x, loss)
+        return out
 
 
 def _layer(model: CausalLM, index: int) -> nn.Module:
@@ -165,17 +203,71 @@ def _layer(model: CausalLM, index: int) -> nn.Module:
     return layer
 
 
-def prune_(model: CausalLM, parts: Sequence[range], here: Sequence[int]) -> None:
-    """Leave of a model what the stages `here` have of it. Names stay; what is left out is None."""
+class Staged(Protocol):
+    """What a pipeline asks of a model: see CausalStages, and fusedtp.train.foreign.TransformersModel.
+
+    tied   whether the embedding is the head too, and trained
+    """
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def embedding(self) -> nn.Parameter: ...
+
+    def stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
+        """These layers as a module that is called as Stage is."""
+
+    def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None:
+        """Leave these layers of the model, and what belongs to the first and the last stage. Names stay."""
+
+    def edge(self, batch: int, length: int) -> tuple[int, int, torch.dtype]:
+        """Rows, features and dtype of what one stage hands the next."""
+
+
+@dataclass
+class CausalStages:
+    """A CausalLM as `Staged`. What is left out of it is None."""
+
+    model: CausalLM
+
+    @property
+    def tied(self) -> bool:
+        return self.model.config.tie_word_embeddings
+
+    @property
+    def embedding(self) -> nn.Parameter:
+        return self.model.embed_tokens.weight
+
+    def stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
+        return Stage(self.model, layers, first, last)
+
+    def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None:
+        model = self.model
+        kept: Any = nn.ModuleDict({str(layer): _layer(model, layer) for layer in sorted(layers)})
+        model.layers = kept
+        nothing: Any = None
+        if not (first or (last and model.config.tie_word_embeddings)):
+            model.embed_tokens = nothing
+        if not last:
+            model.norm, model.lm_head = nothing, nothing
+
+    def edge(self, batch: int, length: int) -> tuple[int, int, torch.dtype]:
+        rank, world_size = self.model.token_split
+        config = self.model.config
+        return split(batch * length, world_size)[rank], config.hidden_size, config.compute_dtype
+
+
+def staged(model: Any) -> Staged:
+    """A model of either kind."""
+    found: Staged = CausalStages(model) if isinstance(model, CausalLM) else model
+    return found
+
+
+def prune_(model: nn.Module, parts: Sequence[range], here: Sequence[int]) -> None:
+    """Leave of a model what the stages `here` have of it."""
     own = [layer for stage in here for layer in parts[stage]]
-    first, last = 0 in here, len(parts) - 1 in here
-    kept: Any = nn.ModuleDict({str(layer): _layer(model, layer) for layer in sorted(own)})
-    model.layers = kept
-    nothing: Any = None
-    if not (first or (last and model.config.tie_word_embeddings)):
-        model.embed_tokens = nothing
-    if not last:
-        model.norm, model.lm_head = nothing, nothing
+    staged(model).keep_(own, 0 in here, len(parts) - 1 in here)
 
 
 def _arguments(batches: Sequence[Microbatch], seed: int, step: int) -> dict[str, Any]:
@@ -203,7 +295,7 @@ class Pipeline:
     stages     this rank's: index -> module
     """
 
-    model: CausalLM
+    model: nn.Module
     mesh: DeviceMesh
     schedule: str
     parts: Sequence[range]
@@ -211,7 +303,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         last = len(self.parts) - 1
-        self.stages = {i: Stage(self.model, self.parts[i], i == 0, i == last) for i in self.here}
+        self.of = staged(self.model)
+        self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last) for i in self.here}
         self.group = self.mesh.get_group()
         self._schedules: dict[tuple[int, ...], Any] = {}
         self.tied = self._tied_group()
@@ -236,7 +329,7 @@ class Pipeline:
         ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
         self._schedule_for(batches).step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:
-            gradient = self.model.embed_tokens.weight.grad
+            gradient = self.of.embedding.grad
             assert gradient is not None
             own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(own, group=self.tied)
@@ -262,6 +355,7 @@ class Pipeline:
                     dist.send(kept, group=self.group, group_dst=holders[index + 1])
             if self.has_last:
                 losses.append(kept.sum())
+        self.routings()  # counted in training only
         return self._everywhere(losses)
 
     def _stages_of(self, rank: int) -> list[int]:
@@ -269,18 +363,33 @@ class Pipeline:
 
     def _edge(self, shape: tuple[int, ...], device: str | torch.device | None = None) -> Tensor:
         """Room for what one stage hands the next for microbatches of this shape: [T_r, H]."""
-        model = self.model
-        sizes = model.layout(torch.zeros(shape, dtype=torch.int64, device=self.device)).sizes
-        rows = sizes[model.token_split[0]] if sizes else shape[0] * shape[1]
-        size = (rows, model.config.hidden_size)
-        return torch.empty(size, dtype=model.config.compute_dtype, device=device or self.device)
+        *size, dtype = self.of.edge(*shape)
+        return torch.empty(size, dtype=dtype, device=device or self.device)
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses, which the rank of the last stage has."""
-        nothing = torch.zeros((), device=self.device)
-        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else nothing
+        """The sum of the losses, which the rank of the last stage has, and of those of all stages' routers."""
+        every = [loss.detach().reshape(()).float() for loss in losses]
+        for stage in self._own_stages():
+            every += [loss.float() for loss in stage.losses]
+            stage.losses.clear()
+        total = torch.stack(every).sum() if every else torch.zeros((), device=self.device)
         dist.all_reduce(total, group=self.group)
         return total
+
+    def routings(self) -> list[list[Routing]]:
+        """What the routers of this rank's layers decided in every microbatch since the last call, in their order."""
+        stages = self._own_stages()
+        found = [
+            [routing for stage in of_stages for routing in stage]
+            for of_stages in zip(*(stage.routings for stage in stages), strict=True)
+        ]
+        for stage in stages:
+            stage.routings.clear()
+        return found
+
+    def _own_stages(self) -> list[Stage]:
+        every = [self.stages[i] for i in sorted(self.stages)]
+        return [stage for stage in every if isinstance(stage, Stage)]
 
     @property
     def device(self) -> torch.device:
@@ -317,7 +426,7 @@ class Pipeline:
 
     def _tied_group(self) -> dist.ProcessGroup | None:
         """The ranks of the first and the last stage, where both hold the embedding; see Note [Tied embeddings]."""
-        if not self.model.config.tie_word_embeddings or self.schedule in V_SHAPED:
+        if not self.of.tied or self.schedule in V_SHAPED:
             return None  # a V begins and ends on one rank
         ranks = [int(rank) for rank in self.mesh.mesh.flatten()]
         # every rank of the job makes the groups of all pipelines, in one order
@@ -333,4 +442,4 @@ class Pipeline:
     @property
     def uncounted(self) -> list[Tensor]:
         """Parameters of this rank that the norm of the gradients counts on another."""
-        return [] if self.tied is None or self.has_first else [self.model.embed_tokens.weight]
+        return [] if self.tied is None or self.has_first else [self.of.embedding]

@@ -38,6 +38,7 @@ from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import cores
 from fusedtp.train.experts import ExpertLoad
+from fusedtp.train.foreign_build import sizes
 from fusedtp.train.loop import backward
 from fusedtp.train.optim import adamw, set_learning_rate
 from fusedtp.train.world import World
@@ -93,8 +94,11 @@ class Verification:
 def rounding(config: TrainConfig) -> float:
     """Relative difference that the roundings of one step explain, whatever the steps before it did."""
     model, data = config.model, config.data
-    operations = 2 * (8 * model.layers + 4)
-    terms = max(data.batch * data.length, model.width, model.mlp_width)
+    layers, width = model.layers, max(model.width, model.mlp_width)
+    if config.foreign.model is not None:
+        layers, width, _ = sizes(config)
+    operations = 2 * (8 * layers + 4)
+    terms = max(data.batch * data.length, width)
     return ROUNDOFF[config.run.dtype] + (operations * terms) ** 0.5 * ROUNDOFF["fp32"]
 
 

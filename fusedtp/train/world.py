@@ -96,10 +96,10 @@ class World:
         return self.mesh["dp_replicate", "dp_shard"]
 
     def token_ranks(self, sequence_parallel: bool) -> dist.ProcessGroup | None:
-        """The ranks that hold different tokens; None where this one holds all."""
-        if self.mesh is None or (sequence_parallel and self.pp == 1):
-            return None if self.mesh is None else dist.group.WORLD
-        return None if self.dp_mesh is None else self.dp_mesh.get_group()
+        """The ranks that hold different tokens of this rank's layers; None where this one holds all."""
+        if self.mesh is None or not sequence_parallel:
+            return None if self.dp_mesh is None else self.dp_mesh.get_group()
+        return dist.group.WORLD if self.pp == 1 else self.flat["tokens"].get_group()
 
     def mean(self, value: Tensor) -> float:
         """Mean of a number over the data-parallel ranks."""
@@ -173,18 +173,20 @@ def torchrun_place() -> Place | None:
 def meshes(
     device: str, dp: int, tp: int, ep: int, pp: int = 1, dp_replicate: int = 1
 ) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """The mesh of all ranks, and "dp" and "ep" where those are no dimension of it."""
+    """The mesh of all ranks; "dp" and "ep" where those are no dimension of it; "tokens", the ranks of a stage."""
+    flat: dict[str, tuple[str, ...]]
     if dp_replicate > 1:
-        names = ("pp", "dp_replicate", "dp_shard", "tp")
-        mesh = init_device_mesh(device, (pp, dp_replicate, dp // dp_replicate, tp), mesh_dim_names=names)
-        return mesh, {"dp": mesh["dp_replicate", "dp_shard"]._flatten("dp")}
-    if ep == tp:
-        return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp")), {}
-    inner = ep // tp
-    mesh = init_device_mesh(
-        device, (pp, dp // inner, inner, tp), mesh_dim_names=("pp", "outer", "inner", "tp")
-    )
-    return mesh, {"dp": mesh["outer", "inner"]._flatten("dp"), "ep": mesh["inner", "tp"]._flatten("ep")}
+        sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate, "tp": tp}
+        flat = {"dp": ("dp_replicate", "dp_shard")}
+    elif ep > tp:
+        sizes = {"pp": pp, "outer": dp // (ep // tp), "inner": ep // tp, "tp": tp}
+        flat = {"dp": ("outer", "inner"), "ep": ("inner", "tp")}
+    else:
+        sizes, flat = {"pp": pp, "dp": dp, "tp": tp}, {}
+    if pp > 1:
+        flat["tokens"] = tuple(sizes)[1:]
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return mesh, {name: mesh[axes]._flatten(name) for name, axes in flat.items()}
 
 
 @contextmanager

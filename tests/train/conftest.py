@@ -1,10 +1,12 @@
-"""Worlds that end with a file's tests."""
+"""Worlds that end with a file's tests, and a small text."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from fusedtp.train import text
 from tests.harness import pool
 
 
@@ -20,3 +22,18 @@ def worlds() -> Iterator[Callable[[int], pool.World]]:
             return made[size]
 
         yield of
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of eight documents."""
+    folder = tmp_path_factory.mktemp("book")
+    for i in range(8):
+        (folder / f"{i}.txt").write_text("".join(f"{n} times {i} is {n * i}.\n" for n in range(40)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its token files; a token is a byte."""
+    return text.build((book,), tmp_path_factory.mktemp("tokens"))

@@ -133,13 +133,24 @@ def test_files_of_two_checkpoints_that_were_swapped_are_found(saved: Path, tmp_p
         Checkpoints(folder).load(Numbers())
 
 
-def test_a_newer_format_is_refused_by_its_number(saved: Path, tmp_path: Path):
-    folder = Path(shutil.copytree(saved, tmp_path / "c"))
-    path = path_of(folder, 2)
-    words = json.loads((path / "about.json").read_text()) | {"format": checkpoint.FORMAT + 1}
+def with_format(saved: Path, folder: Path, number: int) -> Path:
+    """A copy of the checkpoints, the last of which says that it is of this format."""
+    path = path_of(Path(shutil.copytree(saved, folder)), 2)
+    words = json.loads((path / "about.json").read_text()) | {"format": number}
     (path / "about.json").write_text(json.dumps(words))
     manifest = checkpoint.manifest_of(path) | checkpoint._sums(path, ["about.json"])
     (path / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_an_older_format_is_loaded(saved: Path, tmp_path: Path):
+    state = Numbers()
+    loaded = Checkpoints(with_format(saved, tmp_path / "c", checkpoint.FORMAT - 1)).load(state)
+    assert state.step == loaded.step == 2 and loaded.refused == ()
+
+
+def test_a_newer_format_is_refused_by_its_number(saved: Path, tmp_path: Path):
+    folder = with_format(saved, tmp_path / "c", checkpoint.FORMAT + 1)
     state = Numbers()
     (fault,) = Checkpoints(folder).load(state).refused
     assert state.step == 1 and f"format {checkpoint.FORMAT + 1}, which a newer fusedtp wrote" in fault

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import finetune, text
+from fusedtp.train import finetune, text, verify
+from fusedtp.train.data import Batches
+from fusedtp.train.tokenizer import tokenizer_of
 
 from .test_run import command
 
@@ -55,7 +57,8 @@ def arguments(corpus: Path, runs: Path, *more: str) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
 
 
 @pytest.mark.slow
@@ -64,7 +67,7 @@ def test_a_folder_on_two_ranks(corpus, folder, tmp_path):
     done = command("-m", "fusedtp", *arguments(corpus, tmp_path, *more))
     assert done.returncode == 0, done.stderr
     assert "equal: loss differs" in done.stdout and "NOT" not in done.stdout
-    assert "saved to" in done.stdout and (tmp_path / "finetune" / "loss.png").exists()
+    assert f"written to {tmp_path / 'out'}" in done.stdout and (tmp_path / "finetune" / "loss.png").exists()
     assert cli.main([*arguments(corpus, tmp_path, *more[:2], *more[4:]), "--tp", "1", "--name", "one"]) == 0
     assert losses(tmp_path / "finetune") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -95,14 +98,14 @@ def test_adapters_on_two_ranks(corpus, folder, tmp_path):
 
 
 def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, capsys):
-    build, seeds = finetune.build, iter([0, 1, 1])
+    from dataclasses import replace
 
-    def other(options, world):
-        from dataclasses import replace
+    build, seeds = verify.build, iter([1, 1])
 
-        return build(replace(options, seed=next(seeds)), world)
+    def other(config, world):
+        return build(replace(config, run=replace(config.run, seed=next(seeds))), world)
 
-    monkeypatch.setattr(finetune, "build", other)
+    monkeypatch.setattr(verify, "build", other)
     assert (
         cli.main([*arguments(corpus, tmp_path, "--tp", "1", "--model", "qwen2"), "--verify-steps", "1"]) == 1
     )
@@ -112,18 +115,32 @@ def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, 
 
 
 def test_text_is_that_of_the_folders_tokenizer(corpus, folder, tmp_path):
-    tokens = text.build((corpus,), tmp_path)
-    options = finetune.FinetuneOptions(model=str(folder), length=16, batch=3)
-    batch = finetune.Texts(tokens, options, torch.device("cpu")).batch(5)
-    again = finetune.Texts(tokens, options, torch.device("cpu")).batch(5)
-    assert all(torch.equal(batch[name], again[name]) for name in batch)
-    assert batch["input_ids"].shape == (3, 16) and torch.equal(batch["input_ids"], batch["labels"])
-    words = transformers.AutoTokenizer.from_pretrained(folder).decode(batch["input_ids"][0].tolist())
+    data = finetune.parse(["--model", str(folder), "--data", str(corpus)]).data
+    assert data.tokenizer == folder
+    tokens = text.build((corpus,), tmp_path, tokenizer_of(data.tokenizer))
+    (batch,) = Batches(tokens, length=16, batch=3).step()
+    assert batch.input_ids.shape == (3, 16)
+    words = transformers.AutoTokenizer.from_pretrained(folder).decode(batch.input_ids[0].tolist())
     assert words.replace(" ", "") in corpus.read_text().replace(" ", "")
 
 
+def test_defaults_are_of_what_is_trained(folder):
+    def rate(*more: str) -> float:
+        return finetune.parse([*more]).optim.lr
+
+    assert (rate(), rate("--model", str(folder)), rate("--model", str(folder), "--lora", "2")) == (
+        2e-3,
+        5e-5,
+        2e-3,
+    )
+    assert rate("--model", str(folder), "--lr", "0.01") == 0.01
+    first, other = finetune.parse(["--steps", "50"]), finetune.parse(["--resume"])
+    assert first.optim.warmup == 5 and first.run.replace and first.parallel.tp == 2
+    assert not other.run.replace and other.run.faults() == []
+
+
 def error_of(capsys, *more: str) -> str:
-    assert cli.main(["finetune", *more]) == 1
+    assert cli.main(["finetune", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("fusedtp finetune: error: ")
 
@@ -163,7 +180,7 @@ def test_heads_that_do_not_divide_are_refused(refusing, capsys):
 
 
 def test_text_and_options_are_checked_together(refusing, capsys, tmp_path):
-    assert cli.main(["finetune", "--steps", "0", "--lora", "-1", "--data", str(tmp_path / "none")]) == 1
+    assert cli.main(["finetune", "--steps", "0", "--lora", "-1", "--data", str(tmp_path / "none")]) == 2
     found = capsys.readouterr().err
     assert "--steps 0 is not positive" in found and "--lora -1 is negative" in found
     missing = error_of(capsys, "--data", str(tmp_path / "none"), "--runs", str(tmp_path))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedtp import cli
-from fusedtp.train import launch, loop, text
+from fusedtp.train import launch, loop
 from fusedtp.train.build import build_stages
 from fusedtp.train.checkpoint import Checkpoints, path_of, steps_in
 from fusedtp.train.config import parse
@@ -34,19 +34,6 @@ SIZES = (
     "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --steps 6 --warmup 2 "
     "--val-every 4 --val-batches 1 --dropout 0.2 --documents separate"
 )
-
-
-@pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("book")
-    for i in range(8):
-        (folder / f"{i}.txt").write_text("".join(f"{n} times {i} is {n * i}.\n" for n in range(40)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokens(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text.build((book,), tmp_path_factory.mktemp("tokens"))
 
 
 def trained(

@@ -153,7 +153,7 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
         "--tp 2",
         "--tp 2 --dtype bf16",
         "--dp 2 --tp 2 --accumulate 2 --tie-embeddings --dropout 0.1",
-        "--dp 4 --tp 1 --dp-replicate 2 --no-reshard --dropout 0.1",
+        "--dp 4 --tp 1 --dp-replicate 2 --data-parallel zero2 --accumulate 2 --dropout 0.1",
     ],
 )
 def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):

@@ -6,25 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fusedtp.nn import CausalLM, ModelConfig, init_
+from fusedtp.comm import communicator
+from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
+from fusedtp.ops import engines
 from fusedtp.parallel import clip_grad_norm_, parallelize
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
-from fusedtp.train.stages import SCHEDULES, Pipeline, cut, prune_, stage_count, stages_of
+from fusedtp.train.shard import shard
+from fusedtp.train.stages import SCHEDULES, V_SHAPED, Pipeline, cut, prune_, stage_count, stages_of
+
+MOE = MoEConfig(num_experts=4, top_k=2, hidden=6, shared=5, first_dense=1, balance_loss=0.1, z_loss=0.01)
 
 
-def model_of(tied: bool, dtype: str = "float32") -> CausalLM:
+def model_of(tied: bool, moe: MoEConfig | None = None) -> CausalLM:
     return CausalLM(
         ModelConfig(
             vocab_size=13, hidden_size=16, intermediate_size=10, num_hidden_layers=5, num_attention_heads=4,
             num_key_value_heads=2, tie_word_embeddings=tied, residual_dropout=0.1, embedding_dropout=0.1,
-            dtype=dtype, param_dtype="float32",
+            moe=moe, param_dtype="float32",
         ),
         device="meta",
     )  # fmt: skip
@@ -42,8 +48,10 @@ def batches_of(count: int, length: int, seed: int) -> list[Microbatch]:
     return [Microbatch(ids[i], labels[i], 2 * length * i, total, positions, documents) for i in range(count)]
 
 
-def alone(tied: bool, steps: list[tuple[int, int]]) -> list[tuple[float, dict[str, Tensor], float, float]]:
-    model = init_(model_of(tied).to_empty(device="cpu"), 0, std=0.3)
+def alone(
+    tied: bool, steps: list[tuple[int, int]], moe: MoEConfig | None = None
+) -> list[tuple[float, dict[str, Tensor], float, float]]:
+    model = init_(model_of(tied, moe).to_empty(device="cpu"), 0, std=0.3)
     found = []
     for step, (count, length) in enumerate(steps):
         total = torch.zeros(())
@@ -65,10 +73,16 @@ def alone(tied: bool, steps: list[tuple[int, int]]) -> list[tuple[float, dict[st
 
 
 def pipelined(
-    group: Any, schedule: str, pp: int, tp: int, tied: bool, steps: list[tuple[int, int]]
+    group: Any,
+    schedule: str,
+    pp: int,
+    tp: int,
+    tied: bool,
+    steps: list[tuple[int, int]],
+    moe: MoEConfig | None = None,
 ) -> list[tuple[float, dict[str, Tensor], float, float]]:
     mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
-    model = model_of(tied)
+    model = model_of(tied, moe)
     if tp > 1:
         parallelize(model, mesh["tp"])
     count = stage_count(schedule, pp)
@@ -100,9 +114,22 @@ def test_every_schedule_gives_the_gradients_of_one_process(
     worlds, schedule: str, pp: int, tp: int, tied: bool
 ):
     steps = [(4, 8), (4, 5), (6, 8)]
-    want = alone(tied, steps)
+    compare(worlds, schedule, pp, tp, tied, steps)
+
+
+def compare(
+    worlds,
+    schedule: str,
+    pp: int,
+    tp: int,
+    tied: bool,
+    steps: list[tuple[int, int]],
+    moe: MoEConfig | None = None,
+):
+    """Losses, gradients and norms of a pipeline with those of one process."""
+    want = alone(tied, steps, moe)
     names: set[str] = set()
-    for found in worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps):
+    for found in worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps, moe):
         for (loss, gradients, norm, evaluated), (wanted_loss, wanted, wanted_norm, wanted_evaluated) in zip(
             found, want, strict=True
         ):
@@ -114,6 +141,77 @@ def test_every_schedule_gives_the_gradients_of_one_process(
             )
         names |= found[0][1].keys()
     assert names == want[0][1].keys()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_losses_of_routers_reach_every_stage(worlds, schedule: str, tp: int):
+    compare(worlds, schedule, 2, tp, False, [(4, 8), (4, 5)], MOE)
+
+
+def messages_of(group: Any, schedule: str) -> dict[str, dict[str, int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model = model_of(False)
+    parallelize(model, mesh["tp"])
+    parts, here = cut([1.0] * 5, 0.5, 4), stages_of(schedule, 2, mesh.get_local_rank("pp"))
+    prune_(model, parts, here)
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    Pipeline(model, mesh["pp"], schedule, parts, here).step(batches_of(4, 8, 0), 7, 0)
+    return engines.layer_calls(communicator(mesh["tp"]))
+
+
+def test_weight_gradients_that_come_later_repeat_no_communication(worlds):
+    whole = worlds(4).run(messages_of, "interleaved_1f1b")
+    assert worlds(4).run(messages_of, "interleaved_zero_bubble") == whole
+    assert all("mlp.down_proj" in rank for rank in whole)
+
+
+def sharded(group: Any, schedule: str, tied: bool) -> list[tuple[float, dict[str, Tensor], float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = model_of(tied)
+    count = stage_count(schedule, 2)
+    parts, here = cut([1.0] * 5, 0.5, count), stages_of(schedule, 2, mesh.get_local_rank("pp"))
+    prune_(model, parts, here)
+    pipeline = Pipeline(model, mesh["pp"], schedule, parts, here)
+    shard(model, mesh["dp"], stages=list(pipeline.stages.values()), kind="zero1")
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    found = []
+    for step in range(2):
+        dp = mesh.get_local_rank("dp")
+        every = [half_of(batch, dp) for batch in batches_of(4, 8, step)]
+        loss = pipeline.step(every, 7, step)
+        dist.all_reduce(loss, group=mesh["dp"].get_group())
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        norm = clip_grad_norm_(model, 1e9, others=pipeline.group, uncounted=pipeline.uncounted)
+        found.append((loss.item() / 2, gradients, norm.item()))
+        for p in model.parameters():
+            p.grad = None
+    return found
+
+
+def half_of(batch: Microbatch, dp: int) -> Microbatch:
+    row = slice(dp, dp + 1)
+    ids, labels, place = (
+        batch.input_ids[row],
+        batch.labels[row],
+        batch.first_token + dp * batch.input_ids.shape[1],
+    )
+    return Microbatch(ids, labels, place, batch.num_labels / 2, batch.positions[row], batch.document_ids[row])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [(schedule, schedule not in V_SHAPED) for schedule in SCHEDULES] + [("interleaved_zero_bubble", False)],
+)
+def test_every_schedule_trains_sharded_parameters(worlds, schedule: str, tied: bool):
+    want = alone(tied, [(4, 8), (4, 8)])
+    for found in worlds(4).run(sharded, schedule, tied):
+        for (loss, gradients, norm), (wanted_loss, wanted, wanted_norm, _) in zip(found, want, strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-5)
+            assert norm == pytest.approx(wanted_norm, rel=1e-5)
+            torch.testing.assert_close(
+                gradients, {name: wanted[name] for name in gradients}, rtol=1e-4, atol=1e-6
+            )
 
 
 @given(
@@ -144,8 +242,6 @@ def test_what_a_pipeline_cannot_do_is_said_together():
     assert [fault.split(":")[0] for fault in faults(parse(options.split()), 2, 1)] == [
         "--schedule dualpipev with --pp 4 has 8 stages, more than --layers 3",
         "--schedule dualpipev with --pp 4 needs at least 8 --accumulate microbatches, not 2",
-        "--experts with --pp",
-        "--schedule dualpipev with --dp 2",
         "--schedule dualpipev with --dp 2 and --tie-embeddings",
     ]
     fine = "--pp 2 --layers 4 --accumulate 4 --batch 8 --schedule interleaved_1f1b"

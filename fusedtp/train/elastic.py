@@ -1,0 +1,198 @@
+"""--elastic: one run on however many ranks there are, and what a run does when torchrun starts its ranks again.
+
+When a node is lost or joins, torchrun ends all ranks and starts them anew on what is there. tp and pp stay as they were
+configured, dp follows the number of ranks, and --accumulate makes up for it. A step is the same sequences in the same
+order, samples [accumulate, dp, rows] (data.py), and its loss is a mean over all its labels:
+
+    4 ranks    --tp 2 --dp 2 --accumulate 1      [1, 2, 4]     of --batch 8
+    2 ranks    --tp 2 --dp 1 --accumulate 2      [2, 1, 4]
+    6 ranks    --tp 2 --dp 3                     refused: 8 sequences do not divide by 3; 4 ranks would do
+
+A rank never gets more rows at a time than it was configured for, so that activations fit; shards of parameters grow
+where ranks go. With --dp-replicate the shards stay and copies go.
+
+Ranks that are started again go on from the newest good checkpoint. That they are, and not the first ranks of a job that
+finds an older run in its folder, shows the job's name: torchrun's --rdzv-id, noted in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fusedtp.train.build import shard_faults
+from fusedtp.train.config import TrainConfig, faults
+from fusedtp.train.stages import pipeline_faults
+from fusedtp.train.world import World
+
+JOB = ".job"  # of a run's folder: the torchrun job that trains it
+OWN_STORE = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # for torchrun: every start of the ranks has a store of its own
+)
+NEWS_SECONDS = 5.0  # in which torchrun's SIGTERM reaches all nodes, where it asks all to end
+PATIENCE = (
+    30.0  # seconds that a rank which is started again waits for the one before it to let go of the folder
+)
+
+
+class RanksLeft(RuntimeError):
+    """Other ranks were asked to end, this one was not: torchrun is to start it again on what remains."""
+
+
+# -- the mesh ----------------------------------------------------------------------------------------------------------
+
+
+def fit(config: TrainConfig, ranks: int) -> tuple[TrainConfig, list[str]]:
+    """The configuration on so many ranks, and what is wrong with it; then a number of ranks that fits is named too."""
+    parallel = config.parallel
+    found = []
+    if not config.checkpoint.save:
+        found.append("--elastic with --no-save: there would be no checkpoint to go on from")
+    if parallel.tp is None or parallel.dp is None:
+        found.append("--elastic lets --dp follow the ranks: give --tp, and the --dp of the whole job")
+    if found:
+        return config, found + faults(config, parallel.dp or 1, parallel.tp or 1)
+    assert parallel.tp is not None and parallel.dp is not None
+    if min(parallel.tp, parallel.dp, parallel.pp, parallel.dp_replicate) < 1 or (
+        min(config.data.accumulate, config.data.batch) < 1 or parallel.dp % parallel.dp_replicate
+    ):
+        return config, faults(config, parallel.dp, parallel.tp)
+    on_ranks, why = _judged(config, ranks)
+    if why:
+        why.append(_that_fits(config, ranks))
+    return on_ranks, why
+
+
+def fitted(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The configuration on so many ranks: dp, copies and accumulate. Raises ValueError where they cannot be."""
+    parallel, data = config.parallel, config.data
+    assert parallel.tp is not None and parallel.dp is not None
+    unit, shards = parallel.pp * parallel.tp, parallel.dp // parallel.dp_replicate
+    if ranks % unit:
+        raise ValueError(f"--elastic: {ranks} ranks do not divide by --pp {parallel.pp} x --tp {parallel.tp}")
+    dp, copies = ranks // unit, parallel.dp_replicate
+    if copies > 1:
+        if dp % shards:
+            raise ValueError(
+                f"--elastic: {dp} data-parallel ranks are no whole copies of {shards} shards, which --dp "
+                f"{parallel.dp} --dp-replicate {copies} asks for"
+            )
+        copies = dp // shards
+    pieces = parallel.dp * data.accumulate
+    on_mesh = replace(parallel, dp=dp, dp_replicate=copies)
+    for accumulate in range(-(-pieces // dp), data.batch // dp + 1):
+        if data.batch % (dp * accumulate):
+            continue
+        found = replace(config, parallel=on_mesh, data=replace(data, accumulate=accumulate))
+        schedule = (parallel.schedule, parallel.pp, parallel.virtual_stages)
+        if not pipeline_faults(*schedule, layers=sys.maxsize, microbatches=accumulate):
+            return found
+    raise ValueError(
+        f"--elastic: --batch {data.batch} does not divide over {dp} data-parallel ranks in pieces of at most "
+        f"{data.batch / pieces:g} sequences"
+    )
+
+
+def _judged(config: TrainConfig, ranks: int) -> tuple[TrainConfig, list[str]]:
+    try:
+        found = fitted(config, ranks)
+    except ValueError as error:
+        return config, [str(error)]
+    dp, tp = found.parallel.dp, found.parallel.tp
+    assert dp is not None and tp is not None
+    return found, faults(found, dp, tp) + shard_faults(found, dp, tp)
+
+
+def _that_fits(config: TrainConfig, ranks: int) -> str:
+    """In words: the most ranks below so many that fit, or the fewest above, up to those of the whole job."""
+    parallel = config.parallel
+    assert parallel.tp is not None and parallel.dp is not None
+    unit = parallel.pp * parallel.tp
+    here = ranks // unit
+    for dp in (*range(here, 0, -1), *range(here + 1, parallel.dp + 1)):
+        found, why = _judged(config, dp * unit)
+        if not why:
+            return f"{dp * unit} ranks would do: {in_words(found)}"
+    return "no number of ranks would do"
+
+
+def in_words(config: TrainConfig) -> str:
+    """The mesh as options: --pp 2 --dp 2 --tp 2 --accumulate 4."""
+    parallel = config.parallel
+    pp = f"--pp {parallel.pp} " if parallel.pp > 1 else ""
+    copies = f"--dp-replicate {parallel.dp_replicate} " if parallel.dp_replicate > 1 else ""
+    return f"{pp}--dp {parallel.dp} {copies}--tp {parallel.tp} --accumulate {config.data.accumulate}"
+
+
+def store_faults() -> list[str]:
+    """Why ranks could not be started again: torchrun would give them the addresses of those before them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return []
+    return [
+        "--elastic: torchrun keeps one store for all starts of the ranks, and new ones would find those before them "
+        f"there (pytorch issue 135712): set {OWN_STORE}=1 in its environment, on all nodes"
+    ]
+
+
+# -- ranks that are started again --------------------------------------------------------------------------------------
+
+
+def job() -> str | None:
+    """Name of the torchrun job of this rank, which stays when ranks are started again; None where it has none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
+def note_job(folder: Path) -> None:
+    """Leave the job's name with the run that it trains."""
+    (folder / JOB).write_text(job() or "")
+
+
+def started_again(folder: Path) -> bool:
+    """Whether ranks of this job have trained the run before. A job without a name is known by torchrun's count, which
+    does not count nodes that join."""
+    if (name := job()) is None:
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return (folder / JOB).is_file() and (folder / JOB).read_text() == name
+
+
+def goes_on(config: TrainConfig, steps: Sequence[int]) -> TrainConfig:
+    """The configuration with --resume where this rank is to go on from the checkpoints of these steps unasked."""
+    run = config.run
+    if steps and started_again(run.folder):  # what was asked of the first ranks has been done
+        return replace(config, run=replace(run, resume=True, replace=False, step=None))
+    if steps and config.parallel.elastic and not run.replace:
+        return replace(config, run=replace(run, resume=True))
+    return config
+
+
+def agreed(config: TrainConfig, steps: Sequence[int], world: World) -> TrainConfig:
+    """goes_on as the first rank sees the folder, on all ranks: a disk may show another one an older state."""
+    found = goes_on(config, steps).run if world.rank == 0 else config.run
+    first = [found.resume, found.replace, 0 if found.step is None else found.step + 1]
+    resume, replaces, step = world.largest(first if world.rank == 0 else [0, 0, 0])
+    run = replace(config.run, resume=bool(resume), replace=bool(replaces), step=step - 1 if step else None)
+    return replace(config, run=run)
+
+
+def because(about: Mapping[str, Any], world: World, folder: Path) -> str:
+    """Why ranks were started again, in words; empty where they were not."""
+    before = int(about.get("ranks", world.size))
+    if before != world.size:
+        return f"{before} ranks became {world.size}"
+    return "torchrun started the ranks again" if started_again(folder) else ""
+
+
+def moved(about: Mapping[str, Any], config: TrainConfig, world: World) -> str:
+    """Where a run goes on, if that is another mesh than its checkpoint's."""
+    mesh = {"pp": world.pp, "dp": world.dp, "tp": world.tp}
+    if about.get("mesh", mesh) == mesh:
+        return ""
+    pp = f"pp {world.pp}, " if world.pp > 1 else ""
+    return (
+        f"; now on {world.size} ranks, {pp}dp {world.dp}, tp {world.tp}, accumulate {config.data.accumulate}"
+    )

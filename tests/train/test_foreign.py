@@ -1,0 +1,358 @@
+"""Models of transformers in the trainer: any mesh gives the loss and the gradients of transformers itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fusedtp import cli
+from fusedtp.train import text
+from fusedtp.train.build import build_stages
+from fusedtp.train.checkpoint import Checkpoints, TrainingState
+from fusedtp.train.config import faults, parse
+from fusedtp.train.data import Batches
+from fusedtp.train.experts import ExpertLoad
+from fusedtp.train.foreign_build import foreign_faults
+from fusedtp.train.loop import backward
+from fusedtp.train.optim import adamw
+from fusedtp.train.runs import load_model
+from fusedtp.train.world import World, meshes
+from tests.train.test_checkpoint import MESHES, ranks_of, whole
+from tests.train.test_resume import trained
+
+transformers = pytest.importorskip("transformers")
+SHAPE: dict[str, Any] = dict(
+    vocab_size=256, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    num_hidden_layers=4, bos_token_id=0, eos_token_id=0, pad_token_id=None, tie_word_embeddings=False,
+    max_position_embeddings=64, initializer_range=0.3,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "gemma2 tied": {"tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gemma3_text tied": {
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+SIZES = "--length 16 --batch 8 --accumulate 2 --documents separate --clip 1e9"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents that are mostly shorter than a window."""
+    folder = tmp_path_factory.mktemp("book")
+    for i in range(60):
+        (folder / f"{i:02}.txt").write_text(f"{i} times {i} is {i * i}."[: 5 + i % 20])
+    return text.build((folder,), tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every family."""
+    found = {}
+    for name, more in FAMILIES.items():
+        kind = name.split()[0]
+        config = transformers.CONFIG_MAPPING[kind](**{**SHAPE, **more})
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        found[name] = tmp_path_factory.mktemp("model")
+        model.save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def world_on(group: Any, mesh: str) -> World:
+    dp, tp, ep, pp = MESHES[mesh]
+    several = pp * dp * tp > 1
+    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
+    groups = [dist.new_group(backend="gloo") if several else None for _ in range(2)]
+    return World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
+
+
+Step = tuple[float, dict[str, Tensor], float]  # loss, gradients, their norm
+
+
+def stepped(group: Any, mesh: str, options: str, tokens: Path) -> Step:
+    """A step of the trainer on a mesh, without the optimizer."""
+    from fusedtp.parallel import clip_grad_norm_
+
+    here, config = world_on(group, mesh), parse(f"{SIZES} {options}".split())
+    batches = Batches(
+        tokens, length=16, batch=8, accumulate=2, dp=here.dp, dp_rank=here.dp_rank, documents="separate"
+    )
+    model, pipeline = build_stages(config, here)
+    loss = backward(model, batches, 0, ExpertLoad(model, here, 0.0), 0, pipeline)
+    own = {} if pipeline is None else {"others": pipeline.group, "uncounted": pipeline.uncounted}
+    norm = clip_grad_norm_(model, 1e9, **own).item()
+    gradients = {
+        name.removeprefix("hf."): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return here.mean(loss), gradients, norm
+
+
+def by_transformers(folder: Path, tokens: Path) -> Step:
+    """The same by transformers alone: every document by itself, its tokens' losses over the number of labels."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    batches = list(Batches(tokens, length=16, batch=8, accumulate=2, documents="separate").step())
+    labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
+    total = torch.zeros(())
+    alone = 0
+    for batch in batches:
+        assert batch.document_ids is not None
+        for ids, wanted, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
+            for document in documents.unique():
+                own = documents == document
+                logits = model(input_ids=ids[own][None]).logits[0]
+                loss = F.cross_entropy(logits, wanted[own], reduction="sum") / labels
+                loss.backward()
+                total += loss.detach()
+                alone += 1
+    assert alone > 12 and labels < 8 * 16  # documents end within windows
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+    return total.item(), gradients, norm.item()
+
+
+CASES = [
+    ("pp2 tp2", "llama tied", "--pp 2"),
+    ("pp2 tp2", "gemma3_text tied", "--pp 2 --schedule interleaved_1f1b"),
+    ("pp2 tp2", "qwen3", "--pp 2 --schedule zbv_zero_bubble"),
+    ("pp2 dp2", "llama tied", "--pp 2"),
+    ("dp2 tp2", "gemma2 tied", ""),
+    ("dp2 tp2", "llama", "--no-sequence-parallel --data-parallel zero2"),
+    ("pp2", "llama", "--pp 2 --schedule gpipe"),
+    ("tp2", "qwen3", ""),
+    ("dp2", "llama tied", ""),
+]
+
+
+@pytest.mark.parametrize(("mesh", "family", "options"), CASES)
+def test_a_mesh_gives_the_gradients_of_transformers_with_documents_apart(
+    worlds, tokens: Path, folders: dict[str, Path], mesh: str, family: str, options: str
+):
+    loss, gradients, norm = by_transformers(folders[family], tokens)
+    names: set[str] = set()
+    for found in worlds(ranks_of(mesh)).run(stepped, mesh, f"{options} --model {folders[family]}", tokens):
+        assert found[0] == pytest.approx(loss, rel=1e-5) and found[2] == pytest.approx(norm, rel=1e-5)
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(
+                gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        names |= found[1].keys()
+    assert names == gradients.keys()
+
+
+# -- where it starts ---------------------------------------------------------------------------------------------------
+
+
+def start(group: Any, mesh: str, options: str) -> dict[str, Tensor]:
+    """Every parameter that this rank has some of, whole."""
+    model, _ = build_stages(parse(f"{SIZES} {options}".split()), world_on(group, mesh))
+    return {
+        name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def config_file(folder: Path, **more: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**SHAPE, "model_type": "llama", "initializer_range": 0.02, **more}))
+    return path
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_random_weights_are_the_same_on_every_mesh(worlds, tmp_path: Path, lora: int):
+    options = f"--model {config_file(tmp_path, vocab_size=259, intermediate_size=25)} --lora {lora}"
+    want = start(_Alone(), "1", options)
+    names: set[str] = set()
+    for mesh, more in (("pp2 tp2", "--pp 2"), ("dp2 tp2", "")):
+        for found in worlds(4).run(start, mesh, f"{options} {more}"):
+            assert [name for name, values in found.items() if not torch.equal(values, want[name])] == []
+            names |= found.keys()
+    assert names == want.keys()
+    drawn = {name: p for name, p in want.items() if p.dim() > 1 and "lora" not in name}
+    for name, p in drawn.items():
+        assert 0.5 < p.std().item() / 0.02 < 1.5, name
+    layers = [p for name, p in drawn.items() if "q_proj" in name]
+    assert len(layers) == 4 and not torch.equal(layers[0], layers[1])
+
+
+class _Alone:
+    def rank(self) -> int:
+        return 0
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mesh", "more"), [("pp2 tp2", ""), ("pp2 dp2", "--lora 2")])
+def test_a_resumed_run_equals_one_that_never_stopped(
+    worlds, tokens: Path, tmp_path: Path, mesh: str, more: str
+):
+    ranks = worlds(4)
+    options = f"--pp 2 --accumulate 2 --model {config_file(tmp_path, tie_word_embeddings=True)} {more}"
+    at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one", 6, False)
+    first = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 4, False)
+    then = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 6, True)
+    for rank, (records, state, _, saved) in enumerate(then):
+        wanted_records, wanted_state, _, _ = at_once[rank]
+        assert first[rank][0] + records == wanted_records and saved == [4, 6]
+        assert state.keys() == wanted_state.keys()
+        assert [name for name in state if not torch.equal(state[name], wanted_state[name])] == []
+    assert records[0]["loss"] != first[0][0][-1]["loss"]
+
+
+def arguments(folder: Path, tmp_path: Path, *more: str) -> list[str]:
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    sizes = [
+        "--tp",
+        "1",
+        "--steps",
+        "3",
+        "--batch",
+        "4",
+        "--length",
+        "16",
+        "--val-batches",
+        "1",
+        "--sample",
+        "8",
+    ]
+    return ["train", "--model", str(folder), "--data", str(book), "--runs", str(tmp_path), *sizes, *more]
+
+
+def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp_path: Path, capsys):
+    folder = folders["llama tied"]
+    assert cli.main(arguments(folder, tmp_path, "--verify", "--accumulate", "2")) == 0
+    said = capsys.readouterr().out
+    assert "equal: loss differs" in said and "NOT" not in said
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "5"]) == 0
+    assert "resumed at step 3, lost 0 steps" in capsys.readouterr().out
+    assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "out")]) == 0
+    ours, _ = load_model(tmp_path / "main")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    state = theirs.state_dict()
+    assert state.keys() == before.keys() == ours.hf.state_dict().keys()
+    for name, values in ours.hf.state_dict().items():
+        assert torch.equal(values, state[name]) and not torch.equal(values, before[name]), name
+    ids = torch.tensor([[55, 32, 116]])
+    greedy = theirs.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0, use_cache=False)
+    assert torch.equal(ours.generate(ids, 9, temperature=0, seed=0, max_context=16), greedy)
+    capsys.readouterr()
+    run = ["generate", "--run", str(tmp_path / "main"), "--tokens", "40", "--json", "7 times"]
+    assert cli.main(run) == cli.main(run) == 0
+    one, two = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one == two and one["prompt"] == "7 times" and one["text"]
+
+
+def test_a_checkpoint_of_a_pipeline_loads_in_one_process(worlds, folders, tokens: Path, tmp_path: Path):
+    options = f"--pp 2 --accumulate 2 --model {folders['llama tied']}"
+    ranks = worlds(4).run(trained, "pp2 tp2", options, tokens, tmp_path / "one", 2, False)
+    config = parse(f"{SIZES} --model {folders['llama tied']}".split())
+    model, _ = build_stages(config, World(), weights=False)
+    state = TrainingState(model, adamw(model, config.optim))
+    checkpoints = Checkpoints(tmp_path / "one")
+    checkpoints.load(state)
+    checkpoints.close()
+    of_ranks = {name: value for _, values, _, _ in ranks for name, value in values.items()}
+    found = whole(state)
+    assert found.keys() == of_ranks.keys()
+    assert [name for name in found if not torch.equal(found[name], of_ranks[name])] == []
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refusals(options: str, dp: int = 1, tp: int = 1) -> list[str]:
+    config = parse(options.split())
+    return faults(config, dp, tp) + foreign_faults(config, dp, tp)
+
+
+def test_what_is_wrong_is_said_together(tmp_path: Path):
+    path = config_file(tmp_path, vocab_size=99)
+    options = f"--model {path} --width 32 --heads 2 --ep 2 --pp 3 --accumulate 4 --schedule zbv_zero_bubble"
+    assert refusals(options, 2, 3) == [
+        f"--width, --heads with --model {path}: the shape is that of its configuration",
+        "--ep and --expert-tp with --model: experts of other models lie as their plan says",
+        f"{path} has no tokenizer, and its 99 tokens are too few for bytes",
+        "LlamaForCausalLM cannot be parallelized over 3 ranks: - model.layers.*.self_attn: 3 ranks cannot evenly share "
+        "4 query heads and 2 kv heads; sizes that would work: 1, 2, 4",
+        "--schedule zbv_zero_bubble with --pp 3 has 6 stages, more than the 4 layers of --model",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (
+            "--model gpt2 --pp 2 --accumulate 2",
+            "GPT2LMHeadModel has no plan for pipelines (base_model_pp_plan)",
+        ),
+        ("--model bloom --documents separate", "BloomForCausalLM lets documents of a row see each other"),
+        (
+            "--model no/such",
+            "no/such is no folder and no causal language model of transformers, such as llama",
+        ),
+        ("--lora 2", "--lora needs a --model"),
+        ("--model llama --lora -1", "--lora -1 is negative"),
+    ],
+)
+def test_a_refusal(options: str, fault: str):
+    (found,) = refusals(options) if "--model" in options else faults(parse(options.split()), 1, 1)
+    assert found.endswith(fault)
+
+
+def test_a_folder_without_weights_and_ranks_that_would_be_empty_are_refused(tmp_path: Path):
+    path = config_file(tmp_path)
+    (fault,) = refusals(f"--model {tmp_path}")
+    assert "has neither model.safetensors nor model.safetensors.index.json" in fault
+    (fault,) = refusals(f"--model {path} --batch 64", 32, 2)
+    assert "a rank would hold no row of" in fault and "norm.weight [16]" in fault
+
+
+def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch):
+    config = parse(["--model", "llama", "--pp", "2", "--accumulate", "2"])
+    assert foreign_faults(config, 1, 1) == []
+    forward = transformers.LlamaModel.forward
+
+    def doubled(self, *args, **kwargs):
+        found = forward(self, *args, **kwargs)
+        found.last_hidden_state = found.last_hidden_state * 2  # in every stage once
+        return found
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", doubled)
+    assert foreign_faults(config, 1, 1) == [
+        "--pp: LlamaForCausalLM, cut into stages, computes something else"
+    ]
+    monkeypatch.undo()
+    whole = transformers.LlamaForCausalLM.forward
+
+    def scaled(self, *args, **kwargs):
+        found = whole(self, *args, **kwargs)
+        found.loss = None if found.loss is None else found.loss * 2
+        return found
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", scaled)
+    assert foreign_faults(parse(["--model", "llama"]), 1, 1) == [
+        "the loss of LlamaForCausalLM is not that of the next tokens alone"
+    ]

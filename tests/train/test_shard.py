@@ -1,0 +1,77 @@
+"""Data parallelism: every kind gives the gradients of one process, and sends as often as its name says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fusedtp.nn import CausalLM, init_
+from fusedtp.parallel import clip_grad_norm_
+from fusedtp.train.config import faults, parse
+from fusedtp.train.data import Microbatch
+from fusedtp.train.shard import accumulate_, shard
+from fusedtp.train.world import meshes
+from tests.train.test_stages import alone, batches_of, half_of, model_of
+
+MICROBATCHES, BLOCKS = 3, 5
+# messages of a step: parameters gathered, gradients scattered, gradients reduced; a unit is a block or the rest
+UNITS = BLOCKS + 1
+MESSAGES = {
+    "zero3": (MICROBATCHES * (UNITS + BLOCKS), MICROBATCHES * UNITS, 0),
+    "zero2": (UNITS, MICROBATCHES * UNITS, 0),
+    "zero1": (UNITS, UNITS, 0),
+    "ddp": (0, 0, UNITS),
+}
+Found = tuple[dict[str, Tensor], float, tuple[int, int, int]]
+
+
+def trained(group: Any, kind: str) -> Found:
+    """Gradients of a step, their norm, and the messages of the next one."""
+    mesh, flat = meshes("cpu", 2, 1, 1, dp_replicate=2 if kind == "ddp" else 1)
+    model = model_of(False)
+    shard(model, mesh["dp_replicate", "dp_shard"] if kind == "ddp" else mesh["dp"], kind=kind)
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    dp = (flat["dp"] if flat else mesh["dp"]).get_local_rank()
+    run(model, kind, dp)
+    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    norm = clip_grad_norm_(model, 1e9).item()
+    with profile(activities=[ProfilerActivity.CPU]) as messages:
+        run(model, kind, dp)
+    counts = {
+        event.key.removeprefix("c10d::"): event.count
+        for event in messages.key_averages()
+        if "c10d::" in event.key
+    }
+    names = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+    assert counts.keys() <= set(names), counts
+    gathered, scattered, reduced = (counts.get(name, 0) for name in names)
+    return gradients, norm, (gathered, scattered, reduced)
+
+
+def run(model: CausalLM, kind: str, dp: int) -> None:
+    for number, batch in enumerate(batches_of(MICROBATCHES, 8, 0), 1):
+        accumulate_(model, kind, number == MICROBATCHES)
+        own: Microbatch = half_of(batch, dp)
+        model.set_dropout(7, 0, own.first_token)
+        model(**own.arguments()).loss.backward()
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_kind_gives_the_gradients_of_one_process_with_its_messages(worlds, kind: str):
+    ((_, wanted, wanted_norm, _),) = alone(False, [(MICROBATCHES, 8)])
+    for gradients, norm, messages in worlds(2).run(trained, kind):
+        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+        assert messages == MESSAGES[kind]
+
+
+def test_what_kinds_cannot_do_is_said_together():
+    options = "--dp-replicate 2 --data-parallel ddp --param-dtype bf16"
+    assert [fault.split(":")[0] for fault in faults(parse(options.split()), 4, 1)] == [
+        "--dp-replicate 2 with --data-parallel ddp, which shards nothing",
+        "--param-dtype bf16 with --dtype fp32",
+    ]
+    (pipeline,) = faults(parse(["--pp", "2", "--accumulate", "4", "--data-parallel", "zero2"]), 2, 1)
+    assert pipeline.startswith("--data-parallel zero2 with --pp 2")
