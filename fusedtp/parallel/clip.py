@@ -93,7 +93,9 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if not norms:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     stacked = torch.stack([n.to(norms[0].device) for n in norms])
-    return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+    if math.isinf(norm_type):
+        return stacked.max().nan_to_num(math.inf, posinf=math.inf)  # a collective's maximum may lose a NaN
+    return (stacked**norm_type).sum()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import random
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,8 @@ class Stateful(Protocol):
 class TrainingState:
     """Everything that the next step depends on: weights, optimizer, random numbers, and `parts` (step, data, ...).
 
+    optional   parts that an older checkpoint may lack; they then stay as they are
+
     Random numbers are kept by rank. On another number of ranks they are drawn anew, from (seed, step, rank): dropout of
     fusedtp.nn depends on neither.
     """
@@ -81,6 +83,7 @@ class TrainingState:
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     rank: int = 0
     seed: int = 0
+    optional: Sequence[str] = ()
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
@@ -97,8 +100,8 @@ class TrainingState:
             optim_state_dict=state_dict["optimizer"],
             options=_OPTIONS,
         )
-        for name, part in self.parts.items():
-            part.load_state_dict(state_dict["parts"][name])
+        for name, state in state_dict["parts"].items():
+            self.parts[name].load_state_dict(state)
         if "rng" in state_dict:
             set_random_state(state_dict["rng"][str(self.rank)])
         else:
@@ -476,11 +479,16 @@ class Checkpoints:
         found = state.state_dict()
         if words["ranks"] != self.ranks:
             found.pop("rng", None)
+        reader = FileSystemReader(path_of(self.folder, step))
+        held = reader.read_metadata().state_dict_metadata
+        for name in getattr(state, "optional", ()):
+            if not any(key.startswith(f"parts.{name}.") for key in held):
+                del found["parts"][name]
         try:
             with quiet():
                 load(
                     found,
-                    storage_reader=FileSystemReader(path_of(self.folder, step)),
+                    storage_reader=reader,
                     process_group=self.group,
                     no_dist=self.group is None,
                 )

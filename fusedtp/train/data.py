@@ -152,11 +152,11 @@ class Batches:
         self.dp, self.dp_rank, self.device = dp, dp_rank, device
         self.samples = 0
 
-    def step(self) -> Iterator[Microbatch]:
-        """This rank's microbatches of the next step."""
+    def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
+        """This rank's microbatches of the next step; their loss is to be multiplied by a scale."""
         numbers = np.arange(self.samples, self.samples + self.batch)
         self.samples += self.batch
-        return self._split(self.train, self.train.starts(self.seed, numbers), self.accumulate)
+        return self._split(self.train, self.train.starts(self.seed, numbers), self.accumulate, scale)
 
     def validation(self, count: int, pieces: int = 1) -> Iterator[Microbatch]:
         """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time."""
@@ -173,8 +173,10 @@ class Batches:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
 
-    def _split(self, windows: Windows, starts: np.ndarray, accumulate: int) -> Iterator[Microbatch]:
-        num_labels = max(1, windows.num_labels(starts)) / self.dp
+    def _split(
+        self, windows: Windows, starts: np.ndarray, accumulate: int, scale: float = 1.0
+    ) -> Iterator[Microbatch]:
+        num_labels = max(1, windows.num_labels(starts)) / self.dp / scale
         for microbatch, rows in enumerate(starts.reshape(accumulate, self.dp, -1)[:, self.dp_rank]):
             input_ids, labels, positions, document_ids = windows.read(rows)
             place = (microbatch * self.dp + self.dp_rank) * rows.size * windows.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -27,7 +28,8 @@ from fusedtp.train.data import Batches
 from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.metrics import Metrics
-from fusedtp.train.optim import adamw, set_learning_rate
+from fusedtp.train.optim import adamw, for_batch, set_learning_rate
+from fusedtp.train.precision import loss_scale_of
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
@@ -50,26 +52,33 @@ class Trainer:
     ) -> None:
         self.model, self.batches, self.config, self.world = model, batches, config, world
         self.metrics, self.saver, self.pipeline, self.step = metrics, saver, pipeline, 0
-        self.optimizer = adamw(model, config.optim, fused=True)
+        self.options = for_batch(config.optim, config.data.batch)
+        self.optimizer, self.scale = adamw(model, self.options, fused=True), loss_scale_of(config)
         self.load = ExpertLoad(model, world, config.model.balance_bias)
         self.state = TrainingState(
-            model, self.optimizer, {"trainer": self, "data": batches}, world.rank, config.run.seed
-        )
+            model, self.optimizer, {"trainer": self, "data": batches, "loss_scale": self.scale}, world.rank,
+            config.run.seed, optional=("loss_scale",),
+        )  # fmt: skip
 
     def train(self) -> bool:
         """Train for all steps that are left; whether they are all done, or a signal ended the run before."""
-        options, world = self.config.optim, self.world
+        options, world = self.options, self.world
         while self.step < options.steps:
             rate = set_learning_rate(self.optimizer, options, self.step)
             loss = backward(
                 self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline,
-                self.config.parallel.kind,
+                self.config.parallel.kind, self.scale.value,
             )  # fmt: skip
+            self.scale.unscale_(self.model)
             norm = self.clip()  # returns when all of the step's kernels have run, so that
             world.check()  # one which failed is found before it reaches a parameter
-            self.optimizer.step()
+            numbers = {"grad_norm": norm, "lr": rate} | self.scale.numbers
+            if self.scale.takes(norm):
+                self.optimizer.step()
+            else:
+                numbers["grad_norm"] = math.inf
             self.optimizer.zero_grad()
-            self.metrics.step(self.step, loss=world.mean(loss), grad_norm=norm, lr=rate, **self.load.step())
+            self.metrics.step(self.step, loss=world.mean(loss), **numbers, **self.load.step())
             self.step += 1
             last = self.step == options.steps
             if self.step % self.config.run.val_every == 0 or last:
@@ -80,10 +89,10 @@ class Trainer:
 
     def clip(self) -> float:
         """Clip the gradients of the whole model; their norm before."""
-        limit, of = self.config.optim.clip, self.pipeline
+        limit, kind, of = self.options.clip, float(self.options.clip_norm), self.pipeline
         if of is None:
-            return clip_grad_norm_(self.model, limit).item()
-        return clip_grad_norm_(self.model, limit, others=of.group, uncounted=of.uncounted).item()
+            return clip_grad_norm_(self.model, limit, kind).item()
+        return clip_grad_norm_(self.model, limit, kind, others=of.group, uncounted=of.uncounted).item()
 
     def validate(self) -> float:
         """The loss on held-out text."""
@@ -106,24 +115,26 @@ def backward(
     seed: int,
     pipeline: Pipeline | None = None,
     kind: str = "zero3",
+    scale: float = 1.0,
 ) -> Tensor:
     """Accumulate the gradients of a step, and its experts' load; return its loss: a mean over ranks is that of all.
 
-    kind   of data parallelism; see fusedtp.train.shard
+    kind    of data parallelism; see fusedtp.train.shard
+    scale   what the gradients are multiplied by, and the loss that is returned is not
     """
     if pipeline is not None:
-        loss = pipeline.step(list(batches.step()), seed, step)
+        loss = pipeline.step(list(batches.step(scale)), seed, step) / scale
         for routings in pipeline.routings():
             load.add(routings)
         return loss
     total = torch.zeros((), device=batches.device)
-    for number, batch in enumerate(batches.step(), 1):
+    for number, batch in enumerate(batches.step(scale), 1):
         accumulate_(model, kind, number == batches.accumulate)
         model.set_dropout(seed, step, batch.first_token)
         out = model(**batch.arguments())
         load.add(out.routings)
         out.loss.backward()
-        total += out.loss.detach()
+        total += out.loss.detach() / scale
     return total
 
 

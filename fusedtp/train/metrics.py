@@ -7,6 +7,7 @@ either the step's numbers or "val_loss". A number that this device does not meas
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -114,19 +115,28 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on."""
+    """One JSON object a line, readable while the run goes on; null for what is not finite."""
 
     def __init__(self, path: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
         draft = path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(record) + "\n" for record in earlier))
+        draft.write_text("".join(map(_line, earlier)))
         draft.rename(path)
         self.file = open(path, "a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(_line(record))
 
     def close(self) -> None:
         self.file.close()
+
+
+def _line(record: dict[str, Any]) -> str:
+    """JSON has no NaN and no infinity."""
+    fine = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(fine) + "\n"
 
 
 class Events:

@@ -7,18 +7,27 @@
     linear   g = 1 - f                   begin = warmup
     wsd      g = 1 - f                   begin = the last decay_share of the steps (Hu et al. 2024, MiniCPM, section 4)
 
-with m = min_lr, so that step `warmup` has the highest rate and the last step m times it.
+with m = min_lr, so that step `warmup` has the highest rate and the last step m times it. `for_batch` has scaled lr to
+the batch before: linearly (Goyal et al. 2017, section 2.1) or by its square root (Malladi et al. 2022, section 4).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedtp.train.options import OptimOptions
+
+
+def for_batch(options: OptimOptions, batch: int) -> OptimOptions:
+    """The options for steps of so many sequences: the learning rate follows batch_rule."""
+    times = batch / options.base_batch
+    factor = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[options.batch_rule]
+    return replace(options, lr=options.lr * factor)
 
 
 def learning_rate(options: OptimOptions, step: int) -> float:

@@ -159,9 +159,19 @@ class OptimOptions:
     """Decay of AdamW's running mean of squared gradients."""
     clip: float = 1.0
     """Largest norm of the whole gradient; larger ones are scaled down to it."""
+    clip_norm: Literal["2", "inf"] = "2"
+    """Which norm: the square root of the sum of squares, or the largest absolute value."""
+    batch_rule: Literal["none", "linear", "sqrt"] = "none"
+    """What the learning rate is multiplied by, for a --batch of b times --base-batch: 1, b, or the square root of b."""
+    base_batch: int = 16
+    """The --batch that --lr is meant for."""
+    loss_scale: float = 65536.0
+    """fp16: what the loss is multiplied by at first; halved where gradients overflow, and that step is left out."""
+    loss_scale_window: int = 2000
+    """fp16: steps without overflow after which it is doubled."""
 
     def faults(self) -> list[str]:
-        found = _not_positive(self, "steps", "lr", "clip")
+        found = _not_positive(self, "steps", "lr", "clip", "base_batch", "loss_scale", "loss_scale_window")
         if self.warmup < 0:
             found.append(f"--warmup {self.warmup} is negative")
         if not 0 <= self.min_lr <= 1:
@@ -268,8 +278,8 @@ class RunOptions:
     """Folder of all runs and of the token cache."""
     seed: int = 0
     """Seed of parameters, batches and the sample."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of activations and matmuls; parameters and optimizer stay fp32."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of activations and matmuls; parameters and optimizer stay fp32. fp16 scales the loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
     determinism: bool = False

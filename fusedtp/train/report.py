@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def summarize(
         "layout": layout_in_words(world),
         "device": world.device.type,
         "dtype": config.run.dtype,
+        "loss_scale": metrics.steps[-1].get("loss_scale"),
+        "skipped": sum(record["grad_norm"] in (None, math.inf) for record in metrics.steps)
+        if config.run.dtype == "fp16"
+        else None,
         "engines": engines,
     }
 
@@ -105,6 +110,10 @@ def show(
         "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
         "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
     }
+    if summary["skipped"] is not None:
+        rows["fp16"] = (
+            f"loss scale {summary['loss_scale']:g}, {summary['skipped']} steps left out: they overflowed"
+        )
     rows |= {
         name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
         for name, engines in summary["engines"].items()

@@ -25,6 +25,7 @@ so. That depends on the two reference runs alone: no fault of the parallel run c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,12 @@ from fusedtp.train.environment import cores
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.foreign_build import sizes
 from fusedtp.train.loop import backward
-from fusedtp.train.optim import adamw, set_learning_rate
+from fusedtp.train.optim import adamw, for_batch, set_learning_rate
+from fusedtp.train.precision import loss_scale_of
+from fusedtp.train.shard import DTYPES
 from fusedtp.train.world import World
 
-ROUNDOFF = {"fp32": torch.finfo(torch.float32).eps / 2, "bf16": torch.finfo(torch.bfloat16).eps / 2}
+ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
 SHAKE = {dtype: max(unit, torch.finfo(torch.float32).eps) for dtype, unit in ROUNDOFF.items()}
 SPREAD, LARGEST = 4.0, 0.05
 QUANTITIES = ("loss", "grad_norm")
@@ -91,6 +94,12 @@ class Verification:
         )
 
 
+def coarsest(config: TrainConfig) -> str:
+    """The dtype with the largest roundoff that a number meets between the loss and a parameter."""
+    met = (config.run.dtype, config.parallel.param_dtype, config.parallel.reduce_dtype)
+    return max(met, key=lambda name: ROUNDOFF[name])
+
+
 def rounding(config: TrainConfig) -> float:
     """Relative difference that the roundings of one step explain, whatever the steps before it did."""
     model, data = config.model, config.data
@@ -99,16 +108,24 @@ def rounding(config: TrainConfig) -> float:
         layers, width, _ = sizes(config)
     operations = 2 * (8 * layers + 4)
     terms = max(data.batch * data.length, width)
-    return ROUNDOFF[config.run.dtype] + (operations * terms) ** 0.5 * ROUNDOFF["fp32"]
+    return ROUNDOFF[coarsest(config)] + (operations * terms) ** 0.5 * ROUNDOFF["fp32"]
 
 
 def differences(ours: Sequence[dict[str, Any]], reference: Sequence[Numbers]) -> Tensor:
     """|our / their - 1| of every step and quantity, fp64 [steps, 2]."""
     mine, theirs = (
-        torch.tensor([[record[name] for name in QUANTITIES] for record in records], dtype=torch.float64)
+        torch.tensor(
+            [[_number(record[name]) for name in QUANTITIES] for record in records], dtype=torch.float64
+        )
         for records in (ours, reference)
     )
-    return (mine / theirs - 1).abs()
+    both_overflow = mine.isinf() & theirs.isinf()
+    return (mine / theirs - 1).abs().masked_fill(both_overflow, 0.0)
+
+
+def _number(value: float | None) -> float:
+    """As it was before metrics.jsonl, which has null for what is not finite."""
+    return math.inf if value is None else value
 
 
 def bounds(config: TrainConfig, reference: Sequence[Numbers], shaken: Sequence[Numbers]) -> Tensor:
@@ -137,13 +154,20 @@ def compare(
 
 
 def reference_steps(
-    config: TrainConfig, tokens: Path, steps: int, device: torch.device, shaken: bool = False
+    config: TrainConfig,
+    tokens: Path,
+    steps: int,
+    device: torch.device,
+    shaken: bool = False,
+    follow: Sequence[dict[str, Any]] = (),
 ) -> list[Numbers]:
     """Loss and gradient norm of the first steps, trained in this process alone.
 
     shaken   change every parameter by what a rounding may change, before every step
+    follow   the run's records. With fp16 its loss scales are taken over and the steps that it left out are left out:
+             gradients just below the largest number may overflow in another order of summation
     """
-    data, options = config.data, config.optim
+    data, options, scale = config.data, for_batch(config.optim, config.data.batch), loss_scale_of(config)
     batches = Batches(
         tokens,
         length=data.length,
@@ -160,14 +184,20 @@ def reference_steps(
     records = []
     for step in range(steps):
         if shaken:
-            shake_(model, SHAKE[config.run.dtype], generator)
+            shake_(model, SHAKE[coarsest(config)], generator)
         set_learning_rate(optimizer, options, step)
-        loss = backward(model, batches, step, load, config.run.seed)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        optimizer.step()
+        followed = follow[step] if step < len(follow) else {}
+        scale.value = followed.get("loss_scale", scale.value)
+        loss = backward(model, batches, step, load, config.run.seed, scale=scale.value)
+        scale.unscale_(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip, float(options.clip_norm))
+        asked = norm.item() if not followed or math.isfinite(_number(followed["grad_norm"])) else math.inf
+        taken = scale.takes(asked)
+        if taken:
+            optimizer.step()
         optimizer.zero_grad()
         load.step()
-        records.append({"loss": loss.item(), "grad_norm": norm.item()})
+        records.append({"loss": loss.item(), "grad_norm": norm.item() if taken else math.inf})
     return records
 
 
@@ -189,7 +219,8 @@ def verify(
         torch.set_num_threads(cores())
         first = records[: config.run.verify_steps]
         reference, shaken = (
-            reference_steps(config, tokens, len(first), world.device, shaken) for shaken in (False, True)
+            reference_steps(config, tokens, len(first), world.device, shaken, first)
+            for shaken in (False, True)
         )
         result = compare(config, first, reference, shaken)
         torch.set_num_threads(threads)

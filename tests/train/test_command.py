@@ -120,7 +120,7 @@ def test_help_lists_every_option_with_its_default(capsys):
     options = [field.name for part in fields(TrainConfig) for field in fields(part.default_factory)]
     assert [name for name in options if f" --{name.replace('_', '-')} " not in output.replace(",", " ")] == []
     assert output.count("(default:") == len(options) >= 30
-    assert "{fp32,bf16}" in output and "(default: fp32)" in output and "(default: main)" in output
+    assert "{fp32,bf16,fp16}" in output and "(default: fp32)" in output and "(default: main)" in output
 
 
 def test_env_prints_what_a_bug_report_needs(capsys):

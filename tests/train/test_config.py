@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusedtp.train.build import model_config
 from fusedtp.train.config import TrainConfig, faults, layout, parse
-from fusedtp.train.optim import adamw, learning_rate, set_learning_rate
+from fusedtp.train.optim import adamw, for_batch, learning_rate, set_learning_rate
 from fusedtp.train.options import (
     CheckpointOptions,
     DataOptions,
@@ -156,3 +156,14 @@ def test_only_matrices_decay_and_all_groups_follow_the_schedule():
     rate = set_learning_rate(optimizer, options, 3)
     assert rate == learning_rate(options, 3)
     assert {group["lr"] for group in optimizer.param_groups} == {rate}
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096))
+def test_the_learning_rate_follows_the_batch_as_asked(batch, base):
+    options = OptimOptions(lr=0.5, base_batch=base)
+    rates = {
+        rule: for_batch(replace(options, batch_rule=rule), batch).lr for rule in ("none", "linear", "sqrt")
+    }
+    assert rates["none"] == 0.5
+    assert rates["linear"] == pytest.approx(0.5 * batch / base)
+    assert rates["sqrt"] == pytest.approx(0.5 * (batch / base) ** 0.5)

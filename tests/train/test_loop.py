@@ -50,7 +50,7 @@ def test_a_failed_step_reaches_no_parameter(tmp_path, monkeypatch):
     model = build(config, world)
     seen: list[list[torch.Tensor]] = []
 
-    def norm_of(model: torch.nn.Module, max_norm: float) -> Late:
+    def norm_of(model: torch.nn.Module, max_norm: float, kind: float) -> Late:
         seen.append([p.detach().clone() for p in model.parameters()])
         return Late(world.failed, len(seen) - 1)
 
