@@ -17,6 +17,7 @@ from .model import CausalLM, CausalLMOutput
 from .moe import MoE
 from .moe_config import MoEConfig
 from .norm import RMSNorm
+from .recompute import recompute_
 from .rope import RopeScaling
 from .router import Router
 
@@ -42,5 +43,6 @@ __all__ = [
     "init_",
     "linear_cross_entropy",
     "project",
+    "recompute_",
     "vocab_parallel_cross_entropy",
 ]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .attention import prepared
 from .block import TransformerBlock, prefixed
@@ -49,11 +48,10 @@ class CausalLM(nn.Module):
                      parallel ranks; default the count in `labels`
     return_logits    also with labels; without labels logits are always returned
 
-    Set by parallelize: token_split (rank, world_size) splits tokens between layers, token_group is that
-    group. Set activation_checkpointing to recompute each layer in backward. Where gradients are averaged over data
-    parallel ranks, set balance_group (all ranks) and data_parallel (how many are averaged): routers then balance the
-    whole batch, and their losses count once. `pretrained` is set by fusedtp.from_transformers: the configuration and
-    the generation configuration that the model was read with.
+    Set by parallelize: token_split (rank, world_size) splits tokens between layers, token_group is that group. Where
+    gradients are averaged over data parallel ranks, set balance_group (all ranks) and data_parallel (how many are
+    averaged): routers then balance the whole batch, and their losses count once. `pretrained` is set by
+    fusedtp.from_transformers: the configuration and the generation configuration that the model was read with.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
@@ -71,7 +69,6 @@ class CausalLM(nn.Module):
         self.token_group: Any = None
         self.balance_group: Any = None
         self.data_parallel = 1
-        self.activation_checkpointing = False
         self.pretrained: tuple[Any, Any] | None = None
         self._dropout: Tensor | None = None
         self.tie_weights()
@@ -163,10 +160,7 @@ class CausalLM(nn.Module):
     def through(self, layers: Iterable[nn.Module], x: Tensor, layout: TokenLayout) -> Tensor:
         """Some of the layers, one after the other; [T_r, H]."""
         for layer in layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, layout, use_reentrant=False)
-            else:
-                x = layer(x, layout)
+            x = layer(x, layout)
         return x
 
     def loss_of(

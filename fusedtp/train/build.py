@@ -14,6 +14,7 @@ from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
 from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.plan import ways_of
+from fusedtp.train.blocks import prepare_
 from fusedtp.train.config import TrainConfig, sharing_faults
 from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.foreign_build import build_foreign, sizes
@@ -113,6 +114,7 @@ def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tup
             experts=ExpertSplit(world.ep_mesh, config.parallel.expert_tp),
         )
     pipeline = None if world.pp_mesh is None else pipeline_of(model, config, world.pp_mesh)
+    prepare_(model, config.blocks)
     if world.dp_mesh is not None:
         assert world.shard_mesh is not None
         stages = list(pipeline.stages.values()) if pipeline else ()
@@ -122,7 +124,7 @@ def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tup
             world.outer_mesh,
             stages,
             config.parallel.kind,
-            dtypes=dtypes_of(config.parallel),
+            dtypes_of(config.parallel),
         )
         everyone = world.token_ranks(config.parallel.sequence_parallel)
         assert everyone is not None

@@ -19,6 +19,7 @@ import tyro
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
 from fusedtp.train.options import (
+    BlockOptions,
     CheckpointOptions,
     DataOptions,
     ForeignOptions,
@@ -27,7 +28,7 @@ from fusedtp.train.options import (
     ParallelOptions,
     RunOptions,
 )
-from fusedtp.train.stages import V_SHAPED, pipeline_faults
+from fusedtp.train.stages import TWO_PASSES, V_SHAPED, pipeline_faults
 
 CONFIG = "config.json"  # of a run's folder
 RETIRED = ("reshard",)  # options that older runs have in it
@@ -44,6 +45,7 @@ class TrainConfig:
     run: RunOptions = field(default_factory=RunOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     foreign: ForeignOptions = field(default_factory=ForeignOptions)
+    blocks: BlockOptions = field(default_factory=BlockOptions)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON. What one call asks of a run is no part of it: resume, step, replace."""
@@ -122,7 +124,15 @@ def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]
 def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     """Everything wrong with a config laid out on dp x tp ranks; an empty list means that it can run."""
     model, data = config.model, config.data
-    parts = (data, config.optim, config.parallel, config.run, config.checkpoint, config.foreign)
+    parts = (
+        data,
+        config.optim,
+        config.parallel,
+        config.run,
+        config.checkpoint,
+        config.foreign,
+        config.blocks,
+    )
     found = model.faults() if config.foreign.model is None else []
     found += [fault for part in parts for fault in part.faults()]
     if config.foreign.model is None:
@@ -171,6 +181,13 @@ def stages_faults(config: TrainConfig, dp: int, layers: int, tied: bool) -> list
     found = pipeline_faults(
         parallel.schedule, parallel.pp, parallel.virtual_stages, layers, config.data.accumulate, of
     )
+    if parallel.schedule in TWO_PASSES:
+        asked = [f"--recompute {config.blocks.recompute}"] if config.blocks.recompute != "none" else []
+        asked += ["--compile"] if config.blocks.compile else []
+        found += [
+            f"--schedule {parallel.schedule} with {option}: each of its two backward passes would communicate"
+            for option in asked
+        ]
     if dp > 1 and tied and parallel.schedule in V_SHAPED:
         how = "--tie-embeddings" if config.foreign.model is None else "tied embeddings"
         found.append(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fusedtp.parallel import parallelize
 from fusedtp.parallel.placement import Way, share, way_of
 from fusedtp.parallel.pretrained import Checkpoint, Files, Lazy, build_on_meta, on_meta, region, untie
+from fusedtp.train.blocks import prepare_
 from fusedtp.train.config import TrainConfig, stages_faults
 from fusedtp.train.foreign import Anatomy, NotCut, TransformersModel
 from fusedtp.train.options import ModelOptions
@@ -158,6 +159,7 @@ def build_foreign(
         here = stages_of(parallel.schedule, pp, world.pp_mesh.get_local_rank(), virtual)
         prune_stages_(model, parts, here)
         pipeline = Pipeline(model, world.pp_mesh, parallel.schedule, parts, here)
+    prepare_(model, config.blocks)
     if world.dp_mesh is not None:
         assert world.shard_mesh is not None
         stages = list(pipeline.stages.values()) if pipeline else ()
@@ -167,7 +169,6 @@ def build_foreign(
             world.outer_mesh,
             stages,
             parallel.kind,
-            model.blocks,
             dtypes_of(parallel),
         )
     to_memory(model, world.device)

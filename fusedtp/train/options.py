@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from fusedtp.train.tokenizer import tokenizer_of
 
 
@@ -185,6 +187,35 @@ class OptimOptions:
             for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
             if not 0 <= value < 1
         ]
+        return found
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """How the layers run, and what they keep for backward."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: all but matmuls, attention and communication, or whole layers
+    from their inputs."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    compile_backend: str = "inductor"
+    """torch.compile's backend."""
+    memory_budget: float = 1.0
+    """--compile: the share of activations to keep, from 0, layers' inputs alone, to 1; the compiler chooses which."""
+
+    def faults(self) -> list[str]:
+        found = []
+        if not 0 <= self.memory_budget <= 1:
+            found.append(f"--memory-budget {self.memory_budget} is not in [0, 1]")
+        elif self.memory_budget < 1 and not self.compile:
+            found.append(f"--memory-budget {self.memory_budget} needs --compile")
+        if self.compile and self.recompute == "selective":
+            found.append(
+                "--recompute selective with --compile: what is compiled is chosen from by --memory-budget"
+            )
+        if self.compile and self.compile_backend not in (known := torch.compiler.list_backends(())):
+            found.append(f"--compile-backend {self.compile_backend} is none of {', '.join(known)}")
         return found
 
 

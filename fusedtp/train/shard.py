@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fusedtp.nn import TransformerBlock
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.rows import split
 from fusedtp.parallel.placement import Way
+from fusedtp.train.blocks import blocks_of
 from fusedtp.train.options import ParallelOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,7 +85,6 @@ def shard(
     outer: DeviceMesh | None = None,
     stages: Sequence[nn.Module] = (),
     kind: str = "zero3",
-    blocks: Sequence[nn.Module] | None = None,
     dtypes: MixedPrecisionPolicy | None = None,
 ) -> None:
     """Shard a model's parameters, gradients and optimizer state over a mesh, block by block, in place.
@@ -95,7 +94,6 @@ def shard(
     stages   of a pipeline: the modules that are called in the place of the model
     kind     zero3: free a block's gathered parameters after its forward; else they stay until backward or longer
     dtypes   of the gathered parameters, and of the sum of gradients; default fp32
-    blocks   default: every TransformerBlock
     Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
     """
     if outer is None or mesh.ndim > 1:
@@ -107,9 +105,7 @@ def shard(
     dtypes = dtypes or MixedPrecisionPolicy()
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         shard_experts(experts, mesh, outer, dtypes)
-    if blocks is None:
-        blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
-    for block in blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=kind == "zero3", mp_policy=dtypes)
     for root in stages or [model]:
         fully_shard(root, mesh=mesh, mp_policy=dtypes)

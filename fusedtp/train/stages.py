@@ -48,6 +48,7 @@ LOOPED = {
 }
 V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 SCHEDULES = SINGLE | LOOPED | V_SHAPED
+TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)  # backward: first inputs' gradients, weights' later
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------

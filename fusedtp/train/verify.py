@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.foreign_build import sizes
 from fusedtp.train.loop import backward
 from fusedtp.train.optim import adamw, for_batch, set_learning_rate
+from fusedtp.train.options import BlockOptions
 from fusedtp.train.precision import loss_scale_of
 from fusedtp.train.shard import DTYPES
 from fusedtp.train.world import World
@@ -177,7 +178,7 @@ def reference_steps(
         device=device,
         documents=data.documents,
     )
-    model = build(config, World(device=device))
+    model = build(replace(config, blocks=BlockOptions()), World(device=device))
     optimizer = adamw(model, options)
     load = ExpertLoad(model, World(device=device), config.model.balance_bias)
     generator = torch.Generator(device).manual_seed(config.run.seed)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.nn import CausalLM, ModelConfig, TransformerBlock, generate, init_
+from fusedtp.nn.recompute import Recompute, recompute_
 from tests.nn.support import assert_close
 
 SMALL = {
@@ -112,15 +113,17 @@ def test_loss_gradcheck_through_the_whole_model() -> None:
             assert abs(slope - parameter.grad.view(-1)[index].item()) < 1e-7, (name, index)
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_nothing(dropout: float) -> None:
+def test_activation_checkpointing_changes_nothing(dropout: float, kind: Recompute) -> None:
     model, ids, labels = (
         make(residual_dropout=dropout, embedding_dropout=dropout),
         tokens(2, 5),
         tokens(2, 5, 2),
     )
     other = copy.deepcopy(model)
-    other.activation_checkpointing = True
+    recompute_(other.layers, kind)
+    other = copy.deepcopy(other)  # has blocks of its own, not those of what it was copied from
     for each in (model, other):
         each.set_dropout(1, 2)
         each(ids, labels).loss.backward()

@@ -8,7 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fusedtp.comm import communicator
+from fusedtp.nn import MoEConfig, recompute_
 from fusedtp.nn.init import init_
+from fusedtp.nn.recompute import Recompute
 from fusedtp.parallel import clip_grad_norm_, parallelize
 from tests.harness import world
 from tests.parallel.support import (
@@ -106,17 +109,31 @@ def test_clipping_counts_parameters_of_several_meshes_once():
     world(4).run(clip_two_meshes)
 
 
-def checkpointed(group, sequence_parallel: bool) -> None:
-    plain, parallel = make_pair(group, options={"sequence_parallel": sequence_parallel}, **MIXED)
-    parallel.activation_checkpointing = True
-    want, got = losses((plain, parallel), *batch(2, 5))
-    assert_close("loss", got, want)
-    assert_same_gradients(parallel, plain)
+def checkpointed(group, changes: dict, sequence_parallel: bool, kind: Recompute) -> None:
+    """Equal to the last bit to the same model that keeps all. Only `full` communicates again."""
+    _, parallel = make_pair(group, options={"sequence_parallel": sequence_parallel}, **changes)
+    calls, found = [], []
+    comm = communicator(parallel.token_group or group)
+    for recompute in (False, True):
+        if recompute:
+            recompute_(parallel.layers, kind)
+        before = sum(comm.engine_calls.values())
+        parallel.zero_grad()
+        losses([parallel], *batch(2, 5))
+        calls.append(sum(comm.engine_calls.values()) - before)
+        found.append([full(p.grad) for p in parallel.parameters()])
+    assert all(map(torch.equal, *found))
+    assert calls[0] < calls[1] if kind == "full" else calls[0] == calls[1]
 
 
+EXPERTS = MoEConfig(num_experts=6, top_k=2, hidden=5, shared=4, balance_loss=0.1)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_activation_checkpointing(sequence_parallel: bool):
-    world(3).run(checkpointed, sequence_parallel)
+@pytest.mark.parametrize("changes", [MIXED, {"moe": EXPERTS}], ids=["dense", "experts"])
+def test_activation_checkpointing(changes: dict, sequence_parallel: bool, kind: Recompute):
+    world(3).run(checkpointed, changes, sequence_parallel, kind)
 
 
 def compiled(group, sequence_parallel: bool) -> None:
@@ -137,7 +154,7 @@ def test_compiled_blocks(sequence_parallel: bool):
 
 
 def fsdp(
-    group, meta: bool, changes: dict, checkpointing: bool, pieces: bool = False, own_head: bool = False
+    group, meta: bool, changes: dict, kind: Recompute | None, pieces: bool = False, own_head: bool = False
 ) -> None:
     mesh = dp_tp_mesh()
     plain = make(**changes)
@@ -147,6 +164,8 @@ def fsdp(
         with torch.device("meta"):
             parallel = type(plain)(plain.config)
     parallelize(parallel, mesh["tp"])
+    if kind is not None:
+        recompute_(parallel.layers, kind)
     for layer in parallel.layers:
         fully_shard(layer, mesh=mesh["dp"])
     if own_head:
@@ -160,7 +179,6 @@ def fsdp(
     if meta:
         parallel.to_empty(device="cpu")
     parallel.load_state_dict(state)
-    parallel.activation_checkpointing = checkpointing
     assert all(p.device_mesh.ndim == 2 for p in parallel.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), **ADAMW) for m in (plain, parallel)]
     rank = mesh["dp"].get_local_rank()
@@ -181,16 +199,16 @@ def fsdp(
 
 
 @pytest.mark.parametrize(
-    "meta, tied, checkpointing", [(False, False, False), (False, True, True), (True, True, False)]
+    "meta, tied, kind", [(False, False, None), (False, True, "full"), (True, True, "selective")]
 )
-def test_fsdp2_over_two_by_two_ranks(meta: bool, tied: bool, checkpointing: bool):
-    world(4).run(fsdp, meta, {**MIXED, "tie_word_embeddings": tied}, checkpointing, timeout=120)
+def test_fsdp2_over_two_by_two_ranks(meta: bool, tied: bool, kind: Recompute | None):
+    world(4).run(fsdp, meta, {**MIXED, "tie_word_embeddings": tied}, kind, timeout=120)
 
 
 @pytest.mark.parametrize("own_head", [False, True])
 def test_a_loss_by_pieces_under_fsdp2(own_head: bool):
     """A head that FSDP2 gathers by itself is called as a module."""
-    world(4).run(fsdp, False, MIXED, False, True, own_head, timeout=120)
+    world(4).run(fsdp, False, MIXED, None, True, own_head, timeout=120)
 
 
 def initialise_after_fsdp(group) -> None:
