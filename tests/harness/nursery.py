@@ -3,7 +3,7 @@
 Importing takes seconds of processor time and every world needs as many workers as it has ranks. Forking is safe here
 because this process has one thread, has run no operation, and never joined a group.
 
-    driver ----- fork rank, size, port + socket, log file ------> nursery --fork--> worker (tests/harness/worker.py)
+    driver ----- fork module, rank, size, port + socket, log ---> nursery --fork--> worker (tests/harness/worker.py)
            <---- pid --------------------------------------------
            ----- wait pid, seconds ------> reaps -----> exit code, or None
 """
@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -44,10 +45,12 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
             )
 
-    def fork(self, rank: int, size: int, port: int, worker_socket: socket.socket, log: IO[bytes]) -> int:
-        """The pid of a new worker."""
+    def fork(
+        self, module: str, rank: int, size: int, port: int, worker_socket: socket.socket, log: IO[bytes]
+    ) -> int:
+        """The pid of a new worker, which has imported `module` if that can be imported."""
         fds = [worker_socket.fileno(), log.fileno()]
-        socket.send_fds(self._socket, [pickle.dumps(("fork", rank, size, port))], fds)
+        socket.send_fds(self._socket, [pickle.dumps(("fork", module, rank, size, port))], fds)
         pid = self._answer()
         assert isinstance(pid, int)
         return pid
@@ -78,7 +81,6 @@ def main() -> None:
     control.set_inheritable(False)
     for module in PRELOAD:
         __import__(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "forking wants one thread"
     with _quick():
         gc.collect()
         gc.freeze()
@@ -106,7 +108,11 @@ def _serve(control: socket.socket) -> None:
         if order == "wait":
             control.send(pickle.dumps(_reap(ended, *arguments)))
             continue
-        pid = os.fork()
+        module = arguments.pop(0)
+        if module not in sys.modules:
+            with suppress(Exception):  # the worker's own import says what is wrong
+                import_module(module)
+        pid = _fork()
         if pid == 0:
             control.close()
             _become_worker(*arguments, *fds)
@@ -114,6 +120,11 @@ def _serve(control: socket.socket) -> None:
         for fd in fds:
             os.close(fd)
         control.send(pickle.dumps(pid))
+
+
+def _fork() -> int:
+    assert len(os.listdir("/proc/self/task")) == 1, "forking wants one thread"
+    return os.fork()
 
 
 def _become_worker(rank: int, size: int, port: int, fd: int, log: int) -> None:

@@ -75,7 +75,7 @@ class World:
         function: Callable[..., Any],
         *arguments: Any,
         fresh: bool = False,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         grace: float = 5.0,
     ) -> list[Any]:
         """Each rank's result, or its `Failure`.
@@ -86,7 +86,7 @@ class World:
         order of collectives, and DTensor remembers groups by their ranks, also those that are gone.
         """
         message = pickle.dumps((fresh, function, arguments))
-        self._start()
+        self._start(function.__module__)
         for worker in self._workers:
             try:
                 worker.connection.send_bytes(message)
@@ -126,22 +126,22 @@ class World:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, module: str) -> None:
         if self._workers:
             return
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         nursery = _nursery(self.env)
-        self._workers = [self._spawn(rank, nursery) for rank in range(self.size)]
+        self._workers = [self._spawn(module, rank, nursery) for rank in range(self.size)]
         greetings = self._collect(START_SECONDS, START_SECONDS, decode=bytes)
         if any(isinstance(greeting, Failure) for greeting in greetings):
             self.kill()
             raise WorldError("starting the workers", greetings)
 
-    def _spawn(self, rank: int, nursery: Nursery) -> _Worker:
+    def _spawn(self, module: str, rank: int, nursery: Nursery) -> _Worker:
         ours, theirs = socket.socketpair()
         output = tempfile.TemporaryFile()
         with theirs:
-            pid = nursery.fork(rank, self.size, self._store.port, theirs, output)
+            pid = nursery.fork(module, rank, self.size, self._store.port, theirs, output)
         return _Worker(pid, nursery, Connection(ours.detach()), output)
 
     def _collect(

@@ -27,7 +27,7 @@ def main(rank: int, size: int, port: int, fd: int) -> None:
     torch.set_num_threads(1)
     connection = Connection(fd)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
     connection.send_bytes(b"ready")
     _serve(connection, rank)
     sys.stderr.flush()
