@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import resource
 import shutil
 import signal
@@ -375,6 +376,7 @@ MESHES = {
     "dp4": (4, 1, 1, 1),
     "dp2 tp2 ep4": (2, 2, 4, 1),
     "pp2": (1, 1, 1, 2),
+    "pp4": (1, 1, 1, 4),
     "pp2 tp2": (1, 2, 2, 2),
     "pp2 dp2": (2, 1, 1, 2),
 }
@@ -392,7 +394,7 @@ def on_mesh(group, mesh: str, options: str) -> tuple[TrainingState, World, Any]:
     on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
     own = dist.new_group(backend="gloo") if several else None
     here = World(dp, tp, ep, group.rank(), mesh=on, flat=flat, checkpoint_group=own, pp=pp)
-    config = parse((SIZES + " " + options).split())
+    config = parse(f"{SIZES} --pp {pp} {options}".split())
     model = build(config, here)
     optimizer = adamw(model, config.optim)
     return TrainingState(model, optimizer, {}, group.rank(), 0), here, own
@@ -444,14 +446,24 @@ PAIRS = [
     ("tp2", "1", "--tie-embeddings"),
     ("tp2", "dp2", ""),
     ("dp2", "tp4", ""),
-    ("tp4", "pp2 tp2", "--pp 2 --tie-embeddings"),
-    ("pp2 tp2", "dp2 tp2", "--pp 2 --tie-embeddings"),
-    ("pp2 dp2", "tp2", "--pp 2"),
+    ("tp4", "pp2 tp2", "--tie-embeddings"),
+    ("pp2 tp2", "dp2 tp2", "--tie-embeddings"),
+    ("pp2 dp2", "pp4", "--layers 4 --tie-embeddings"),
+    ("pp4", "tp2", "--layers 4"),
     ("dp2 tp2", "dp4", "--tie-embeddings"),
-    ("dp4", "tp2", ""),
+    ("dp4", "pp2", ""),
     ("dp2 tp2 ep4", "1", EXPERTS),
     ("tp2", "dp2 tp2 ep4", EXPERTS),
 ]
+if os.environ.get("FUSEDTP_ALL_MESHES") == "1":  # `make test-meshes`
+    TEN = [mesh for mesh in MESHES if "ep" not in mesh]
+    PAIRS += [
+        (one, other, f"--layers 4 {tied}".strip())
+        for tied in ("", "--tie-embeddings")
+        for one in TEN
+        for other in TEN
+        if one != other
+    ]
 
 
 @pytest.mark.parametrize(("one", "other", "options"), PAIRS)

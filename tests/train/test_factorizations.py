@@ -1,0 +1,189 @@
+"""Every way to lay four ranks out gives the loss, the gradients and the norm of one process.
+
+    --pp 2 --dp-replicate 1 --dp 1 --tp 2    and nine more, times tied embeddings, experts, schedules and kinds of --dp
+
+CI takes each mesh and each schedule at least once; FUSEDTP_ALL_MESHES=1 (`make test-meshes`) takes all that
+`faults` lets pass. Dropout is on, so that it has to depend on the place of a token alone; the vocabulary of 13 divides
+by no axis, nor do the 10 features of the MLP.
+"""
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fusedtp.parallel import clip_grad_norm_
+from fusedtp.train import text
+from fusedtp.train.build import build_stages, shard_faults
+from fusedtp.train.config import TrainConfig, faults, parse
+from fusedtp.train.data import Batches
+from fusedtp.train.experts import ExpertLoad
+from fusedtp.train.loop import backward
+from fusedtp.train.stages import SCHEDULES
+from fusedtp.train.tokenizer import tokenizer_of
+from fusedtp.train.world import World, meshes
+from tests.train.support import assert_gradients
+
+LAYERS = 9  # of which eight stages get one each, and four or two no equal shares
+SIZES = (
+    f"--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers {LAYERS} --length 8 --batch 8 --dropout 0.1 "
+    "--documents separate"
+)
+EXPERTS = "--experts 4 --top-k 2 --expert-width 8 --shared-width 6 --dense-layers 1 --balance 0.1"
+Axes = tuple[int, int, int, int]  # pp, dp-replicate, dp-shard, tp
+AXES: list[Axes] = [
+    axes for axes in product((1, 2, 4), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 4
+]
+CASES = [
+    "--tp 4 --tie-embeddings --accumulate 2",
+    "--dp 2 --tp 2 --tie-embeddings --accumulate 2 --data-parallel zero2",
+    f"--dp 2 --tp 2 --ep 4 --accumulate 2 {EXPERTS}",
+    "--dp 4 --accumulate 2 --data-parallel zero1",
+    f"--dp 4 --dp-replicate 2 --tie-embeddings {EXPERTS}",
+    "--dp 4 --dp-replicate 4 --accumulate 2",
+    "--dp 2 --dp-replicate 2 --tp 2 --tie-embeddings",
+    "--pp 4 --accumulate 8 --tie-embeddings --schedule dualpipev",
+    "--pp 4 --accumulate 4 --schedule interleaved_zero_bubble --tie-embeddings",
+    "--pp 2 --dp 2 --accumulate 4 --schedule zbv_zero_bubble",
+    "--pp 2 --dp 2 --dp-replicate 2 --accumulate 4 --tie-embeddings --schedule gpipe",
+    f"--pp 2 --tp 2 --accumulate 4 --tie-embeddings --schedule interleaved_1f1b {EXPERTS}",
+    "--pp 2 --tp 2 --accumulate 2 --schedule looped_bfs --no-sequence-parallel",
+    f"--pp 2 --dp 2 --accumulate 2 --schedule 1f1b {EXPERTS}",
+]
+
+
+def axes_of(config: TrainConfig) -> Axes:
+    parallel = config.parallel
+    dp = parallel.dp or 1
+    copies = parallel.copies(dp)
+    return parallel.pp, copies, dp // copies, parallel.tp or 1
+
+
+def every_case() -> Iterator[str]:
+    """All that differ in what they compute, as far as they can be run."""
+    for (pp, copies, shards, tp), tied, experts in product(AXES, (False, True), (False, True)):
+        mesh = f"--pp {pp} --dp {copies * shards} --dp-replicate {copies} --tp {tp}"
+        model = ("--tie-embeddings " if tied else "") + (EXPERTS if experts else "")
+        if pp > 1:
+            for schedule in SCHEDULES:
+                pieces = 2 * pp if schedule == "dualpipev" else pp
+                yield f"{mesh} --accumulate {pieces} --schedule {schedule} {model}"
+        elif shards > 1:
+            for kind, pieces in product(("zero1", "zero2", "zero3"), (1, 2)):
+                yield f"{mesh} --accumulate {pieces} --data-parallel {kind} {model}"
+        else:
+            yield f"{mesh} --accumulate 2 {model}"
+
+
+if os.environ.get("FUSEDTP_ALL_MESHES") == "1":
+    CASES += every_case()
+
+
+def config_of(options: str, folder: Path) -> TrainConfig:
+    defaults = {"--tp": "1", "--dp": "1"}
+    given = [
+        word for name, value in defaults.items() if name not in options.split() for word in (name, value)
+    ]
+    return parse([*SIZES.split(), *given, *options.split(), "--tokenizer", str(folder)])
+
+
+def all_faults(config: TrainConfig) -> list[str]:
+    dp, tp = config.parallel.dp or 1, config.parallel.tp or 1
+    return faults(config, dp, tp) or shard_faults(config, dp, tp)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tokenizer of 13 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<end>", "<unknown>", ".", *(f"w{i}" for i in range(10))]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unknown>"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("words")
+    PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents that are mostly shorter than a window: microbatches have unequal numbers of labels."""
+    folder = tmp_path_factory.mktemp("documents")
+    for i in range(60):
+        (folder / f"{i:02}.txt").write_text(" ".join(f"w{i * j % 10}" for j in range(2 + i % 9)) + " .")
+    return text.build((folder,), tmp_path_factory.mktemp("tokens"), tokenizer_of(words))
+
+
+Step = tuple[float, dict[str, Tensor], float]  # loss, gradients, their norm
+
+
+def stepped(group: Any, options: str, words: Path, tokens: Path) -> Step:
+    """Forward and backward of the trainer's first step on a mesh."""
+    torch.set_num_threads(1)
+    config = config_of(options, words)
+    pp, copies, shards, tp = axes_of(config)
+    dp, ep = copies * shards, config.parallel.ep or tp
+    mesh, flat = meshes("cpu", dp, tp, ep, pp, copies)
+    here = World(dp, tp, ep, group.rank(), torch.device("cpu"), mesh, flat, pp=pp, dp_replicate=copies)
+    return step_of(config, here, tokens)
+
+
+def step_of(config: TrainConfig, here: World, tokens: Path) -> Step:
+    data = config.data
+    batches = Batches(
+        tokens, length=data.length, batch=data.batch, accumulate=data.accumulate, dp=here.dp, dp_rank=here.dp_rank,
+        documents=data.documents,
+    )  # fmt: skip
+    model, pipeline = build_stages(config, here)
+    load = ExpertLoad(model, here, 0.0)
+    loss = backward(model, batches, 0, load, 0, pipeline, config.parallel.kind)
+    own = {} if pipeline is None else {"others": pipeline.group, "uncounted": pipeline.uncounted}
+    norm = clip_grad_norm_(model, 1e9, **own).item()
+    gradients = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return here.mean(loss), gradients, norm
+
+
+@cache
+def alone(config: TrainConfig, tokens: Path) -> Step:
+    """The same in one process, whatever the mesh."""
+    return step_of(config, World(), tokens)
+
+
+def model_and_data(config: TrainConfig) -> TrainConfig:
+    """What one process computes depends on these alone."""
+    return TrainConfig(config.model, config.data, run=config.run)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: Path, options: str):
+    config = config_of(options, words)
+    if refused := all_faults(config):
+        pytest.skip(refused[0])  # of FUSEDTP_ALL_MESHES alone: see test_ci_has_every_mesh_and_schedule
+    loss, gradients, norm = alone(model_and_data(config), tokens)
+    names: set[str] = set()
+    for found in worlds(4).run(stepped, options, words, tokens):
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        assert found[2] == pytest.approx(norm, rel=1e-5)
+        assert_gradients(found[1], gradients, layers=LAYERS)
+        names |= found[1].keys()
+    assert names == gradients.keys() and len(names) > 9 * LAYERS - 3
+
+
+def test_ci_has_every_mesh_and_schedule(words: Path):
+    configs = [config_of(options, words) for options in CASES[:14]]
+    assert [fault for config in configs for fault in all_faults(config)] == []
+    assert {axes_of(config) for config in configs} == set(AXES) and len(AXES) == 10
+    assert {config.parallel.schedule for config in configs if config.parallel.pp > 1} == set(SCHEDULES)
+    assert tokenizer_of(words).vocab_size == 13
