@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fusedtp import cli
 from fusedtp.train import launch, loop
 from fusedtp.train.build import build_stages
-from fusedtp.train.checkpoint import Checkpoints, path_of, steps_in
+from fusedtp.train.checkpoint import FORMAT, Checkpoints, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
 from fusedtp.train.loop import Saver, Trainer
@@ -206,7 +206,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
         ("--steps", "5"): ["the checkpoint is of step 6; --steps 5 is less"],
     }.items():
         capsys.readouterr()
-        assert cli.main([*again, *more]) == 1
+        assert cli.main([*again, *more]) == launch.WRONG_USAGE
         told = capsys.readouterr().err
         assert all(each in told for each in wanted), told
     assert cli.main([*again, "--step", "5"]) == launch.WRONG_USAGE
@@ -220,6 +220,38 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
     )
     assert cli.main(arguments(book, tmp_path, "--replace", "--steps", "2")) == 0
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2]
+
+
+def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(
+    book, tmp_path, monkeypatch, capsys
+):
+    """Of a newer version, of another program, damaged or empty: each is named, together with what else is wrong."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "launch", refuse)
+    monkeypatch.setattr(launch, "run_rank", refuse)
+    again = arguments(book, tmp_path, "--resume", "--lr", "0")
+    folder = path_of(tmp_path / "main" / CHECKPOINTS, 7)
+    ours = {"format": FORMAT, "step": 7, "config": parse(again[1:]).to_dict()}
+    for words, wanted in (
+        (None, "about.json cannot be read"),
+        ("{", "about.json cannot be read"),
+        ("[]", "about.json cannot be read"),
+        (json.dumps(ours | {"format": FORMAT + 1}), f"has format {FORMAT + 1}, which a newer fusedtp wrote"),
+        (json.dumps({"format": FORMAT, "step": 7}), "it was not saved by fusedtp train"),
+        (
+            json.dumps(ours | {"step": 700, "format": FORMAT - 1}),
+            "the checkpoint is of step 700; --steps 6 is less",
+        ),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        if words is not None:
+            (folder / "about.json").write_text(words)
+        assert cli.main(again) == launch.WRONG_USAGE
+        faults = capsys.readouterr().err.splitlines()
+        assert len(faults) == 2 and "--lr 0.0 is not positive" in faults[0] and wanted in faults[1], faults
 
 
 def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
