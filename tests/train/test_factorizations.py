@@ -9,6 +9,7 @@ by no axis, nor do the 10 features of the MLP.
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -26,15 +27,13 @@ from fusedtp.train.config import TrainConfig, faults, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.loop import backward
-from fusedtp.train.stages import SCHEDULES
+from fusedtp.train.stages import SCHEDULES, stage_count
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World, meshes
 from tests.train.support import assert_gradients
 
-LAYERS = 9  # of which eight stages get one each, and four or two no equal shares
 SIZES = (
-    f"--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers {LAYERS} --length 8 --batch 8 --dropout 0.1 "
-    "--documents separate"
+    "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --length 8 --batch 8 --dropout 0.1 --documents separate"
 )
 EXPERTS = "--experts 4 --top-k 2 --expert-width 8 --shared-width 6 --dense-layers 1 --balance 0.1"
 Axes = tuple[int, int, int, int]  # pp, dp-replicate, dp-shard, tp
@@ -50,8 +49,8 @@ CASES = [
     "--dp 4 --dp-replicate 4 --accumulate 2",
     "--dp 2 --dp-replicate 2 --tp 2 --tie-embeddings",
     "--pp 4 --accumulate 8 --tie-embeddings --schedule dualpipev",
-    "--pp 4 --accumulate 4 --schedule interleaved_zero_bubble --tie-embeddings",
-    "--pp 2 --dp 2 --accumulate 4 --schedule zbv_zero_bubble",
+    "--pp 4 --accumulate 4 --schedule interleaved_zero_bubble --tie-embeddings --recompute selective",
+    "--pp 2 --dp 2 --accumulate 4 --schedule zbv_zero_bubble --recompute full",
     "--pp 2 --dp 2 --dp-replicate 2 --accumulate 4 --tie-embeddings --schedule gpipe",
     f"--pp 2 --tp 2 --accumulate 4 --tie-embeddings --schedule interleaved_1f1b {EXPERTS}",
     "--pp 2 --tp 2 --accumulate 2 --schedule looped_bfs --no-sequence-parallel",
@@ -87,11 +86,11 @@ if os.environ.get("FUSEDTP_ALL_MESHES") == "1":
 
 
 def config_of(options: str, folder: Path) -> TrainConfig:
-    defaults = {"--tp": "1", "--dp": "1"}
-    given = [
-        word for name, value in defaults.items() if name not in options.split() for word in (name, value)
-    ]
-    return parse([*SIZES.split(), *given, *options.split(), "--tokenizer", str(folder)])
+    """With a layer more than stages, or three where there are none: no two meshes have the same stages."""
+    config = parse([*SIZES.split(), "--tp", "1", "--dp", "1", *options.split(), "--tokenizer", str(folder)])
+    pp = config.parallel.pp
+    layers = 1 + stage_count(config.parallel.schedule, pp) if pp > 1 else 3
+    return replace(config, model=replace(config.model, layers=layers))
 
 
 def all_faults(config: TrainConfig) -> list[str]:
@@ -162,7 +161,7 @@ def alone(config: TrainConfig, tokens: Path) -> Step:
 
 
 def model_and_data(config: TrainConfig) -> TrainConfig:
-    """What one process computes depends on these alone."""
+    """What the loss and its gradients depend on."""
     return TrainConfig(config.model, config.data, run=config.run)
 
 
@@ -176,9 +175,9 @@ def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: 
     for found in worlds(4).run(stepped, options, words, tokens):
         assert found[0] == pytest.approx(loss, rel=1e-5)
         assert found[2] == pytest.approx(norm, rel=1e-5)
-        assert_gradients(found[1], gradients, layers=LAYERS)
+        assert_gradients(found[1], gradients, config.model.layers)
         names |= found[1].keys()
-    assert names == gradients.keys() and len(names) > 9 * LAYERS - 3
+    assert names == gradients.keys() and len(names) > 9 * config.model.layers
 
 
 def test_ci_has_every_mesh_and_schedule(words: Path):
