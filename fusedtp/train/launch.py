@@ -38,14 +38,14 @@ from fusedtp.train.data import Batches
 from fusedtp.train.determinism import deterministic
 from fusedtp.train.environment import cores
 from fusedtp.train.foreign_build import foreign_faults
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS, ended_in_order, note_incident, run
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS, PIPELINE, ended_in_order, note_incident, run
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
 from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
-    INCIDENTS, CHECKPOINTS, elastic.JOB,
+    INCIDENTS, CHECKPOINTS, PIPELINE, elastic.JOB,
 )  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception

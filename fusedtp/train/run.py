@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from fusedtp.train.environment import environment
 from fusedtp.train.evaluate import sample
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
+from fusedtp.train.stages import Pipeline
+from fusedtp.train.timeline import Action
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
 from fusedtp.train.world import World
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS = "checkpoints", "incidents.jsonl"
+CHECKPOINTS, INCIDENTS, PIPELINE = "checkpoints", "incidents.jsonl", "pipeline.json"
 IN_ORDER = "ended in order"
 
 
@@ -50,6 +52,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     if pipeline is not None:
         parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
         console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
+        record_step(pipeline, config, world)
 
     def tell(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
@@ -99,6 +102,19 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     world.wait_for_all()
     if verification is not None and not verification.passed:
         raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
+
+
+def record_step(pipeline: Pipeline, config: TrainConfig, world: World) -> None:
+    """Have a step of the run recorded in its folder, as --record-step says."""
+
+    def tell(actions: Sequence[Action]) -> None:
+        if world.rank == 0:
+            found = {"step": step, "schedule": pipeline.schedule, "actions": actions}
+            report.write_json(config.run.folder / PIPELINE, found)
+
+    step = min(config.parallel.record_step, config.optim.steps) - 1
+    if step >= 0:
+        pipeline.record(step, tell)
 
 
 def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
