@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,10 +56,11 @@ class Timeline:
 
     def start(self) -> None:
         """Meet the other ranks; time counts from here. Collective."""
-        group, every = self.mesh.get_group(), cast(list[Any], [None] * self.mesh.size())
+        group = self.mesh.get_group()
         dist.barrier(group)
         self._start = self._now()
         if self.device.type != "cuda":
+            every: list[Any] = [None] * self.mesh.size()
             machine = BOOT_ID.read_text()
             dist.all_gather_object(every, (machine, self._start), group=group)
             self._start = max(start for where, start in every if where == machine)
