@@ -41,6 +41,7 @@ from fusedtp.train.foreign_build import foreign_faults
 from fusedtp.train.run import (
     CHECKPOINTS,
     INCIDENTS,
+    PIPELINE,
     ended_in_order,
     misfits,
     note_incident,
@@ -53,7 +54,7 @@ from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
-    INCIDENTS, CHECKPOINTS, elastic.JOB,
+    INCIDENTS, CHECKPOINTS, PIPELINE, elastic.JOB,
 )  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception

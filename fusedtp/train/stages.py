@@ -21,7 +21,8 @@ Where the head is the embedding and the first and the last stage lie on two rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ from fusedtp.nn.dropout import dropout_state
 from fusedtp.nn.router import Routing
 from fusedtp.ops.rows import split
 from fusedtp.train.data import Microbatch
+from fusedtp.train.timeline import Action, recording
 
 SINGLE = {"gpipe": "GPipe", "1f1b": "1F1B"}
 LOOPED = {
@@ -313,6 +315,7 @@ class Pipeline:
         self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last) for i in self.here}
         self.group = self.mesh.get_group()
         self._schedules: dict[tuple[int, ...], Any] = {}
+        self._to_record: dict[int, Callable[[list[Action]], None]] = {}
         self.tied = self._tied_group()
 
     @property
@@ -333,13 +336,30 @@ class Pipeline:
         if self.has_last:
             arguments |= {"target": arguments["labels"], "losses": losses}
         ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
-        self._schedule_for(batches).step(*ids, return_outputs=False, **arguments)
+        schedule = self._schedule_for(batches)
+        with self._recorded(step, schedule):
+            schedule.step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:
             gradient = self.of.embedding.grad
             assert gradient is not None
             own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(own, group=self.tied)
         return self._everywhere(losses)
+
+    def record(self, step: int, tell: Callable[[list[Action]], None]) -> None:
+        """Time the actions of a step to come, and call `tell` with those of all ranks. See fusedtp.train.timeline."""
+        self._to_record[step] = tell
+
+    @contextmanager
+    def _recorded(self, step: int, schedule: Any) -> Iterator[None]:
+        tell = self._to_record.pop(step, None)
+        if tell is None:
+            yield
+            return
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]  # of one stage a rank
+        with recording(stages, self.mesh, self.device) as timeline:
+            yield
+        tell(timeline.gathered())
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:

@@ -30,6 +30,7 @@ import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.ops import engines
 
+AXES = ("pp", "dp", "dp_replicate", "dp_shard", "tp")
 LONG_WAIT = timedelta(hours=6)  # while one rank trains alone for --verify, or writes
 
 
@@ -51,6 +52,31 @@ class World:
     checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
     pp: int = 1
     dp_replicate: int = 1
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, device: torch.device) -> World:
+        """That of a mesh over all ranks in their order; its axes are some of AXES, in that order. Collective.
+
+        Raises ValueError for another mesh.
+        """
+        if mesh is None:
+            return World(device=device)
+        names = mesh.mesh_dim_names or ()
+        if [name for name in AXES if name in names] != list(names) or {"dp", "dp_shard"} <= set(names):
+            raise ValueError(f"a mesh with axes {names}; wanted are some of {', '.join(AXES)}, in this order")
+        if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+            raise ValueError(f"a mesh of ranks {mesh.mesh.tolist()}; wanted are all ranks, in their order")
+        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        copies = sizes.get("dp_replicate", 1)
+        dp = sizes.get("dp", 1) * copies * sizes.get("dp_shard", 1)
+        flat: dict[str, tuple[str, ...]] = {"dp": ("dp_replicate", "dp_shard")} if copies > 1 else {}
+        if sizes.get("pp", 1) > 1:
+            flat["tokens"] = names[1:]
+        groups = _host_groups()
+        return World(
+            dp, sizes.get("tp", 1), sizes.get("tp", 1), dist.get_rank(), device, mesh, flattened(mesh, flat), *groups,
+            sizes.get("pp", 1), copies,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -223,7 +249,18 @@ def meshes(
     if pp > 1:
         flat["tokens"] = tuple(sizes)[1:]
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh, {name: mesh[axes]._flatten(name) for name, axes in flat.items()}
+    return mesh, flattened(mesh, flat)
+
+
+def flattened(mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
+    """Axes of a mesh as one, by its new name."""
+    return {name: mesh[axes]._flatten(name) for name, axes in flat.items() if axes}
+
+
+def _host_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """For what ranks tell each other, and for saves beside training."""
+    first, second = (dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2))
+    return first, second
 
 
 @contextmanager
@@ -246,6 +283,5 @@ def world_of(
     )
     ep = ep or tp
     mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate)
-    on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, on_host[0], on_host[1], pp, dp_replicate)
+    yield World(dp, tp, ep, place.rank, here, mesh, flat, *_host_groups(), pp, dp_replicate)
     dist.destroy_process_group()

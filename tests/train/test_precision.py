@@ -19,9 +19,10 @@ from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
 from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loop import Trainer, backward
-from fusedtp.train.metrics import JsonLines, Metrics, records_of
+from fusedtp.train.loop import backward
+from fusedtp.train.metrics import JsonLines, records_of
 from fusedtp.train.precision import SMALLEST, LossScale
+from fusedtp.train.run import trainer_of
 from fusedtp.train.verify import compare, reference_steps
 from fusedtp.train.world import World, meshes
 
@@ -113,7 +114,7 @@ def trained(
     config = parse(f"{SIZES} {options}".split())
     batches = Batches(tokens, length=16, batch=8, dp=dp, dp_rank=here.dp_rank)
     model = build(config, here)
-    trainer = Trainer(model, batches, config, here, Metrics(config, here))
+    trainer = trainer_of(config, here, batches, model)
     if folder is not None and any(folder.iterdir()):
         Checkpoints(folder, group=own).load(trainer.state)
     seen: list[list[torch.Tensor]] = []
@@ -127,7 +128,7 @@ def trained(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "clip_grad_norm_", clip)
-        trainer.train()
+        trainer.train(config.optim.steps)
     seen.append([local(p).detach().clone() for p in model.parameters()])
     if folder is not None:
         with_state = Checkpoints(folder, group=own)
@@ -182,7 +183,7 @@ def test_a_checkpoint_from_before_loss_scales_loads(tokens: Path, tmp_path: Path
     for dtype in ("fp32", "fp16"):
         config = parse(f"{SIZES} --dtype {dtype} --loss-scale 128".split())
         batches = Batches(tokens, length=16, batch=8)
-        trainers.append(Trainer(build(config, World()), batches, config, World(), Metrics(config, World())))
+        trainers.append(trainer_of(config, World(), batches, build(config, World())))
     older, newer = trainers
     older.step = 7
     del older.state.parts["loss_scale"]

@@ -22,9 +22,8 @@ from fusedtp.train.build import build_stages
 from fusedtp.train.checkpoint import FORMAT, Checkpoints, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.loop import Saver, Trainer
-from fusedtp.train.metrics import Metrics
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS
+from fusedtp.train.loop import Saver
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS, trainer_of
 from fusedtp.train.verify import rounding
 from fusedtp.train.world import World, meshes
 from tests.harness.warm import warm_python
@@ -58,14 +57,14 @@ def trained(
     torch.manual_seed(seeds), random.seed(seeds), np.random.seed(seeds)  # type: ignore[func-returns-value]
     checkpoints = Checkpoints(folder, group=groups[1], keep_last=9)
     model, pipeline = build_stages(config, here)
-    trainer = Trainer(model, batches, config, here, Metrics(config, here), None, pipeline)
+    trainer = trainer_of(config, here, batches, model, pipeline)
     if resume:
         checkpoints.load(trainer.state)
     stop = Saver(checkpoints, here, every=until)
     after = stop.after
     stop.after = lambda step, state, last: after(step, state, last) or step == until  # type: ignore[method-assign]
     trainer.saver = stop
-    trainer.train()
+    trainer.train(config.optim.steps)
     checkpoints.close()
     draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
     records = [{k: r[k] for k in ("step", "loss", "grad_norm", "lr")} for r in trainer.metrics.steps]

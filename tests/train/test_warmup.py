@@ -11,9 +11,7 @@ from fusedtp import cli
 from fusedtp.train import launch, warmup
 from fusedtp.train.build import build_stages
 from fusedtp.train.config import parse
-from fusedtp.train.loop import Trainer
-from fusedtp.train.metrics import Metrics
-from fusedtp.train.run import batches_of
+from fusedtp.train.run import batches_of, trainer_of
 from fusedtp.train.world import World, meshes
 from tests.train.test_checkpoint import EXPERTS
 from tests.train.test_resume import arguments
@@ -36,9 +34,7 @@ def shapes_of(config: Any, tokens: Path, here: World) -> set[tuple[str, tuple[in
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(note)
-    Trainer(
-        model, batches_of(config, tokens, here), config, here, Metrics(config, here), None, pipeline
-    ).train()
+    trainer_of(config, here, batches_of(config, tokens, here), model, pipeline).train(config.optim.steps)
     return seen
 
 
