@@ -40,22 +40,22 @@ Axes = tuple[int, int, int, int]  # pp, dp-replicate, dp-shard, tp
 AXES: list[Axes] = [
     axes for axes in product((1, 2, 4), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 4
 ]
-CASES = [
-    "--tp 4 --tie-embeddings --accumulate 2",
-    "--dp 2 --tp 2 --tie-embeddings --accumulate 2 --data-parallel zero2",
-    f"--dp 2 --tp 2 --ep 4 --accumulate 2 {EXPERTS}",
-    "--dp 4 --accumulate 2 --data-parallel zero1",
-    f"--dp 4 --dp-replicate 2 --tie-embeddings {EXPERTS}",
-    "--dp 4 --dp-replicate 4 --accumulate 2",
-    "--dp 2 --dp-replicate 2 --tp 2 --tie-embeddings",
-    "--pp 4 --accumulate 8 --tie-embeddings --schedule dualpipev",
-    "--pp 4 --accumulate 4 --schedule interleaved_zero_bubble --tie-embeddings --recompute selective",
-    "--pp 2 --dp 2 --accumulate 4 --schedule zbv_zero_bubble --recompute full",
-    "--pp 2 --dp 2 --dp-replicate 2 --accumulate 4 --tie-embeddings --schedule gpipe",
-    f"--pp 2 --tp 2 --accumulate 4 --tie-embeddings --schedule interleaved_1f1b {EXPERTS}",
-    "--pp 2 --tp 2 --accumulate 2 --schedule looped_bfs --no-sequence-parallel",
-    f"--pp 2 --dp 2 --accumulate 2 --schedule 1f1b {EXPERTS}",
-]
+CASES = {
+    "tp4 tied": "--tp 4 --tie-embeddings --accumulate 2",
+    "dp2 tp2 zero2": "--dp 2 --tp 2 --tie-embeddings --accumulate 2 --data-parallel zero2",
+    "experts over dp2 ep4": f"--dp 2 --tp 2 --ep 4 --accumulate 2 {EXPERTS}",
+    "dp4 zero1": "--dp 4 --accumulate 2 --data-parallel zero1",
+    "experts on hsdp": f"--dp 4 --dp-replicate 2 --tie-embeddings {EXPERTS}",
+    "dp4 ddp": "--dp 4 --dp-replicate 4 --accumulate 2",
+    "hsdp tp2": "--dp 2 --dp-replicate 2 --tp 2 --tie-embeddings",
+    "pp4 dualpipev": "--pp 4 --accumulate 8 --tie-embeddings --schedule dualpipev",
+    "pp4 zero bubble": "--pp 4 --accumulate 4 --schedule interleaved_zero_bubble --tie-embeddings --recompute full",
+    "pp2 dp2 zbv": "--pp 2 --dp 2 --accumulate 4 --schedule zbv_zero_bubble --recompute selective",
+    "pp2 ddp": "--pp 2 --dp 2 --dp-replicate 2 --accumulate 4 --tie-embeddings --schedule gpipe",
+    "experts pp2 tp2": f"--pp 2 --tp 2 --accumulate 4 --tie-embeddings --schedule interleaved_1f1b {EXPERTS}",
+    "pp2 tp2 no sp": "--pp 2 --tp 2 --accumulate 2 --schedule looped_bfs --no-sequence-parallel",
+    "experts pp2 dp2": f"--pp 2 --dp 2 --accumulate 2 --schedule 1f1b {EXPERTS}",
+}
 
 
 def axes_of(config: TrainConfig) -> Axes:
@@ -82,7 +82,7 @@ def every_case() -> Iterator[str]:
 
 
 if os.environ.get("FUSEDTP_ALL_MESHES") == "1":
-    CASES += every_case()
+    CASES |= {options: options for options in every_case()}
 
 
 def config_of(options: str, folder: Path) -> TrainConfig:
@@ -165,7 +165,7 @@ def model_and_data(config: TrainConfig) -> TrainConfig:
     return TrainConfig(config.model, config.data, run=config.run)
 
 
-@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: Path, options: str):
     config = config_of(options, words)
     if refused := all_faults(config):
@@ -181,7 +181,7 @@ def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: 
 
 
 def test_ci_has_every_mesh_and_schedule(words: Path):
-    configs = [config_of(options, words) for options in CASES[:14]]
+    configs = [config_of(options, words) for options in [*CASES.values()][:14]]
     assert [fault for config in configs for fault in all_faults(config)] == []
     assert {axes_of(config) for config in configs} == set(AXES) and len(AXES) == 10
     assert {config.parallel.schedule for config in configs if config.parallel.pp > 1} == set(SCHEDULES)
