@@ -160,7 +160,9 @@ def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, ca
     monkeypatch.undo()
     folder = tmp_path / "two"
     assert steps_in(folder / CHECKPOINTS) == [4] and not (folder / "summary.json").exists()
-    assert "asked to end by SIGTERM: saved after step 4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "asked to end by SIGTERM: saved after step 4" in out
+    assert "training waited " in out and "; with a failure every 24 h, saving every " in out
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "two", "--resume"]) == 0
     assert "resumed at step 4, lost 0 steps" in capsys.readouterr().out
     assert losses(folder) == losses(tmp_path / "one") and (folder / "summary.json").exists()
