@@ -23,6 +23,7 @@ from fusedtp.train.checkpoint import FORMAT, Checkpoints, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
 from fusedtp.train.loop import Saver
+from fusedtp.train.optim import learning_rate
 from fusedtp.train.run import CHECKPOINTS, INCIDENTS, trainer_of
 from fusedtp.train.verify import rounding
 from fusedtp.train.world import World, meshes
@@ -266,14 +267,14 @@ def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
     """No file may grow beyond 20 kB while the checkpoint of step 2 is written; there is room again for the next."""
-    rate_of, limits = loop.set_learning_rate, resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited(optimizer, options, step):
+    def limited(options, step):
         room = 20_000 if step == 1 else limits[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-        return rate_of(optimizer, options, step)
+        return learning_rate(options, step)
 
-    monkeypatch.setattr(loop, "set_learning_rate", limited)
+    monkeypatch.setattr("fusedtp.train.run.learning_rate", limited)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         more = ("--save-every", "2", "--no-async-save", "--on-save-error", choice)
@@ -338,10 +339,10 @@ KILLED_IN = """
 import os, signal, sys
 import torch.distributed as dist
 from fusedtp import cli
-from fusedtp.train import loop, stages
+from fusedtp.train import run, stages
 
 phase, steps = sys.argv[1], []
-rate_of, forward, send = loop.set_learning_rate, stages.Stage.forward, dist.batch_isend_irecv
+rate_of, forward, send = run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -349,9 +350,9 @@ def die(*_):
 def its_time(now):
     return now == phase and steps[-1:] == [5] and os.environ["RANK"] == "1"
 
-def noted(optimizer, options, step):
+def noted(options, step):
     steps.append(step)
-    return rate_of(optimizer, options, step)
+    return rate_of(options, step)
 
 def forwarded(stage, *args, **kwargs):
     if its_time("forward"):
@@ -367,7 +368,7 @@ def sent(messages):
         die()
     return works
 
-loop.set_learning_rate, stages.Stage.forward, dist.batch_isend_irecv = noted, forwarded, sent
+run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv = noted, forwarded, sent
 sys.exit(cli.main(["train", *sys.argv[2:]]))
 """
 
