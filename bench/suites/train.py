@@ -1,9 +1,8 @@
 """The suite of the trainer, on CPU ranks: bubbles of pipelines, the loop's overhead, saving beside training.
 
 bubble       every schedule on 2 and 4 ranks, 8 microbatches. Stages sleep instead of computing, since four of them may
-             share two cores: 30 ms for a rank's forward, inputs' and weights' gradients each (1 : 1 : 1), whatever
-             number of stages they are divided among. All else is torch's schedule and our Pipeline, which records
-             its passes. Beside it the theory: bench/bubbles.py
+             share two cores: 40 ms for a stage's forward, inputs' and weights' gradients each (1 : 1 : 1). All else is
+             torch's schedule and our Pipeline, which records its passes. Beside it the theory: bench/bubbles.py
 overhead     2 ranks, the model of `make train`. A step of our trainer as `fusedtp train` has it (learning rate, check,
              metrics to a file, TensorBoard and a screen, saver asked) against a loop by hand around the same model,
              optimizer and data: forward, backward, clipping, optimizer, loss to the host
@@ -61,7 +60,7 @@ from ..sample import Spread, interleave
 
 SUITE = "train"
 WORLDS = (2, 4, 1)
-MICROBATCHES, PASS_SECONDS, SMOKE_PASS_SECONDS = 8, 0.030, 0.003
+MICROBATCHES, PASS_SECONDS, SMOKE_PASS_SECONDS = 8, 0.040, 0.002
 STEPS_A_SAVE = 10
 STEADY = 0.05  # of the median: the distance of the quartiles at which a case has seen enough
 
@@ -163,10 +162,9 @@ class Sleeper(nn.Module):
 def measure_bubble(rank: Rank, case: Case) -> list[Row]:
     """Steps of a schedule, recorded, against its theory. Collective."""
     schedule, ranks = str(case.shape["schedule"]), rank.world_size
-    seconds = SMOKE_PASS_SECONDS if rank.plan.smoke else PASS_SECONDS
-    costs, count = Costs(seconds, seconds, seconds), stage_count(schedule, ranks)
-    of_rank = count // ranks
-    of_stage = Costs(*(seconds / of_rank for _ in range(3)))
+    count = stage_count(schedule, ranks)
+    of_rank, seconds = count // ranks, SMOKE_PASS_SECONDS if rank.plan.smoke else PASS_SECONDS
+    of_stage, costs = Costs(*[seconds] * 3), Costs(*[seconds * of_rank] * 3)
     here = stages_of(schedule, ranks, rank.rank)
     mesh = DeviceMesh.from_group(rank.group, "cpu", mesh_dim_names=("pp",))
     pipeline = Pipeline(Sleeper(of_stage), mesh, schedule, [range(i, i + 1) for i in range(count)], here)
@@ -183,7 +181,7 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
         enough = steady(shares) or (len(told) >= 3 and time.perf_counter() - begin > rank.seconds)
         if rank.worst(-float(enough))[0] == -1.0:
             break
-    orders = bubbles.orders_of(told[-1])
+    orders = bubbles.order_of(pipeline.torch_schedule(batches)) or bubbles.recorded_order(told[-1])
     share, ideal_seconds = bubbles.ideal(orders, costs, of_rank)
     by_formula = bubbles.formula(schedule, ranks, of_rank, MICROBATCHES, costs)
     bubble, times = Spread.of(shares), Spread.of([bubbles.measured(actions)[1] for actions in told])
