@@ -8,9 +8,9 @@ the one before, and when what it needs is there,
     W             I of the stage
 
 for the same microbatch. B is a whole backward pass, I its inputs' part, W its weights' part. torch leaves I of stage 0
-empty and does both in W. The order is torch's own: its list, or where there is none (GPipe, 1F1B), that in which a
-recorded step ran. DualPipeV has pairs of F and B that are meant to overlap; torch runs one behind the other and sends
-what F made when both are done.
+empty and does both in W. The order is torch's own: its list, or for GPipe and 1F1B that in which a recorded step ran.
+DualPipeV has pairs of F and B that are meant to overlap; torch runs one behind the other, and sends what F made when
+both are done.
 
 Formulas are of the literature, for p ranks with v stages each and m microbatches, in which a rank's forward, input and
 weight passes of a microbatch take f, i and w. Idle is what they give as the time that a rank waits in a step; its share
@@ -24,8 +24,7 @@ is idle / (m (f + i + w) + idle).
                               without a common end hides    Qi et al. 2024 (Controllable Memory), V-ZB
     DualPipeV                 (p - 1) (f + 2 (i + w) - 3 w) / 2    DeepSeek's DualPipe, README, without overlap
 
-Some of torch's schedules differ from what was published under their names. Then `ideal`, not the formula, is what
-their order allows.
+torch's orders give these figures (tests/bench/test_bubbles.py).
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from fusedtp.train.timeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 
@@ -74,10 +75,12 @@ def recorded_order(actions: Sequence[Action]) -> Orders:
 
 
 def order_of(schedule: Any) -> Orders | None:
-    """That of a schedule of torch with several stages a rank, which has one for all ranks; None of others."""
-    every = getattr(schedule, "pipeline_order", None)
-    if not every:
+    """That of a schedule of torch with several stages a rank, which has one for all ranks; None for others."""
+    if not isinstance(
+        schedule, PipelineScheduleMulti
+    ):  # torch 2.13's list of 1F1B lacks a forward of the last rank
         return None
+    every = schedule.pipeline_order
     found: dict[int, list[Together]] = {}
     for rank, actions in every.items():
         parts = [action.sub_actions or (action,) for action in actions if action is not None]

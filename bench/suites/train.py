@@ -61,6 +61,7 @@ from ..sample import Spread, interleave
 SUITE = "train"
 WORLDS = (2, 4, 1)
 MICROBATCHES, PASS_SECONDS, SMOKE_PASS_SECONDS = 8, 0.040, 0.002
+SMOKE_SCHEDULES = ("1f1b", "dualpipev")
 STEPS_A_SAVE = 10
 STEADY = 0.05  # of the median: the distance of the quartiles at which a case has seen enough
 
@@ -68,6 +69,8 @@ STEADY = 0.05  # of the median: the distance of the quartiles at which a case ha
 def cases(plan: Plan, ranks: int) -> list[Case]:
     """Those of a world of so many ranks. On a GPU none: stages that sleep show nothing there."""
     if plan.device != "cpu" or plan.world != "processes":
+        return []
+    if plan.smoke and ranks > 2:
         return []
     if ranks == 1:
         return [Case("checkpoint", "float32", 0, names=named(part="checkpoint"))]
@@ -79,7 +82,7 @@ def cases(plan: Plan, ranks: int) -> list[Case]:
             tp=ranks,
             names=named(part="bubble", schedule=schedule, pp=ranks, m=MICROBATCHES),
         )
-        for schedule in SCHEDULES
+        for schedule in (SMOKE_SCHEDULES if plan.smoke else SCHEDULES)
     ]
     if ranks == 2:
         found.append(
@@ -214,6 +217,13 @@ def by_hand(model: Any, batches: Batches, optimizer: torch.optim.Optimizer) -> f
     return float(loss.item())
 
 
+def step_of(trainer: Trainer) -> None:
+    """A step of Trainer.train that is not its last, and not validated."""
+    assert trainer.saver is not None
+    trainer.train_step()
+    trainer.saver.after(trainer.step, trainer.state, last=False)
+
+
 @contextmanager
 def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Trainer]:
     """The trainer that `fusedtp train` makes, with the metrics and the saver that it gives it."""
@@ -221,14 +231,14 @@ def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Tr
     world = World.of(mesh, torch.device("cpu"))
     tokens = [folder]
     if rank.rank == 0:
-        tokens = [text.build((), folder / "tokens", quiet=True)]
+        (folder / "book.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(20_000)))
+        tokens = [text.build((folder / "book.txt",), folder / "tokens")]
         config.run.folder.mkdir(parents=True)
     dist.broadcast_object_list(tokens)
     batches = Batches(tokens[0], length=config.data.length, batch=config.data.batch)
     checkpoints = Checkpoints(folder / "checkpoints", group=world.checkpoint_group)
     saver = Saver(checkpoints, world, every=1 << 60)
     trainer = trainer_of(config, world, batches, build(config, world), None, saver)
-    trainer.validate = None
     console = Console(file=io.StringIO(), width=110)
     with Metrics(world, sinks_for(config, world, console)) as metrics:
         trainer.metrics = metrics
@@ -248,7 +258,7 @@ def measure_overhead(rank: Rank, case: Case) -> list[Row]:
         config = replace(config, optim=replace(config.optim, steps=steps, warmup=0, lr=1e-4))
         with trainer_as_run(rank, config, Path(folder)) as trainer:
             ways: dict[str, Callable[[], object]] = {
-                "trainer": lambda: trainer.train(trainer.step + 1),
+                "trainer": partial(step_of, trainer),
                 "by hand": partial(by_hand, trainer.model, trainer.batches, trainer.optimizer),
             }
             rank.warm(ways["by hand"])
@@ -303,7 +313,7 @@ def ten_steps(trainer: Trainer, saving: bool) -> tuple[list[float], list[bool], 
             checkpoints.save(trainer.step, trainer.state)
             blocked = time.perf_counter() - begin
         writing, begin = checkpoints.writing, time.perf_counter()
-        trainer.train(trainer.step + 1)
+        step_of(trainer)
         seconds.append(time.perf_counter() - begin)
         beside.append(writing and checkpoints.writing)
     return seconds, beside, blocked
@@ -326,7 +336,6 @@ def measure_checkpoint(rank: Rank, case: Case) -> list[Row]:
 def _checkpoint_row(rank: Rank, case: Case, trainer: Trainer) -> Row:
     assert trainer.saver is not None
     checkpoints = trainer.saver.checkpoints
-    trainer.train(2)
     ten_steps(trainer, saving=True)  # the first save makes buffers
     checkpoints.wait()
     plain: list[float] = []
