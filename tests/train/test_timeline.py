@@ -41,7 +41,7 @@ def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float]
         pipeline.step(batches, 7, 0)
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in pipeline.model.parameters()]).item())
         pipeline.model.zero_grad()
-    torch_schedule = pipeline._schedule_for(batches)
+    torch_schedule = pipeline.torch_schedule(batches)
     stages = getattr(torch_schedule, "_stages", None) or [torch_schedule._stage]
     return told, norms, any(name in vars(stage) for stage in stages for name in PASSES)
 
