@@ -131,8 +131,10 @@ def fused_cases(
         made = [
             Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)
         ]
-        half = torch.float16 if dtype == torch.float32 else dtype
-        return [replace(made[0], dtype=half, tma=True), *made[1:]]
+        first = replace(made[0], dtype=torch.float16 if dtype == torch.float32 else dtype, tma=True)
+        if machine.capability >= 90:  # wgmma takes 64 rows
+            first = replace(first, tile=64, block_k=32, k=72)
+        return [first, *made[1:]]
 
     cases = {name: calls(name, **kernel.example) for name, (_, kernel) in DECLARED.items()}
     cases |= {
@@ -146,6 +148,16 @@ def fused_cases(
         cases[name] = [plain, replace(two, keep=True), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
     return [fused_case(name, each, seed=7, machine=machine) for name, each in cases.items()]
+
+
+def compiled_cases(world_size: int, target: str) -> list[Case]:
+    """Every fused kernel as it is launched on a GPU of this kind: pipelined, and with what the target brings.
+
+    On sm_90 the 16-bit calls have tiles that wgmma takes, and TMA; the others are by pointers and mma.sync.
+    """
+    machine = Machine("cuda", 3, 160 * 1024, capability=int(target.removeprefix("sm_")))
+    fused = fused_cases(world_size, machine=machine)
+    return [*fused, turns_case(world_size, machine), meeting_case(world_size, machine=machine)]
 
 
 # -- meetings ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,13 @@ from __future__ import annotations
 from .alu import TYPES, Emitter, handles, size_of, typed
 from .parse import Address, Imm, Instruction, Operand, Reg, Symbol
 
-ORDERS = {"acquire": "acquire", "release": "release", "acq_rel": "acq_rel", "relaxed": "relaxed", "volatile": "relaxed"}
+ORDERS = {
+    "acquire": "acquire",
+    "release": "release",
+    "acq_rel": "acq_rel",
+    "relaxed": "relaxed",
+    "volatile": "relaxed",
+}
 
 
 def order_of(i: Instruction, default: str = "weak") -> str:
@@ -44,7 +50,9 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
         return [
             line
             for n, x in enumerate(targets)
-            for line in e.put(x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})")
+            for line in e.put(
+                x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})"
+            )
         ]
     if len(targets) != _counted(i):
         raise i.unsupported("registers")
@@ -101,7 +109,9 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
             call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
         else:
             order = order_of(i, "relaxed")
-            call = f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {order!r}, {e.const(i.site)})"
+            call = (
+                f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {order!r}, {e.const(i.site)})"
+            )
         lines.append(f"v = {call}")
         if isinstance(targets[min(n, len(targets) - 1)], Reg):
             lines += into(e, targets[n], f"b{8 * nb}", "v")
@@ -127,7 +137,7 @@ def _shuffle(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("vote")
 def _vote(e: Emitter, i: Instruction) -> list[str] | None:
-    d, p, members = i.args if len(i.args) == 3 else (*i.args, Imm("-1"))
+    d, p = i.args[:2]
     kind = next(part for part in i.parts if part in ("ballot", "all", "any", "uni"))
     t = "b32" if kind == "ballot" else "pred"
     return e.put(d, t, f"S.vote({kind!r}, {e.read(p, 'pred')}, {e.mask})")
@@ -155,7 +165,9 @@ def _active(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(i.args[0], "b32", f"S.vote('ballot', np.bool_(True), {e.mask})")
 
 
-@handles("nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "pragma", "setmaxnreg", "griddepcontrol")
+@handles(
+    "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "pragma", "setmaxnreg", "griddepcontrol"
+)
 def _nothing(e: Emitter, i: Instruction) -> list[str] | None:
     """Changes no value. griddepcontrol: launches of a stream run one after another here."""
     return []

@@ -124,8 +124,8 @@ class Emitter:
             return f"S.special({x.name!r})"
         if isinstance(x, Symbol) and x.name == "global_smem":
             return self.const(dtype(0))
-        if isinstance(x, Symbol) and "_param_" in x.name and t in ("b64", "u64"):
-            return f"S.parameter_address({x.name!r})"
+        if isinstance(x, Symbol) and "_param_" in x.name:
+            return f"np.{np.dtype(dtype).name}(S.parameter_address({x.name!r}))"
         raise ValueError(f"operand {x}")
 
     def target(self, x: Operand, t: str) -> str:
@@ -169,7 +169,9 @@ def number(text: str, t: str) -> Any:
     dtype = np.dtype(TYPES[t][1])
     if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
         single = np.array(int(found[1], 16), np.uint32)
-        return single.view(np.float32)[()].astype(dtype) if dtype.kind == "f" else dtype.type(int(found[1], 16))
+        return (
+            single.view(np.float32)[()].astype(dtype) if dtype.kind == "f" else dtype.type(int(found[1], 16))
+        )
     if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
         return np.array(int(found[1], 16), np.uint64).view(np.float64)[()].astype(dtype)
     if dtype.kind == "b":
@@ -181,7 +183,7 @@ def number(text: str, t: str) -> Any:
     return np.array(value, f"u{bits // 8}").view(dtype)[()]
 
 
-# -- arithmetic: 9.7.1, 9.7.3 --------------------------------------------------------------------------------------------
+# -- arithmetic: 9.7.1, 9.7.3 ------------------------------------------------------------------------------------------
 
 
 @handles("add", "sub", "mul", "min", "max", "and", "or", "xor")
@@ -247,7 +249,9 @@ def _halves(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(i.args[0], t, f"halves({i.root!r}, {t!r}, {relu}, {i.has('NaN')}, {given})")
 
 
-@handles("neg", "abs", "not", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "popc", "clz", "brev")
+@handles(
+    "neg", "abs", "not", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "popc", "clz", "brev"
+)
 def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     r, t, (d, a) = i.root, typed(i), i.args
     if r in ("popc", "clz", "brev"):
@@ -263,7 +267,9 @@ def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     if r == "rcp":
         return e.call("divide", d, t, e.const(TYPES[t][1](1)), e.read(a, t))
     if r == "rsqrt":
-        return e.put(d, t, f"(1 / np.sqrt({e.read(a, t)}.astype(np.float64))).astype(np.{np.dtype(TYPES[t][1])})")
+        return e.put(
+            d, t, f"(1 / np.sqrt({e.read(a, t)}.astype(np.float64))).astype(np.{np.dtype(TYPES[t][1])})"
+        )
     names = dict(neg="negative", abs="absolute", ex2="exp2", lg2="log2")
     return e.call(names.get(r, r), d, t, e.read(a, t))
 
@@ -282,7 +288,7 @@ def _copysign(e: Emitter, i: Instruction) -> list[str] | None:
     return e.call("copysign", d, t, e.read(b, t), e.read(a, t))
 
 
-# -- logic and shifts: 9.7.8 ---------------------------------------------------------------------------------------------
+# -- logic and shifts: 9.7.8 -------------------------------------------------------------------------------------------
 
 
 @handles("shl", "shr")
@@ -337,7 +343,7 @@ def _lookup(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(d, "b32", f"logic3({int(table.text, 0)}, {given})")
 
 
-# -- comparison and selection: 9.7.6 --------------------------------------------------------------------------------------
+# -- comparison and selection: 9.7.6 -----------------------------------------------------------------------------------
 
 
 @handles("setp")
@@ -377,7 +383,7 @@ def _select(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(d, t, f"np.where({e.read(p, 'pred')}, {e.read(a, t)}, {e.read(b, t)})")
 
 
-# -- moves and conversions: 9.7.9 -----------------------------------------------------------------------------------------
+# -- moves and conversions: 9.7.9 --------------------------------------------------------------------------------------
 
 
 @handles("mov")
@@ -388,7 +394,10 @@ def _move(e: Emitter, i: Instruction) -> list[str] | None:
         if bits == 8:
             return None
         wide = f"np.uint{8 * size_of(t)}"
-        parts = [f"(np.asarray({e.read(x, f'b{bits}')}).astype({wide}) << {wide}({bits * n}))" for n, x in enumerate(a.items)]
+        parts = [
+            f"(np.asarray({e.read(x, f'b{bits}')}).astype({wide}) << {wide}({bits * n}))"
+            for n, x in enumerate(a.items)
+        ]
         return e.put(d, t, " | ".join(parts))
     if isinstance(d, Vector):  # unpacked
         bits = 8 * size_of(t) // len(d.items)

@@ -8,7 +8,6 @@ its wait_group, a tensor load once a thread polls its mbarrier, a tensor store a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +26,7 @@ Array = np.ndarray[Any, Any]
 POISON = np.uint8(0x7F)  # a NaN in every float of 8 to 32 bits
 
 
-# -- cp.async ------------------------------------------------------------------------------------------------------------
+# -- cp.async ----------------------------------------------------------------------------------------------------------
 
 
 @handles("cp")
@@ -77,7 +76,9 @@ class Copies:
         self.groups = np.zeros(threads, np.int64)
         self.issued: list[_Copy] = []
 
-    def issue(self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site) -> None:
+    def issue(
+        self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site
+    ) -> None:
         chosen = lanes.chosen(mask)
         read = np.broadcast_to(read, lanes.count)[chosen]
         seen = lanes.window.seen[lanes.first + chosen]
@@ -122,7 +123,7 @@ class Copies:
         lanes.write_shared(copy.to, words.view(np.uint8), copy.site)
 
 
-# -- mbarrier ------------------------------------------------------------------------------------------------------------
+# -- mbarrier ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -153,7 +154,9 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
         bytes_ = e.read(rest[0], "u32") if i.has("expect_tx") else "np.uint32(0)"
         count = e.read(rest[0], "u32") if rest and not i.has("expect_tx") else "np.uint32(1)"
         arrivals = count if what == "arrive" else "np.uint32(0)"
-        return [f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"]
+        return [
+            f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"
+        ]
     if what in ("try_wait", "test_wait") and i.has("parity"):
         d, at, parity = i.args[:3]
         call = f"S.mbarrier_wait({e.address(at, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
@@ -161,7 +164,7 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
     return None
 
 
-# -- tensor copies -------------------------------------------------------------------------------------------------------
+# -- tensor copies -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,9 +228,11 @@ class BulkCopies:
     def __init__(self, late: bool, threads: int) -> None:
         self.late = late
         self.groups = np.zeros(threads, np.int64)
-        self.stores: list[tuple[int, int, Callable[[], None]]] = []
+        self.stores: list[tuple[int, int, TensorStore]] = []  # lane, group
 
-    def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
+    def load(
+        self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site
+    ) -> None:
         for lane in lanes.chosen(mask).tolist():
             described = lanes.program.tensor_map(_of(tensor, lane))
             copy = TensorLoad(
@@ -246,43 +251,53 @@ class BulkCopies:
             described, thread = lanes.program.tensor_map(_of(tensor, lane)), lanes.first + lane
             start, coordinates = _of(of, lane), tuple(_of(x, lane) for x in at)
 
-            def land(
-                described: TensorMap = described, start: int = start, coordinates: Any = coordinates, thread: int = thread
-            ) -> None:
-                where, inside = described.elements(coordinates)
-                places = described.places(start)[..., None] + np.arange(described.itemsize)
-                words = lanes.shared[places].view(f"u{described.itemsize}")[..., 0]
-                if inside.any():
-                    lanes.window.store(
-                        where[inside], words[inside][:, None], np.full(int(inside.sum()), thread), "weak", site
-                    )
-
-            self.stores.append((lane, int(self.groups[lane]), land))
-            if not self.late:
-                self.stores.pop()[2]()
+            store = TensorStore(described, start, coordinates, thread, site)
+            if self.late:
+                self.stores.append((lane, int(self.groups[lane]), store))
+            else:
+                store.land(lanes.program)
 
     def commit(self, mask: Any) -> None:
         self.groups[... if mask is True else mask] += 1
 
     def wait(self, lanes: Lanes, left: int, mask: Any) -> None:
         kept = []
-        for lane, group, land in self.stores:
+        for lane, group, store in self.stores:
             if (mask is True or mask[lane]) and group < self.groups[lane] - left:
-                land()
+                store.land(lanes.program)
             else:
-                kept.append((lane, group, land))
+                kept.append((lane, group, store))
         self.stores = kept
 
-    def end(self) -> None:
+    def end(self, program: Program) -> None:
         """The program ends: what it has not waited for lands."""
-        for _, _, land in self.stores:
-            land()
+        for _, _, store in self.stores:
+            store.land(program)
         self.stores = []
 
 
 def _of(value: Any, lane: int) -> int:
     value = np.asarray(value)
     return int(value[lane] if value.ndim else value)
+
+
+class TensorStore(NamedTuple):
+    """One tensor store on its way."""
+
+    tensor: TensorMap
+    of: int
+    coordinates: tuple[int, ...]
+    thread: int
+    site: Site
+
+    def land(self, program: Program) -> None:
+        """Elements outside of the tensor are not written."""
+        where, inside = self.tensor.elements(self.coordinates)
+        places = self.tensor.places(self.of)[..., None] + np.arange(self.tensor.itemsize)
+        words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
+        if inside.any():
+            threads = np.full(int(inside.sum()), self.thread)
+            program.window.store(where[inside], words[inside][:, None], threads, "weak", self.site)
 
 
 class TensorLoad(NamedTuple):
@@ -308,7 +323,9 @@ class TensorLoad(NamedTuple):
             words[inside] = window.load(where[inside], itemsize, 1, threads, "weak", self.site)[:, 0]
             window.seen[self.thread] = now
         places = self.tensor.places(self.to)[..., None] + np.arange(itemsize)
-        program.write_shared(places.reshape(-1), np.ascontiguousarray(words).view(np.uint8).reshape(-1, 1), self.site)
+        program.write_shared(
+            places.reshape(-1), np.ascontiguousarray(words).view(np.uint8).reshape(-1, 1), self.site
+        )
         barrier = program.barriers[self.barrier]
         barrier.bytes -= self.tensor.nbytes
         barrier.check()

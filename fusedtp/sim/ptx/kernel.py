@@ -54,7 +54,10 @@ class Kernel:
     @property
     def specialized(self) -> bool:
         """Whether its warps do different things, and meet at barriers of some of them."""
-        return any(i.root == "setmaxnreg" or (i.root in BARRIERS and not _is_first(i)) for i in self.listing.instructions)
+        return any(
+            i.root == "setmaxnreg" or (i.root in BARRIERS and not _is_first(i))
+            for i in self.listing.instructions
+        )
 
 
 def _is_first(i: Instruction) -> bool:
@@ -77,14 +80,20 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
     ordered = sorted(start for start in starts if start < len(instructions))
     numbered = {start: number for number, start in enumerate(ordered)}
     labels = {
-        name: next((numbered[s] for s in ordered if s >= at), len(ordered)) for name, at in listing.labels.items()
+        name: next((numbered[s] for s in ordered if s >= at), len(ordered))
+        for name, at in listing.labels.items()
     }
     source, parts = [], []
     for number, (start, stop) in enumerate(zip(ordered, [*ordered[1:], len(instructions)], strict=True)):
         body = instructions[start:stop]
         end = body[-1] if body[-1].root in (*JUMPS, *BARRIERS) and not body[-1].has("warp") else None
         lines = _lines(emitter, body[:-1] if end is not None else body)
-        source.append(f"def b{number}(S, m):\n    {', '.join(VIEWS)} = S.views\n" + "".join(f"    {x}\n" for x in lines))
+        body_lines = [
+            f"def b{number}(S, m):",
+            f"    {', '.join(VIEWS)} = S.views",
+            *(f"    {x}" for x in lines),
+        ]
+        source.append("\n".join(body_lines) + "\n")
         parts.append((end, is_strong(body[0]), tuple(body), _target(end, labels)))
     names = {**vars(numerics), **vars(tensor_core), "np": np, "K": emitter.constants, "assign": assign}
     exec(compile("\n".join(source), f"<{listing.name}>", "exec"), names)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +18,12 @@ from ..case import Launch
 from ..lint.compiler import cache_dir
 from ..lint.targets import target as target_named
 from ..lint.worker import specialised
+from . import TARGETS
 from .copies import TensorMap
 from .kernel import Kernel, translated
 from .parse import UnsupportedPtx
 
 Edit = Callable[[str], str]
-TARGETS = ("sm_80", "sm_90")  # that the machine runs
 
 
 class Compiler:
@@ -43,18 +43,26 @@ class Compiler:
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
         kernel: Any = launch.kernel
         if not hasattr(kernel, "fn") or not hasattr(kernel, "signature"):
-            raise UnsupportedPtx(f"{launch.name} is interpreted: unset TRITON_INTERPRET to run what is compiled")
+            raise UnsupportedPtx(
+                f"{launch.name} is interpreted: unset TRITON_INTERPRET to run what is compiled"
+            )
         with _environment():
             source, options = specialised(kernel, launch.args, launch.options, gpu)
-        key = kernel.fn, repr(source.signature), repr(source.constants), repr(source.attrs), repr(sorted(launch.options.items()))
+        chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
+        key = kernel.fn, *map(repr, chosen_by)
         if key not in self._made:
             self._made[key] = self._compile(source, options, gpu)
         made = translated(*self._made[key])
-        given = [bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), iter(made.maps))]
+        maps = iter(made.maps)
+        given = [
+            bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)
+        ]
         names = made.listing.parameters
         given += [0] * (len(names) - len(given))  # scratch memory, which none of these kernels asks for
-        bounded = [x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1) for x, p in zip(given, names, strict=True)]
-        return made, dict(zip((p.name for p in names), bounded, strict=True))
+        return made, {
+            p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
+            for x, p in zip(given, names, strict=True)
+        }
 
     def _compile(self, source: Any, options: Any, gpu: Any) -> tuple[str, int, str]:
         """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
@@ -82,7 +90,11 @@ def _without_assembler() -> Iterator[None]:
     import triton
 
     def hook(
-        backend: Any = None, stages: Any = None, options: Any = None, language: Any = None, capability: Any = None
+        backend: Any = None,
+        stages: Any = None,
+        options: Any = None,
+        language: Any = None,
+        capability: Any = None,
     ) -> Any:
         if stages is None:
             return "ptx only", "ptx only"
@@ -123,8 +135,8 @@ def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | 
 
 def _tensor_map(descriptor: Any, said: dict[str, Any]) -> TensorMap:
     shape, strides = (tuple(int(n) for n in each) for each in (descriptor.shape, descriptor.strides))
-    box: Sequence[int] = said["block_size"]
+    box = tuple(int(n) for n in said["block_size"])
     if said.get("fp4_padded") or said.get("is_im2col") or getattr(descriptor, "padding", "zero") == "nan":
         raise UnsupportedPtx("a tensor descriptor of fp4, of im2col, or padded with NaN")
     base: Tensor = descriptor.base
-    return TensorMap(base.data_ptr(), shape, strides, tuple(int(n) for n in box), int(base.element_size()), int(said["swizzle"]))
+    return TensorMap(base.data_ptr(), shape, strides, box, int(base.element_size()), int(said["swizzle"]))

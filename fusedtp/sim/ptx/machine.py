@@ -4,7 +4,7 @@
                          rank alive at once; the next work starts when all of them have ended
     turns                before every instruction that may see what other programs do, the strategy chooses who goes on
     sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, stores
-                         that are still on their way land, then every program polls on for a while, then it is a deadlock
+                         that are on their way land; then every program polls on for a while; then it is a deadlock
 
 The interface is that of sim.machine.Machine, which runs the kernels' Python text.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,9 @@ HOST = Site("host", 0, "host", 0)
 class Actor:
     """A program, or a copy, signal or wait of a stream."""
 
-    def __init__(self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork) -> None:
+    def __init__(
+        self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork
+    ) -> None:
         self.stream, self.slot, self.order, self.window, self.does = stream, slot, order, window, does
         self.rank = stream.rank
         self.resident = isinstance(does, Program)
@@ -140,7 +141,8 @@ class Machine:
                     raise SimulationFault(self._deadlock())
             else:
                 assert self.last is not None
-                raise SimulationFault(Fault("deadlock", f"no end after {MOST_TURNS} turns; the last was at {self.last.does.site}"))
+                said = f"no end after {MOST_TURNS} turns; the last was at {self.last.does.site}"
+                raise SimulationFault(Fault("deadlock", said))
         self.line.land()
         return self.switches
 
@@ -221,7 +223,14 @@ class Machine:
             x, y, _ = work.shape
             index = (number % x, number // x % y, number // (x * y))
             does = Program(
-                kernel, window, index, work.shape, parameters, self.rng, lockstep=self.lockstep, late_copies=self.late
+                kernel,
+                window,
+                index,
+                work.shape,
+                parameters,
+                self.rng,
+                lockstep=self.lockstep,
+                late_copies=self.late,
             )
         else:
             window = Window(self.line, self.started, (stream.rank, type(work).__name__.lower(), 0), 1)
@@ -257,7 +266,11 @@ class Machine:
             place, site = polled
             name, index = self.line.element(place)
             seen = str(self.line.value(place))
-            waits.append(Wait(rank, launch, program, site, name, index, seen, "all that was written is visible"))
+            waits.append(
+                Wait(rank, launch, program, site, name, index, seen, "all that was written is visible")
+            )
         queued = sum(len(stream.todo) for stream in self.streams)
         more = f"; {queued} programs have not started" if queued else ""
-        return Fault("deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits))
+        return Fault(
+            "deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits)
+        )

@@ -200,13 +200,17 @@ class Window:
         """Where addresses lie. Raises SimulationFault for one outside of all tensors, or not aligned."""
         if (addresses & (nbytes - 1)).any():
             wrong = int(addresses[(addresses & (nbytes - 1)) != 0][0])
-            raise self._fault("misaligned", f"{what} at {wrong:#x}, no multiple of {nbytes} bytes", what, site, wrong)
+            raise self._fault(
+                "misaligned", f"{what} at {wrong:#x}, no multiple of {nbytes} bytes", what, site, wrong
+            )
         try:
             return self.line.locate(addresses, nbytes)
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             words = self._nearest(wrong)
-            raise self._fault("out of bounds", f"{what} of {nbytes} bytes, {words}", what, site, wrong) from None
+            raise self._fault(
+                "out of bounds", f"{what} of {nbytes} bytes, {words}", what, site, wrong
+            ) from None
 
     def load(self, addresses: Words, nb: int, count: int, threads: Words, order: str, site: Site) -> Words:
         """[n] addresses -> [n, count] words of nb bytes. order: "weak", "relaxed" or "acquire"."""

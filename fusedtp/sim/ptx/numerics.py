@@ -13,7 +13,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-# -- integers ------------------------------------------------------------------------------------------------------------
+# -- integers ----------------------------------------------------------------------------------------------------------
 
 
 def mul_hi(a: Array, b: Array) -> Array:
@@ -32,7 +32,8 @@ def div_towards_zero(a: Array, b: Array) -> Array:
     """Quotient without its fraction; by zero, where PTX leaves it open, all bits are set."""
     a, b = np.broadcast_arrays(a, b)
     if a.dtype.kind == "u":
-        return np.where(b == 0, np.array(-1, f"i{a.itemsize}").view(a.dtype), a // np.where(b == 0, 1, b).astype(a.dtype))
+        safe = np.where(b == 0, 1, b).astype(a.dtype)
+        return np.where(b == 0, ~a.dtype.type(0), a // safe)
     safe = np.where(b == 0, 1, b).astype(a.dtype)
     rest = np.fmod(a, safe)
     return np.where(b == 0, a.dtype.type(-1), (a - rest) // safe).astype(a.dtype)
@@ -95,8 +96,12 @@ def permute(a: Array, b: Array, selector: Array) -> Array:
     out = np.zeros(a.shape, np.uint32)
     for n in range(4):
         pick = (selector >> np.uint32(4 * n)) & np.uint32(15)
-        byte = ((both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(0xFF)).astype(np.uint32)
-        byte = np.where(pick & np.uint32(8), np.where(byte & np.uint32(0x80), 0xFF, 0), byte).astype(np.uint32)
+        byte = ((both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(0xFF)).astype(
+            np.uint32
+        )
+        byte = np.where(pick & np.uint32(8), np.where(byte & np.uint32(0x80), 0xFF, 0), byte).astype(
+            np.uint32
+        )
         out |= byte << np.uint32(8 * n)
     return out
 
@@ -137,11 +142,13 @@ def brev(a: Array) -> Array:
 
 def saturate(a: Array, dtype: Any) -> Array:
     limits = np.iinfo(dtype)
-    wide = np.asarray(a).astype(object) if np.asarray(a).dtype == np.uint64 else np.asarray(a).astype(np.int64)
+    wide = (
+        np.asarray(a).astype(object) if np.asarray(a).dtype == np.uint64 else np.asarray(a).astype(np.int64)
+    )
     return np.clip(wide, limits.min, limits.max).astype(dtype)
 
 
-# -- floats --------------------------------------------------------------------------------------------------------------
+# -- floats ------------------------------------------------------------------------------------------------------------
 
 
 def from_bf16(bits: Array) -> Array:
@@ -185,7 +192,7 @@ def from_fp8(bits: Array, kind: str) -> Array:
 
 def to_fp8(x: Array, kind: str) -> Array:
     """Bits of the nearest, ties to even, limited to the largest finite number (satfinite); NaN becomes 0x7F."""
-    e_bits, m_bits, bias, largest = EIGHT[kind]
+    _, m_bits, bias, largest = EIGHT[kind]
     x = np.asarray(x, np.float64)
     size = np.minimum(np.abs(x), largest)
     _, exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))

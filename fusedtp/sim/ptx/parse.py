@@ -88,7 +88,9 @@ class Instruction:
 
     def unsupported(self, why: str = "") -> UnsupportedPtx:
         reason = f" ({why})" if why else ""
-        return UnsupportedPtx(f"the PTX machine does not know `{self.op}`{reason}\n    {self.text}\n    at {self.site}")
+        return UnsupportedPtx(
+            f"the PTX machine does not know `{self.op}`{reason}\n    {self.text}\n    at {self.site}"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,7 @@ def parse(text: str) -> Listing:
     if entry is None:
         raise UnsupportedPtx("the text has no .visible .entry")
     begin = text.index("{", entry.end())
-    end = re.compile(r"^\}", re.M).search(text, begin)
-    head, body = text[entry.end() : begin], text[begin + 1 : end.start() if end else len(text)]
+    head, body = text[entry.end() : begin], _enclosed(text[begin:])
     threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", head)
     if threads is None:
         raise UnsupportedPtx(f"{entry[1]} does not say how many threads a program has")
@@ -138,6 +139,17 @@ def parse(text: str) -> Listing:
     )
 
 
+def _enclosed(text: str) -> str:
+    """What stands in the first braces, which may hold others, without comments."""
+    depth, kept = 0, []
+    for line in text.splitlines():
+        kept.append(line.split("//")[0])
+        depth += kept[-1].count("{") - kept[-1].count("}")
+        if depth == 0:
+            break
+    return "\n".join(kept).strip()[1:-1]
+
+
 def _parameters(head: str) -> Iterator[Parameter]:
     for line in head.splitlines():
         if found := re.search(r"\.param .*?\.([a-z])(\d+)\s.*?(\w+_param_\d+)(?:\[(\d+)\])?", line):
@@ -145,10 +157,10 @@ def _parameters(head: str) -> Iterator[Parameter]:
 
 
 def _statements(body: str) -> Iterator[str]:
-    """Instructions, labels, directives and the braces around inline PTX, without comments."""
+    """Instructions, labels, directives and the braces around inline PTX."""
     kept = ""
     for line in body.splitlines():
-        line = line.split("//")[0].strip()
+        line = line.strip()
         if line.startswith(".loc"):
             yield line
             continue
@@ -215,7 +227,9 @@ class _Reader:
             kernel, steps = self.callers[kernel], steps + 1
         file = self.files.get(here[0], "")
         of_kernel = self.files.get(kernel[0], "")
-        self.site = Site(file, int(here[1]), self.name, int(kernel[1]), "" if of_kernel == file else of_kernel)
+        self.site = Site(
+            file, int(here[1]), self.name, int(kernel[1]), "" if of_kernel == file else of_kernel
+        )
 
     def _declare(self, statement: str) -> None:
         found = re.match(r"\.reg\s+\.([a-z]+)(\d*)(?:x\d)?\s+(.*)", statement, re.S)

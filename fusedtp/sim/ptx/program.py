@@ -23,7 +23,7 @@ from .parse import Imm, Instruction, UnsupportedPtx
 from .tensor_core import Products, matrix_places, multiply
 
 Array = np.ndarray[Any, Any]
-PARAMETERS = 1 << 60  # address of the first parameter, where an address is all that is asked for
+PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
 MOST_BLOCKS = 2_000_000  # that a program runs in one turn
 
 
@@ -45,8 +45,8 @@ class Lanes:
         registers = program.kernel.listing.registers
         words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
         predicates = np.zeros((registers.get(1, 0), count), bool)
-        typed = ((32, "u4"), (32, "i4"), (32, "f4"), (64, "u8"), (64, "i8"), (64, "f8"), (16, "u2"), (16, "i2"), (16, "f2"))
-        self.views: tuple[list[Array], ...] = (*(list(words[w].view(t)) for w, t in typed), list(predicates))
+        typed = [words[w].view(f"{kind}{w // 8}") for w in (32, 64, 16) for kind in "uif"]  # as in alu.VIEWS
+        self.views: tuple[list[Array], ...] = (*(list(rows) for rows in typed), list(predicates))
         self.u, self.p = self.views[0], self.views[-1]
         self.ids = np.arange(first, first + count)
         self.groups = [Group(0, np.ones(count, bool))]
@@ -175,8 +175,8 @@ class Lanes:
         bits = (value >> 8 * offset) & ((1 << 8 * size) - 1)
         return np.array(bits, f"u{size}").view(dtype)[()]
 
-    def parameter_address(self, name: str) -> Any:
-        return np.uint64(PARAMETERS + list(self.program.parameters).index(name))
+    def parameter_address(self, name: str) -> int:
+        return PARAMETERS + list(self.program.parameters).index(name)
 
     # -- global memory -----------------------------------------------------------------------------------------------
 
@@ -186,7 +186,9 @@ class Lanes:
         return self.window.load(at[mask], nb, count, self.ids[mask], order, site)
 
     def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, site: Site) -> None:
-        self.window.store(self._of(at, mask), self._words(values, nb, mask), self._of(self.ids, mask), order, site)
+        self.window.store(
+            self._of(at, mask), self._words(values, nb, mask), self._of(self.ids, mask), order, site
+        )
 
     @staticmethod
     def _of(value: Array, mask: Any) -> Array:
@@ -213,9 +215,13 @@ class Lanes:
 
     def _shared_at(self, at: Array, nb: int, count: int, site: Site) -> Array:
         if len(at) and (int(at.min()) < 0 or int(at.max()) + nb * count > len(self.shared)):
-            raise self.program.fault("out of bounds", f"shared memory ends at {len(self.shared)}", "access", site)
+            raise self.program.fault(
+                "out of bounds", f"shared memory ends at {len(self.shared)}", "access", site
+            )
         if nb > 1 and (at & (nb - 1)).any():
-            raise self.program.fault("misaligned", f"an access to shared memory of {nb} bytes", "access", site)
+            raise self.program.fault(
+                "misaligned", f"an access to shared memory of {nb} bytes", "access", site
+            )
         first: Array = at >> (nb.bit_length() - 1)
         return first[:, None] if count == 1 else first[:, None] + np.arange(count)
 
@@ -230,7 +236,9 @@ class Lanes:
     def write_shared(self, at: Array, values: Array, site: Site) -> None:
         self.program.write_shared(at, values, site)
 
-    def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
+    def atomic_shared(
+        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
+    ) -> Array:
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
         places = self._shared_at(self._of(at, mask), dtype.itemsize, 1, site)[:, 0]
@@ -374,7 +382,13 @@ class Program:
         lockstep: bool,
         late_copies: bool,
     ) -> None:
-        self.kernel, self.window, self.index, self.grid, self.parameters = kernel, window, index, grid, parameters
+        self.kernel, self.window, self.index, self.grid, self.parameters = (
+            kernel,
+            window,
+            index,
+            grid,
+            parameters,
+        )
         self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
         words = np.full(-(-kernel.shared // 8), 0x7F7F7F7F7F7F7F7F, np.uint64)
         self.shared = words.view(np.uint8)
@@ -406,12 +420,14 @@ class Program:
             while vector.ready:
                 if vector.step():
                     return
-        raise self.fault("deadlock", f"no end after {MOST_BLOCKS} blocks without an atomic", "loops", self.site)
+        raise self.fault(
+            "deadlock", f"no end after {MOST_BLOCKS} blocks without an atomic", "loops", self.site
+        )
 
     def _finish(self) -> None:
         for vector in self.vectors:
             vector.copies.wait(vector, 0, True, everything=True)
-            vector.bulk.end()
+            vector.bulk.end(self)
 
     def _meet(self) -> None:
         """All threads wait at barriers: those of a barrier that is complete go on."""
@@ -468,5 +484,7 @@ class Program:
 
     def fault(self, rule: str, said: str, what: str, site: Site) -> SimulationFault:
         rank, launch, program = self.window.where
-        access = Access(rank, launch, program, site, what, "shared memory", (0,), (0,), self.window.line.sequence)
+        access = Access(
+            rank, launch, program, site, what, "shared memory", (0,), (0,), self.window.line.sequence
+        )
         return SimulationFault(Fault(rule, f"rank {rank}, {launch}, program {program}: {said}", (access,)))

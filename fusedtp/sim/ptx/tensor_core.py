@@ -46,7 +46,7 @@ def elements(words: Array, kind: str) -> Array:
     raise ValueError(kind)
 
 
-# -- mma.sync ------------------------------------------------------------------------------------------------------------
+# -- mma.sync ----------------------------------------------------------------------------------------------------------
 
 
 @handles("mma")
@@ -57,13 +57,17 @@ def _mma(e: Emitter, i: Instruction) -> list[str] | None:
 def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
     """mma of one kind, none of which reads what another of them writes: one matmul of numpy."""
     first = run[0]
-    if first.parts[1:3] != ("sync", "aligned") or not first.has("row") or first.has("sp", "block_scale", "satfinite"):
+    if (
+        first.parts[1:3] != ("sync", "aligned")
+        or not first.has("row")
+        or first.has("sp", "block_scale", "satfinite")
+    ):
         return None
     shape = re.fullmatch(r"m16n8k(\d+)", first.parts[3])
     to, a, b, c = first.parts[-4:]
     if shape is None or to != c or to not in ("f32", "s32"):
         return None
-    if to == "f32" and (a not in ("tf32", "bf16", "f16", "e4m3", "e5m2") or b not in ("tf32", "bf16", "f16", "e4m3", "e5m2")):
+    if to == "f32" and not {a, b} <= {"tf32", "bf16", "f16", "e4m3", "e5m2"}:
         return None
     numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
     return [f"S.mma({e.const(numbers)}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
@@ -73,7 +77,9 @@ def _numbers(e: Emitter, x: Operand) -> tuple[int, ...]:
     return tuple(each.index for each in e.items(x) if isinstance(each, Reg))
 
 
-def multiply(registers: list[Array], numbers: list[tuple[tuple[int, ...], ...]], a: str, b: str, to: str) -> list[Array]:
+def multiply(
+    registers: list[Array], numbers: list[tuple[tuple[int, ...], ...]], a: str, b: str, to: str
+) -> list[Array]:
     """D of each product, uint32 [4, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C."""
     lanes = len(registers[0])
     warps = lanes // 32
@@ -101,7 +107,7 @@ def _right(words: Array, kind: str, warps: int) -> Array:
     return values.transpose(1, 0, 3, 4, 2).reshape(warps, -1, 8)
 
 
-# -- ldmatrix, stmatrix -------------------------------------------------------------------------------------------------
+# -- ldmatrix, stmatrix ------------------------------------------------------------------------------------------------
 
 
 @handles("ldmatrix", "stmatrix")
@@ -114,7 +120,9 @@ def _matrix(e: Emitter, i: Instruction) -> list[str] | None:
     if len(rows) != count:
         return None
     name = "load_matrix" if i.root == "ldmatrix" else "store_matrix"
-    return [f"S.{name}({e.address(at, True)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"]
+    return [
+        f"S.{name}({e.address(at, True)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"
+    ]
 
 
 def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
@@ -130,7 +138,7 @@ def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
     return [at[first + 8 * matrix + 2 * t + each] + 2 * g for each in (0, 1)]
 
 
-# -- wgmma ---------------------------------------------------------------------------------------------------------------
+# -- wgmma -------------------------------------------------------------------------------------------------------------
 
 
 @handles("wgmma")
@@ -138,7 +146,7 @@ def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
     if i.parts[1] == "fence":
         return []
     if i.parts[1] == "commit_group":
-        return [f"S.products.commit()"]
+        return ["S.products.commit()"]
     if i.parts[1] == "wait_group":
         (left,) = i.args
         assert isinstance(left, Imm)
@@ -218,13 +226,18 @@ class Products:
         k = 8 if product.a == "tf32" else 16 if product.a in ("f16", "bf16") else 32
         warps = len(product.right)
         keys = [
-            (int(product.right[w]), -1 if product.left is None else int(product.left[w]), bool(product.scale[w]))
+            (
+                int(product.right[w]),
+                -1 if product.left is None else int(product.left[w]),
+                bool(product.scale[w]),
+            )
             for w in range(warps)
         ]
         for key in dict.fromkeys(keys):
             own = [w for w in range(warps) if keys[w] == key]
             right, left, scale = key
-            b = shared_elements(lanes.shared, operand_places(right, n, k, 32 // k, bool(product.transposed[1])), product.b)
+            places = operand_places(right, n, k, 32 // k, bool(product.transposed[1]))
+            b = shared_elements(lanes.shared, places, product.b)
             if product.held is not None:
                 words = np.stack([lanes.u[x] for x in product.held])
                 a = _left(words, product.a, warps)[own]
@@ -233,7 +246,11 @@ class Products:
                 a = shared_elements(lanes.shared, places, product.a).reshape(4, 16, k)
                 a = a[[(lanes.first // 32 + w) % 4 for w in own]]
             made = a @ b.T * np.float32(product.signs[0] * product.signs[1])
-            made = made.reshape(len(own), 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, len(own), 32)
+            made = (
+                made.reshape(len(own), 2, 8, n // 8, 4, 2)
+                .transpose(3, 1, 5, 0, 2, 4)
+                .reshape(n // 2, len(own), 32)
+            )
             sums = total.reshape(n // 2, warps, 32)
             sums[:, own] = made + (sums[:, own] if scale else 0)
 
@@ -251,7 +268,12 @@ def shared_elements(shared: Array, places: Array, kind: str) -> Array:
     return from_fp8(words, kind + "x2")
 
 
-SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row of the pattern, and the mask of its bits
+SWIZZLES = {
+    0: (16, 0),
+    1: (128, 7),
+    2: (64, 3),
+    3: (32, 1),
+}  # bytes of a row of the pattern, and the mask of its bits
 
 
 def swizzled(places: Array, mask: int) -> Array:
