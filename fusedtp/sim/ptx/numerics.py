@@ -65,19 +65,19 @@ def funnel(left: bool, wrap: bool, low: Array, high: Array, by: Array) -> Array:
 
 
 def bit_field(a: Array, position: Array, length: Array) -> Array:
+    """bfe: bits past the end of the word, or of the field, repeat its sign; that of an unsigned field is 0."""
     a = np.asarray(a)
-    bits = 8 * a.itemsize
-    unsigned = np.dtype(f"u{a.itemsize}")
-    position, length = np.asarray(position) & 0xFF, np.asarray(length) & 0xFF
-    raw = shift(False, a.view(unsigned), position.astype(np.uint32))
-    ones = shift(True, unsigned.type(1), length.astype(np.uint32)) - unsigned.type(1)
-    field = np.where(length >= bits, raw, raw & ones).astype(unsigned)
-    if a.dtype.kind == "u":
-        return field
-    top = np.minimum(position.astype(int) + length - 1, bits - 1)
-    sign = (a.view(unsigned) >> top.astype(unsigned)) & unsigned.type(1)
-    sign = np.where(length == 0, unsigned.type(0), sign)
-    return np.where((sign != 0) & (length < bits), field | ~ones, field).astype(unsigned).view(a.dtype)
+    bits, unsigned = 8 * a.itemsize, np.dtype(f"u{a.itemsize}")
+    position, length = np.asarray(position).astype(np.int64) & 0xFF, np.asarray(length).astype(np.int64) & 0xFF
+    word = a.view(unsigned)
+    held = np.clip(np.minimum(length, bits - position), 0, bits)
+    ones = shift(True, unsigned.type(1), held) - unsigned.type(1)
+    made = shift(False, word, position) & ones
+    if a.dtype.kind == "i":
+        top = np.minimum(position + length - 1, bits - 1).clip(0).astype(unsigned)
+        negative = (length > 0) & ((word >> top & unsigned.type(1)) != 0)
+        made = np.where(negative, made | ~ones, made)
+    return made.astype(unsigned).view(a.dtype)
 
 
 def insert_field(a: Array, b: Array, position: Array, length: Array) -> Array:
