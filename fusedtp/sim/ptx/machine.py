@@ -49,7 +49,13 @@ class Stream:
         self.width = max((_programs(each) for each in work), default=1)
         self.todo: deque[tuple[Work, int]] = deque()
         self.alive = 0
-        self.ended: list[Window] = []  # of its current work: their stores become visible when all have ended
+        self.ended: list[Window] = []  # of work that has ended: its stores are visible to what comes next here
+
+    def end(self) -> None:
+        """What its work stored is visible: the next work begins."""
+        for window in self.ended:
+            window.end()
+        self.ended.clear()
 
 
 def _programs(work: Work) -> int:
@@ -143,14 +149,13 @@ class Machine:
                 assert self.last is not None
                 said = f"no end after {MOST_TURNS} turns; the last was at {self.last.does.site}"
                 raise SimulationFault(Fault("deadlock", said))
-        self.line.land()
+        self.land()
         return self.switches
 
     def land(self) -> None:
         """All stores arrive, also after a fault: what a kernel wrote down of its failure may be on its way."""
         for stream in self.streams:
-            for window in stream.ended:
-                window.end()
+            stream.end()
         for actor in self.live:
             actor.window.end()
         self.line.land()
@@ -168,7 +173,7 @@ class Machine:
         self.last = chosen
         chosen.does.turn()
         if self.late and self.rng.random() < DRIFT:
-            self.rng.choice(self.live).window.drift(self.rng)
+            self.rng.choice(self._windows()).drift(self.rng)
         if chosen.does.ended:
             self._ended(chosen)
         elif chosen.window.vain >= chosen.patience:
@@ -176,7 +181,7 @@ class Machine:
 
     def _roused(self) -> bool:
         """All sleep: land what is on its way, then let all poll on; whether there was anything to do."""
-        pending = [a.window for a in self.live if any(a.window.pending.values())]
+        pending = [window for window in self._windows() if any(window.pending.values())]
         if pending:
             before = self.line.changes
             while any(any(w.pending.values()) for w in pending) and self.line.changes == before:
@@ -189,6 +194,10 @@ class Machine:
             actor.asleep_since, actor.patience = -1, LAST_PATIENCE
         return True
 
+    def _windows(self) -> list[Window]:
+        ended = [window for stream in self.streams for window in stream.ended]
+        return ended + [actor.window for actor in self.live]
+
     # -- beginning and end of work -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -197,6 +206,7 @@ class Machine:
                 if not stream.todo:
                     if stream.alive or not stream.work:
                         break
+                    stream.end()
                     work = stream.work.popleft()
                     stream.todo.extend((work, number) for number in range(_programs(work)))
                     if not stream.todo:
@@ -243,13 +253,10 @@ class Machine:
         self.live.remove(actor)
         stream = actor.stream
         stream.alive -= 1
-        stream.ended.append(actor.window)
+        if any(actor.window.pending.values()):
+            stream.ended.append(actor.window)
         if isinstance(actor.does, Program):
             self.executed += actor.does.executed
-        if not stream.alive and not stream.todo:
-            for window in stream.ended:
-                window.end()
-            stream.ended.clear()
         if self.resident == "varying":
             self.limits[actor.rank] = self._drawn_limit()
 

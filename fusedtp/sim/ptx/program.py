@@ -24,7 +24,7 @@ from .tensor_core import Products, matrix_places, multiply
 
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
-MOST_BLOCKS = 2_000_000  # that a program runs in one turn
+MOST_INSTRUCTIONS = 20_000_000  # that a program runs in one turn
 
 
 @dataclass(eq=False)
@@ -408,7 +408,8 @@ class Program:
 
     def turn(self) -> None:
         """Run until the next instruction may see what others do, or to the end."""
-        for _ in range(MOST_BLOCKS):
+        most = self.executed + MOST_INSTRUCTIONS
+        while self.executed < most:
             ready = [vector for vector in self.vectors if vector.ready]
             if not ready:
                 if self.ended:
@@ -417,12 +418,11 @@ class Program:
                 self._meet()
                 continue
             vector = ready[0] if len(ready) == 1 else self.rng.choice(ready)
-            while vector.ready:
+            while vector.ready and self.executed < most:
                 if vector.step():
                     return
-        raise self.fault(
-            "deadlock", f"no end after {MOST_BLOCKS} blocks without an atomic", "loops", self.site
-        )
+        said = f"no end after {MOST_INSTRUCTIONS} instructions without an atomic"
+        raise self.fault("deadlock", said, "loops", self.site)
 
     def _finish(self) -> None:
         for vector in self.vectors:

@@ -148,7 +148,7 @@ def test_cp_async_lands_at_its_wait() -> None:
         ("ld.global.v2.b32 {%r1, %r2}, [%rd0+252];", "misaligned"),
         ("ld.global.b32 %r1, [%rd0+2];", "misaligned"),
         ("atom.global.add.u32 %r1, [%rd0+1000], 1;", "out of bounds"),
-        ("ld.shared.b32 %r1, [%r0+64];", "misaligned"),
+        ("ld.shared.b32 %r1, [%r0+1];", "misaligned"),
         ("mov.b32 %r1, 64; st.shared.b32 [%r1], 0;", "out of bounds"),
         ("trap;", "raised"),
     ],
@@ -176,7 +176,7 @@ def test_memory_that_no_one_wrote() -> None:
     ],
 )
 def test_nothing_hangs(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_BLOCKS", 2000)
+    monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 2000)
     with pytest.raises(SimulationFault) as caught:
         run_text(f".loc 1 9 1\n{loop}", torch.zeros(1, dtype=torch.int32), weak=True)
     fault = caught.value.fault
