@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class Block:
         return self.instructions[0].site
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kernel:
     """A translated kernel. shared: bytes; maps: of its TMA descriptors, see `launch.compiled`."""
 
@@ -51,7 +51,7 @@ class Kernel:
     blocks: tuple[Block, ...]
     maps: tuple[dict[str, Any], ...] = ()
 
-    @property
+    @cached_property
     def specialized(self) -> bool:
         """Whether its warps do different things, and meet at barriers of some of them."""
         return any(

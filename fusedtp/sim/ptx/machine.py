@@ -20,6 +20,8 @@ import numpy as np
 from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
 from ..faults import Fault, Moment, SimulationFault, Site, Wait
 from ..strategies import Strategy
+from .copies import TensorMap
+from .kernel import Kernel
 from .launch import Compiler
 from .memory import NONE, Effects, Line, Window
 from .program import Program
@@ -126,6 +128,7 @@ class Machine:
             for name in dict.fromkeys(each.stream for each in work):
                 self.streams.append(Stream(rank, [each for each in work if each.stream == name], slots))
                 slots += self.streams[-1].width
+        self.compiled: dict[int, tuple[Kernel, dict[str, int | TensorMap]]] = {}  # by launch
         self.live: list[Actor] = []
         self.last: Actor | None = None
         self.started = self.switches = self.executed = 0
@@ -228,7 +231,9 @@ class Machine:
     def _begin(self, stream: Stream, work: Work, number: int) -> None:
         does: Program | HostWork
         if isinstance(work, Launch):
-            kernel, parameters = self.compiler.compiled(work)
+            if id(work) not in self.compiled:
+                self.compiled[id(work)] = self.compiler.compiled(work)
+            kernel, parameters = self.compiled[id(work)]
             window = Window(self.line, self.started, (stream.rank, work.name, number), kernel.listing.threads)
             x, y, _ = work.shape
             index = (number % x, number // x % y, number // (x * y))

@@ -33,6 +33,7 @@ class Group:
 
     at: int
     mask: Array
+    size: int  # lanes in it
     barrier: int | None = None
     expected: int = 0
 
@@ -49,7 +50,7 @@ class Lanes:
         self.views: tuple[list[Array], ...] = (*(list(rows) for rows in typed), list(predicates))
         self.u, self.p = self.views[0], self.views[-1]
         self.ids = np.arange(first, first + count)
-        self.groups = [Group(0, np.ones(count, bool))]
+        self.groups = [Group(0, np.ones(count, bool), count)]
         late = program.late_copies
         self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
         self.shared = program.shared
@@ -62,14 +63,16 @@ class Lanes:
 
     def step(self) -> bool:
         """Run one block of one group. Whether the program shall pause before what comes next."""
-        group = min((g for g in self.groups if g.barrier is None), key=lambda g: g.at)
-        for other in [g for g in self.groups if g is not group and g.barrier is None and g.at == group.at]:
-            group.mask |= other.mask
-            self.groups.remove(other)
+        group = self.groups[0]
+        if len(self.groups) > 1:
+            group = min((g for g in self.groups if g.barrier is None), key=lambda g: g.at)
+            for other in [g for g in self.groups if g is not group and g.barrier is None and g.at == group.at]:
+                group.mask, group.size = group.mask | other.mask, group.size + other.size
+                self.groups.remove(other)
         blocks = self.program.kernel.blocks
         block = blocks[group.at]
         self.program.site = block.site
-        block.run(self, True if group.mask.all() else group.mask)
+        block.run(self, True if group.size == self.count else group.mask)
         self.program.executed += len(block.instructions)
         if block.end is None:
             group.at += 1
@@ -82,22 +85,22 @@ class Lanes:
         return any(g.barrier is None and blocks[g.at].pauses for g in self.groups)
 
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
-        taken = group.mask
+        taken, count, leaves = group.mask, group.size, end.root != "bra"
         if end.guard is not None:
             predicate = self.p[end.guard.index]
             taken = group.mask & (~predicate if end.negated else predicate)
-        stay = group.mask & ~taken
-        leaves = end.root != "bra"
-        if not stay.any():
+            count = int(np.count_nonzero(taken))
+        if count == group.size:
             if leaves:
                 self.groups.remove(group)
             else:
                 group.at = target
             return
         group.at += 1
-        group.mask = stay
-        if taken.any() and not leaves:
-            self.groups.append(Group(target, taken))
+        if count:
+            group.mask, group.size = group.mask & ~taken, group.size - count
+            if not leaves:
+                self.groups.append(Group(target, taken, count))
 
     def _arrive(self, group: Group, end: Instruction) -> None:
         """bar.sync or bar.arrive, of a barrier by number, of all threads or of some."""
