@@ -157,7 +157,7 @@ def trainer_of(
     return Trainer(
         model,
         batches,
-        adamw(model, options, fused=True),
+        adamw(model, options, **{options.adamw: True}),
         world,
         pipeline=pipeline,
         rate=partial(learning_rate, options),

@@ -157,6 +157,20 @@ def test_only_matrices_decay_and_all_groups_follow_the_schedule():
     assert {group["lr"] for group in optimizer.param_groups} == {rate}
 
 
+def test_fused_and_foreach_take_the_same_step():
+    steps = []
+    for options in (OptimOptions(adamw="fused"), OptimOptions(adamw="foreach")):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(30, 20)
+        optimizer = adamw(model, options, **{options.adamw: True})
+        assert all(group[options.adamw] for group in optimizer.param_groups)
+        model(torch.randn(5, 30)).square().sum().backward()
+        optimizer.step()
+        steps.append([p.detach() for p in model.parameters()])
+    for fused, foreach in zip(*steps, strict=True):
+        torch.testing.assert_close(fused, foreach, rtol=1e-6, atol=1e-7)
+
+
 @given(st.integers(1, 4096), st.integers(1, 4096))
 def test_the_learning_rate_follows_the_batch_as_asked(batch, base):
     options = OptimOptions(lr=0.5, base_batch=base)

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -154,7 +155,9 @@ def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, ca
     monkeypatch.undo()
     folder = tmp_path / "two"
     assert steps_in(folder / CHECKPOINTS) == [4] and not (folder / "summary.json").exists()
-    assert "asked to end by SIGTERM: saved after step 4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "asked to end by SIGTERM: saved after step 4" in out
+    assert "training waited " in out and "; with a failure every 24 h, saving every " in out
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "two", "--resume"]) == 0
     assert "resumed at step 4, lost 0 steps" in capsys.readouterr().out
     assert losses(folder) == losses(tmp_path / "one") and (folder / "summary.json").exists()
@@ -256,20 +259,26 @@ def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("choice", ["continue", "stop"])
-def test_a_save_that_fails_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
-    write, calls = loop.Checkpoints._write, []
+def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
+    """No file may grow beyond 20 kB while the checkpoint of step 2 is written; there is room again for the next."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def failing(self, *args):
-        calls.append(args)
-        if len(calls) == 1:
-            raise loop.CheckpointError("step 2 was not saved: no room")
-        return write(self, *args)
+    def limited(options, step):
+        room = 20_000 if step == 1 else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        return learning_rate(options, step)
 
-    monkeypatch.setattr(loop.Checkpoints, "_write", failing)
-    code = cli.main(arguments(book, tmp_path, "--save-every", "2", "--on-save-error", choice))
+    monkeypatch.setattr("fusedtp.train.run.learning_rate", limited)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        more = ("--save-every", "2", "--no-async-save", "--on-save-error", choice)
+        code = cli.main(arguments(book, tmp_path, *more))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
     output = capsys.readouterr()
     assert code == (0 if choice == "continue" else 1)
-    assert "step 2 was not saved: no room" in (output.out if choice == "continue" else output.err)
+    assert "step 2 was not saved: " in (output.out if choice == "continue" else output.err), output
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == ([4, 6] if choice == "continue" else [])
 
 
@@ -316,6 +325,65 @@ def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
     assert losses(folder) == losses(tmp_path / "whole")
     asked = command("-m", "fusedtp", "generate", "--run", str(folder), "one", "--tokens", "5")
     assert asked.returncode == 0 and asked.stdout.startswith("one"), asked.stderr
+
+
+KILLED_IN = """
+import os, signal, sys
+import torch.distributed as dist
+from fusedtp import cli
+from fusedtp.train import run, stages
+
+phase, steps = sys.argv[1], []
+rate_of, forward, send = run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def its_time(now):
+    return now == phase and steps[-1:] == [5] and os.environ["RANK"] == "1"
+
+def noted(options, step):
+    steps.append(step)
+    return rate_of(options, step)
+
+def forwarded(stage, *args, **kwargs):
+    if its_time("forward"):
+        die()
+    out = forward(stage, *args, **kwargs)
+    if its_time("backward"):
+        out.register_hook(die)
+    return out
+
+def sent(messages):
+    works = send(messages)
+    if its_time("send") and any(message.op is dist.isend for message in messages):
+        die()
+    return works
+
+run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv = noted, forwarded, sent
+sys.exit(cli.main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward", "send"])
+def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_path, capsys, phase):
+    """The second stage dies in step 5, in each kind of its work; one process goes on from step 4."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_IN)
+    pipeline = ["--layers", "2", "--pp", "2", "--tp", "1", "--accumulate", "2"]
+    where = ["--data", str(book), "--runs", str(tmp_path), "--length", "16", "--save-every", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    died = command(*torchrun, str(script), phase, *TINY, *pipeline, *where)
+    assert died.returncode != 0
+    assert "exitcode: -9" in died.stderr or "closed by peer" in died.stderr, (
+        died.stderr
+    )  # whoever ended first
+    assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2, 4]
+    again = ["train", "--runs", str(tmp_path), "--resume", "--pp", "1", "--tp", "1", "--accumulate", "1"]
+    assert cli.main(again) == 0
+    assert "resumed at step 4, lost 1 steps" in capsys.readouterr().out
+    assert [step for step, loss, _ in losses(tmp_path / "main") if loss is not None] == list(range(6))
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
