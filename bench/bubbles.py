@@ -8,7 +8,9 @@ the one before, and when what it needs is there,
     W             I of the stage
 
 for the same microbatch. B is a whole backward pass, I its inputs' part, W its weights' part. torch leaves I of stage 0
-empty and does both in W. The order is that in which the schedule was seen to run, so it is torch's own.
+empty and does both in W. The order is torch's own: its list, or for GPipe and 1F1B that in which a recorded step ran.
+DualPipeV has pairs of F and B that are meant to overlap; torch runs one behind the other, and sends what F made when
+both are done.
 
 Formulas are of the literature, for p ranks with v stages each and m microbatches, in which a rank's forward, input and
 weight passes of a microbatch take f, i and w. Idle is what they give as the time that a rank waits in a step; its share
@@ -18,21 +20,27 @@ is idle / (m (f + i + w) + idle).
     interleaved 1F1B          (p - 1) (f + i + w) / v    Narayanan et al. 2021, section 2.2.2
     looped breadth-first      (p - 1) (f + i + w) / v    Lamy-Poirier 2023, section 3
     interleaved zero bubble   (p - 1) (f + i - w) / v    ZB-H1 of Qi et al. 2024 (Zero Bubble), table 1, by v stages
-    ZBV                       0 if f = i = w             Qi et al. 2024 (Controllable Memory), V-ZB
+    ZBV                       (p - 1) f / 2 if f = i = w: none but the last rank's later start, which only a step
+                              without a common end hides    Qi et al. 2024 (Controllable Memory), V-ZB
     DualPipeV                 (p - 1) (f + 2 (i + w) - 3 w) / 2    DeepSeek's DualPipe, README, without overlap
 
-Some of torch's schedules differ from what was published under their names. Then `ideal`, not the formula, is what
-their order allows.
+torch's orders give these figures (tests/bench/test_bubbles.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from fusedtp.train.timeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 
+KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 Pass = tuple[str, int, int]  # kind, stage, microbatch
+Together = tuple[Pass, ...]  # what they make is sent when the last of them is done
+Orders = Mapping[int, Sequence[Together]]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -58,17 +66,38 @@ class Costs:
         return whole[kind] / stages
 
 
-def orders_of(actions: Sequence[Action]) -> dict[int, list[Pass]]:
-    """Rank -> its passes in their order, of a recorded step."""
-    found: dict[int, list[Pass]] = {}
+def recorded_order(actions: Sequence[Action]) -> Orders:
+    """That of a recorded step."""
+    found: dict[int, list[Together]] = {}
     for action in sorted(actions, key=lambda action: (action.rank, action.begin)):
-        found.setdefault(action.rank, []).append((action.kind, action.stage, action.microbatch))
+        found.setdefault(action.rank, []).append(((action.kind, action.stage, action.microbatch),))
     return found
 
 
-def play(orders: Mapping[int, Sequence[Pass]], costs: Costs, stages: int) -> float:
+def order_of(schedule: Any) -> Orders | None:
+    """That of a schedule of torch with several stages a rank, which has one for all ranks; None for others."""
+    if not isinstance(
+        schedule, PipelineScheduleMulti
+    ):  # torch 2.13's list of 1F1B lacks a forward of the last rank
+        return None
+    every = schedule.pipeline_order
+    found: dict[int, list[Together]] = {}
+    for rank, actions in every.items():
+        parts = [action.sub_actions or (action,) for action in actions if action is not None]
+        together = [
+            tuple(_pass(each) for each in some if str(each.computation_type.value) in KINDS) for some in parts
+        ]
+        found[rank] = [some for some in together if some]
+    return found
+
+
+def _pass(action: Any) -> Pass:
+    return str(action.computation_type.value), int(action.stage_index), int(action.microbatch_index)
+
+
+def play(orders: Orders, costs: Costs, stages: int) -> float:
     """Seconds of a step without communication. stages: of a rank. Raises ValueError for an order that gets stuck."""
-    last = max(stage for order in orders.values() for _, stage, _ in order)
+    last = max(stage for _, stage, _ in _passes(orders))
     ends: dict[Pass, float] = {}  # B stands for I too
     at, free = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0.0)
     moved = True
@@ -76,18 +105,28 @@ def play(orders: Mapping[int, Sequence[Pass]], costs: Costs, stages: int) -> flo
         moved = False
         for rank, order in orders.items():
             while at[rank] < len(order):
-                kind, stage, microbatch = order[at[rank]]
-                needs = _needs(kind, stage, microbatch, last)
-                if not all(need in ends for need in needs):
-                    break
-                begin = max([free[rank], *(ends[need] for need in needs)])
-                free[rank] = begin + costs.of(kind, stage, stages)
-                ends[(BACKWARD if kind == INPUT else kind, stage, microbatch)] = free[rank]
-                at[rank] += 1
-                moved = True
+                made: dict[Pass, float] = {}
+                now = free[rank]
+                for kind, stage, microbatch in order[at[rank]]:
+                    needs, there = _needs(kind, stage, microbatch, last), made | ends
+                    if not all(need in there for need in needs):
+                        break
+                    begin = max([now, *(there[need] for need in needs)])
+                    now = begin + costs.of(kind, stage, stages)
+                    made[(BACKWARD if kind == INPUT else kind, stage, microbatch)] = now
+                else:
+                    ends |= dict.fromkeys(made, now)
+                    free[rank], moved = now, True
+                    at[rank] += 1
+                    continue
+                break
     if stuck := {rank: orders[rank][done] for rank, done in at.items() if done < len(orders[rank])}:
         raise ValueError(f"an order in which ranks wait for each other: {stuck}")
     return max(free.values())
+
+
+def _passes(orders: Orders) -> list[Pass]:
+    return [each for order in orders.values() for together in order for each in together]
 
 
 def _needs(kind: str, stage: int, microbatch: int, last: int) -> list[Pass]:
@@ -99,10 +138,10 @@ def _needs(kind: str, stage: int, microbatch: int, last: int) -> list[Pass]:
     return [(FORWARD, stage, microbatch), *after]
 
 
-def ideal(orders: Mapping[int, Sequence[Pass]], costs: Costs, stages: int) -> tuple[float, float]:
+def ideal(orders: Orders, costs: Costs, stages: int) -> tuple[float, float]:
     """(share of a step that ranks are idle, seconds of the step)."""
     seconds = play(orders, costs, stages)
-    work = sum(costs.of(kind, stage, stages) for order in orders.values() for kind, stage, _ in order)
+    work = sum(costs.of(kind, stage, stages) for kind, stage, _ in _passes(orders))
     return 1 - work / (seconds * len(orders)), seconds
 
 
@@ -115,7 +154,7 @@ def formula(schedule: str, ranks: int, stages: int, microbatches: int, costs: Co
         "looped_bfs": (f + i + w) / stages,
         "interleaved_1f1b": (f + i + w) / stages,
         "interleaved_zero_bubble": (f + i - w) / stages,
-        "zbv_zero_bubble": 0.0 if f == i == w else None,
+        "zbv_zero_bubble": f / stages if f == i == w else None,
         "dualpipev": (f + 2 * (i + w) - 3 * w) / 2,
     }[schedule]
     if idle is None:

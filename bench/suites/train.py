@@ -1,9 +1,8 @@
 """The suite of the trainer, on CPU ranks: bubbles of pipelines, the loop's overhead, saving beside training.
 
 bubble       every schedule on 2 and 4 ranks, 8 microbatches. Stages sleep instead of computing, since four of them may
-             share two cores: 30 ms for a rank's forward, inputs' and weights' gradients each (1 : 1 : 1), whatever
-             number of stages they are divided among. All else is torch's schedule and our Pipeline, which records
-             its passes. Beside it the theory: bench/bubbles.py
+             share two cores: 40 ms for a stage's forward, inputs' and weights' gradients each (1 : 1 : 1). All else is
+             torch's schedule and our Pipeline, which records its passes. Beside it the theory: bench/bubbles.py
 overhead     2 ranks, the model of `make train`. A step of our trainer as `fusedtp train` has it (learning rate, check,
              metrics to a file, TensorBoard and a screen, saver asked) against a loop by hand around the same model,
              optimizer and data: forward, backward, clipping, optimizer, loss to the host
@@ -61,7 +60,8 @@ from ..sample import Spread, interleave
 
 SUITE = "train"
 WORLDS = (2, 4, 1)
-MICROBATCHES, PASS_SECONDS, SMOKE_PASS_SECONDS = 8, 0.030, 0.003
+MICROBATCHES, PASS_SECONDS, SMOKE_PASS_SECONDS = 8, 0.040, 0.002
+SMOKE_SCHEDULES = ("1f1b", "dualpipev")
 STEPS_A_SAVE = 10
 STEADY = 0.05  # of the median: the distance of the quartiles at which a case has seen enough
 
@@ -69,6 +69,8 @@ STEADY = 0.05  # of the median: the distance of the quartiles at which a case ha
 def cases(plan: Plan, ranks: int) -> list[Case]:
     """Those of a world of so many ranks. On a GPU none: stages that sleep show nothing there."""
     if plan.device != "cpu" or plan.world != "processes":
+        return []
+    if plan.smoke and ranks > 2:
         return []
     if ranks == 1:
         return [Case("checkpoint", "float32", 0, names=named(part="checkpoint"))]
@@ -80,7 +82,7 @@ def cases(plan: Plan, ranks: int) -> list[Case]:
             tp=ranks,
             names=named(part="bubble", schedule=schedule, pp=ranks, m=MICROBATCHES),
         )
-        for schedule in SCHEDULES
+        for schedule in (SMOKE_SCHEDULES if plan.smoke else SCHEDULES)
     ]
     if ranks == 2:
         found.append(
@@ -163,10 +165,9 @@ class Sleeper(nn.Module):
 def measure_bubble(rank: Rank, case: Case) -> list[Row]:
     """Steps of a schedule, recorded, against its theory. Collective."""
     schedule, ranks = str(case.shape["schedule"]), rank.world_size
-    seconds = SMOKE_PASS_SECONDS if rank.plan.smoke else PASS_SECONDS
-    costs, count = Costs(seconds, seconds, seconds), stage_count(schedule, ranks)
-    of_rank = count // ranks
-    of_stage = Costs(*(seconds / of_rank for _ in range(3)))
+    count = stage_count(schedule, ranks)
+    of_rank, seconds = count // ranks, SMOKE_PASS_SECONDS if rank.plan.smoke else PASS_SECONDS
+    of_stage, costs = Costs(*[seconds] * 3), Costs(*[seconds * of_rank] * 3)
     here = stages_of(schedule, ranks, rank.rank)
     mesh = DeviceMesh.from_group(rank.group, "cpu", mesh_dim_names=("pp",))
     pipeline = Pipeline(Sleeper(of_stage), mesh, schedule, [range(i, i + 1) for i in range(count)], here)
@@ -183,7 +184,7 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
         enough = steady(shares) or (len(told) >= 3 and time.perf_counter() - begin > rank.seconds)
         if rank.worst(-float(enough))[0] == -1.0:
             break
-    orders = bubbles.orders_of(told[-1])
+    orders = bubbles.order_of(pipeline.torch_schedule(batches)) or bubbles.recorded_order(told[-1])
     share, ideal_seconds = bubbles.ideal(orders, costs, of_rank)
     by_formula = bubbles.formula(schedule, ranks, of_rank, MICROBATCHES, costs)
     bubble, times = Spread.of(shares), Spread.of([bubbles.measured(actions)[1] for actions in told])
@@ -216,6 +217,13 @@ def by_hand(model: Any, batches: Batches, optimizer: torch.optim.Optimizer) -> f
     return float(loss.item())
 
 
+def step_of(trainer: Trainer) -> None:
+    """A step of Trainer.train that is not its last, and not validated."""
+    assert trainer.saver is not None
+    trainer.train_step()
+    trainer.saver.after(trainer.step, trainer.state, last=False)
+
+
 @contextmanager
 def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Trainer]:
     """The trainer that `fusedtp train` makes, with the metrics and the saver that it gives it."""
@@ -223,14 +231,14 @@ def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Tr
     world = World.of(mesh, torch.device("cpu"))
     tokens = [folder]
     if rank.rank == 0:
-        tokens = [text.build((), folder / "tokens", quiet=True)]
+        (folder / "book.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(20_000)))
+        tokens = [text.build((folder / "book.txt",), folder / "tokens")]
         config.run.folder.mkdir(parents=True)
     dist.broadcast_object_list(tokens)
     batches = Batches(tokens[0], length=config.data.length, batch=config.data.batch)
     checkpoints = Checkpoints(folder / "checkpoints", group=world.checkpoint_group)
     saver = Saver(checkpoints, world, every=1 << 60)
     trainer = trainer_of(config, world, batches, build(config, world), None, saver)
-    trainer.validate = None
     console = Console(file=io.StringIO(), width=110)
     with Metrics(world, sinks_for(config, world, console)) as metrics:
         trainer.metrics = metrics
@@ -250,7 +258,7 @@ def measure_overhead(rank: Rank, case: Case) -> list[Row]:
         config = replace(config, optim=replace(config.optim, steps=steps, warmup=0, lr=1e-4))
         with trainer_as_run(rank, config, Path(folder)) as trainer:
             ways: dict[str, Callable[[], object]] = {
-                "trainer": lambda: trainer.train(trainer.step + 1),
+                "trainer": partial(step_of, trainer),
                 "by hand": partial(by_hand, trainer.model, trainer.batches, trainer.optimizer),
             }
             rank.warm(ways["by hand"])
@@ -305,7 +313,7 @@ def ten_steps(trainer: Trainer, saving: bool) -> tuple[list[float], list[bool], 
             checkpoints.save(trainer.step, trainer.state)
             blocked = time.perf_counter() - begin
         writing, begin = checkpoints.writing, time.perf_counter()
-        trainer.train(trainer.step + 1)
+        step_of(trainer)
         seconds.append(time.perf_counter() - begin)
         beside.append(writing and checkpoints.writing)
     return seconds, beside, blocked
@@ -328,7 +336,6 @@ def measure_checkpoint(rank: Rank, case: Case) -> list[Row]:
 def _checkpoint_row(rank: Rank, case: Case, trainer: Trainer) -> Row:
     assert trainer.saver is not None
     checkpoints = trainer.saver.checkpoints
-    trainer.train(2)
     ten_steps(trainer, saving=True)  # the first save makes buffers
     checkpoints.wait()
     plain: list[float] = []

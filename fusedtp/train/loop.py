@@ -96,36 +96,40 @@ class Trainer:
     def train(self, steps: int) -> bool:
         """Train until so many steps are done; whether they are, or a signal ended the run before."""
         while self.step < steps:
-            if self.rate is not None:
-                set_learning_rate(self.optimizer, self.rate(self.step))
-            loss = backward(
-                self.model,
-                self.batches,
-                self.step,
-                self.load,
-                self.seed,
-                self.pipeline,
-                self.kind,
-                self.scale.value,
-            )
-            self.scale.unscale_(self.model)
-            norm = self.clip()  # returns when all of the step's kernels have run, so that
-            self.world.check()  # one which failed is found before it reaches a parameter
-            numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
-            if self.scale.takes(norm):
-                self.optimizer.step()
-            else:
-                numbers["grad_norm"] = math.inf
-            self.optimizer.zero_grad()
-            numbers |= {"loss": self.world.mean(loss)} | self.load.step()
-            self.metrics.step(self.step, self.batches.tokens, **numbers)
-            self.step += 1
+            self.train_step()
             last = self.step == steps
             if self.validate is not None and (last or self.step % self.val_every == 0):
                 self.metrics.validation(self.step - 1, self.validate())
             if self.saver is not None and self.saver.after(self.step, self.state, last):
                 return last
         return True
+
+    def train_step(self) -> None:
+        """One step: gradients, clipping, update, record."""
+        if self.rate is not None:
+            set_learning_rate(self.optimizer, self.rate(self.step))
+        loss = backward(
+            self.model,
+            self.batches,
+            self.step,
+            self.load,
+            self.seed,
+            self.pipeline,
+            self.kind,
+            self.scale.value,
+        )
+        self.scale.unscale_(self.model)
+        norm = self.clip()  # returns when all of the step's kernels have run, so that
+        self.world.check()  # one which failed is found before it reaches a parameter
+        numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
+        if self.scale.takes(norm):
+            self.optimizer.step()
+        else:
+            numbers["grad_norm"] = math.inf
+        self.optimizer.zero_grad()
+        numbers |= {"loss": self.world.mean(loss)} | self.load.step()
+        self.metrics.step(self.step, self.batches.tokens, **numbers)
+        self.step += 1
 
     def clip(self) -> float:
         """Clip the gradients of the whole model; their norm before."""

@@ -336,7 +336,7 @@ class Pipeline:
         if self.has_last:
             arguments |= {"target": arguments["labels"], "losses": losses}
         ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
-        schedule = self._schedule_for(batches)
+        schedule = self.torch_schedule(batches)
         with self._recorded(step, schedule):
             schedule.step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:
@@ -421,7 +421,7 @@ class Pipeline:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _schedule_for(self, batches: Sequence[Microbatch]) -> Any:
+    def torch_schedule(self, batches: Sequence[Microbatch]) -> Any:
         """torch's schedule for microbatches of this shape, whose stages know what they send and receive."""
         shape, count = tuple(batches[0].input_ids.shape), len(batches)
         if any(tuple(batch.input_ids.shape) != shape for batch in batches):

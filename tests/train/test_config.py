@@ -153,8 +153,7 @@ def test_only_matrices_decay_and_all_groups_follow_the_schedule():
     optimizer = adamw(model, options := OptimOptions(weight_decay=0.3))
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {id(p): 0.3 if p.ndim > 1 else 0.0 for p in model.parameters()}
-    rate = set_learning_rate(optimizer, options, 3)
-    assert rate == learning_rate(options, 3)
+    set_learning_rate(optimizer, rate := learning_rate(options, 3))
     assert {group["lr"] for group in optimizer.param_groups} == {rate}
 
 

@@ -30,8 +30,8 @@ from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.loop import backward
 from fusedtp.train.stages import SCHEDULES, stage_count
 from fusedtp.train.tokenizer import tokenizer_of
-from fusedtp.train.world import World, meshes
-from tests.train.support import assert_gradients
+from fusedtp.train.world import World
+from tests.train.support import assert_gradients, meshes_of
 
 SIZES = (
     "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --length 8 --batch 8 --dropout 0.1 --documents separate"
@@ -131,7 +131,7 @@ def stepped(group: Any, options: str, words: Path, tokens: Path) -> Step:
     config = config_of(options, words)
     pp, copies, shards, tp = axes_of(config)
     dp, ep = copies * shards, config.parallel.ep or tp
-    mesh, flat = meshes("cpu", dp, tp, ep, pp, copies)
+    mesh, flat = meshes_of(dp, tp, ep, pp, copies)
     here = World(dp, tp, ep, group.rank(), torch.device("cpu"), mesh, flat, pp=pp, dp_replicate=copies)
     return step_of(config, here, tokens)
 

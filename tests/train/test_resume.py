@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from fusedtp import cli
 from fusedtp.train import launch, loop
@@ -26,9 +25,9 @@ from fusedtp.train.loop import Saver
 from fusedtp.train.optim import learning_rate
 from fusedtp.train.run import CHECKPOINTS, INCIDENTS, trainer_of
 from fusedtp.train.verify import rounding
-from fusedtp.train.world import World, meshes
 from tests.harness.warm import warm_python
-from tests.train.test_checkpoint import EXPERTS, MESHES, flip, ranks_of, whole
+from tests.train.support import ranks_of, world_on
+from tests.train.test_checkpoint import EXPERTS, flip, whole
 from tests.train.test_run import TINY, command, environment
 
 SIZES = (
@@ -44,19 +43,15 @@ def trained(
 
     Returned are the steps' numbers, the whole state, what all generators draw next, and the saved steps.
     """
-    dp, tp, ep, pp = MESHES[mesh]
-    several = pp * dp * tp > 1
-    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
-    groups = [dist.new_group(backend="gloo") if several else None for _ in range(2)]
-    here = World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
+    here = world_on(group, mesh)
     config = parse(f"{SIZES} {options}".split())
     batches = Batches(
-        tokens, length=16, batch=8, accumulate=config.data.accumulate, seed=0, dp=dp, dp_rank=here.dp_rank,
+        tokens, length=16, batch=8, accumulate=config.data.accumulate, seed=0, dp=here.dp, dp_rank=here.dp_rank,
         documents="separate",
     )  # fmt: skip
     seeds = 100 * resume + here.rank  # a resumed run must not depend on these
     torch.manual_seed(seeds), random.seed(seeds), np.random.seed(seeds)  # type: ignore[func-returns-value]
-    checkpoints = Checkpoints(folder, group=groups[1], keep_last=9)
+    checkpoints = Checkpoints(folder, group=here.checkpoint_group, keep_last=9)
     model, pipeline = build_stages(config, here)
     trainer = trainer_of(config, here, batches, model, pipeline)
     if resume:
@@ -149,14 +144,13 @@ def incidents(folder: Path) -> list[str]:
 
 def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, capsys):
     assert cli.main(arguments(book, tmp_path, "--name", "one")) == 0
-    rate_of = loop.set_learning_rate
 
-    def asked(optimizer, options, step):
+    def asked(options, step):
         if step == 3:
             signal.raise_signal(signal.SIGTERM)
-        return rate_of(optimizer, options, step)
+        return learning_rate(options, step)
 
-    monkeypatch.setattr(loop, "set_learning_rate", asked)
+    monkeypatch.setattr("fusedtp.train.run.learning_rate", asked)
     assert cli.main(arguments(book, tmp_path, "--name", "two")) == 0
     monkeypatch.undo()
     folder = tmp_path / "two"
@@ -301,16 +295,14 @@ KILLED = """
 import os, signal, sys
 from unittest.mock import patch
 from fusedtp import cli
-from fusedtp.train import loop
+from fusedtp.train.optim import learning_rate
 
-rate_of = loop.set_learning_rate
-
-def killed(optimizer, options, step):
+def killed(options, step):
     if step == 5 and os.environ.get("RANK") == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    return rate_of(optimizer, options, step)
+    return learning_rate(options, step)
 
-with patch.object(loop, "set_learning_rate", killed):
+with patch("fusedtp.train.run.learning_rate", killed):
     sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 

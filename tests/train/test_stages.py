@@ -34,7 +34,7 @@ from fusedtp.train.stages import (
     stages_of,
     two_passes,
 )
-from tests.train.support import assert_gradients
+from tests.train.support import assert_gradients, mesh_of
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden=6, shared=5, first_dense=1, balance_loss=0.1, z_loss=0.01)
 
@@ -111,7 +111,7 @@ def pipelined(
 def steps_of_pipeline(
     schedule: str, pp: int, tp: int, tied: bool, steps: list[tuple[int, int]], moe: MoEConfig | None
 ) -> list[tuple[float, dict[str, Tensor], float, float]]:
-    mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of(pp=pp, tp=tp)
     model = model_of(tied, moe)
     if tp > 1:
         parallelize(model, mesh["tp"])
@@ -207,7 +207,7 @@ def test_weight_gradients_that_come_later_repeat_no_communication(worlds, recomp
 
 
 def sharded(group: Any, schedule: str, tied: bool) -> list[tuple[float, dict[str, Tensor], float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of(pp=2, dp=2)
     model = model_of(tied)
     count = stage_count(schedule, 2)
     parts, here = cut([1.0] * 5, 0.5, count), stages_of(schedule, 2, mesh.get_local_rank("pp"))
