@@ -171,6 +171,14 @@ def test_a_damaged_checkpoint_is_left_out_and_said(book, tmp_path, capsys):
     before = losses(folder)
     flip(path_of(folder / CHECKPOINTS, 6) / "__0_0.distcp", 99999)
     capsys.readouterr()
+    assert cli.main(["checkpoints", "verify", str(folder)]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == ["step 2: good", "step 4: good"]
+    assert told[2].startswith("step 6: step-00000006/__0_0.distcp has another SHA-256")
+    assert cli.main(["checkpoints", "verify", str(folder), "--step", "4"]) == 0
+    assert cli.main(["checkpoints", "list", str(folder)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "kB" in line]
+    assert [row[1] for row in rows] == ["2", "4", "6"], rows
     assert cli.main(["train", "--runs", str(tmp_path), "--resume"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "resumed at step 4, lost 2 steps, because step-00000006/__0_0.distcp has another SHA-256" in said
