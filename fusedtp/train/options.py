@@ -159,6 +159,8 @@ class OptimOptions:
     """Decay of AdamW's running mean of gradients."""
     beta2: float = 0.95
     """Decay of AdamW's running mean of squared gradients."""
+    adamw: Literal["fused", "foreach"] = "fused"
+    """torch's implementation of the step: one kernel, or one operation after the other over lists of parameters."""
     clip: float = 1.0
     """Largest norm of the whole gradient; larger ones are scaled down to it."""
     clip_norm: Literal["2", "inf"] = "2"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fusedtp.train import elastic, experts, report
 from fusedtp.train.build import Model, build_stages, num_parameters
-from fusedtp.train.checkpoint import CheckpointError, Checkpoints
+from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import environment
@@ -28,7 +28,7 @@ from fusedtp.train.stages import Pipeline
 from fusedtp.train.timeline import Action
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
-from fusedtp.train.world import World
+from fusedtp.train.world import World, placement
 
 PROMPT_TOKENS = 160
 CHECKPOINTS, INCIDENTS, PIPELINE = "checkpoints", "incidents.jsonl", "pipeline.json"
@@ -52,6 +52,8 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         f"{len(batches.train.tokens):,} {unit}s of text",
         highlight=False,
     )
+    for line in placement(world, world.machines()):
+        console.print(line, highlight=False)
     if pipeline is not None:
         parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
         console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
@@ -155,7 +157,7 @@ def trainer_of(
     return Trainer(
         model,
         batches,
-        adamw(model, options, fused=True),
+        adamw(model, options, **{options.adamw: True}),
         world,
         pipeline=pipeline,
         rate=partial(learning_rate, options),
@@ -195,6 +197,7 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
             "config": config.to_dict(),
             "tokens": tokens.name,
             "mesh": mesh,
+            "versions": environment(),
         },
         tell=tell,
     )
@@ -204,11 +207,9 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     """Put the trainer where the run's checkpoint left it; the records of the steps up to there. Collective."""
     assert trainer.saver is not None
     checkpoints, folder = trainer.saver.checkpoints, config.run.folder
-    loaded = checkpoints.load(trainer.state, config.run.step, lambda about: misfits(config, tokens, about))
-    if loaded.step > config.optim.steps:
-        raise CheckpointError(
-            f"the checkpoint is of step {loaded.step}; --steps {config.optim.steps} is less"
-        )
+    loaded = checkpoints.load(
+        trainer.state, config.run.step, lambda about: misfits(config, about) + other_tokens(tokens, about)
+    )
     aside = checkpoints.set_aside(loaded.step)
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
@@ -226,8 +227,8 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     return [record for record in records if record["step"] < loaded.step]
 
 
-def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list[str]:
-    """Why a checkpoint cannot be gone on from with this configuration: another model, other data."""
+def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
+    """Why a checkpoint cannot be gone on from with this configuration: another model, fewer steps."""
     plain, found = config.to_dict(), []
     before = about.get("config")
     if not isinstance(before, dict):
@@ -243,9 +244,16 @@ def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list
             was = before.get(part, {}).get(name, value)
             if was != value:
                 found.append(f"--{name.replace('_', '-')} was {was}, now it is {value}")
-    if about.get("tokens") != tokens.name:
-        found.append("the files of --data, or its tokenizer, are others than they were")
+    if int(about["step"]) > config.optim.steps:
+        found.append(f"the checkpoint is of step {about['step']}; --steps {config.optim.steps} is less")
     return found
+
+
+def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
+    """Whether a checkpoint was trained on other token files than these."""
+    if about.get("tokens", tokens.name) == tokens.name:
+        return []
+    return ["the files of --data, or its tokenizer, are others than they were"]
 
 
 def note_incident(folder: Path, what: str) -> None:

@@ -50,7 +50,7 @@ LOOPED = {
 }
 V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 SCHEDULES = SINGLE | LOOPED | V_SHAPED
-TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)  # backward: first inputs' gradients, weights' later
+TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------
@@ -106,6 +106,11 @@ def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * i for i in range(virtual)]
+
+
+def two_passes(schedule: str, pp: int) -> bool:
+    """Whether backward comes in two passes: inputs' gradients first, weights' later."""
+    return pp > 1 and schedule in TWO_PASSES
 
 
 def stage_count(schedule: str, pp: int, virtual: int = 2) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -141,6 +142,13 @@ class World:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
         return [int(value) for value in found]
 
+    def machines(self) -> list[str]:
+        """The name of every rank's machine. Collective."""
+        names = [os.uname().nodename] * self.size
+        if self.host_group is not None:
+            dist.all_gather_object(names, names[0], group=self.host_group)
+        return names
+
     def wait_for_all(self) -> None:
         """Return when all ranks are here; names those that are missing after LONG_WAIT."""
         if self.host_group is not None:
@@ -171,6 +179,35 @@ class World:
         if self.shared_meshes and self.device.type != "cpu":
             return None
         return sum(communicator(mesh).wait_seconds for mesh in self.shared_meshes)
+
+
+def placement(world: World, machines: Sequence[str]) -> list[str]:
+    """Where ranks lie, a line for each stage on each machine, and a warning where tensor parallelism leaves one.
+
+    machines   name of every rank's machine
+    """
+    lines, stage = [], world.dp * world.tp
+    for (pp, name), group in groupby(range(world.size), lambda rank: (rank // stage, machines[rank])):
+        ranks = list(group)
+        dp = [rank // world.tp % world.dp for rank in (ranks[0], ranks[-1])]
+        tp = [0, world.tp - 1] if dp[0] != dp[1] else [rank % world.tp for rank in (ranks[0], ranks[-1])]
+        places = {"rank": [ranks[0], ranks[-1]], "pp": [pp, pp], "dp": dp, "tp": tp}
+        lines.append(f"{', '.join(_span(axis, *ends) for axis, ends in places.items())} on {name}")
+    apart = [
+        _span("", first, first + world.tp - 1).strip()
+        for first in range(0, world.size, world.tp)
+        if len(set(machines[first : first + world.tp])) > 1
+    ]
+    if apart:
+        lines.append(
+            f"tensor-parallel ranks {', '.join(apart)} lie on several machines: a smaller --tp, which divides the "
+            "ranks of a machine, would keep fused operations off the network"
+        )
+    return lines
+
+
+def _span(axis: str, first: int, last: int) -> str:
+    return f"{axis} {first}" if first == last else f"{axis} {first}-{last}"
 
 
 def device_type(asked: str) -> str:

@@ -27,8 +27,9 @@ from fusedtp.train.loader import FromLoader
 from fusedtp.train.run import trainer_of
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
-from fusedtp.train.world import World, meshes
+from fusedtp.train.world import World
 from tests.harness import pool
+from tests.train.support import meshes_of
 from tests.train.test_stages import model_of
 
 
@@ -98,7 +99,7 @@ def test_validation_drops_nothing_and_training_goes_on():
 
 def validate(group) -> tuple[float, float]:
     """The validation loss in a world of two data-parallel ranks, and that of this rank's batches alone."""
-    mesh, flat = meshes("cpu", 2, 1, 1)
+    mesh, flat = meshes_of(2)
     world = World(2, rank=group.rank(), mesh=mesh, flat=flat)
     model, batches = small_model(0.0), drawn_batches(group.rank())
     return validation_loss(model, batches, world), validation_loss(model, batches, World())

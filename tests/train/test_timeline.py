@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from fusedtp.nn import init_
 from fusedtp.train.config import parse
@@ -16,13 +15,14 @@ from fusedtp.train.run import PIPELINE, record_step
 from fusedtp.train.stages import SCHEDULES, TWO_PASSES, Pipeline, cut, prune_, stage_count, stages_of
 from fusedtp.train.timeline import PASSES, Action
 from fusedtp.train.world import World
+from tests.train.support import mesh_of
 from tests.train.test_stages import batches_of, model_of
 
 MICROBATCHES = 4
 
 
 def pipeline_of(group: Any, schedule: str) -> Pipeline:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    mesh = mesh_of(pp=2)
     model = model_of(False)
     parts, here = cut([1.0] * 5, 0.5, stage_count(schedule, 2)), stages_of(schedule, 2, group.rank())
     prune_(model, parts, here)

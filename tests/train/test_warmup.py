@@ -12,7 +12,8 @@ from fusedtp.train import launch, warmup
 from fusedtp.train.build import build_stages
 from fusedtp.train.config import parse
 from fusedtp.train.run import batches_of, trainer_of
-from fusedtp.train.world import World, meshes
+from fusedtp.train.world import World
+from tests.train.support import meshes_of
 from tests.train.test_checkpoint import EXPERTS
 from tests.train.test_resume import arguments
 
@@ -42,7 +43,7 @@ def on_mesh(group: Any, options: str, tokens: Path, dp: int, tp: int, ep: int, p
     config = parse(f"{SIZES} {options}".split())
     if reduced:
         config = warmup.of_one_group(config, tp)
-    mesh, flat = meshes("cpu", dp, tp, ep, pp)
+    mesh, flat = meshes_of(dp, tp, ep, pp)
     return shapes_of(config, tokens, World(dp, tp, ep, group.rank(), torch.device("cpu"), mesh, flat, pp=pp))
 
 

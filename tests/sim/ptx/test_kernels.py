@@ -1,0 +1,120 @@
+"""The library's kernels as Triton compiles them, and faults seeded into their PTX.
+
+CI runs a sample; `fusedtp check --compiled sm_80 sm_90` runs every kernel under as many schedules as one likes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fusedtp.checks.cases import compiled_cases, fused_case
+from fusedtp.checks.dense import Call
+from fusedtp.ops.launch.config import Machine as Gpu
+from fusedtp.sim import Case
+from tests.sim.ptx.running import compiler_of, once
+
+Edit = Callable[[str], str]
+
+
+def case_of(name: str, world_size: int, target: str) -> Case:
+    return next(case for case in compiled_cases(world_size, target) if case.name == name)
+
+
+@pytest.mark.parametrize(
+    "name, world_size, target",
+    [
+        ("all_gather_matmul", 2, "sm_80"),
+        ("two_shot_all_reduce", 4, "sm_80"),
+        ("moe_combine", 2, "sm_80"),
+        ("matmul_reduce_scatter", 2, "sm_90"),
+        ("all_gather_wgrad", 1, "sm_90"),
+    ],
+)
+def test_kernels_equal_the_formula(name: str, world_size: int, target: str) -> None:
+    """In lockstep and warp by warp, with all late effects."""
+    case = case_of(name, world_size, target)
+    for seed in range(3):
+        fault = once(case, target, seed, fine=seed == 2)
+        assert fault is None, fault
+
+
+def test_sm_90_multiplies_by_wgmma_from_tensor_copies() -> None:
+    """What the cases of sm_90 are there to run is in the code."""
+    assert once(case_of("all_gather_wgrad", 1, "sm_90"), "sm_90") is None
+    texts = [text for text, *_ in compiler_of("sm_90")._made.values()]
+    assert any("wgmma.mma_async" in text and "cp.async.bulk.tensor" in text for text in texts)
+
+
+# -- seeded faults -----------------------------------------------------------------------------------------------------
+
+
+def relaxed_release(text: str) -> str:
+    return text.replace(".sys.release.exch", ".sys.relaxed.exch")
+
+
+def relaxed_acquire(text: str) -> str:
+    return text.replace(".sys.acquire", ".sys.relaxed")
+
+
+def longer_wait(text: str) -> str:
+    """One more group of copies may be under way after each wait."""
+    return re.sub(r"(cp\.async\.wait_group\s+)(0x)?(\d+)", lambda m: f"{m[1]}{int(m[3]) + 1}", text)
+
+
+def longer_wgmma_wait(text: str) -> str:
+    return re.sub(r"(wgmma\.wait_group\.sync\.aligned )(\d+)", lambda m: f"{m[1]}{int(m[2]) + 1}", text)
+
+
+def without_barriers_after(pattern: str) -> Edit:
+    def edit(text: str) -> str:
+        lines = text.split("\n")
+        for n, line in enumerate(lines):
+            if re.search(pattern, line):
+                following = range(n, min(n + 12, len(lines)))
+                at = next((k for k in following if "bar.sync" in lines[k]), None)
+                if at is not None:
+                    lines[at] = ""
+        return "\n".join(lines)
+
+    return edit
+
+
+no_barrier_after_copies = without_barriers_after(r"cp\.async\.wait_group")
+no_barrier_after_acquire = without_barriers_after(r"\.sys\.acquire")
+
+GATHER = Call("all_gather_matmul", (40, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32)
+SCATTER = Call("matmul_reduce_scatter", (24, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32, chunk=1)
+WIDE = Call("all_gather_wgrad", (72, 56), (64,), k=64, dtype=torch.float16, tile=64, block_k=32)
+
+
+def small_case(call: Call, target: str) -> Case:
+    """Two calls of several tiles and several steps over K, two ranks."""
+    gpu = Gpu("cuda", 3, 160 * 1024, capability=int(target[3:]))
+    return fused_case(call.operation, [call, call], seed=3, machine=gpu)
+
+
+FAULTS: list[tuple[Call, str, Edit, bool]] = [
+    (GATHER, "sm_80", relaxed_release, False),
+    (GATHER, "sm_80", relaxed_acquire, False),
+    (GATHER, "sm_80", longer_wait, False),
+    (GATHER, "sm_80", no_barrier_after_copies, True),
+    (GATHER, "sm_80", no_barrier_after_acquire, True),
+    (SCATTER, "sm_80", relaxed_release, False),
+    (SCATTER, "sm_80", relaxed_acquire, False),
+    (WIDE, "sm_90", longer_wgmma_wait, False),
+]
+
+
+@pytest.mark.parametrize(
+    "call, target, edit, fine", FAULTS, ids=[f"{c.operation}-{t}-{e.__name__}-{n}" for n, (c, t, e, _) in enumerate(FAULTS)]
+)
+def test_seeded_faults_are_found(call: Call, target: str, edit: Edit, fine: bool) -> None:
+    """In at least two of three seeds; and the code as it was compiled shows nothing in any of them."""
+    case = small_case(call, target)
+    assert [once(case, target, seed, fine=fine) for seed in range(3)] == [None] * 3
+    found = [once(case, target, seed, fine=fine, edit=edit) for seed in range(3)]
+    assert sum(fault is not None for fault in found) >= 2, found
