@@ -89,7 +89,11 @@ class Emitter:
         self.mask = "k"
         body = self.one(i)
         self.mask = "m"
-        return [f"k = {'~' if i.negated else ''}{p} & m", "if np.count_nonzero(k):", *(f"    {line}" for line in body)]
+        return [
+            f"k = {'~' if i.negated else ''}{p} & m",
+            "if np.count_nonzero(k):",
+            *(f"    {line}" for line in body),
+        ]
 
     def one(self, i: Instruction) -> list[str]:
         handler = HANDLERS.get(i.root)

@@ -66,7 +66,9 @@ class Lanes:
         group = self.groups[0]
         if len(self.groups) > 1:
             group = min((g for g in self.groups if g.barrier is None), key=lambda g: g.at)
-            for other in [g for g in self.groups if g is not group and g.barrier is None and g.at == group.at]:
+            for other in [
+                g for g in self.groups if g is not group and g.barrier is None and g.at == group.at
+            ]:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
         blocks = self.program.kernel.blocks
