@@ -5,8 +5,9 @@ CI runs a sample; `fusedtp check --compiled sm_80 sm_90` runs every kernel under
 
 from __future__ import annotations
 
+import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,8 +16,23 @@ import triton.language as tl
 
 from fusedtp.checks.cases import compiled_cases, fused_case
 from fusedtp.checks.dense import Call
+from fusedtp.checks.workers import schedule_of
 from fusedtp.ops.launch.config import Machine as Gpu
-from fusedtp.sim import Case, Copy, Launch, Run, Signal, compare, symmetric
+from fusedtp.sim import (
+    Case,
+    Copy,
+    Launch,
+    Run,
+    Schedule,
+    Signal,
+    SimulationFault,
+    compare,
+    explore,
+    run_schedule,
+    symmetric,
+)
+from fusedtp.sim.explore import schedules
+from fusedtp.sim.report import report
 from tests.sim.ptx.running import compiler_of, once
 
 Edit = Callable[[str], str]
@@ -203,3 +219,49 @@ def test_products_of_every_layout(target: str, dtype: torch.dtype, x_major: str,
     launch = Launch(product, 1, args, options=dict(num_warps=4, num_stages=3))
     case = Case("product", lambda: Run([[launch]], (), lambda: compare("y", [y], [a.float() @ b.float()])))
     assert once(case, target, fine=dtype == torch.bfloat16) is None
+
+
+# -- through the library's interface -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def send(src, box, flag, SEM: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(box + at, tl.load(src + at))
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem=SEM, scope="sys")
+
+
+@triton.jit
+def receive(dst, box, flag, N: tl.constexpr):
+    at = tl.arange(0, N)
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.debug_barrier()
+    tl.store(dst + at, tl.load(box + at))
+
+
+def message_case(sem: str) -> Case:
+    def make() -> Run:
+        box, flag = symmetric("box", 2, (256,)), symmetric("flag", 2, (1,), torch.int32, poisoned=False)
+        src, dst = torch.randn(256), torch.full((256,), torch.nan)
+        at = dict(box=box.tensors[1], flag=flag.tensors[1], N=256)
+        work = [[Launch(send, 1, dict(src=src, SEM=sem, **at))], [Launch(receive, 1, dict(dst=dst, **at))]]
+        return Run(work, [box, flag], lambda: compare("dst", [dst], [src]))
+
+    return Case("message", make)
+
+
+def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
+    def chosen() -> Iterator[Schedule]:
+        return schedules(8, compiled="sm_80")
+
+    assert explore(message_case("release"), chosen()).passed
+    fault = explore(message_case("relaxed"), chosen()).fault
+    assert fault is not None and fault.rule == "never written" and fault.compiled == "sm_80"
+    access = fault.accesses[0]
+    assert access.tensor == "box of rank 1" and "tl.load(box + at)" in linecache.getline(*access.site[:2])
+    assert "--compiled sm_80" in report(fault, name="message.py::case")
+    with pytest.raises(SimulationFault) as again:
+        run_schedule(message_case("relaxed").make(), schedule_of(fault))
+    assert again.value.fault.key() == fault.key()
