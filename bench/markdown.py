@@ -38,7 +38,7 @@ def training_step(result: dict[str, Any]) -> str:
 
 
 def trainer(result: dict[str, Any]) -> str:
-    """The suite `train`: a row a schedule and number of ranks, then the overhead and the checkpoint as they are told."""
+    """The suite `train`: a row a schedule and number of ranks, then overhead and checkpoint in words."""
     lines = [
         "| schedule | ranks | stages of a rank | idle | quartiles | order | formula | idle / order | step / order |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|",
