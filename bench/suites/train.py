@@ -206,7 +206,7 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
 # -- overhead ----------------------------------------------------------------------------------------------------------
 
 
-def by_hand(model: Any, batches: Batches, optimizer: torch.optim.Optimizer) -> float:
+def by_hand(model: Any, batches: Any, optimizer: torch.optim.Optimizer) -> float:
     """A step as one writes it."""
     (batch,) = batches.step()
     loss = model(**batch.arguments()).loss
@@ -295,7 +295,8 @@ def large_trainer(smoke: bool, folder: Path) -> Trainer:
         vocab_size=256, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
         num_attention_heads=8, param_dtype="float32",
     )  # fmt: skip
-    model = init_(CausalLM(sizes, device="meta").to_empty(device="cpu"), 0)
+    model = CausalLM(sizes, device="meta").to_empty(device="cpu")
+    init_(model, 0)
     ids = torch.randint(0, 256, (1, 8 if smoke else 64), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     trainer = Trainer(model, [{"input_ids": ids}], optimizer)
@@ -326,14 +327,14 @@ def measure_checkpoint(rank: Rank, case: Case) -> list[Row]:
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))  # a disk: /tmp may be memory
     try:
         trainer = large_trainer(rank.plan.smoke, folder)
-        return [_checkpoint_row(rank, case, trainer)]
+        return _checkpoint_rows(rank, case, trainer)
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(folder)
         gc.collect()
 
 
-def _checkpoint_row(rank: Rank, case: Case, trainer: Trainer) -> Row:
+def _checkpoint_rows(rank: Rank, case: Case, trainer: Trainer) -> list[Row]:
     assert trainer.saver is not None
     checkpoints = trainer.saver.checkpoints
     ten_steps(trainer, saving=True)  # the first save makes buffers
@@ -356,17 +357,35 @@ def _checkpoint_row(rank: Rank, case: Case, trainer: Trainer) -> Row:
         blocked.append(held)
         blocks.append((sum(seconds) + held + waited) / sum(without))
     checkpoints.close()
-    alone, with_save, ratios = Spread.of(plain), Spread.of(beside or [0.0, 0.0]), Spread.of(blocks)
+    alone, ratios = Spread.of(plain), Spread.of(blocks)
+    with_save = Spread.of(beside) if len(beside) >= 3 else None
+    ratio = None if with_save is None else with_save.median / alone.median
     held, wrote = statistics.median(blocked), statistics.median(each.seconds for each in saves)
     figures = {
-        "gigabytes": saves[-1].size / 1e9, "step_seconds": alone.median, "step_seconds_while_saving": with_save.median,
-        "ratio_while_saving": with_save.median / alone.median, "ratio_of_ten_steps": ratios.median,
+        "gigabytes": saves[-1].size / 1e9, "ratio_while_saving": ratio, "ratio_of_ten_steps": ratios.median,
         "ratio_of_ten_steps_low": ratios.low, "ratio_of_ten_steps_high": ratios.high, "blocked_seconds": held,
         "save_seconds": wrote, "steps_while_saving": len(beside) / len(blocks),
     }  # fmt: skip
-    note = (
-        f"{saves[-1].size / 1e9:.2f} GB: steps beside it {with_save.median / alone.median:.3f} x those alone, "
-        f"{len(beside) / len(blocks):.1f} of ten; ten steps with a save {ratios.median:.3f} x ten without "
-        f"({ratios.low:.3f} to {ratios.high:.3f}); training waits {held:.2f} s of {wrote:.1f} s"
+    beside_it = (
+        "too few steps lie within a save" if ratio is None else f"steps beside it {ratio:.3f} x those alone"
     )
-    return Row(SUITE, case.shape, case.dtype, "fusedtp", rank.world, 1, with_save, figures=figures, note=note)
+    note = (
+        f"{saves[-1].size / 1e9:.2f} GB: {beside_it}, {len(beside) / len(blocks):.1f} of ten; ten steps with a save "
+        f"{ratios.median:.3f} x ten without ({ratios.low:.3f} to {ratios.high:.3f}); training waits {held:.2f} s of "
+        f"{wrote:.1f} s"
+    )
+    shape, dtype, world = case.shape, case.dtype, rank.world
+    return [
+        Row(SUITE, shape, dtype, "steps alone", world, 1, alone),
+        Row(
+            SUITE,
+            shape,
+            dtype,
+            "fusedtp, steps beside a save",
+            world,
+            1,
+            with_save,
+            figures=figures,
+            note=note,
+        ),
+    ]

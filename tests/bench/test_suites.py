@@ -61,7 +61,7 @@ def test_every_suite_has_rows_with_every_field(results: dict[str, dict[str, Any]
         else:
             spread = row["seconds"]
             assert 0 < spread["low"] <= spread["median"] <= spread["high"] and spread["samples"] >= 3
-            assert row["host_seconds"] > 0 and row["roof"] > 0
+            assert row["suite"] == "train" or (row["host_seconds"] > 0 and row["roof"] > 0)
 
 
 def test_what_is_not_here_says_why(results: dict[str, dict[str, Any]]) -> None:
@@ -158,9 +158,11 @@ def test_the_share_hidden_follows_from_the_times_of_the_same_case(results: dict[
 
 def test_figures_of_the_trainer_follow_from_their_times(results: dict[str, dict[str, Any]]) -> None:
     """A step of two stages with 8 microbatches takes 9 x (2 + 2 + 2) ms by its order; naps never end early."""
-    rows = [row for row in results["all"]["rows"] if row["suite"] == "train"]
-    assert [row["shape"]["part"] for row in rows] == ["bubble"] * 2 + ["overhead"] * 2 + ["checkpoint"]
-    for row in rows[:2]:
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in results["all"]["rows"]:
+        if row["suite"] == "train":
+            parts.setdefault(row["shape"]["part"], []).append(row)
+    for row in parts["bubble"]:
         of_rank, figures = 2 if row["shape"]["schedule"] == "dualpipev" else 1, row["figures"]
         assert (
             figures["ideal_bubble"]
@@ -176,9 +178,10 @@ def test_figures_of_the_trainer_follow_from_their_times(results: dict[str, dict[
             0 < figures["bubble"] < 1
             and figures["bubble_ratio"] == figures["bubble"] / figures["ideal_bubble"]
         )
-    by_hand, trainer = rows[2:4]
+    assert len(parts["bubble"]) == 2
+    by_hand, trainer = parts["overhead"]
     assert trainer["figures"]["ratio"] == trainer["seconds"]["median"] / by_hand["seconds"]["median"]
-    figures = rows[4]["figures"]
+    figures = parts["checkpoint"][1]["figures"]
     assert figures["blocked_seconds"] <= figures["save_seconds"] and figures["gigabytes"] > 0
 
 
