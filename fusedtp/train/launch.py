@@ -38,6 +38,7 @@ from fusedtp.train.data import Batches
 from fusedtp.train.determinism import deterministic
 from fusedtp.train.environment import cores
 from fusedtp.train.foreign_build import foreign_faults
+from fusedtp.train.nonfinite import NotFinite
 from fusedtp.train.run import CHECKPOINTS, INCIDENTS, ended_in_order, note_incident, run
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
@@ -205,7 +206,9 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
         handler.record_exception(error)
         if place.ranks == 1:
             note_incident(config.run.folder, str(error))
-        if not isinstance(error, (VerificationFailed, ValueError, CheckpointError, elastic.RanksLeft)):
+        if not isinstance(
+            error, (VerificationFailed, NotFinite, ValueError, CheckpointError, elastic.RanksLeft)
+        ):
             traceback.print_exc()
         elif torchrun_place() is None:
             report([" ".join(str(error).split())], command)

@@ -23,15 +23,18 @@ from fusedtp.train.checkpoint import (
     as_bytes,
     save_interval,
 )
+from fusedtp.train.clocks import APART
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.metrics import Metrics
+from fusedtp.train.nonfinite import Guard
 from fusedtp.train.optim import adamw, for_batch, set_learning_rate
 from fusedtp.train.precision import loss_scale_of
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
+from fusedtp.train.watch import Watch
 from fusedtp.train.world import World
 
 FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
@@ -49,9 +52,13 @@ class Trainer:
         metrics: Metrics,
         saver: Saver | None = None,
         pipeline: Pipeline | None = None,
+        watch: Watch | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.model, self.batches, self.config, self.world = model, batches, config, world
         self.metrics, self.saver, self.pipeline, self.step = metrics, saver, pipeline, 0
+        self.watch, self.guard = watch or Watch(world), guard or Guard(world)
+        self.watch.attach(model, pipeline, batches)
         self.options = for_batch(config.optim, config.data.batch)
         self.optimizer, self.scale = adamw(model, self.options, fused=True), loss_scale_of(config)
         self.load = ExpertLoad(model, world, config.model.balance_bias)
@@ -64,28 +71,49 @@ class Trainer:
         """Train for all steps that are left; whether they are all done, or a signal ended the run before."""
         options, world = self.options, self.world
         while self.step < options.steps:
+            self.watch.begin()
             rate = set_learning_rate(self.optimizer, options, self.step)
-            loss = backward(
-                self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline,
-                self.config.parallel.kind, self.scale.value,
-            )  # fmt: skip
+            own_loss = self.backward(self.load)
+            self.watch.computed()
             self.scale.unscale_(self.model)
-            norm = self.clip()  # returns when all of the step's kernels have run, so that
-            world.check()  # one which failed is found before it reaches a parameter
+            with self.watch.clocks("norm", "the gradients' norm"):
+                norm = self.clip()  # returns when all of the step's kernels have run, so that
+                world.check()  # one which failed is found before it reaches a parameter
+                loss = world.mean(own_loss)
             numbers = {"grad_norm": norm, "lr": rate} | self.scale.numbers
-            if self.scale.takes(norm):
-                self.optimizer.step()
+            if self.is_finite(loss, norm) and self.scale.takes(norm):
+                with self.watch.clocks("optimizer"):
+                    self.optimizer.step()
             else:
                 numbers["grad_norm"] = math.inf
             self.optimizer.zero_grad()
-            self.metrics.step(self.step, loss=world.mean(loss), **numbers, **self.load.step())
+            last = self.step + 1 == options.steps
+            times = self.watch.step(self.step, loss, last)
+            self.metrics.step(self.step, loss=loss, **numbers, **self.load.step(), **times)
             self.step += 1
-            last = self.step == options.steps
             if self.step % self.config.run.val_every == 0 or last:
                 self.metrics.validation(self.step - 1, self.validate())
             if self.saver is not None and self.saver.after(self.step, self.state, last):
                 return last
         return True
+
+    def backward(self, load: ExpertLoad) -> Tensor:
+        """Accumulate the gradients of this step; its loss on this data-parallel rank."""
+        return backward(
+            self.model, self.batches, self.step, load, self.config.run.seed, self.pipeline,
+            self.config.parallel.kind, self.scale.value,
+        )  # fmt: skip
+
+    def is_finite(self, loss: float, norm: float) -> bool:
+        """Whether the step is; see Guard.takes. Runs it again, on the same samples, to find out where it is not."""
+
+        def again() -> None:
+            self.batches.samples -= self.batches.batch
+            self.backward(ExpertLoad(self.model, self.world, 0.0))
+
+        return self.guard.takes(
+            self.step, loss, norm, self.model, again, scaled=self.scale.window is not None
+        )
 
     def clip(self) -> float:
         """Clip the gradients of the whole model; their norm before."""
@@ -98,7 +126,8 @@ class Trainer:
         """The loss on held-out text."""
         pieces = 1 if self.pipeline is None else self.config.data.accumulate
         held_out = self.batches.validation(self.config.data.val_batches, pieces)
-        return validation_loss(self.model, held_out, self.world, self.pipeline, pieces)
+        with self.watch.clocks(APART):
+            return validation_loss(self.model, held_out, self.world, self.pipeline, pieces)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}

@@ -354,6 +354,20 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class WatchOptions:
+    """What a run notices about itself."""
+
+    watch_every: int = 10
+    """Steps between two comparisons of all ranks' times."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradients are not finite ends the run, or is left out on all ranks. Where it began is named
+    in either case. Of fp16's gradients that overflow, the loss scale is the judge."""
+
+    def faults(self) -> list[str]:
+        return _not_positive(self, "watch_every")
+
+
+@dataclass(frozen=True)
 class CheckpointOptions:
     """When the state of a run is saved, and what stays of it."""
 

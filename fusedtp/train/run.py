@@ -21,8 +21,10 @@ from fusedtp.train.environment import environment
 from fusedtp.train.evaluate import sample
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
+from fusedtp.train.nonfinite import Guard
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
+from fusedtp.train.watch import Watch
 from fusedtp.train.world import World
 
 PROMPT_TOKENS = 160
@@ -56,7 +58,9 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         note_incident(folder, line)
 
     saver = saver_of(config, world, tokens, tell)
-    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline)
+    watch = Watch(world, config.watch.watch_every, folder, tell)
+    guard = Guard(world, config.watch.on_nan, tell)
+    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline, watch, guard)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
         report.write_json(folder / CONFIG, (asked or config).to_dict())
@@ -93,6 +97,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         if config.model.experts:
             experts.plot(folder / "experts.png", metrics.steps)
         report.show(console, summary, verification, unit)
+        console.print(watch.verdict(), highlight=False, soft_wrap=True)
         if written is not None:
             report.show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
         console.print(f"written to {folder}", highlight=False)

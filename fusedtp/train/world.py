@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,6 +114,24 @@ class World:
         if self.host_group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
         return [int(value) for value in found]
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, as many on all. Collective, over host memory."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        if self.host_group is None:
+            return [own.tolist()]
+        every = torch.empty(self.size, len(own), dtype=torch.float64)
+        dist.all_gather(list(every), own, group=self.host_group)
+        rows: list[list[float]] = every.tolist()
+        return rows
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, which can be pickled. Collective, over host memory."""
+        if self.host_group is None:
+            return [value]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value, group=self.host_group)
+        return every
 
     def wait_for_all(self) -> None:
         """Return when all ranks are here; names those that are missing after LONG_WAIT."""
