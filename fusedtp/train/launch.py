@@ -38,15 +38,17 @@ from fusedtp.train.data import Batches
 from fusedtp.train.determinism import deterministic
 from fusedtp.train.environment import cores
 from fusedtp.train.foreign_build import foreign_faults
+from fusedtp.train.hang import FLIGHT, HANG, RankHung, record_flight
 from fusedtp.train.nonfinite import NotFinite
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS, ended_in_order, note_incident, run
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS, SAVES, ended_in_order, note_incident, run
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
+from fusedtp.train.watch import RANKS
 from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
-    INCIDENTS, CHECKPOINTS, elastic.JOB,
+    INCIDENTS, CHECKPOINTS, SAVES, elastic.JOB, RANKS, HANG, "pipeline.json", "report.html", FLIGHT,
 )  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
@@ -179,6 +181,8 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
     """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
+        if device_type(config.run.device) == "cuda":
+            record_flight(config.run.folder / FLIGHT)
         with (
             deterministic(config.run.determinism),
             world_of(
@@ -188,6 +192,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
                 config.parallel.ep,
                 config.parallel.pp,
                 config.parallel.copies(dp),
+                config.watch.timeout,
             ) as world,
         ):
             folder = config.run.folder
@@ -207,7 +212,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
         if place.ranks == 1:
             note_incident(config.run.folder, str(error))
         if not isinstance(
-            error, (VerificationFailed, NotFinite, ValueError, CheckpointError, elastic.RanksLeft)
+            error, (VerificationFailed, NotFinite, RankHung, ValueError, CheckpointError, elastic.RanksLeft)
         ):
             traceback.print_exc()
         elif torchrun_place() is None:

@@ -172,7 +172,7 @@ class Saver:
 
     every             steps between two saves; None: by the clock of the first rank, as save_interval says
     stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
-    tell              called on the first rank, with a line
+    tell, done        called on the first rank, with a line, and with a checkpoint that is on disk
     All ranks must decide alike, so each step takes one small all-reduce on host memory.
     """
 
@@ -186,10 +186,12 @@ class Saver:
         stop_on_error: bool = False,
         about: dict[str, Any] | None = None,
         tell: Callable[[str], None] = print,
+        done: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
         self.checkpoints, self.world, self.every = checkpoints, world, every
         self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
         self._tell = tell if world.rank == 0 else lambda line: None
+        self._done = done if world.rank == 0 else lambda saved: None
         self._asked = threading.Event()
         self._interval, self._last = FIRST_SAVE_SECONDS, time.monotonic()
         self._told = False
@@ -235,6 +237,7 @@ class Saver:
         self._guarded(lambda: saved.append(self.checkpoints.wait()), always)
         for each in filter(None, saved):
             self.saved.append(each)
+            self._done(each)
             self._interval = save_interval(each.blocked, self.failure_seconds)
             if self.every is None and not self._told:
                 self._told = True

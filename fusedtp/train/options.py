@@ -357,6 +357,8 @@ class RunOptions:
 class WatchOptions:
     """What a run notices about itself."""
 
+    timeout: float = 600.0
+    """Seconds that a rank waits for others in a step; then the run ends and the rank that did not come is named."""
     watch_every: int = 10
     """Steps between two comparisons of all ranks' times."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -364,7 +366,7 @@ class WatchOptions:
     in either case. Of fp16's gradients that overflow, the loss scale is the judge."""
 
     def faults(self) -> list[str]:
-        return _not_positive(self, "watch_every")
+        return _not_positive(self, "timeout", "watch_every")
 
 
 @dataclass(frozen=True)

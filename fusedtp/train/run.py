@@ -14,11 +14,12 @@ from rich.console import Console
 
 from fusedtp.train import elastic, experts, report
 from fusedtp.train.build import build_stages, num_parameters
-from fusedtp.train.checkpoint import CheckpointError, Checkpoints
+from fusedtp.train.checkpoint import CheckpointError, Checkpoints, Saved
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import environment
 from fusedtp.train.evaluate import sample
+from fusedtp.train.hang import Pulse
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
 from fusedtp.train.nonfinite import Guard
@@ -28,7 +29,7 @@ from fusedtp.train.watch import Watch
 from fusedtp.train.world import World
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS = "checkpoints", "incidents.jsonl"
+CHECKPOINTS, INCIDENTS, SAVES = "checkpoints", "incidents.jsonl", "saves.jsonl"
 IN_ORDER = "ended in order"
 
 
@@ -67,7 +68,9 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         elastic.note_job(folder)
         report.write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
-    with Metrics(config, world, sinks, earlier) as metrics, saver.signals() if saver else nullcontext():
+    pulse = Pulse(world, watch.clocks, lambda: trainer.step, folder)
+    signals = saver.signals() if saver else nullcontext()
+    with Metrics(config, world, sinks, earlier) as metrics, signals, pulse:
         trainer.metrics = metrics
         finished = trainer.train()
     if saver is not None:
@@ -148,6 +151,7 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
             "mesh": mesh,
         },
         tell=tell,
+        done=lambda saved: note_save(config.run.folder, saved),
     )
 
 
@@ -197,6 +201,13 @@ def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list
     if about.get("tokens") != tokens.name:
         found.append("the files of --data, or its tokenizer, are others than they were")
     return found
+
+
+def note_save(folder: Path, saved: Saved) -> None:
+    """Append a checkpoint that is on disk to the run's saves."""
+    line = {"step": saved.step, "bytes": saved.size, "blocked": saved.blocked, "seconds": saved.seconds}
+    with open(folder / SAVES, "a") as file:
+        file.write(json.dumps(line | {"time": time.time()}) + "\n")
 
 
 def note_incident(folder: Path, what: str) -> None:

@@ -77,6 +77,15 @@ class Reading:
     def ranks(self) -> int:
         return len(self.memory)
 
+    @staticmethod
+    def from_dict(line: Mapping[str, Any]) -> Reading:
+        """What to_dict made; its means stand for what is usual too."""
+        mean = {
+            kind: [math.nan if value is None else float(value) for value in values]
+            for kind, values in line["seconds"].items()
+        }
+        return Reading(line["step"], line["steps"], mean, mean, line["memory"])
+
     def to_dict(self) -> dict[str, Any]:
         """As a line of ranks.jsonl: seconds are means, null where they are not measured."""
         seconds = {
@@ -190,7 +199,7 @@ def in_words(bound: str, shares: Mapping[str, float]) -> str:
     waited = sum(shares[kind] for kind in WAITS)
     return (
         f"bound by {bound}: of a step, compute {shares['compute'] + shares['optimizer']:.0%}, waits {waited:.0%}"
-        + (f" ({waits}), {shares['slower_ranks']:.0%} of them for slower ranks" if waits else "")
+        + (f" ({waits}; {shares['slower_ranks']:.0%} for slower ranks)" if waits else "")
         + f", data {shares['data']:.0%}, norm {shares['norm']:.0%}, other {shares[OTHER]:.0%}"
     )
 

@@ -24,6 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import (
+    _set_pg_timeout,
+)  # what new_group has; a mesh makes its groups without
 
 import fusedtp
 from fusedtp.comm import communicator
@@ -50,6 +53,9 @@ class World:
     checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
     pp: int = 1
     dp_replicate: int = 1
+    step_group: dist.ProcessGroup | None = (
+        None  # of all ranks, for what they agree on in a step; default: host_group
+    )
 
     @property
     def size(self) -> int:
@@ -111,26 +117,28 @@ class World:
     def largest(self, values: Sequence[int]) -> list[int]:
         """Of every value the largest that a rank has. Collective, over host memory."""
         found = torch.tensor([int(value) for value in values])
-        if self.host_group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
+        if (group := self.step_group or self.host_group) is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return [int(value) for value in found]
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, as many on all. Collective, over host memory."""
         own = torch.tensor(numbers, dtype=torch.float64)
-        if self.host_group is None:
+        group = self.step_group or self.host_group
+        if group is None:
             return [own.tolist()]
         every = torch.empty(self.size, len(own), dtype=torch.float64)
-        dist.all_gather(list(every), own, group=self.host_group)
+        dist.all_gather(list(every), own, group=group)
         rows: list[list[float]] = every.tolist()
         return rows
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, which can be pickled. Collective, over host memory."""
-        if self.host_group is None:
+        group = self.step_group or self.host_group
+        if group is None:
             return [value]
         every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, value, group=self.host_group)
+        dist.all_gather_object(every, value, group=group)
         return every
 
     def wait_for_all(self) -> None:
@@ -147,6 +155,11 @@ class World:
     def shared_meshes(self) -> list[DeviceMesh]:
         """The meshes that layers are split over."""
         return [mesh for mesh in (self.tp_mesh, self.ep_mesh) if mesh is not None]
+
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        """All meshes of this job."""
+        return [] if self.mesh is None else [self.mesh, *self.flat.values()]
 
     def engine_calls(self) -> dict[str, dict[str, int]]:
         """Kind of layer -> {engine that ran: calls} of this rank so far."""
@@ -207,12 +220,30 @@ def meshes(
     return mesh, {name: mesh[axes]._flatten(name) for name, axes in flat.items()}
 
 
+def bound_waits(world: World, seconds: float) -> None:
+    """Have waits for other ranks of a step end after so many seconds, whatever they wait in. Collective."""
+    groups = {group.group_name: group for mesh in world.meshes for group in mesh.get_all_groups()}
+    if world.step_group is not None:
+        groups[world.step_group.group_name] = world.step_group
+    for group in groups.values():
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+    for mesh in world.shared_meshes:
+        fusedtp.set_timeout(mesh, seconds)
+
+
 @contextmanager
 def world_of(
-    dp: int, tp: int, device: str, ep: int | None = None, pp: int = 1, dp_replicate: int = 1
+    dp: int,
+    tp: int,
+    device: str,
+    ep: int | None = None,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    timeout: float | None = None,
 ) -> Iterator[World]:
     """Join the ranks that torchrun started; leave them when all is done. `ep` of them share experts; default: tp.
 
+    timeout   seconds that a rank waits for others within a step
     After an error the groups are left as they are: the process ends, and torchrun ends its peers.
     """
     place = torchrun_place() or Place()
@@ -228,5 +259,9 @@ def world_of(
     ep = ep or tp
     mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate)
     on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, on_host[0], on_host[1], pp, dp_replicate)
+    in_step = dist.new_group(backend="gloo")
+    world = World(dp, tp, ep, place.rank, here, mesh, flat, *on_host, pp, dp_replicate, in_step)
+    if timeout is not None:
+        bound_waits(world, timeout)
+    yield world
     dist.destroy_process_group()
