@@ -31,7 +31,6 @@ from fusedtp.train.clocks import Clocks
 from fusedtp.train.world import World
 
 HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
-BEAT_SECONDS = 1.0
 WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
 TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)  # what gloo and NCCL say of it
 
@@ -73,12 +72,18 @@ class Pulse:
 
     step     what step this rank is at
     folder   where hang.json is written, by one of the ranks that are left; None: nowhere
+    beat     seconds from one word to the next
     """
 
     def __init__(
-        self, world: World, clocks: Clocks, step: Callable[[], int], folder: Path | None = None
+        self,
+        world: World,
+        clocks: Clocks,
+        step: Callable[[], int],
+        folder: Path | None = None,
+        beat: float = 1.0,
     ) -> None:
-        self.world, self.clocks, self.step, self.folder = world, clocks, step, folder
+        self.world, self.clocks, self.step, self.folder, self.beat = world, clocks, step, folder, beat
         self._here = Position(world.rank, socket.gethostname())
         self._ended, self._workspaces = threading.Event(), list[Any]()
         self._store: Any = None
@@ -113,7 +118,7 @@ class Pulse:
         self._here.gave_up = True
         self._write()
         before = self._read()
-        time.sleep(3 * BEAT_SECONDS)
+        time.sleep(3 * self.beat)
         after = self._read()
         told, hung = judge(before, after, self.world.size)
         if self.folder is not None and self.world.rank == min(set(range(self.world.size)) - hung, default=0):
@@ -122,7 +127,7 @@ class Pulse:
         raise RankHung(f"{told}. {' '.join(str(error).split())}") from error
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(self.beat):
             self._look()
             try:
                 self._write()

@@ -30,7 +30,7 @@ from fusedtp.train.config import CONFIG
 from fusedtp.train.hang import HANG
 from fusedtp.train.metrics import METRICS, json_lines
 from fusedtp.train.run import CHECKPOINTS, INCIDENTS, SAVES
-from fusedtp.train.watch import KINDS, RANKS, Reading, in_words, verdict
+from fusedtp.train.watch import KINDS, RANKS, WAITS, Reading, in_words, verdict
 
 REPORT, PIPELINE = "report.html", "pipeline.json"
 COLOURS = {
@@ -135,7 +135,7 @@ def chart(
                 f"<title>step {x:g}: {escape(form(y))}</title></circle>"
                 for (px, py), (x, y) in zip(places, mean, strict=True)
             ]
-    names = legend([(curve.name, curve.colour) for curve in curves]) if len(curves) > 1 else ""
+    names = legend([(curve.name, curve.colour) for curve in curves if curve.name])
     last = f" <b>{escape(form(curves[0].points[-1][1]))}</b>" if len(curves) == 1 else ""
     return f"<figure><figcaption>{escape(title)}{last}</figcaption>{_svg(width, height, title, parts)}{names}</figure>"
 
@@ -157,6 +157,8 @@ def thinned(
 
 
 def legend(names: Sequence[tuple[str, str]]) -> str:
+    if not names:
+        return ""
     items = [f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in names]
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -215,6 +217,12 @@ def bars(readings: Sequence[Reading], hosts: Sequence[str]) -> str:
     ]
     numbers = f"<details><summary>Numbers</summary>{_table(f'<th>rank{head}', cells)}</details>"
     return "".join(rows) + legend([(kind.replace("_", " "), COLOURS[kind]) for kind in used]) + numbers
+
+
+def waiting(reading: Reading, kind: str) -> float:
+    """The mean share of a step that ranks waited in this way; NaN where it is not measured."""
+    total = sum(sum(value for value in values if not math.isnan(value)) for values in reading.mean.values())
+    return sum(reading.mean[kind]) / total if total else math.nan
 
 
 def gantt(recorded: Mapping[str, Any]) -> str:
@@ -370,6 +378,10 @@ def _charts(steps: Sequence[Any], records: Sequence[Any], readings: Sequence[Rea
     ranks = readings[-1].ranks if readings else 0
     shown = range(ranks) if ranks <= 8 else ()
     colours = list(COLOURS.values())
+    waits = [
+        Curve(kind[:2], [(each.step + 1, waiting(each, kind)) for each in readings], COLOURS[kind])
+        for kind in WAITS
+    ]
     memory = [
         Curve(
             f"rank {rank}",
@@ -388,6 +400,12 @@ def _charts(steps: Sequence[Any], records: Sequence[Any], readings: Sequence[Rea
         chart("Tokens a second", [Curve("", of("tokens_per_second"), COLOURS["data"])], zero=True),
         chart("Learning rate", [Curve("", of("lr"), COLOURS["dp_wait"])], zero=True),
         chart("Norm of the gradients", [Curve("", of("grad_norm"), COLOURS["tp_wait"])], zero=True),
+        chart(
+            "Waiting for other ranks",
+            [curve for curve in waits if any(y for _, y in curve.points)],
+            lambda value: f"{value:.0%}",
+            zero=True,
+        ),
         chart("Most memory of each rank", memory, lambda value: as_bytes(int(value))),
     ]  # fmt: skip
 

@@ -202,9 +202,18 @@ def torchrun_place() -> Place | None:
 
 
 def meshes(
-    device: str, dp: int, tp: int, ep: int, pp: int = 1, dp_replicate: int = 1
+    device: str,
+    dp: int,
+    tp: int,
+    ep: int,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    timeout: float | None = None,
 ) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """The mesh of all ranks; "dp" and "ep" where those are no dimension of it; "tokens", the ranks of a stage."""
+    """The mesh of all ranks; "dp" and "ep" where those are no dimension of it; "tokens", the ranks of a stage.
+
+    timeout   seconds that their groups wait on a CPU; see bound_waits
+    """
     flat: dict[str, tuple[str, ...]]
     if dp_replicate > 1:
         sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate, "tp": tp}
@@ -216,12 +225,25 @@ def meshes(
         sizes, flat = {"pp": pp, "dp": dp, "tp": tp}, {}
     if pp > 1:
         flat["tokens"] = tuple(sizes)[1:]
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh, {name: mesh[axes]._flatten(name) for name, axes in flat.items()}
+    bound: Any = (None, None)
+    if timeout is not None and device == "cpu":  # gloo's receives wait as long as their group was made to
+        options: Any = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        bound = ("gloo", options)
+    mesh = init_device_mesh(
+        device,
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=dict.fromkeys(sizes, bound) if bound[0] else None,
+    )
+    return mesh, {name: mesh[axes]._flatten(name, bound if bound[0] else None) for name, axes in flat.items()}
 
 
 def bound_waits(world: World, seconds: float) -> None:
-    """Have waits for other ranks of a step end after so many seconds, whatever they wait in. Collective."""
+    """Have waits for other ranks of a step end after so many seconds, whatever they wait in. Collective.
+
+    Receives between a pipeline's ranks on a CPU wait as long as `meshes` was told.
+    """
     groups = {group.group_name: group for mesh in world.meshes for group in mesh.get_all_groups()}
     if world.step_group is not None:
         groups[world.step_group.group_name] = world.step_group
@@ -257,7 +279,7 @@ def world_of(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
     )
     ep = ep or tp
-    mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate)
+    mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate, timeout)
     on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
     in_step = dist.new_group(backend="gloo")
     world = World(dp, tp, ep, place.rank, here, mesh, flat, *on_host, pp, dp_replicate, in_step)

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.comm import PeerDied, SignalTimeout
 from fusedtp.train.build import build_stages
 from fusedtp.train.clocks import APART, Clocks
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Windows
+from fusedtp.train.hang import HANG, Position, Pulse, judge, timed_out
 from fusedtp.train.loop import Trainer
 from fusedtp.train.metrics import Metrics
-from fusedtp.train.nonfinite import PATIENCE, Guard, NotFinite
+from fusedtp.train.nonfinite import PATIENCE, Guard, NotFinite, finite
 from fusedtp.train.watch import (
     KINDS,
     RANKS,
@@ -31,7 +35,9 @@ from fusedtp.train.watch import (
     stragglers,
     verdict,
 )
-from fusedtp.train.world import World, meshes
+from fusedtp.train.world import World, bound_waits, meshes
+from tests.harness import pool
+from tests.harness.messages import Failure
 
 SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --warmup 2 --val-every 99"
 
@@ -229,12 +235,18 @@ class Poison:
         return output
 
 
-def train(
-    group: Any, mesh: str, options: str, tokens: Path, breakage: Any = None, folder: Path | None = None
-) -> dict[str, Any]:
-    """Train as configured, with something broken; what is left of it."""
+def made(
+    group: Any,
+    mesh: str,
+    options: str,
+    tokens: Path,
+    folder: Path | None = None,
+    tell: Callable[[str], None] = print,
+    timeout: float = 60.0,
+) -> Trainer:
+    """A rank's trainer of two."""
     (pp, dp, tp), more = MESHES[mesh]
-    on, flat = meshes("cpu", dp, tp, tp, pp)
+    on, flat = meshes("cpu", dp, tp, tp, pp, timeout=timeout)
     own = dist.new_group(backend="gloo")
     here = World(dp, tp, tp, group.rank(), torch.device("cpu"), on, flat, own, own, pp)
     config = parse(f"{SIZES} --steps 5 {more} {options}".split())
@@ -242,10 +254,17 @@ def train(
         tokens, length=16, batch=8, accumulate=config.data.accumulate, dp=dp, dp_rank=here.dp_rank
     )  # fmt: skip
     model, pipeline = build_stages(config, here)
+    watch = Watch(here, config.watch.watch_every, folder, tell)
+    guard = Guard(here, config.watch.on_nan, tell)
+    return Trainer(model, batches, config, here, Metrics(config, here), None, pipeline, watch, guard)
+
+
+def train(
+    group: Any, mesh: str, options: str, tokens: Path, breakage: Any = None, folder: Path | None = None
+) -> dict[str, Any]:
+    """Train as configured, with something broken; what is left of it."""
     told: list[str] = []
-    watch = Watch(here, config.watch.watch_every, folder, told.append)
-    guard = Guard(here, config.watch.on_nan, told.append)
-    trainer = Trainer(model, batches, config, here, Metrics(config, here), None, pipeline, watch, guard)
+    trainer = made(group, mesh, options, tokens, folder, told.append)
     if breakage is not None:
         breakage(trainer)
     error = ""
@@ -253,21 +272,14 @@ def train(
         trainer.train()
     except NotFinite as stopped:
         error = str(stopped)
-    steps = trainer.metrics.steps
-    good = all(
-        bool(
-            p.detach().to_local().isfinite().all() if hasattr(p, "to_local") else p.detach().isfinite().all()
-        )
-        for p in model.parameters()
-    )
     return {
         "told": told,
         "error": error,
-        "steps": steps,
-        "finite": good,
-        "readings": [each.to_dict() for each in watch.readings],
-        "verdict": watch.verdict(),
-        "samples": batches.samples,
+        "steps": trainer.metrics.steps,
+        "finite": all(finite(p.detach()) for p in trainer.model.parameters()),
+        "readings": [each.to_dict() for each in trainer.watch.readings],
+        "verdict": trainer.watch.verdict(),
+        "samples": trainer.batches.samples,
     }
 
 
@@ -302,7 +314,7 @@ def test_an_even_run_raises_no_alarm(worlds, tokens, mesh):
 
 FAULTS = {  # mesh, what is broken, what is said of it
     "tp output": ("tp", Poison("output", "layers.1.mlp"), "output of layers.1.mlp, microbatch 0, on rank 1 ("),
-    "dp output": ("dp", Poison("output", "layers.0.self_attn"), "output of layers.0.self_attn, microbatch 0, on rank 1 ("),
+    "dp output": ("dp", Poison("output", "layers.0.self_attn"), "layers.0.self_attn, microbatch 0, on rank 1 ("),
     "pp output": ("pp", Poison("output", "layers.0.mlp", 0), "output of layers.0.mlp, microbatch 0, on rank 0 ("),
     "tp gradient": ("tp", Poison("gradient", "layers.1"), "backward with the gradient that arrives at layers.1"),
     "weight": ("dp", Poison("weight", "layers.1.input_layernorm"), "layers.1.input_layernorm.weight of rank 1 ("),
@@ -353,3 +365,96 @@ def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
         with pytest.raises(NotFinite):
             guard.takes(0, loss, norm, torch.nn.Linear(1, 1), lambda: asked.append(1), scaled=scaled)
     assert len(asked) == 3
+
+
+# -- ranks that do not come --------------------------------------------------------------------------------------------
+
+
+def hang(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
+    """Rank 1 stops in the forward pass of step 2, until the other one has said so."""
+
+    def stop(*given: Any) -> None:
+        while trainer.step == 2 and not (folder / HANG).exists():
+            time.sleep(0.05)
+
+    trainer = made(group, mesh, "", tokens, timeout=3.0)
+    bound_waits(trainer.world, 3.0)
+    if group.rank() == 1:
+        first_layers(trainer.model)[0].register_forward_pre_hook(stop)
+    with Pulse(trainer.world, trainer.watch.clocks, lambda: trainer.step, folder, beat=0.2):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "call"),
+    [
+        ("tp", "reduce_scatter_rows"),
+        ("dp", "FSDP's all_gather"),
+        ("pp", "the pipeline"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_by_the_others_with_its_last_call(tokens, tmp_path, mesh, call):
+    with pool.World(2) as ranks:
+        first, _ = ranks.outcomes(hang, mesh, tokens, tmp_path, grace=30)
+    assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
+    assert re.search(
+        r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", first.message
+    )
+    report = json.loads((tmp_path / HANG).read_text())
+    zero, one = report["ranks"]
+    assert zero["gave_up"] and zero["kind"] == f"{mesh}_wait" and zero["step"] == 2
+    assert not one["gave_up"] and one["call"].startswith(call), one
+    assert report["what"] in first.message
+
+
+def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
+    return Position(rank, "box", beat, 7, kind, 9.0, call=f"call of {rank}", **more)
+
+
+def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
+    waits, gave_up = place(0, kind="dp_wait"), place(1, gave_up=True)
+    told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up, place(2, 8)], 3)
+    assert hung == {2} and told.startswith(
+        "rank 2 on box has been in compute of step 8 for 9 s; its last call was"
+    )
+    told, hung = judge(
+        [place(2)], [gave_up, place(2, kind="tp_wait")], 3
+    )  # rank 2 stands still, rank 0 never spoke
+    assert hung == {0, 2} and "answers no more" in told and "rank 0 never said" in told
+    told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up], 2)
+    assert hung == set() and told.startswith("all ranks wait, in different calls: ") and "call of 0" in told
+    assert judge([], [], 2)[1] == set()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (SignalTimeout("rank 0 waited 3 s for rank 1"), True),
+        (RuntimeError("[pair.cc] Timed out waiting 3000ms for recv operation to complete"), True),
+        (PeerDied("rank 1 ended"), False),
+        (RuntimeError("Connection closed by peer"), False),
+        (ValueError("--timeout 0 is not positive: it timed out"), False),
+    ],
+)
+def test_only_waits_that_timed_out_make_a_report(error, is_one):
+    assert timed_out(error) == is_one
+
+
+def out_of_step(group: Any, what: str, tokens: Path) -> None:
+    """Rank 1 of a tensor-parallel run takes other tokens, or goes through its layers in another order."""
+    trainer = made(group, "tp", "", tokens)
+    if group.rank() == 1 and what == "shape":
+        read = Windows.read
+        trainer.batches.train.read = lambda starts: read(trainer.batches.train, starts[:-1])
+    if group.rank() == 1 and what == "order":
+        layer = trainer.model.layers[1]
+        layer.forward = lambda x, *more, **options: layer.mlp(x)
+    trainer.train()
+
+
+@pytest.mark.parametrize("what", ["shape", "order"])
+def test_ranks_of_a_layer_that_are_out_of_step_name_each_other(tokens, what):
+    with pool.World(2) as ranks:
+        found = ranks.outcomes(out_of_step, what, tokens, grace=30)
+    assert all(isinstance(each, Failure) and each.kinds[0] == "SignatureMismatch" for each in found), found
+    assert all("rank 0" in each.message and "rank 1" in each.message for each in found), found
