@@ -23,7 +23,7 @@ from fusedtp.train.data import Batches, Windows
 from fusedtp.train.hang import HANG, Position, Pulse, judge, timed_out
 from fusedtp.train.loop import Trainer
 from fusedtp.train.metrics import Metrics
-from fusedtp.train.nonfinite import PATIENCE, Guard, NotFinite, finite
+from fusedtp.train.nonfinite import PATIENCE, Event, Found, Guard, NotFinite, finite, where
 from fusedtp.train.watch import (
     KINDS,
     RANKS,
@@ -356,6 +356,29 @@ def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
     )
     assert first["error"].endswith(f"{PATIENCE} steps in a row were left out")
     assert len(first["told"]) == len(first["steps"]) == PATIENCE - 1
+
+
+def test_a_run_ends_after_bad_steps_in_a_row_alone():
+    guard, model = Guard(World(), "skip"), torch.nn.Linear(1, 1)
+    for step in range(3 * PATIENCE):
+        norm = 1.0 if step % PATIENCE == PATIENCE - 1 else math.nan
+        assert guard.takes(step, 2.0, norm, model, lambda: None) == math.isfinite(norm)
+    for step in range(PATIENCE - 1):
+        guard.takes(step, 2.0, math.nan, model, lambda: None)
+    with pytest.raises(NotFinite, match=f"{PATIENCE} steps in a row"):
+        guard.takes(step, 2.0, math.nan, model, lambda: None)
+
+
+def test_a_stage_that_was_given_nan_is_not_where_it_began():
+    """The later stage calls fewer modules before its first bad output."""
+    first = Found(0, "box-a", forward=Event(9, "layers.1.mlp", 2, made=True))
+    second = Found(1, "box-b", forward=Event(1, "layers.2.input_layernorm", 2, made=False))
+    for found in ([first, second], [second, first]):
+        assert (
+            where(found)
+            == "it began in forward with the output of layers.1.mlp, microbatch 2, on rank 0 (box-a)"
+        )
+    assert "layers.2" in where([Found(0, "box-a"), second])
 
 
 def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
