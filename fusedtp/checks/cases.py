@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops.launch import Launch as Planned
+from fusedtp.ops.launch.config import HOST, Machine
 from fusedtp.ops.rows import split
 from fusedtp.sim.case import Case, Copy, Launch, Mismatch, Run, Work, compare
 
@@ -53,7 +54,7 @@ def plan(
 ) -> tuple[Planned, dict[str, Tensor]]:
     """This rank's launch of the call and its outputs by name, filled with NaN."""
     if isinstance(given, Routed):
-        planned, outs = experts.plan_exchange(call, given, world.view(rank), rank, signature)
+        planned, outs = experts.plan_exchange(call, given, world.view(rank), rank, signature, world.machine)
     else:
         planned, outs = dense.plan(call, given, world, rank, signature)
     for out in outs.values():
@@ -77,14 +78,14 @@ def issue(
     return made
 
 
-def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0) -> Case:
-    """A case of these calls, one after another on one workspace."""
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Machine = HOST) -> Case:
+    """A case of these calls, one after another on one workspace, planned for `machine`."""
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
         flags = 1 + max(2 * _chunks(call) for call in calls)
-        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
@@ -114,7 +115,9 @@ def checker(
     return check
 
 
-def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list[Case]:
+def fused_cases(
+    world_size: int = 4, dtype: torch.dtype = torch.float32, machine: Machine = HOST
+) -> list[Case]:
     """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
 
     The even ones are of 16 bits, and what no peer writes goes by TMA.
@@ -128,8 +131,10 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         made = [
             Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)
         ]
-        half = torch.float16 if dtype == torch.float32 else dtype
-        return [replace(made[0], dtype=half, tma=True), *made[1:]]
+        first = replace(made[0], dtype=torch.float16 if dtype == torch.float32 else dtype, tma=True)
+        if machine.capability >= 90:  # wgmma takes 64 rows
+            first = replace(first, tile=64, block_k=32, k=72)
+        return [first, *made[1:]]
 
     cases = {name: calls(name, **kernel.example) for name, (_, kernel) in DECLARED.items()}
     cases |= {
@@ -142,13 +147,23 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32) -> list
         plain, two, few = cases[name]
         cases[name] = [plain, replace(two, keep=True), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
-    return [fused_case(name, each, seed=7) for name, each in cases.items()]
+    return [fused_case(name, each, seed=7, machine=machine) for name, each in cases.items()]
+
+
+def compiled_cases(world_size: int, target: str) -> list[Case]:
+    """Every fused kernel as it is launched on a GPU of this kind: pipelined, and with what the target brings.
+
+    On sm_90 the 16-bit calls have tiles that wgmma takes, and TMA; the others are by pointers and mma.sync.
+    """
+    machine = Machine("cuda", 3, 160 * 1024, capability=int(target.removeprefix("sm_")))
+    fused = fused_cases(world_size, machine=machine)
+    return [*fused, turns_case(world_size, machine), meeting_case(world_size, machine=machine)]
 
 
 # -- meetings ----------------------------------------------------------------------------------------------------------
 
 
-def meeting_case(world_size: int, *, seed: int = 0) -> Case:
+def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = HOST) -> Case:
     """Gathers by copies, of even, ragged and few rows, with two fused gathers among them.
 
         stream of a rank     copy x to the own slot | meet | copy peers' slots out | meet
@@ -179,7 +194,7 @@ def meeting_case(world_size: int, *, seed: int = 0) -> Case:
     slot = 4 * COLUMNS * 3 * w
 
     def make() -> Run:
-        world = SimulatedWorld(w, slot, 16)
+        world = SimulatedWorld(w, slot, 16, machine)
         work: list[list[Work]] = [[] for _ in range(w)]
         gathered: list[tuple[list[Tensor], Tensor]] = []
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
@@ -244,22 +259,23 @@ def turns(world_size: int) -> list[Call]:
     ]
 
 
-def turns_case(world_size: int) -> Case:
+def turns_case(world_size: int, machine: Machine = HOST) -> Case:
     """Those calls on one workspace.
 
     What a slot holds changes from call to call: own tokens, which peers read, or rows that peers push, of many ranks,
     of one, of none; ranks without tokens and experts without rows. Every rank must still hear of every other in every
     call, see Note [Two rotating buffers] in kernels/signals.py.
     """
-    return fused_case("moe_turns", turns(world_size), seed=11)
+    return fused_case("moe_turns", turns(world_size), seed=11, machine=machine)
 
 
 # -- replayed graphs ---------------------------------------------------------------------------------------------------
 
 
 def replayed_case(
-    captured: Sequence[Call], eager: Sequence[Call | None], *, counted: bool = True, seed: int = 0
-) -> Case:
+    captured: Sequence[Call], eager: Sequence[Call | None], *, counted: bool = True, seed: int = 0,
+    machine: Machine = HOST,
+) -> Case:  # fmt: skip
     """A graph of the calls `captured`, replayed once for each entry of `eager`, which then runs if it is a call.
 
         stream of a rank     new inputs | the graph's launches | results kept | eager call | new inputs | the same ...
@@ -275,7 +291,7 @@ def replayed_case(
     every = [*captured, *(call for call in eager if call is not None)]
 
     def make() -> Run:
-        world = SimulatedWorld(w, max(slot_bytes(call) for call in every), FLAGS)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in every), FLAGS, machine)
         work: list[list[Work]] = [[] for _ in range(w)]
         results: list[tuple[Given, list[dict[str, Tensor]]]] = []
         given = [operands(call, seed) for call in captured]

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from fusedtp.sim.explore import Schedule, schedules
 from fusedtp.sim.faults import Fault
+from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.report import WIDTH, replay, report
 from fusedtp.sim.strategies import DEFAULT, STRATEGIES
 
@@ -77,6 +78,9 @@ class CheckOptions:
     """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
     workers: int | None = None
     """Processes. Default: one a core."""
+    compiled: tuple[str, ...] = ()
+    """Instead of the kernels' text run the PTX that Triton compiles for these GPUs (sm_80, sm_90), thread by thread,
+    without having them. --weak: all that PTX may let others see late; --fine: a warp at a time, in random order."""
     lint: bool = True
     """Compile the kernels for several kinds of GPU, without having them, and check the memory order and the
     instructions of the result. Default: only where no case is named."""
@@ -97,6 +101,10 @@ class CheckOptions:
             if value is not None and value < (0 if name == "exhaust" else 1e-9):
                 found.append(f"--{name} {value} is too small")
         found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
+        found += [f"--compiled {name!r} must be one of {', '.join(TARGETS)}" for name in self.compiled
+                  if name not in TARGETS]  # fmt: skip
+        if self.compiled and (self.exhaust is not None or self.timeline is not None):
+            found.append("--compiled does not go with --exhaust or --timeline")
         if not self.strategies:
             found.append("--strategies names none")
         if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
@@ -106,11 +114,13 @@ class CheckOptions:
     def residents(self) -> tuple[int | str | None, ...] | None:
         return tuple(resident_of(word) for word in self.resident) or None
 
-    def chosen(self) -> Iterator[Schedule]:
-        """The schedules of a case, without end."""
-        for schedule in schedules(1 << 40, self.strategies, first_seed=self.seed, residents=self.residents()):
+    def chosen(self, compiled: str = "") -> Iterator[Schedule]:
+        """The schedules of a case, without end. compiled: the target whose code runs."""
+        for schedule in schedules(
+            1 << 40, self.strategies, first_seed=self.seed, residents=self.residents(), compiled=compiled
+        ):
             weak = {"no": False, "yes": True, "both": schedule.weak}[self.weak]
-            yield replace(schedule, fine=self.fine, weak=weak)
+            yield replace(schedule, fine=self.fine or schedule.fine, weak=weak)
 
     def limit(self) -> int | None:
         """How many schedules a case gets; None: as many as time allows."""
@@ -143,9 +153,10 @@ def main(argv: list[str]) -> int:
     if wrong:
         return _refuse(wrong)
     try:
-        with pool(options.workers or cores()) as workers:
+        with pool(options.workers or cores(), interpret=not options.compiled) as workers:
             found, passed = check(options, workers)
-        if options.lint:  # after the workers: while they live the environment says to interpret
+        # after the workers: while they live the environment says to interpret
+        if options.lint and not options.compiled:
             passed = _lint(found) and passed
         return 0 if passed else FAULTY
     except BadInput as error:
@@ -169,25 +180,30 @@ def check(options: CheckOptions, workers: Pool) -> tuple[list[Found], bool]:
     """Check every case that the options name, print the table and the reports; the cases, and whether all passed."""
     found = [
         each
+        for target in options.compiled or ("",)
         for world_size in options.world_size or (None,)
-        for each in workers.submit(find, options.cases, world_size).result()
+        for each in workers.submit(find, options.cases, world_size, target).result()
     ]
     results = []
     with _progress() as progress:
         for each in found:
-            task = progress.add_task(f"{each.name} ({each.world_size} ranks)", total=options.limit())
+            task = progress.add_task(f"{_label(each)} ({each.world_size} ranks)", total=options.limit())
             advance = lambda count, task=task: progress.advance(task, count)  # noqa: E731
             results.append(run_case(each, options, workers, advance))
     console = _console()
     console.print(table(results))
     faulty = [result for result in results if result.part is not None]
     for result in faulty:
-        heading = f"{result.found.name} on {result.found.world_size} ranks"
+        heading = f"{_label(result.found)} on {result.found.world_size} ranks"
         text = f"\n{heading}\n{'-' * len(heading)}\n{_words(result, options, console.width)}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if options.timeline is not None and results:
         _write_timeline(options, workers, faulty[0] if faulty else results[0])
     return found, not faulty
+
+
+def _label(found: Found) -> str:
+    return f"{found.name} ({found.compiled})" if found.compiled else found.name
 
 
 def _console() -> Console:
@@ -244,14 +260,17 @@ def table(results: Sequence[Result]) -> Table:
     for each in results:
         rate = f"{each.schedules / max(each.seconds, 1e-9):.1f}"
         size = str(each.found.world_size)
-        made.add_row(each.found.name, size, str(each.schedules), str(each.switches), rate, each.verdict)
+        made.add_row(_label(each.found), size, str(each.schedules), str(each.switches), rate, each.verdict)
     return made
 
 
 def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callable[[int], None]) -> Result:
     """All schedules of a case, a part to each worker, until the earliest part with a fault is known."""
     begin = time.monotonic()
-    parts = _exhaustive(options) if options.exhaust is not None else _parts(options, workers.workers)
+    if options.exhaust is not None:
+        parts = _exhaustive(options)
+    else:
+        parts = _parts(options, workers.workers, found.compiled)
     running: dict[Future[Part], int] = {}
     done: dict[int, Part] = {}
     number = itertools.count()
@@ -279,8 +298,8 @@ def _faulty(done: dict[int, Part]) -> list[Part]:
     return [part for _, part in sorted(done.items()) if part.fault is not None]
 
 
-def _parts(options: CheckOptions, workers: int) -> Iterator[tuple[Any, ...]]:
-    limit, chosen = options.limit(), options.chosen()
+def _parts(options: CheckOptions, workers: int, compiled: str) -> Iterator[tuple[Any, ...]]:
+    limit, chosen = options.limit(), options.chosen(compiled)
     size, given = 1, 0
     while limit is None or given < limit:
         share = size if limit is None else min(size, -(-(limit - given) // workers))

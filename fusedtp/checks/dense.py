@@ -20,10 +20,10 @@ from torch import Tensor
 import fusedtp.ops  # noqa: F401  (the operations enter themselves in OPERATIONS)
 from fusedtp.comm import DeviceView
 from fusedtp.comm.copies import Part, parts
-from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.device_view import meet_options, peers_of
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.launch.config import HOST, Machine
 from fusedtp.ops.operation import OPERATIONS, FusedKernel, OnRank, Operation, Shared
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Await, Copy, Launch, Signal, Work
@@ -44,10 +44,14 @@ class SimulatedWorld:
 
     slot_bytes         of one slot; every rank's data region holds two
     flags_per_source   chunks that one source can announce, chunk 0 being its arrival
+    machine            for which launches are planned
     """
 
-    def __init__(self, world_size: int, slot_bytes: int, flags_per_source: int) -> None:
+    def __init__(
+        self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = HOST
+    ) -> None:
         w = world_size
+        self.machine = machine
         self.world_size, self.flags_per_source = w, flags_per_source
         self.slot_bytes = -(-slot_bytes // 16) * 16
         self.data = symmetric("slots", w, (2, self.slot_bytes), torch.uint8)
@@ -95,7 +99,10 @@ def launches(planned: Planned, epoch: Tensor) -> list[Launch]:
     """A call as its rank's stream runs it: the epoch is bumped, then the fused kernel starts."""
     from fusedtp.kernels.signals import bump_epoch
 
-    return [Launch(bump_epoch, 1, dict(epoch=epoch)), Launch(planned.kernel, planned.programs, planned.args)]
+    return [
+        Launch(bump_epoch, 1, dict(epoch=epoch)),
+        Launch(planned.kernel, planned.programs, planned.args, options=planned.options),
+    ]
 
 
 def meeting(world: SimulatedWorld, rank: int, signature: int) -> list[Launch]:
@@ -103,10 +110,11 @@ def meeting(world: SimulatedWorld, rank: int, signature: int) -> list[Launch]:
     from fusedtp.kernels.meet import meet_kernel
     from fusedtp.kernels.signals import bump_epoch
 
-    peers = peers_of(world.view(rank), rank, world.world_size, signature, "host")
+    clock = world.machine.clock
+    peers = peers_of(world.view(rank), rank, world.world_size, signature, clock)
     return [
         Launch(bump_epoch, 1, dict(epoch=world.epochs.tensors[rank])),
-        Launch(meet_kernel, 1, dict(peers=peers)),
+        Launch(meet_kernel, 1, dict(peers=peers), options=meet_options(clock)),
     ]
 
 
@@ -124,6 +132,7 @@ class Call:
     chunk      rows (gather) or tiles (reduction) that one flag covers
     programs   (senders, others)
     tile       rows and columns of one
+    block_k    columns of x that a step of a product takes
     copied     ranks whose rows travel by copies beside the kernel, of a gather
     tma        what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
     routing    of an exchange's tokens, one of experts.ROUTINGS
@@ -140,6 +149,7 @@ class Call:
     chunk: int = 16
     programs: tuple[int, int] = (1, 2)
     tile: int = TILE
+    block_k: int = TILE
     copied: tuple[int, ...] = ()
     tma: bool = False
     routing: str = "any"
@@ -152,17 +162,19 @@ class Call:
     def rows(self) -> Rows:
         return Rows(self.sizes, self.batch)
 
-    @property
-    def config(self) -> Config:
+    def config(self, machine: Machine) -> Config:
+        """Three stages where the kernel is compiled: what the software pipeliner does shall show."""
         senders, others = self.programs
+        compiled = machine.clock != "host"
         return Config(
             self.tile,
             self.tile,
-            TILE,
+            self.block_k,
+            num_stages=3 if compiled else 1,
             send_programs=senders,
             other_programs=others,
             chunk=self.chunk,
-            tma=self.tma,
+            tma=self.tma and (machine.capability >= 90 or not compiled),
         )
 
 
@@ -227,7 +239,9 @@ def plan(
     call: Call, given: Operands, world: SimulatedWorld, rank: int, signature: int
 ) -> tuple[Planned, dict[str, Tensor]]:
     """This rank's launch of the call and its outputs by name."""
-    at = OnRank(world.view(rank), rank, world.world_size, call.rows, signature, call.config, HOST)
+    machine = world.machine
+    config = call.config(machine)
+    at = OnRank(world.view(rank), rank, world.world_size, call.rows, signature, config, machine)
     others = [t.clone() for t in given.others[rank]]
     biases = [None if b is None else b.clone() for b in given.biases[rank]]
     launch = DECLARED[call.operation][1].launch

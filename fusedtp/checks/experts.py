@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.ops.launch.config import HOST
+from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.moe.combine import combine_bytes, places_of, plan_combine, plan_matmul_combine
 from fusedtp.ops.moe.dispatch import (
     dispatch_bytes,
@@ -170,16 +170,17 @@ def _times(rows: Tensor, ids: Tensor, at: Exchange) -> Tensor:
 
 
 def plan_exchange(
-    call: Call, given: Routed, view: Any, rank: int, signature: int
+    call: Call, given: Routed, view: Any, rank: int, signature: int, machine: Machine
 ) -> tuple[Any, dict[str, Tensor]]:
     """This rank's launch of the call, and its outputs by name."""
     at = exchange_of(call, rank)
     layout, order = unpacked(given.words[rank], at), given.orders[rank]
-    x, end = given.x[rank].clone(), (layout, at, signature, call.config)
+    config = call.config(machine)
+    x, end = given.x[rank].clone(), (layout, at, signature, config)
     choices = places_of(order).view(-1, TOP_K).to(torch.int32)
     if call.operation == "moe_dispatch":
         planned, rows = plan_dispatch(
-            view, rank, x, choices_per_row(call), torch.cat(given.orders), *end, HOST
+            view, rank, x, choices_per_row(call), torch.cat(given.orders), *end, machine
         )  # fmt: skip
         return planned, {"rows": rows}
     matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []
@@ -187,16 +188,16 @@ def plan_exchange(
     if call.operation == "moe_dispatch_matmul":
         planned, outs = plan_dispatch_matmul(
             view, rank, x, order // TOP_K, matrices, offsets, layout, at, signature, "silu" if gated(call) else "",
-            gated(call), call.config, "ieee", HOST,
+            gated(call), config, "ieee", machine,
         )  # fmt: skip
         return planned, dict(zip(("rows", "y", "gate", "up"), outs, strict=False))
     if call.operation == "moe_matmul_combine":
-        config = replace(call.config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
+        config = replace(config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
         factors = None if call.keep else given.weights[rank]
         planned, y = plan_matmul_combine(
             view, rank, [x + more for more in range(len(matrices))], matrices, offsets, combine_index(given.table, at),
-            choices, factors, layout, at, signature, config, "ieee", HOST,
+            choices, factors, layout, at, signature, config, "ieee", machine,
         )  # fmt: skip
         return planned, {"y": y}
-    planned, y = plan_combine(view, rank, x, choices, given.weights[rank], *end, HOST)
+    planned, y = plan_combine(view, rank, x, choices, given.weights[rank], *end, machine)
     return planned, {"y": y}

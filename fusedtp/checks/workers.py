@@ -44,14 +44,14 @@ WORLD_SIZE = 4  # the default
 
 
 @lru_cache
-def cases_of(name: str = "", world_size: int | None = None) -> tuple[Case, ...]:
-    """The cases that `name` stands for; "" for all of the library's own.
+def cases_of(name: str = "", world_size: int | None = None, compiled: str = "") -> tuple[Case, ...]:
+    """The cases that `name` stands for; "" for all of the library's own. compiled: the target they are compiled for.
 
     Raises ValueError where it stands for none, or for something that is no case. What the user's file raises passes.
     """
     path, _, wanted = name.partition("::")
     if "::" not in name and not name.endswith(".py"):
-        return _own(name, world_size)
+        return _own(name, world_size, compiled)
     module = _load(path)
     if not wanted:
         found = {
@@ -68,17 +68,18 @@ def cases_of(name: str = "", world_size: int | None = None) -> tuple[Case, ...]:
     return tuple(_case(f"{path}::{key}", key, value, world_size) for key, value in found.items())
 
 
-def case_of(name: str, world_size: int | None = None) -> Case:
+def case_of(name: str, world_size: int | None = None, compiled: str = "") -> Case:
     """The one case of this name: what a report tells you to replay."""
-    (case,) = cases_of(name, world_size)
+    (case,) = cases_of(name, world_size, compiled)
     return case
 
 
-def _own(name: str, world_size: int | None) -> tuple[Case, ...]:
-    from .cases import fused_cases, meeting_case, turns_case
+def _own(name: str, world_size: int | None, compiled: str) -> tuple[Case, ...]:
+    from .cases import compiled_cases, fused_cases, meeting_case, turns_case
 
     w = world_size or WORLD_SIZE
-    cases = {case.name: case for case in (*fused_cases(w), turns_case(w), meeting_case(w))}
+    made = compiled_cases(w, compiled) if compiled else [*fused_cases(w), turns_case(w), meeting_case(w)]
+    cases = {case.name: case for case in made}
     if name and name not in cases:
         raise ValueError(
             f"no fused kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case"
@@ -149,12 +150,18 @@ def _bound(full_name: str, function: Callable[..., Any], world_size: int | None)
 
 @dataclass(frozen=True)
 class Found:
-    """A case to check. `asked` is the world size that was asked for; `kernels` are those that it launches."""
+    """A case to check.
+
+    asked      the world size that was asked for
+    kernels    those that it launches
+    compiled   the target whose compiled code runs; "": the kernels' text
+    """
 
     name: str
     asked: int | None
     world_size: int
     kernels: tuple[str, ...] = ()
+    compiled: str = ""
 
     @property
     def of_a_file(self) -> bool:
@@ -186,17 +193,17 @@ class UserError(Exception):
     """The user's code raised; the message is its own traceback."""
 
 
-def find(names: Sequence[str], world_size: int | None) -> list[Found]:
+def find(names: Sequence[str], world_size: int | None, compiled: str = "") -> list[Found]:
     """The cases that these names stand for, in a worker."""
     with _told_apart():
-        found = [case for name in names or ("",) for case in cases_of(name, world_size)]
-        return [_described(case, world_size) for case in found]
+        found = [case for name in names or ("",) for case in cases_of(name, world_size, compiled)]
+        return [_described(case, world_size, compiled) for case in found]
 
 
-def _described(case: Case, asked: int | None) -> Found:
+def _described(case: Case, asked: int | None, compiled: str) -> Found:
     work = case.make().work
     kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
-    return Found(case.name, asked, len(work), tuple(kernels))
+    return Found(case.name, asked, len(work), tuple(kernels), compiled)
 
 
 def run_part(found: Found, schedules: Sequence[Schedule]) -> Part:
@@ -211,13 +218,13 @@ def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak:
 
 def _part(found: Found, run: Callable[[Case], Any]) -> Part:
     with _told_apart():
-        case = case_of(found.name, found.asked)
+        case = case_of(found.name, found.asked, found.compiled)
         outcome = run(case)
     fault, raised = outcome.fault, ""
     without = None
     if outcome.raised is not None:
         raised = _users_traceback(outcome.raised)
-    elif fault is not None and fault.accesses and fault.strategy != "replay":
+    elif fault is not None and fault.accesses and fault.strategy != "replay" and not fault.compiled:
         try:
             without = trace(case.make(), schedule_of(fault), detect=False)[1]
         except Exception:
@@ -228,7 +235,7 @@ def _part(found: Found, run: Callable[[Case], Any]) -> Part:
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:
     """What every program did in one schedule, in a worker."""
     with _told_apart():
-        return trace(case_of(found.name, found.asked).make(), schedule)[0]
+        return trace(case_of(found.name, found.asked, found.compiled).make(), schedule)[0]
 
 
 def cores() -> int:
@@ -238,7 +245,8 @@ def cores() -> int:
 
 def schedule_of(fault: Fault) -> Schedule:
     """The schedule that shows it."""
-    return Schedule(fault.strategy, fault.seed, resident_of(fault.resident), fault.weak, fault.fine)
+    resident = resident_of(fault.resident)
+    return Schedule(fault.strategy, fault.seed, resident, fault.weak, fault.fine, fault.compiled)
 
 
 def resident_of(word: str) -> int | str | None:
@@ -253,11 +261,11 @@ def resident_of(word: str) -> int | str | None:
 class Pool:
     """Worker processes, started when they are needed."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, interpret: bool = True) -> None:
         self.workers = workers
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._executor = ProcessPoolExecutor(workers, context, initializer=_begin)
+        self._executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(interpret,))
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._executor.submit(function, *arguments)
@@ -271,9 +279,9 @@ class Pool:
 
 
 @contextmanager
-def pool(workers: int) -> Iterator[Pool]:
-    """Workers that interpret; ended at once where the body raises."""
-    made = Pool(workers)
+def pool(workers: int, interpret: bool = True) -> Iterator[Pool]:
+    """Workers that interpret kernels, or compile them; ended at once where the body raises."""
+    made = Pool(workers, interpret)
     try:
         yield made
     except BaseException:
@@ -282,9 +290,12 @@ def pool(workers: int) -> Iterator[Pool]:
     made.close(now=False)
 
 
-def _begin() -> None:
+def _begin(interpret: bool) -> None:
     assert "triton" not in sys.modules, "triton reads TRITON_INTERPRET when it is imported"
-    os.environ["TRITON_INTERPRET"] = "1"
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
 

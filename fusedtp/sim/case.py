@@ -16,12 +16,18 @@ from .memory import Map, Memory
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel on a stream of a rank. grid: 1 to 3 numbers; args: by name, tensors on the CPU."""
+    """A kernel on a stream of a rank.
+
+    grid      1 to 3 numbers
+    args      by name, tensors on the CPU
+    options   of the compiler (num_warps, num_stages, maxnreg); the interpreter has none
+    """
 
     kernel: Any
     grid: int | tuple[int, ...]
     args: dict[str, Any]
     stream: str = "0"
+    options: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,18 +24,28 @@ from .machine import Machine
 from .memory import Memory
 from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
 
-SHRINK_SCHEDULES = 40
+if TYPE_CHECKING:
+    from .ptx.launch import Compiler
+    from .ptx.machine import Machine as CompiledMachine
+
+SHRINK_SCHEDULES, FEW_SCHEDULES = 40, 8
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that decides a schedule."""
+    """Everything that decides a schedule.
+
+    compiled   the target whose compiled code runs (ptx.TARGETS); "": the kernels' text, interpreted
+    weak       late stores; compiled: all late effects of ptx.memory and ptx.copies
+    fine       switch at every memory access; compiled: a warp at a time, in random order
+    """
 
     strategy: str = "random"
     seed: int = 0
     resident: int | str | None = None
     weak: bool = False
     fine: bool = False
+    compiled: str = ""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -142,11 +153,17 @@ def trace(run: Run, schedule: Schedule, *, detect: bool = True) -> tuple[tuple[M
 
 def _execute(
     run: Run, schedule: Schedule, strategy: Callable[..., Strategy], detect: bool, trace: bool
-) -> Machine:
-    machine = Machine(
-        run, strategy, seed=schedule.seed, resident=schedule.resident, weak=schedule.weak, fine=schedule.fine,
-        detect=detect, trace=trace,
-    )  # fmt: skip
+) -> Machine | CompiledMachine:
+    given: dict[str, Any] = dict(
+        seed=schedule.seed, resident=schedule.resident, weak=schedule.weak, fine=schedule.fine
+    )
+    machine: Machine | CompiledMachine
+    if schedule.compiled:
+        from .ptx.machine import Machine as OfCompiled
+
+        machine = OfCompiled(run, strategy, compiler_for(schedule.compiled), **given)
+    else:
+        machine = Machine(run, strategy, detect=detect, trace=trace, **given)
     cause = None
     try:
         machine.run()
@@ -162,9 +179,17 @@ def _execute(
     raise SimulationFault(
         fault.found_by(
             schedule.strategy, schedule.seed, str(schedule.resident), schedule.weak, schedule.fine, machine.switches,
-            moments,
+            moments, schedule.compiled,
         )
     ) from cause  # fmt: skip
+
+
+@lru_cache
+def compiler_for(target: str) -> Compiler:
+    """One for all schedules of a process: each kernel is compiled once."""
+    from .ptx.launch import Compiler
+
+    return Compiler(target)
 
 
 def _recorded(run: Run) -> Fault | None:
@@ -187,15 +212,21 @@ def schedules(
     *,
     first_seed: int = 0,
     residents: Sequence[Any] | None = None,
+    compiled: str = "",
 ) -> Iterator[Schedule]:
-    """`count` schedules: strategies in turn; all resident, one resident and a varying number in turn; weak and not."""
+    """`count` schedules: strategies in turn; all resident, one resident and a varying number in turn; weak and not.
+
+    Of compiled code three of four are weak, and every third goes warp by warp.
+    """
     residents = (None, 1, "varying", 2) if residents is None else residents
     for i in range(count):
         name = strategies[i % len(strategies)]
         turn = i // len(strategies)
-        yield Schedule(
-            name, first_seed + i, residents[turn % len(residents)], weak=turn // len(residents) % 2 == 1
-        )
+        resident, weak = residents[turn % len(residents)], turn // len(residents) % 2 == 1
+        if compiled:
+            yield Schedule(name, first_seed + i, resident, i % 4 != 0, i % 3 == 2, compiled)
+        else:
+            yield Schedule(name, first_seed + i, resident, weak)
 
 
 def explore(
@@ -260,16 +291,16 @@ def attempt(
         outcome.raised = error
         return Fault(
             "raised", f"{type(error).__name__}: {error}", strategy=schedule.strategy, seed=schedule.seed,
-            resident=str(schedule.resident), weak=schedule.weak, fine=schedule.fine,
+            resident=str(schedule.resident), weak=schedule.weak, fine=schedule.fine, compiled=schedule.compiled,
         )  # fmt: skip
 
 
 def _shortest(case: Case, fault: Fault, schedule: Schedule) -> Fault:
     """The same fault with the fewest context switches among some more schedules, with a trace."""
     best, found = schedule, fault
-    for seed in range(SHRINK_SCHEDULES):
+    for seed in range(FEW_SCHEDULES if schedule.compiled else SHRINK_SCHEDULES):
         name = ("run_to_block", "pct")[seed % 2]
-        other = Schedule(name, seed, schedule.resident, schedule.weak, schedule.fine)
+        other = replace(schedule, strategy=name, seed=seed)
         again = attempt(case, other, Outcome(case.name))
         if again is not None and again.key() == fault.key() and again.switches < found.switches:
             best, found = other, again

@@ -142,6 +142,7 @@ RULES = {
     "scope": "two ranks use one word with atomics whose scope does not reach the other rank",
     "never written": "a load reads workspace that nobody has written",
     "out of bounds": "an access outside every allocation that the case named",
+    "misaligned": "an access whose address is no multiple of its size",
     "deadlock": "every live program waits and nothing can wake it",
     "wrong value": "the result differs from the reference",
     "raised": "the kernel or the reference raised",
@@ -169,6 +170,7 @@ class Fault:
     resident: str = ""
     weak: bool = False
     fine: bool = False
+    compiled: str = ""  # the target, of a schedule of compiled code
     switches: int = 0  # context switches of the shortest schedule found that shows it
     trace: tuple[Moment, ...] = field(default=(), repr=False)
 
@@ -190,17 +192,21 @@ class Fault:
         fine: bool,
         switches: int,
         trace: tuple[Moment, ...],
+        compiled: str = "",
     ) -> Fault:
         """The same finding with the schedule that shows it."""
         return replace(
             self, strategy=strategy, seed=seed, resident=resident, weak=weak, fine=fine, switches=switches,
-            trace=trace,
+            trace=trace, compiled=compiled,
         )  # fmt: skip
 
     def key(self) -> tuple[object, ...]:
         """Equal for the same fault in another schedule: rule and source lines."""
         sites = [a.site for a in self.accesses] or [w.site for w in self.waits]
         return self.rule, *sorted({(s.file, s.line) for s in sites})
+
+    def _target(self) -> str:
+        return f", compiled={self.compiled!r}" if self.compiled else ""
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
@@ -211,7 +217,7 @@ class Fault:
         if self.strategy:
             lines.append(
                 f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "
-                f"weak={self.weak}, fine={self.fine}; {self.switches} context switches"
+                f"weak={self.weak}, fine={self.fine}{self._target()}; {self.switches} context switches"
             )
         return "\n".join(lines)
 

@@ -102,14 +102,18 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     ]
     words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
     words += ["--fine"] if fault.fine else []
+    words += ["--compiled", fault.compiled] if fault.compiled else []
     if fault.strategy == "replay":
         return [command] if command else []
     value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
-    schedule = f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine})"
-    case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'})"
+    target = f", compiled={fault.compiled!r}" if fault.compiled else ""
+    schedule = (
+        f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}{target})"
+    )
+    case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}{target})"
     return [
         shlex.join(words),
-        "or in Python, with TRITON_INTERPRET=1 in the environment:",
+        "or in Python:" if fault.compiled else "or in Python, with TRITON_INTERPRET=1 in the environment:",
         "  from fusedtp.sim import Schedule, run_schedule",
         "  from fusedtp.checks.workers import case_of",
         f"  run_schedule({case}.make(), {schedule})",

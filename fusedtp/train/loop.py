@@ -6,12 +6,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.parallel import clip_grad_norm_
 from fusedtp.train.build import Model
@@ -24,14 +26,13 @@ from fusedtp.train.checkpoint import (
     save_interval,
 )
 from fusedtp.train.clocks import APART
-from fusedtp.train.config import TrainConfig
-from fusedtp.train.data import Batches
-from fusedtp.train.evaluate import validation_loss
+from fusedtp.train.data import Batches, Microbatch
 from fusedtp.train.experts import ExpertLoad
+from fusedtp.train.loader import FromLoader
 from fusedtp.train.metrics import Metrics
 from fusedtp.train.nonfinite import Guard
-from fusedtp.train.optim import adamw, for_batch, set_learning_rate
-from fusedtp.train.precision import loss_scale_of
+from fusedtp.train.optim import set_learning_rate
+from fusedtp.train.precision import LossScale
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.watch import Watch
@@ -41,93 +42,125 @@ FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save
 
 
 class Trainer:
-    """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on."""
+    """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on.
+
+    model       a fusedtp.nn.CausalLM, or a model of transformers in a TransformersModel; parallelized and sharded
+    batches     Batches, or any iterable of what fusedtp.train.loader says, `accumulate` of them a step
+    optimizer   torch's, over the model's parameters
+    mesh        of all ranks, with the axes that there are of pp, dp (or dp_replicate, dp_shard) and tp; or a World
+    pipeline    runs the model where the mesh has pp
+    rate        learning rate of a step; default: as the optimizer has it
+    clip        largest norm of the gradients, of which clip_norm says the kind: 2 or inf
+    kind        of data parallelism, as given to fusedtp.train.shard
+    seed        of dropout
+    saver       saves after a step, and stops after a signal
+    validate    the validation loss, after every val_every steps and the last
+    watch       times the ranks; guard: what becomes of steps that are not finite. Default: stop
+    Collective: all ranks make one together. Raises TypeError, ValueError for a model or a mesh that it cannot train.
+    """
 
     def __init__(
         self,
         model: Model,
-        batches: Batches,
-        config: TrainConfig,
-        world: World,
-        metrics: Metrics,
-        saver: Saver | None = None,
+        batches: Batches | Iterable[Mapping[str, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh | World | None = None,
+        *,
         pipeline: Pipeline | None = None,
+        accumulate: int = 1,
+        rate: Callable[[int], float] | None = None,
+        clip: float = 1.0,
+        clip_norm: float = 2.0,
+        scale: LossScale | None = None,
+        kind: str = "zero3",
+        seed: int = 0,
+        balance_bias: float = 0.0,
+        saver: Saver | None = None,
+        metrics: Metrics | None = None,
+        validate: Callable[[], float] | None = None,
+        val_every: int = 0,
         watch: Watch | None = None,
         guard: Guard | None = None,
     ) -> None:
-        self.model, self.batches, self.config, self.world = model, batches, config, world
-        self.metrics, self.saver, self.pipeline, self.step = metrics, saver, pipeline, 0
+        if not isinstance(model, Model):
+            raise TypeError(
+                f"{type(model).__name__} is no fusedtp.nn.CausalLM; one of transformers goes into a "
+                "fusedtp.train.foreign.TransformersModel"
+            )
+        device = next(model.parameters()).device
+        self.world = world = mesh if isinstance(mesh, World) else World.of(mesh, device)
+        self.batches = batches if isinstance(batches, Batches) else FromLoader(batches, world, accumulate)
+        self.model, self.optimizer, self.pipeline, self.rate = model, optimizer, pipeline, rate
+        self.clip_to, self.clip_norm, self.scale = clip, clip_norm, scale or LossScale()
+        self.kind, self.seed, self.load = kind, seed, ExpertLoad(model, world, balance_bias)
+        self.saver, self.metrics = saver, metrics or Metrics(world)
+        self.validate, self.val_every, self.step = validate, val_every, 0
         self.watch, self.guard = watch or Watch(world), guard or Guard(world)
-        self.watch.attach(model, pipeline, batches)
-        self.options = for_batch(config.optim, config.data.batch)
-        self.optimizer, self.scale = adamw(model, self.options, fused=True), loss_scale_of(config)
-        self.load = ExpertLoad(model, world, config.model.balance_bias)
+        self.watch.attach(model, pipeline, self.batches)
+        self._taken: list[Microbatch] = []
         self.state = TrainingState(
-            model, self.optimizer, {"trainer": self, "data": batches, "loss_scale": self.scale}, world.rank,
-            config.run.seed, optional=("loss_scale",),
+            model, optimizer, {"trainer": self, "data": self.batches, "loss_scale": self.scale}, world.rank,
+            seed, optional=("loss_scale",),
         )  # fmt: skip
 
-    def train(self) -> bool:
-        """Train for all steps that are left; whether they are all done, or a signal ended the run before."""
-        options, world = self.options, self.world
-        while self.step < options.steps:
-            self.watch.begin()
-            rate = set_learning_rate(self.optimizer, options, self.step)
-            own_loss = self.backward(self.load)
-            self.watch.computed()
-            self.scale.unscale_(self.model)
-            with self.watch.clocks("norm", "the gradients' norm"):
-                norm = self.clip()  # returns when all of the step's kernels have run, so that
-                world.check()  # one which failed is found before it reaches a parameter
-                loss = world.mean(own_loss)
-            numbers = {"grad_norm": norm, "lr": rate} | self.scale.numbers
-            if self.is_finite(loss, norm) and self.scale.takes(norm):
-                with self.watch.clocks("optimizer"):
-                    self.optimizer.step()
-            else:
-                numbers["grad_norm"] = math.inf
-            self.optimizer.zero_grad()
-            last = self.step + 1 == options.steps
-            times = self.watch.step(self.step, loss, last)
-            self.metrics.step(self.step, loss=loss, **numbers, **self.load.step(), **times)
-            self.step += 1
-            if self.step % self.config.run.val_every == 0 or last:
-                self.metrics.validation(self.step - 1, self.validate())
+    def train(self, steps: int) -> bool:
+        """Train until so many steps are done; whether they are, or a signal ended the run before."""
+        while self.step < steps:
+            last = self.step + 1 == steps
+            self.train_step(last)
+            if self.validate is not None and (last or self.step % self.val_every == 0):
+                with self.watch.clocks(APART):
+                    loss = self.validate()
+                self.metrics.validation(self.step - 1, loss)
             if self.saver is not None and self.saver.after(self.step, self.state, last):
                 return last
         return True
 
-    def backward(self, load: ExpertLoad) -> Tensor:
+    def train_step(self, last: bool = False) -> None:
+        """One step: gradients, clipping, update, record. last: of the run."""
+        self.watch.begin()
+        if self.rate is not None:
+            set_learning_rate(self.optimizer, self.rate(self.step))
+        own_loss = self.backward(_Kept(self.batches, self._taken), self.load)
+        self.watch.computed()
+        self.scale.unscale_(self.model)
+        with self.watch.clocks("norm", "the gradients' norm"):
+            norm = self.clip()  # returns when all of the step's kernels have run, so that
+            self.world.check()  # one which failed is found before it reaches a parameter
+            loss = self.world.mean(own_loss)
+        numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
+        if self.is_finite(loss, norm) and self.scale.takes(norm):
+            with self.watch.clocks("optimizer"):
+                self.optimizer.step()
+        else:
+            numbers["grad_norm"] = math.inf
+        self.optimizer.zero_grad()
+        numbers |= {"loss": loss} | self.load.step() | self.watch.step(self.step, loss, last)
+        self.metrics.step(self.step, self.batches.tokens, **numbers)
+        self.step += 1
+
+    def backward(self, batches: Any, load: ExpertLoad) -> Tensor:
         """Accumulate the gradients of this step; its loss on this data-parallel rank."""
         return backward(
-            self.model, self.batches, self.step, load, self.config.run.seed, self.pipeline,
-            self.config.parallel.kind, self.scale.value,
-        )  # fmt: skip
+            self.model, batches, self.step, load, self.seed, self.pipeline, self.kind, self.scale.value
+        )
 
     def is_finite(self, loss: float, norm: float) -> bool:
-        """Whether the step is; see Guard.takes. Runs it again, on the same samples, to find out where it is not."""
+        """Whether the step is; see Guard.takes. Runs it again, on the same batches, to find out where it is not."""
 
         def again() -> None:
-            self.batches.samples -= self.batches.batch
-            self.backward(ExpertLoad(self.model, self.world, 0.0))
+            kept = _Kept(self.batches, self._taken, again=True)
+            self.backward(kept, ExpertLoad(self.model, self.world, 0.0))
 
-        return self.guard.takes(
-            self.step, loss, norm, self.model, again, scaled=self.scale.window is not None
-        )
+        scaled = self.scale.window is not None
+        return self.guard.takes(self.step, loss, norm, self.model, again, scaled)
 
     def clip(self) -> float:
         """Clip the gradients of the whole model; their norm before."""
-        limit, kind, of = self.options.clip, float(self.options.clip_norm), self.pipeline
+        limit, kind, of = self.clip_to, self.clip_norm, self.pipeline
         if of is None:
             return clip_grad_norm_(self.model, limit, kind).item()
         return clip_grad_norm_(self.model, limit, kind, others=of.group, uncounted=of.uncounted).item()
-
-    def validate(self) -> float:
-        """The loss on held-out text."""
-        pieces = 1 if self.pipeline is None else self.config.data.accumulate
-        held_out = self.batches.validation(self.config.data.val_batches, pieces)
-        with self.watch.clocks(APART):
-            return validation_loss(self.model, held_out, self.world, self.pipeline, pieces)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -136,9 +169,35 @@ class Trainer:
         self.step = state_dict["step"]
 
 
+@dataclass
+class _Kept:
+    """Data whose last step is kept, so that it can be had again."""
+
+    of: Batches | FromLoader
+    taken: list[Microbatch]
+    again: bool = False
+
+    def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
+        if self.again:
+            yield from self.taken
+            return
+        self.taken.clear()
+        for batch in self.of.step(scale):
+            self.taken.append(batch)
+            yield batch
+
+    @property
+    def accumulate(self) -> int:
+        return self.of.accumulate
+
+    @property
+    def device(self) -> str | torch.device:
+        return self.of.device
+
+
 def backward(
     model: Model,
-    batches: Batches,
+    batches: Batches | FromLoader,
     step: int,
     load: ExpertLoad,
     seed: int,

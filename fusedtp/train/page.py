@@ -29,10 +29,10 @@ from fusedtp.train.checkpoint import as_bytes, steps_in
 from fusedtp.train.config import CONFIG
 from fusedtp.train.hang import HANG
 from fusedtp.train.metrics import METRICS, json_lines
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS, SAVES
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS, PIPELINE, SAVES
 from fusedtp.train.watch import KINDS, RANKS, WAITS, Reading, in_words, verdict
 
-REPORT, PIPELINE = "report.html", "pipeline.json"
+REPORT = "report.html"
 COLOURS = {
     "compute": "#4c78d8", "tp_wait": "#e8a513", "pp_wait": "#f0654f", "dp_wait": "#a463f2", "data": "#3ca951",
     "optimizer": "#45b5a5", "norm": "#c2855f", "other": "#9498a0",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,27 @@ import torch
 from rich.console import Console
 
 from fusedtp.train import elastic, experts, report
-from fusedtp.train.build import build_stages, num_parameters
-from fusedtp.train.checkpoint import CheckpointError, Checkpoints, Saved
+from fusedtp.train.build import Model, build_stages, num_parameters
+from fusedtp.train.checkpoint import Checkpoints, Saved
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import environment
-from fusedtp.train.evaluate import sample
+from fusedtp.train.evaluate import sample, validation_loss
 from fusedtp.train.hang import Pulse
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
 from fusedtp.train.nonfinite import Guard
+from fusedtp.train.optim import adamw, for_batch, learning_rate
+from fusedtp.train.precision import loss_scale_of
+from fusedtp.train.stages import Pipeline
+from fusedtp.train.timeline import Action
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
 from fusedtp.train.watch import Watch
-from fusedtp.train.world import World
+from fusedtp.train.world import World, placement
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS, SAVES = "checkpoints", "incidents.jsonl", "saves.jsonl"
+CHECKPOINTS, INCIDENTS, PIPELINE, SAVES = "checkpoints", "incidents.jsonl", "pipeline.json", "saves.jsonl"
 IN_ORDER = "ended in order"
 
 
@@ -50,9 +55,12 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         f"{len(batches.train.tokens):,} {unit}s of text",
         highlight=False,
     )
+    for line in placement(world, world.machines()):
+        console.print(line, highlight=False)
     if pipeline is not None:
         parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
         console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
+        record_step(pipeline, config, world)
 
     def tell(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
@@ -61,7 +69,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     saver = saver_of(config, world, tokens, tell)
     watch = Watch(world, config.watch.watch_every, folder, tell)
     guard = Guard(world, config.watch.on_nan, tell)
-    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline, watch, guard)
+    trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
         report.write_json(folder / CONFIG, (asked or config).to_dict())
@@ -70,9 +78,9 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     sinks = sinks_for(config, world, console, earlier, trainer.step)
     pulse = Pulse(world, watch.clocks, lambda: trainer.step, folder)
     signals = saver.signals() if saver else nullcontext()
-    with Metrics(config, world, sinks, earlier) as metrics, signals, pulse:
+    with Metrics(world, sinks, earlier) as metrics, signals, pulse:
         trainer.metrics = metrics
-        finished = trainer.train()
+        finished = trainer.train(config.optim.steps)
     if saver is not None:
         saver.checkpoints.close()
     if not finished:
@@ -109,6 +117,19 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
 
 
+def record_step(pipeline: Pipeline, config: TrainConfig, world: World) -> None:
+    """Have a step of the run recorded in its folder, as --record-step says."""
+
+    def tell(actions: Sequence[Action]) -> None:
+        if world.rank == 0:
+            found = {"step": step, "schedule": pipeline.schedule, "actions": actions}
+            report.write_json(config.run.folder / PIPELINE, found)
+
+    step = min(config.parallel.record_step, config.optim.steps) - 1
+    if step >= 0:
+        pipeline.record(step, tell)
+
+
 def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
     """What this rank trains on."""
     data = config.data
@@ -122,6 +143,45 @@ def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
         dp_rank=world.dp_rank,
         device=world.device,
         documents=data.documents,
+    )
+
+
+def trainer_of(
+    config: TrainConfig,
+    world: World,
+    batches: Batches,
+    model: Model,
+    pipeline: Pipeline | None = None,
+    saver: Saver | None = None,
+    watch: Watch | None = None,
+    guard: Guard | None = None,
+) -> Trainer:
+    """The trainer of these options."""
+    options = for_batch(config.optim, config.data.batch)
+    pieces = 1 if pipeline is None else config.data.accumulate
+
+    def validate() -> float:
+        held_out = batches.validation(config.data.val_batches, pieces)
+        return validation_loss(model, held_out, world, pipeline, pieces)
+
+    return Trainer(
+        model,
+        batches,
+        adamw(model, options, **{options.adamw: True}),
+        world,
+        pipeline=pipeline,
+        rate=partial(learning_rate, options),
+        clip=options.clip,
+        clip_norm=float(options.clip_norm),
+        scale=loss_scale_of(config),
+        kind=config.parallel.kind,
+        seed=config.run.seed,
+        balance_bias=config.model.balance_bias,
+        saver=saver,
+        validate=validate,
+        val_every=config.run.val_every,
+        watch=watch,
+        guard=guard,
     )
 
 
@@ -149,6 +209,7 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
             "config": config.to_dict(),
             "tokens": tokens.name,
             "mesh": mesh,
+            "versions": environment(),
         },
         tell=tell,
         done=lambda saved: note_save(config.run.folder, saved),
@@ -159,11 +220,9 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     """Put the trainer where the run's checkpoint left it; the records of the steps up to there. Collective."""
     assert trainer.saver is not None
     checkpoints, folder = trainer.saver.checkpoints, config.run.folder
-    loaded = checkpoints.load(trainer.state, config.run.step, lambda about: misfits(config, tokens, about))
-    if loaded.step > config.optim.steps:
-        raise CheckpointError(
-            f"the checkpoint is of step {loaded.step}; --steps {config.optim.steps} is less"
-        )
+    loaded = checkpoints.load(
+        trainer.state, config.run.step, lambda about: misfits(config, about) + other_tokens(tokens, about)
+    )
     aside = checkpoints.set_aside(loaded.step)
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
@@ -181,8 +240,8 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     return [record for record in records if record["step"] < loaded.step]
 
 
-def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list[str]:
-    """Why a checkpoint cannot be gone on from with this configuration: another model, other data."""
+def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
+    """Why a checkpoint cannot be gone on from with this configuration: another model, fewer steps."""
     plain, found = config.to_dict(), []
     before = about.get("config")
     if not isinstance(before, dict):
@@ -198,8 +257,8 @@ def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list
             was = before.get(part, {}).get(name, value)
             if was != value:
                 found.append(f"--{name.replace('_', '-')} was {was}, now it is {value}")
-    if about.get("tokens") != tokens.name:
-        found.append("the files of --data, or its tokenizer, are others than they were")
+    if int(about["step"]) > config.optim.steps:
+        found.append(f"the checkpoint is of step {about['step']}; --steps {config.optim.steps} is less")
     return found
 
 
@@ -208,6 +267,13 @@ def note_save(folder: Path, saved: Saved) -> None:
     line = {"step": saved.step, "bytes": saved.size, "blocked": saved.blocked, "seconds": saved.seconds}
     with open(folder / SAVES, "a") as file:
         file.write(json.dumps(line | {"time": time.time()}) + "\n")
+
+
+def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
+    """Whether a checkpoint was trained on other token files than these."""
+    if about.get("tokens", tokens.name) == tokens.name:
+        return []
+    return ["the files of --data, or its tokenizer, are others than they were"]
 
 
 def note_incident(folder: Path, what: str) -> None:

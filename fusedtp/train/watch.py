@@ -44,6 +44,7 @@ from torch import nn
 
 from fusedtp.train.clocks import OTHER, Clocks, time_fsdp
 from fusedtp.train.data import Batches
+from fusedtp.train.loader import FromLoader
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
@@ -280,7 +281,7 @@ class Watch:
         self._waited = self._slept = world.wait_seconds() or 0.0
 
     def attach(
-        self, model: nn.Module, pipeline: Pipeline | None = None, batches: Batches | None = None
+        self, model: nn.Module, pipeline: Pipeline | None = None, batches: Batches | FromLoader | None = None
     ) -> None:
         """Time what these wait for and do. Before the first step."""
         if batches is not None:

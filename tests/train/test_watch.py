@@ -22,8 +22,8 @@ from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Windows
 from fusedtp.train.hang import HANG, Position, Pulse, judge, timed_out
 from fusedtp.train.loop import Trainer
-from fusedtp.train.metrics import Metrics
 from fusedtp.train.nonfinite import PATIENCE, Event, Found, Guard, NotFinite, finite, where
+from fusedtp.train.run import trainer_of
 from fusedtp.train.watch import (
     KINDS,
     RANKS,
@@ -235,6 +235,10 @@ class Poison:
         return output
 
 
+def steps_of(options: str) -> int:
+    return parse(f"{SIZES} --steps 5 {options}".split()).optim.steps
+
+
 def made(
     group: Any,
     mesh: str,
@@ -256,7 +260,7 @@ def made(
     model, pipeline = build_stages(config, here)
     watch = Watch(here, config.watch.watch_every, folder, tell)
     guard = Guard(here, config.watch.on_nan, tell)
-    return Trainer(model, batches, config, here, Metrics(config, here), None, pipeline, watch, guard)
+    return trainer_of(config, here, batches, model, pipeline, None, watch, guard)
 
 
 def train(
@@ -269,7 +273,7 @@ def train(
         breakage(trainer)
     error = ""
     try:
-        trainer.train()
+        trainer.train(steps_of(options))
     except NotFinite as stopped:
         error = str(stopped)
     return {
@@ -405,7 +409,7 @@ def hang(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
     if group.rank() == 1:
         first_layers(trainer.model)[0].register_forward_pre_hook(stop)
     with Pulse(trainer.world, trainer.watch.clocks, lambda: trainer.step, folder, beat=0.2):
-        trainer.train()
+        trainer.train(5)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +476,7 @@ def out_of_step(group: Any, what: str, tokens: Path) -> None:
     if group.rank() == 1 and what == "order":
         layer = trainer.model.layers[1]
         layer.forward = lambda x, *more, **options: layer.mlp(x)
-    trainer.train()
+    trainer.train(5)
 
 
 @pytest.mark.parametrize("what", ["shape", "order"])

@@ -109,7 +109,7 @@ class Compiled:
         return asm.parse(self.files["amdgcn"], asm.AMD)
 
 
-def _cache(given: str | None) -> Path:
+def cache_dir(given: str | None) -> Path:
     """A part of Triton's cache for this checkout."""
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
     return whole / ("lint-" + hashlib.sha256(str(Path(__file__)).encode()).hexdigest()[:16])
@@ -126,7 +126,7 @@ class Worker:
         # FP fusion as every supported version does it by default; 3.9 warns where it is not said
         env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
         # Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files
-        env["TRITON_CACHE_DIR"] = str(_cache(env.get("TRITON_CACHE_DIR")))
+        env["TRITON_CACHE_DIR"] = str(cache_dir(env.get("TRITON_CACHE_DIR")))
         self.errors = (folder / f"worker-{id(self)}.err").open("w+")
         self.process = subprocess.Popen(
             [python, "-m", "fusedtp.sim.lint.worker"],

@@ -1,0 +1,18 @@
+"""The compiled kernel on a CPU: PTX that Triton made, run thread by thread on simulated ranks. numpy alone, no GPU.
+
+    parse          PTX text -> instructions with their source lines
+    alu, numerics  scalar opcodes -> numpy over all lanes
+    access         loads, stores, atomics, fences, shuffles
+    tensor_core    mma, ldmatrix, stmatrix, wgmma
+    copies         cp.async, tensor copies, mbarriers
+    kernel         a kernel's blocks as Python functions
+    memory         named tensors at real addresses; what PTX lets others see late
+    program        lanes, divergence, barriers of a program
+    launch         Launch -> compiled kernel and the bits of its parameters
+    machine        programs of all ranks, interleaved by a seed
+
+`Schedule(compiled="sm_90")` chooses it in `run_schedule` and `explore`; `fusedtp check --compiled sm_90` does. What it
+proves and what not: docs/checking-kernels.md.
+"""
+
+TARGETS = ("sm_80", "sm_90")  # that the machine runs

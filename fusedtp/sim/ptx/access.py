@@ -1,0 +1,183 @@
+"""Opcodes by which lanes reach memory, each other and their program: loads, stores, atomics, fences, shuffles.
+
+PTX ISA 8.8: 9.7.9 (ld, st, mov), 9.7.13 (barriers, fences, atom, red, vote, redux, elect), 9.7.9.6 (shfl).
+"""
+
+from __future__ import annotations
+
+from .alu import TYPES, Emitter, handles, size_of, typed
+from .parse import Address, Imm, Instruction, Operand, Reg, Symbol
+
+ORDERS = {
+    "acquire": "acquire",
+    "release": "release",
+    "acq_rel": "acq_rel",
+    "relaxed": "relaxed",
+    "volatile": "relaxed",
+}
+
+
+def order_of(i: Instruction, default: str = "weak") -> str:
+    """A volatile access is a relaxed one of system scope: PTX ISA 8.4.1."""
+    return next((ORDERS[part] for part in i.parts if part in ORDERS), default)
+
+
+def is_strong(i: Instruction) -> bool:
+    """Whether it may see what another program does at this moment: before it, others get their turn."""
+    if i.root in ("atom", "red"):
+        return not is_shared(i)
+    if i.root in ("ld", "st"):
+        return order_of(i) != "weak" and not is_shared(i) and not i.has("param")
+    return i.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+
+
+def is_shared(i: Instruction) -> bool:
+    return any(part.startswith("shared") for part in i.parts)
+
+
+def _counted(i: Instruction) -> int:
+    return next((int(part[1:]) for part in i.parts if part in ("v2", "v4", "v8")), 1)
+
+
+@handles("ld")
+def _load(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, at, *_) = typed(i), i.args
+    targets, nb = e.items(d), size_of(t)
+    if i.has("local", "const"):
+        return None
+    if i.has("param"):
+        assert isinstance(at, Address) and isinstance(at.base, Symbol)
+        return [
+            line
+            for n, x in enumerate(targets)
+            for line in e.put(
+                x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})"
+            )
+        ]
+    if len(targets) != _counted(i):
+        raise i.unsupported("registers")
+    if is_shared(i):
+        read = f"S.load_shared({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
+    else:
+        order = order_of(i)
+        read = f"S.load({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {order!r}, {e.const(i.site)})"
+    return [f"v = {read}", *(line for n, x in enumerate(targets) for line in into(e, x, t, f"v[:, {n}]"))]
+
+
+def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
+    """What the lanes that took part got, as bits, into a register; extended by its sign for s types."""
+    if not isinstance(x, Reg):
+        return []
+    signed = t[0] == "s"
+    view = {16: "hz", 32: "us", 64: "UI"}[x.width][signed]
+    value = f"{value}.view(np.int{8 * size_of(t)})" if signed else value
+    return [f"assign({view}[{x.number}], {value}, {e.mask})"]
+
+
+@handles("st")
+def _store(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (at, value, *_) = typed(i), i.args
+    nb = size_of(t)
+    if i.has("local", "param", "async"):
+        return None
+    words = ", ".join(e.read(x, f"b{8 * nb}") for x in e.items(value))
+    if is_shared(i):
+        return [f"S.store_shared({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
+    order = order_of(i)
+    return [f"S.store({e.address(at, False)}, [{words}], {nb}, {e.mask}, {order!r}, {e.const(i.site)})"]
+
+
+ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+@handles("atom", "red")
+def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
+    t = typed(i)
+    args = list(i.args)
+    d = args.pop(0) if i.root == "atom" else Imm("_")
+    at, *values = args
+    operation = next((part for part in i.parts if part in ATOMICS), "")
+    if not operation or i.has("b128", "async"):
+        return None
+    count, nb = _counted(i), size_of(t)
+    operands = [[e.read(x, t) for x in e.items(value)] for value in values[: 2 if operation == "cas" else 1]]
+    lines, targets = [], e.items(d)
+    for n in range(count):
+        given = ", ".join(each[n] for each in operands)
+        where = f"{e.address(at, False)} + {n * nb}" if n else e.address(at, False)
+        if is_shared(i):
+            call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
+        else:
+            order = order_of(i, "relaxed")
+            call = (
+                f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {order!r}, {e.const(i.site)})"
+            )
+        lines.append(f"v = {call}")
+        if isinstance(targets[min(n, len(targets) - 1)], Reg):
+            lines += into(e, targets[n], f"b{8 * nb}", "v")
+    return lines
+
+
+@handles("fence", "membar")
+def _fence(e: Emitter, i: Instruction) -> list[str] | None:
+    """Of proxies: what generic accesses did is visible to asynchronous ones at once, so they have nothing to order."""
+    if i.has("proxy", "mbarrier_init"):
+        return []
+    return [f"S.fence({e.mask})"]
+
+
+@handles("shfl")
+def _shuffle(e: Emitter, i: Instruction) -> list[str] | None:
+    d, a, b, c = i.args[:4]
+    both = e.items(d)
+    kind = next(part for part in i.parts if part in ("up", "down", "bfly", "idx"))
+    lines = [f"v, t = S.shuffle({kind!r}, {e.read(a, 'b32')}, {e.read(b, 'u32')}, {e.read(c, 'u32')})"]
+    return lines + [line for x, t, v in zip(both, ("b32", "pred"), "vt") for line in e.put(x, t, v)]
+
+
+@handles("vote")
+def _vote(e: Emitter, i: Instruction) -> list[str] | None:
+    d, p = i.args[:2]
+    kind = next(part for part in i.parts if part in ("ballot", "all", "any", "uni"))
+    t = "b32" if kind == "ballot" else "pred"
+    return e.put(d, t, f"S.vote({kind!r}, {e.read(p, 'pred')}, {e.mask})")
+
+
+@handles("redux")
+def _reduce(e: Emitter, i: Instruction) -> list[str] | None:
+    t = typed(i)
+    operation = next((part for part in i.parts if part in ("add", "min", "max", "and", "or", "xor")), "")
+    if not operation or i.has("NaN", "abs"):
+        return None
+    return e.put(i.args[0], t, f"S.reduce({operation!r}, {e.read(i.args[1], t)}, {e.mask})")
+
+
+@handles("elect")
+def _elect(e: Emitter, i: Instruction) -> list[str] | None:
+    """The lowest lane of the warp that takes part."""
+    both = e.items(i.args[0])
+    lines = [f"v, t = S.elect({e.mask})"]
+    return lines + [line for x, t, v in zip(both, ("b32", "pred"), "vt") for line in e.put(x, t, v)]
+
+
+@handles("activemask")
+def _active(e: Emitter, i: Instruction) -> list[str] | None:
+    return e.put(i.args[0], "b32", f"S.vote('ballot', np.bool_(True), {e.mask})")
+
+
+@handles(
+    "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "pragma", "setmaxnreg", "griddepcontrol"
+)
+def _nothing(e: Emitter, i: Instruction) -> list[str] | None:
+    """Changes no value. griddepcontrol: launches of a stream run one after another here."""
+    return []
+
+
+@handles("createpolicy")
+def _policy(e: Emitter, i: Instruction) -> list[str] | None:
+    return e.put(i.args[0], "b64", e.const(TYPES["b64"][1](0)))
+
+
+@handles("trap")
+def _trap(e: Emitter, i: Instruction) -> list[str] | None:
+    return [f"S.trap({e.const(i.site)})"]

@@ -1,0 +1,470 @@
+"""Scalar opcodes: one PTX instruction to one numpy statement over all lanes of a program.
+
+`Emitter` turns a block of instructions into the body of a Python function of the lanes `S` and the mask `m`, which is
+True where all lanes take part. Registers are rows of arrays, seen through one view a type:
+
+    32 bits   u uint32, s int32, f float32        16 bits   h uint16, z int16, g float16
+    64 bits   U uint64, I int64, F float64        p predicates
+
+PTX ISA 8.8, section 9.7: 9.7.1 integers, 9.7.3 floats, 9.7.6 comparison and selection, 9.7.8 logic and shifts,
+9.7.9 moves and conversions. Approximate functions (ex2, rcp, div.full, ...) are the exactly rounded ones; fma rounds
+twice where the product and sum in fp64 do (once in 2**29 cases); denormals are never flushed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .parse import Address, Imm, Instruction, Operand, Reg, Special, Symbol, Vector
+
+VIEWS = "usfUIFhzgp"
+TYPES: dict[str, tuple[str, Any]] = {
+    "b16": ("h", np.uint16), "u16": ("h", np.uint16), "s16": ("z", np.int16), "f16": ("g", np.float16),
+    "bf16": ("h", np.uint16), "b32": ("u", np.uint32), "u32": ("u", np.uint32), "s32": ("s", np.int32),
+    "f32": ("f", np.float32), "bf16x2": ("u", np.uint32), "f16x2": ("u", np.uint32), "b64": ("U", np.uint64),
+    "u64": ("U", np.uint64), "s64": ("I", np.int64), "f64": ("F", np.float64), "pred": ("p", np.bool_),
+    "b8": ("", np.uint8), "u8": ("", np.uint8), "s8": ("", np.int8),
+}  # fmt: skip
+BY_WIDTH = {16: "h", 32: "u", 64: "U", 1: "p"}
+SIGNED = {16: "z", 32: "s", 64: "I"}
+COMPARED = dict(
+    eq="equal", ne="not_equal", lt="less", le="less_equal", gt="greater", ge="greater_equal",
+    lo="less", ls="less_equal", hi="greater", hs="greater_equal",
+)  # fmt: skip
+
+Handler = Callable[["Emitter", Instruction], "list[str] | None"]
+HANDLERS: dict[str, Handler] = {}
+
+
+def handles(*roots: str) -> Callable[[Handler], Handler]:
+    """The decorated function translates opcodes that begin so: to lines of Python, or None for one unknown to it."""
+
+    def enter(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(roots, handler))
+        return handler
+
+    return enter
+
+
+def size_of(type_name: str) -> int:
+    """Bytes of a type."""
+    return int(np.dtype(TYPES[type_name][1]).itemsize)
+
+
+def typed(i: Instruction) -> str:
+    """The last modifier that names a type."""
+    for part in reversed(i.parts):
+        if part in TYPES:
+            return part
+    raise i.unsupported("no type that it knows")
+
+
+class Emitter:
+    """Translates one kernel's instructions."""
+
+    def __init__(self) -> None:
+        self.constants: list[Any] = []
+        self.mask = "m"
+
+    def const(self, value: Any) -> str:
+        self.constants.append(value)
+        return f"K[{len(self.constants) - 1}]"
+
+    def block(self, instructions: Sequence[Instruction]) -> list[str]:
+        """Lines of Python for instructions without a jump. Raises UnsupportedPtx."""
+        lines: list[str] = []
+        for i in instructions:
+            lines += self.guarded(i)
+        return lines
+
+    def guarded(self, i: Instruction) -> list[str]:
+        if i.guard is None:
+            self.mask = "m"
+            return self.one(i)
+        p = f"p[{i.guard.number}]"
+        self.mask = "k"
+        body = self.one(i)
+        self.mask = "m"
+        return [
+            f"k = {'~' if i.negated else ''}{p} & m",
+            "if np.count_nonzero(k):",
+            *(f"    {line}" for line in body),
+        ]
+
+    def one(self, i: Instruction) -> list[str]:
+        handler = HANDLERS.get(i.root)
+        if handler is None:
+            raise i.unsupported()
+        try:
+            lines = handler(self, i)
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            if type(error).__name__ == "UnsupportedPtx":
+                raise
+            raise i.unsupported(f"{type(error).__name__}: {error}") from None
+        if lines is None:
+            raise i.unsupported()
+        return lines
+
+    # -- operands ----------------------------------------------------------------------------------------------------
+
+    def read(self, x: Operand, t: str) -> str:
+        """An operand as type t. A wider register gives its low part, as ld, st and cvt want it."""
+        view, dtype = TYPES[t]
+        if isinstance(x, Reg):
+            width = 1 if t == "pred" else 8 * size_of(t)
+            if x.width == width:
+                return f"{view}[{x.number}]"
+            if x.width > width:
+                low = f"{BY_WIDTH[x.width]}[{x.number}].astype(np.uint{width})"
+                return low if np.dtype(dtype).kind == "u" else f"{low}.view(np.{np.dtype(dtype).name})"
+            raise ValueError(f"{x.name} as {t}")
+        if isinstance(x, Imm):
+            return self.const(number(x.text, t))
+        if isinstance(x, Special):
+            return f"S.special({x.name!r})"
+        if isinstance(x, Symbol) and x.name == "global_smem":
+            return self.const(dtype(0))
+        if isinstance(x, Symbol) and "_param_" in x.name:
+            return f"np.{np.dtype(dtype).name}(S.parameter_address({x.name!r}))"
+        raise ValueError(f"operand {x}")
+
+    def target(self, x: Operand, t: str) -> str:
+        """A register that is written as type t."""
+        if not isinstance(x, Reg) or x.width != (1 if t == "pred" else 8 * size_of(t)):
+            raise ValueError(f"{x} written as {t}")
+        return f"{TYPES[t][0]}[{x.number}]"
+
+    def put(self, x: Operand, t: str, value: str) -> list[str]:
+        """Assign: a register that is wider than t is extended, by sign for s types, as ld and cvt do."""
+        if isinstance(x, Special | Symbol) or (isinstance(x, Imm) and x.text == "_"):
+            return []
+        if isinstance(x, Reg) and t != "pred" and x.width > 8 * size_of(t):
+            view = (SIGNED if t[0] == "s" else BY_WIDTH)[x.width]
+            return [f"np.copyto({view}[{x.number}], {value}, where={self.mask}, casting='unsafe')"]
+        return [f"np.copyto({self.target(x, t)}, {value}, where={self.mask})"]
+
+    def call(self, function: str, x: Operand, t: str, *given: str) -> list[str]:
+        """A numpy function into a register."""
+        return [f"np.{function}({', '.join(given)}, out={self.target(x, t)}, where={self.mask})"]
+
+    def address(self, x: Operand, shared: bool) -> str:
+        """int64 of every lane."""
+        assert isinstance(x, Address)
+        if isinstance(x.base, Symbol):
+            return f"S.everywhere({x.offset})"
+        base = x.base
+        if isinstance(base, Reg) and base.width == 64:
+            at = f"I[{base.number}]"
+        else:
+            at = f"{self.read(base, 'u32')}.astype(np.int64)"
+        return f"{at} + {x.offset}" if x.offset else at
+
+    @staticmethod
+    def items(x: Operand) -> tuple[Operand, ...]:
+        return x.items if isinstance(x, Vector) else (x,)
+
+
+def number(text: str, t: str) -> Any:
+    """A literal as a numpy scalar of a type. PTX ISA 4.5."""
+    dtype = np.dtype(TYPES[t][1])
+    if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+        single = np.array(int(found[1], 16), np.uint32)
+        return (
+            single.view(np.float32)[()].astype(dtype) if dtype.kind == "f" else dtype.type(int(found[1], 16))
+        )
+    if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
+        return np.array(int(found[1], 16), np.uint64).view(np.float64)[()].astype(dtype)
+    if dtype.kind == "b":
+        return np.bool_(text == "true" if text in ("true", "false") else int(text, 0))
+    if dtype.kind == "f" and not text.lower().startswith("0x"):
+        return dtype.type(float(text))
+    bits = 8 * dtype.itemsize
+    value = int(text.rstrip("U"), 0) & ((1 << bits) - 1)
+    return np.array(value, f"u{bits // 8}").view(dtype)[()]
+
+
+# -- arithmetic: 9.7.1, 9.7.3 ------------------------------------------------------------------------------------------
+
+
+@handles("add", "sub", "mul", "min", "max", "and", "or", "xor")
+def _binary(e: Emitter, i: Instruction) -> list[str] | None:
+    r, t, (d, a, b) = i.root, typed(i), i.args[:3]
+    if i.has("bf16", "bf16x2", "f16x2", "cc", "sat", "global") or (r in ("min", "max") and len(i.args) > 3):
+        return _halves(e, i)
+    if r == "mul" and i.has("wide"):
+        return e.put(d, WIDE[t], f"{e.read(a, t)}.astype({WIDER[t]}) * {_const_or(e, b, t)}")
+    if r == "mul" and i.has("hi"):
+        return e.put(d, t, f"mul_hi({e.read(a, t)}, {e.read(b, t)})")
+    if r in ("add", "sub", "mul") and t[0] == "s":
+        t = "u" + t[1:]  # the same bits, and no overflow
+    if r in ("min", "max"):
+        relu = i.has("relu")
+        name = r if t[0] != "f" or i.has("NaN") else "f" + r
+        name = name if name.startswith("f") else name + "imum"
+        made = e.call(name, d, t, e.read(a, t), e.read(b, t))
+        return made + (e.call("maximum", d, t, e.target(d, t), e.const(TYPES[t][1](0))) if relu else [])
+    name = dict(add="add", sub="subtract", mul="multiply").get(r) or f"bitwise_{r}"
+    return e.call(name, d, t, e.read(a, t), e.read(b, t))
+
+
+WIDE = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}
+WIDER = {"s32": "np.int64", "u32": "np.uint64", "s16": "np.int32", "u16": "np.uint32"}
+
+
+def _const_or(e: Emitter, x: Operand, t: str) -> str:
+    """An operand of type t, widened."""
+    if isinstance(x, Imm):
+        return e.const(np.dtype(WIDER[t][3:]).type(number(x.text, t)))
+    return f"{e.read(x, t)}.astype({WIDER[t]})"
+
+
+@handles("mad", "fma")
+def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a, b, c) = typed(i), i.args
+    if i.root == "fma":
+        if t == "f32":
+            x, y, z = (e.read(each, t) for each in (a, b, c))
+            return e.put(d, t, f"(np.multiply({x}, {y}, dtype=np.float64) + {z}).astype(np.float32)")
+        if t == "f64":
+            return e.put(d, t, f"{e.read(a, t)} * {e.read(b, t)} + {e.read(c, t)}")
+        return _halves(e, i)
+    if i.has("wide"):
+        wide = WIDE[t]
+        return e.put(d, wide, f"{e.read(a, t)}.astype({WIDER[t]}) * {_const_or(e, b, t)} + {e.read(c, wide)}")
+    if i.has("hi"):
+        return e.put(d, t, f"mul_hi({e.read(a, t)}, {e.read(b, t)}) + {e.read(c, t)}")
+    if t[0] == "f":
+        return None
+    t = "u" + t[1:]
+    return e.put(d, t, f"{e.read(a, t)} * {e.read(b, t)} + {e.read(c, t)}")
+
+
+def _halves(e: Emitter, i: Instruction) -> list[str] | None:
+    """Arithmetic of bf16, bf16x2 and f16x2: in fp32, rounded once."""
+    if i.root not in ("add", "sub", "mul", "min", "max", "fma") or i.has("cc", "sat"):
+        return None
+    t = next(part for part in reversed(i.parts) if part in ("bf16", "bf16x2", "f16x2", "f16"))
+    given = ", ".join(e.read(x, t) for x in i.args[1:])
+    relu = i.has("relu")
+    return e.put(i.args[0], t, f"halves({i.root!r}, {t!r}, {relu}, {i.has('NaN')}, {given})")
+
+
+@handles(
+    "neg", "abs", "not", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "popc", "clz", "brev"
+)
+def _unary(e: Emitter, i: Instruction) -> list[str] | None:
+    r, t, (d, a) = i.root, typed(i), i.args
+    if r in ("popc", "clz", "brev"):
+        return e.put(d, "b32" if r != "brev" else t, f"{r}({e.read(a, t)})")
+    if r == "not":
+        return e.call("logical_not" if t == "pred" else "invert", d, t, e.read(a, t))
+    if t in ("bf16", "bf16x2", "f16x2"):
+        if r not in ("neg", "abs"):
+            return None
+        sign = {"bf16": 0x8000, "bf16x2": 0x80008000, "f16x2": 0x80008000}[t]
+        how = f"^ {e.const(TYPES[t][1](sign))}" if r == "neg" else f"& ~{e.const(TYPES[t][1](sign))}"
+        return e.put(d, t, f"{e.read(a, t)} {how}")
+    if r == "rcp":
+        return e.call("divide", d, t, e.const(TYPES[t][1](1)), e.read(a, t))
+    if r == "rsqrt":
+        return e.put(
+            d, t, f"(1 / np.sqrt({e.read(a, t)}.astype(np.float64))).astype(np.{np.dtype(TYPES[t][1])})"
+        )
+    names = dict(neg="negative", abs="absolute", ex2="exp2", lg2="log2")
+    return e.call(names.get(r, r), d, t, e.read(a, t))
+
+
+@handles("div", "rem")
+def _divide(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a, b) = typed(i), i.args
+    if t[0] == "f":
+        return e.call("divide", d, t, e.read(a, t), e.read(b, t)) if i.root == "div" else None
+    return e.put(d, t, f"{i.root}_towards_zero({e.read(a, t)}, {e.read(b, t)})")
+
+
+@handles("copysign")
+def _copysign(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a, b) = typed(i), i.args
+    return e.call("copysign", d, t, e.read(b, t), e.read(a, t))
+
+
+# -- logic and shifts: 9.7.8 -------------------------------------------------------------------------------------------
+
+
+@handles("shl", "shr")
+def _shift(e: Emitter, i: Instruction) -> list[str] | None:
+    """Shifts by the width or more give 0, or the sign."""
+    t, (d, a, b) = typed(i), i.args
+    bits, left = 8 * size_of(t), i.root == "shl"
+    name = "left_shift" if left else "right_shift"
+    if isinstance(b, Imm):
+        by = min(int(b.text, 0), bits)
+        if by < bits:
+            return e.call(name, d, t, e.read(a, t), e.const(TYPES[t][1](by)))
+        if left or t[0] != "s":
+            return e.put(d, t, e.const(TYPES[t][1](0)))
+        return e.call(name, d, t, e.read(a, t), e.const(TYPES[t][1](bits - 1)))
+    return e.put(d, t, f"shift({left}, {e.read(a, t)}, {e.read(b, 'u32')})")
+
+
+@handles("shf")
+def _funnel(e: Emitter, i: Instruction) -> list[str] | None:
+    d, a, b, c = i.args
+    left, wrap = i.has("l"), i.has("wrap")
+    return e.put(d, "b32", f"funnel({left}, {wrap}, *({', '.join(e.read(x, 'u32') for x in (a, b, c))}))")
+
+
+@handles("bfe")
+def _extract(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a, b, c) = typed(i), i.args
+    return e.put(d, t, f"bit_field({e.read(a, t)}, {e.read(b, 'u32')}, {e.read(c, 'u32')})")
+
+
+@handles("bfi")
+def _insert(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a, b, c, n) = typed(i), i.args
+    given = f"{e.read(a, t)}, {e.read(b, t)}, {e.read(c, 'u32')}, {e.read(n, 'u32')}"
+    return e.put(d, t, f"insert_field({given})")
+
+
+@handles("prmt")
+def _permute(e: Emitter, i: Instruction) -> list[str] | None:
+    if i.op != "prmt.b32":
+        return None
+    d, *given = i.args
+    return e.put(d, "b32", f"permute({', '.join(e.read(x, 'u32') for x in given)})")
+
+
+@handles("lop3")
+def _lookup(e: Emitter, i: Instruction) -> list[str] | None:
+    d, a, b, c, table = i.args
+    assert isinstance(table, Imm)
+    given = ", ".join(e.read(x, "b32") for x in (a, b, c))
+    return e.put(d, "b32", f"logic3({int(table.text, 0)}, {given})")
+
+
+# -- comparison and selection: 9.7.6 -----------------------------------------------------------------------------------
+
+
+@handles("setp")
+def _compare(e: Emitter, i: Instruction) -> list[str] | None:
+    t = typed(i)
+    d, a, b, *third = i.args
+    x, y = e.read(a, t), e.read(b, t)
+    if t == "bf16":
+        x, y = f"from_bf16({x})", f"from_bf16({y})"
+    kind = i.parts[1]
+    both = e.items(d)
+    plain = not third and len(both) == 1
+    if kind in COMPARED and plain and not (kind == "ne" and t in FLOATS):
+        return e.call(COMPARED[kind], d, "pred", x, y)
+    floats = t[0] == "f" or t == "bf16"
+    if kind in COMPARED:  # ordered: false with a NaN
+        test = f"np.{COMPARED[kind]}({x}, {y})"
+        test = f"({test} & ~np.isnan({x}) & ~np.isnan({y}))" if floats and kind == "ne" else test
+    elif kind in ("num", "nan"):
+        test = f"(np.isnan({x}) | np.isnan({y}))"
+        test = f"~{test}" if kind == "num" else test
+    elif kind[:-1] in COMPARED and kind[-1] == "u":
+        test = f"(np.{COMPARED[kind[:-1]]}({x}, {y}) | np.isnan({x}) | np.isnan({y}))"
+    else:
+        return None
+    lines = [f"t = {test}"]
+    values = ["t", "~t"][: len(both)]
+    if third:
+        sign = {"and": "&", "or": "|", "xor": "^"}[i.parts[2]]
+        values = [f"({value}) {sign} {e.read(third[0], 'pred')}" for value in values]
+    return lines + [line for x_, value in zip(both, values) for line in e.put(x_, "pred", value)]
+
+
+@handles("selp")
+def _select(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a, b, p) = typed(i), i.args
+    return e.put(d, t, f"np.where({e.read(p, 'pred')}, {e.read(a, t)}, {e.read(b, t)})")
+
+
+# -- moves and conversions: 9.7.9 --------------------------------------------------------------------------------------
+
+
+@handles("mov")
+def _move(e: Emitter, i: Instruction) -> list[str] | None:
+    t, (d, a) = typed(i), i.args
+    if isinstance(a, Vector):  # packed
+        bits = 8 * size_of(t) // len(a.items)
+        if bits == 8:
+            return None
+        wide = f"np.uint{8 * size_of(t)}"
+        parts = [
+            f"(np.asarray({e.read(x, f'b{bits}')}).astype({wide}) << {wide}({bits * n}))"
+            for n, x in enumerate(a.items)
+        ]
+        return e.put(d, t, " | ".join(parts))
+    if isinstance(d, Vector):  # unpacked
+        bits = 8 * size_of(t) // len(d.items)
+        if bits == 8:
+            return None
+        wide = f"np.uint{8 * size_of(t)}"
+        source = e.read(a, t)
+        return [
+            line
+            for n, x in enumerate(d.items)
+            if isinstance(x, Reg)
+            for line in e.put(x, f"b{bits}", f"({source} >> {wide}({bits * n})).astype(np.uint{bits})")
+        ]
+    if isinstance(a, Special):
+        return e.put(d, t, f"np.asarray({e.read(a, t)}).astype(np.{np.dtype(TYPES[t][1]).name})")
+    return e.put(d, t, e.read(a, t))
+
+
+@handles("cvta")
+def _address(e: Emitter, i: Instruction) -> list[str] | None:
+    """Generic addresses are global ones here; the window of shared memory has no address of its own."""
+    if i.has("shared", "local"):
+        return None
+    return e.put(i.args[0], "u64", e.read(i.args[1], "u64"))
+
+
+FLOATS = ("f16", "bf16", "f32", "f64")
+PAIRS = ("bf16x2", "f16x2", "e4m3x2", "e5m2x2")
+ROUNDED = ("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi")
+
+
+@handles("cvt")
+def _convert(e: Emitter, i: Instruction) -> list[str] | None:
+    types = [part for part in i.parts if part in TYPES or part in PAIRS or part == "tf32"]
+    if len(types) != 2:
+        return None
+    to, of = types
+    d, *given = i.args
+    rounding = next((part for part in i.parts if part in ROUNDED), "")
+    saturated = i.has("sat", "satfinite")
+    if to in PAIRS or of in PAIRS:
+        if rounding != "rn":
+            return None
+        register = {"e4m3x2": "b16", "e5m2x2": "b16"}
+        source = ", ".join(e.read(x, register.get(of, "b32" if of in PAIRS else of)) for x in given)
+        return e.put(d, register.get(to, "b32"), f"pairs({to!r}, {of!r}, {i.has('relu')}, {source})")
+    if to == "tf32":
+        return e.put(d, "b32", f"to_tf32({e.read(given[0], 'f32')}, {rounding!r})")
+    source = e.read(given[0], of)
+    if of == "bf16":
+        source = f"from_bf16({source})"
+    if to == "bf16":
+        return e.put(d, "b16", f"to_bf16({source})") if rounding in ("rn", "") else None
+    if to in FLOATS:
+        if of in FLOATS and rounding[-1:] == "i":
+            return None
+        if rounding not in ("rn", "") and size_of(to) < size_of(of if of in TYPES else "f32"):
+            return None
+        made = f"np.asarray({source}).astype(np.{np.dtype(TYPES[to][1]).name})"
+        return e.put(d, to, f"np.clip({made}, 0, 1)" if saturated else made)
+    if of in FLOATS:
+        return e.put(d, to, f"to_integer({source}, np.{np.dtype(TYPES[to][1]).name}, {rounding!r})")
+    kept = f"np.{np.dtype(TYPES[to][1]).name}"
+    if saturated:
+        return e.put(d, to, f"saturate({source}, {kept})")
+    return e.put(d, to, f"{source}.astype({kept})")

@@ -1,0 +1,331 @@
+"""Asynchronous copies: cp.async, tensor copies (TMA) and the mbarriers that tell of their end.
+
+PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier), 5.5 (tensors, swizzling).
+
+Late copies read and write at their wait, no earlier, and what they will overwrite is poison until then: a cp.async at
+its wait_group, a tensor load once a thread polls its mbarrier, a tensor store at its wait_group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..faults import Site
+from .access import is_shared
+from .alu import Emitter, handles
+from .parse import Address, Imm, Instruction
+from .tensor_core import swizzled
+
+if TYPE_CHECKING:
+    from .program import Lanes, Program
+
+Array = np.ndarray[Any, Any]
+POISON = np.uint8(0x7F)  # a NaN in every float of 8 to 32 bits
+
+
+# -- cp.async ----------------------------------------------------------------------------------------------------------
+
+
+@handles("cp")
+def _copy(e: Emitter, i: Instruction) -> list[str] | None:
+    if i.has("bulk"):
+        return _bulk(e, i)
+    if i.has("commit_group"):
+        return [f"S.copies.commit({e.mask})"]
+    if i.has("wait_group", "wait_all"):
+        left = 0 if i.has("wait_all") else _count(i.args[0])
+        return [f"S.copies.wait(S, {left}, {e.mask}, {i.has('wait_all')})"]
+    if not i.has("ca", "cg") or i.has("mbarrier"):
+        return None
+    to, of, size, *rest = i.args
+    nb = _count(size)
+    read = e.read(rest[0], "u32") if rest else f"np.uint32({nb})"
+    where = f"{e.address(to, True)}, {e.address(of, False)}"
+    return [f"S.copies.issue(S, {where}, {nb}, {read}, {e.mask}, {e.const(i.site)})"]
+
+
+def _count(x: Any) -> int:
+    assert isinstance(x, Imm)
+    return int(x.text, 0)
+
+
+class _Copy(NamedTuple):
+    """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0), seen."""
+
+    lanes: Array
+    groups: Array
+    to: Array
+    of: Array
+    read: Array
+    seen: Array
+    size: int
+    site: Site
+
+    def part(self, chosen: Array) -> _Copy:
+        return _Copy(*(each[chosen] for each in self[:6]), self.size, self.site)
+
+
+class Copies:
+    """The cp.async that lanes have issued; groups are a thread's own."""
+
+    def __init__(self, late: bool, threads: int) -> None:
+        self.late = late
+        self.groups = np.zeros(threads, np.int64)
+        self.issued: list[_Copy] = []
+
+    def issue(
+        self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site
+    ) -> None:
+        chosen = lanes.chosen(mask)
+        read = np.broadcast_to(read, lanes.count)[chosen]
+        seen = lanes.window.seen[lanes.first + chosen]
+        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, seen, size, site)
+        if (read > 0).any():
+            lanes.window.places(copy.of[read > 0], size, "cp.async", site)
+        if self.late:
+            lanes.write_shared(copy.to, np.full((len(chosen), size), POISON), site)
+            self.issued.append(copy)
+        else:
+            self._land(lanes, copy)
+
+    def commit(self, mask: Any) -> None:
+        self.groups[... if mask is True else mask] += 1
+
+    def wait(self, lanes: Lanes, left: int, mask: Any, everything: bool = False) -> None:
+        kept = []
+        for copy in self.issued:
+            done = copy.groups < self.groups[copy.lanes] - left
+            if everything:
+                done[:] = True
+            if mask is not True:
+                done &= mask[copy.lanes]
+            if done.any():
+                self._land(lanes, copy.part(done))
+            if not done.all():
+                kept.append(copy.part(~done))
+        self.issued = kept
+
+    @staticmethod
+    def _land(lanes: Lanes, copy: _Copy) -> None:
+        words = np.zeros((len(copy.to), copy.size // 4), np.uint32)
+        some = copy.read > 0
+        if some.any():
+            threads = lanes.first + copy.lanes[some]
+            window, now = lanes.window, lanes.window.seen[threads].copy()
+            window.seen[threads] = copy.seen[some]  # it may read as early as it was issued
+            words[some] = window.load(copy.of[some], 4, copy.size // 4, threads, "weak", copy.site)
+            window.seen[threads] = now
+            inside = np.arange(copy.size) < copy.read[:, None]
+            words = np.where(inside, words.view(np.uint8), 0).astype(np.uint8).view(np.uint32)
+        lanes.write_shared(copy.to, words.view(np.uint8), copy.site)
+
+
+# -- mbarrier ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Barrier:
+    """count: arrivals that complete a phase; pending: those still missing; bytes: of copies that have not landed."""
+
+    count: int
+    pending: int
+    bytes: int = 0
+    phase: int = 0
+
+    def check(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+
+@handles("mbarrier")
+def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
+    what = i.parts[1]
+    if not is_shared(i):
+        return None
+    if what in ("init", "inval"):
+        count = e.read(i.args[1], "u32") if what == "init" else "np.uint32(0)"
+        return [f"S.mbarrier_{what}({e.address(i.args[0], True)}, {count}, {e.mask}, {e.const(i.site)})"]
+    if what in ("arrive", "expect_tx"):
+        at = next(x for x in i.args if isinstance(x, Address))
+        rest = i.args[i.args.index(at) + 1 :]
+        bytes_ = e.read(rest[0], "u32") if i.has("expect_tx") else "np.uint32(0)"
+        count = e.read(rest[0], "u32") if rest and not i.has("expect_tx") else "np.uint32(1)"
+        arrivals = count if what == "arrive" else "np.uint32(0)"
+        return [
+            f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"
+        ]
+    if what in ("try_wait", "test_wait") and i.has("parity"):
+        d, at, parity = i.args[:3]
+        call = f"S.mbarrier_wait({e.address(at, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
+        return [f"t = {call}", *e.put(d, "pred", "t")]
+    return None
+
+
+# -- tensor copies -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a descriptor says: a tensor in memory, and the box of it that a copy moves.
+
+    shape, strides   of the tensor, outermost first, in elements
+    box              likewise
+    swizzle          0 none, 1 to 3 for rows of 32, 64, 128 bytes in shared memory
+    """
+
+    base: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    itemsize: int
+    swizzle: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.box)) * self.itemsize
+
+    def places(self, start: int) -> Array:
+        """Of the box's elements in shared memory, outermost first."""
+        at = start + np.arange(int(np.prod(self.box))) * self.itemsize
+        return swizzled(at, {0: 0, 1: 1, 2: 3, 3: 7}[self.swizzle]).reshape(self.box)
+
+    def elements(self, coordinates: tuple[int, ...]) -> tuple[Array, Array]:
+        """Addresses of the box's elements, and whether each lies in the tensor. coordinates: innermost first."""
+        at, inside = np.array(self.base, np.int64), np.array(True)
+        for dim, (first, extent) in enumerate(zip(reversed(coordinates), self.box, strict=True)):
+            index = first + np.arange(extent).reshape(-1, *(1,) * (len(self.box) - dim - 1))
+            at = at + index * (self.strides[dim] * self.itemsize)
+            inside = inside & (index >= 0) & (index < self.shape[dim])
+        return np.broadcast_to(at, self.box), np.broadcast_to(inside, self.box)
+
+
+def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
+    if i.has("commit_group"):
+        return [f"S.bulk.commit({e.mask})"]
+    if i.has("wait_group"):
+        return [f"S.bulk.wait(S, {_count(i.args[0])}, {e.mask})"]
+    if not i.has("tensor") or i.has("im2col", "multicast::cluster", "prefetch"):
+        return None
+    loads = i.parts.index("global") > min(n for n, part in enumerate(i.parts) if part.startswith("shared"))
+    tensor = i.args[1] if loads else i.args[0]
+    shared = i.args[0] if loads else i.args[1]
+    assert isinstance(tensor, Address)
+    coordinates = ", ".join(e.read(x, "s32") for x in tensor.coordinates)
+    given = f"{e.read(tensor.base, 'u64')}, {e.address(shared, True)}, [{coordinates}]"
+    if loads:
+        barrier = e.address(i.args[2], True)
+        return [f"S.bulk.load(S, {given}, {barrier}, {e.mask}, {e.const(i.site)})"]
+    reduces = next((part for part in i.parts if part in ("add", "min", "max")), "")
+    return None if reduces else [f"S.bulk.store(S, {given}, {e.mask}, {e.const(i.site)})"]
+
+
+class BulkCopies:
+    """Tensor copies that lanes have issued. Loads wait in the program, for whoever polls their mbarrier."""
+
+    def __init__(self, late: bool, threads: int) -> None:
+        self.late = late
+        self.groups = np.zeros(threads, np.int64)
+        self.stores: list[tuple[int, int, TensorStore]] = []  # lane, group
+
+    def load(
+        self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site
+    ) -> None:
+        for lane in lanes.chosen(mask).tolist():
+            described = lanes.program.tensor_map(_of(tensor, lane))
+            copy = TensorLoad(
+                described, _of(to, lane), tuple(_of(x, lane) for x in at), _of(barrier, lane), lanes.first + lane,
+                int(lanes.window.seen[lanes.first + lane]), site,
+            )  # fmt: skip
+            places = described.places(copy.to)[..., None] + np.arange(described.itemsize)
+            if self.late:
+                lanes.write_shared(places.reshape(-1), np.full((places.size, 1), POISON), site)
+                lanes.program.loads.append(copy)
+            else:
+                copy.land(lanes.program)
+
+    def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], mask: Any, site: Site) -> None:
+        for lane in lanes.chosen(mask).tolist():
+            described, thread = lanes.program.tensor_map(_of(tensor, lane)), lanes.first + lane
+            start, coordinates = _of(of, lane), tuple(_of(x, lane) for x in at)
+
+            store = TensorStore(described, start, coordinates, thread, site)
+            if self.late:
+                self.stores.append((lane, int(self.groups[lane]), store))
+            else:
+                store.land(lanes.program)
+
+    def commit(self, mask: Any) -> None:
+        self.groups[... if mask is True else mask] += 1
+
+    def wait(self, lanes: Lanes, left: int, mask: Any) -> None:
+        kept = []
+        for lane, group, store in self.stores:
+            if (mask is True or mask[lane]) and group < self.groups[lane] - left:
+                store.land(lanes.program)
+            else:
+                kept.append((lane, group, store))
+        self.stores = kept
+
+    def end(self, program: Program) -> None:
+        """The program ends: what it has not waited for lands."""
+        for _, _, store in self.stores:
+            store.land(program)
+        self.stores = []
+
+
+def _of(value: Any, lane: int) -> int:
+    value = np.asarray(value)
+    return int(value[lane] if value.ndim else value)
+
+
+class TensorStore(NamedTuple):
+    """One tensor store on its way."""
+
+    tensor: TensorMap
+    of: int
+    coordinates: tuple[int, ...]
+    thread: int
+    site: Site
+
+    def land(self, program: Program) -> None:
+        """Elements outside of the tensor are not written."""
+        where, inside = self.tensor.elements(self.coordinates)
+        places = self.tensor.places(self.of)[..., None] + np.arange(self.tensor.itemsize)
+        words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
+        if inside.any():
+            threads = np.full(int(inside.sum()), self.thread)
+            program.window.store(where[inside], words[inside][:, None], threads, "weak", self.site)
+
+
+class TensorLoad(NamedTuple):
+    """One tensor load on its way."""
+
+    tensor: TensorMap
+    to: int
+    coordinates: tuple[int, ...]
+    barrier: int
+    thread: int
+    seen: int
+    site: Site
+
+    def land(self, program: Program) -> None:
+        """Elements outside of the tensor become 0."""
+        where, inside = self.tensor.elements(self.coordinates)
+        itemsize = self.tensor.itemsize
+        words = np.zeros(self.tensor.box, f"u{itemsize}")
+        window, threads = program.window, np.full(int(inside.sum()), self.thread)
+        if inside.any():
+            now = window.seen[self.thread]
+            window.seen[self.thread] = self.seen
+            words[inside] = window.load(where[inside], itemsize, 1, threads, "weak", self.site)[:, 0]
+            window.seen[self.thread] = now
+        places = self.tensor.places(self.to)[..., None] + np.arange(itemsize)
+        program.write_shared(
+            places.reshape(-1), np.ascontiguousarray(words).view(np.uint8).reshape(-1, 1), self.site
+        )
+        barrier = program.barriers[self.barrier]
+        barrier.bytes -= self.tensor.nbytes
+        barrier.check()

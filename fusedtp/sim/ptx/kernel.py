@@ -1,0 +1,140 @@
+"""A kernel's PTX as Python functions, one a block of instructions without a jump.
+
+A block ends at a jump or a barrier, and before an instruction that may see what other programs do at that moment: there
+the machine can let another program run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from . import access, copies, numerics, tensor_core
+from .access import is_strong
+from .alu import VIEWS, Emitter
+from .parse import Imm, Instruction, Listing, Operand, Symbol, parse
+
+JUMPS = ("bra", "ret", "exit")
+BARRIERS = ("bar", "barrier")
+
+
+def assign(register: Any, value: Any, mask: Any) -> None:
+    """What the lanes of the mask got, into their places."""
+    register[... if mask is True else mask] = value
+
+
+@dataclass(frozen=True)
+class Block:
+    """run(lanes, mask), then `end`: a jump or barrier, or None. pauses: others may run before it."""
+
+    run: Callable[[Any, Any], None]
+    end: Instruction | None
+    pauses: bool
+    instructions: tuple[Instruction, ...]
+    target: int = -1
+
+    @property
+    def site(self) -> Any:
+        return self.instructions[0].site
+
+
+@dataclass
+class Kernel:
+    """A translated kernel. shared: bytes; maps: of its TMA descriptors, see `launch.compiled`."""
+
+    listing: Listing
+    shared: int
+    blocks: tuple[Block, ...]
+    maps: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def specialized(self) -> bool:
+        """Whether its warps do different things, and meet at barriers of some of them."""
+        return any(
+            i.root == "setmaxnreg" or (i.root in BARRIERS and not _is_first(i))
+            for i in self.listing.instructions
+        )
+
+
+def _is_first(i: Instruction) -> bool:
+    return i.has("warp") or (bool(i.args) and isinstance(i.args[0], Imm) and int(i.args[0].text, 0) == 0)
+
+
+@lru_cache(maxsize=256)
+def translated(text: str, shared: int, maps: str = "()") -> Kernel:
+    """The kernel of a PTX text. maps: a literal. Raises UnsupportedPtx naming the opcode and its source line."""
+    import ast
+
+    listing = parse(text)
+    emitter, instructions = Emitter(), listing.instructions
+    starts = {0, *listing.labels.values()}
+    for number, i in enumerate(instructions):
+        if i.root in (*JUMPS, *BARRIERS) and not i.has("warp"):
+            starts.add(number + 1)
+        if is_strong(i):
+            starts.add(number)
+    ordered = sorted(start for start in starts if start < len(instructions))
+    numbered = {start: number for number, start in enumerate(ordered)}
+    labels = {
+        name: next((numbered[s] for s in ordered if s >= at), len(ordered))
+        for name, at in listing.labels.items()
+    }
+    source, parts = [], []
+    for number, (start, stop) in enumerate(zip(ordered, [*ordered[1:], len(instructions)], strict=True)):
+        body = instructions[start:stop]
+        end = body[-1] if body[-1].root in (*JUMPS, *BARRIERS) and not body[-1].has("warp") else None
+        lines = _lines(emitter, body[:-1] if end is not None else body)
+        body_lines = [
+            f"def b{number}(S, m):",
+            f"    {', '.join(VIEWS)} = S.views",
+            *(f"    {x}" for x in lines),
+        ]
+        source.append("\n".join(body_lines) + "\n")
+        parts.append((end, is_strong(body[0]), tuple(body), _target(end, labels)))
+    names = {**vars(numerics), **vars(tensor_core), "np": np, "K": emitter.constants, "assign": assign}
+    exec(compile("\n".join(source), f"<{listing.name}>", "exec"), names)
+    blocks = tuple(Block(names[f"b{number}"], *part) for number, part in enumerate(parts))
+    return Kernel(listing, shared, blocks, ast.literal_eval(maps))
+
+
+def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
+    """Consecutive products of tensor cores that do not depend on each other become one."""
+    lines: list[str] = []
+    at = 0
+    while at < len(body):
+        run = [body[at]]
+        if run[0].root == "mma" and run[0].guard is None:
+            written: set[Operand] = set(emitter.items(run[0].args[0]))
+            while at + len(run) < len(body):
+                following = body[at + len(run)]
+                read = {x for arg in following.args[1:4] for x in emitter.items(arg)}
+                if following.op != run[0].op or following.guard is not None or read & written:
+                    break
+                written |= set(emitter.items(following.args[0]))
+                run.append(following)
+            emitter.mask = "m"
+            made = tensor_core.products(emitter, run)
+            if made is None:
+                raise run[0].unsupported()
+            lines += made
+        else:
+            if run[0].root not in BARRIERS:  # of a warp: lanes meet before they go on anyway
+                lines += emitter.guarded(run[0])
+        at += len(run)
+    return lines
+
+
+def _target(end: Instruction | None, labels: dict[str, int]) -> int:
+    if end is None or end.root != "bra":
+        return -1
+    (label,) = end.args
+    if not isinstance(label, Symbol) or label.name not in labels:
+        raise end.unsupported("label")
+    return labels[label.name]
+
+
+HANDLED_BY = (access, copies, tensor_core)  # whose opcodes are known once they are imported

@@ -1,0 +1,290 @@
+"""One schedule of one run, of compiled kernels: the programs of all ranks, interleaved by a seed.
+
+    streams of a rank    work in order of issue; programs of a launch start in ascending order, at most `resident` of a
+                         rank alive at once; the next work starts when all of them have ended
+    turns                before every instruction that may see what other programs do, the strategy chooses who goes on
+    sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, stores
+                         that are on their way land; then every program polls on for a while; then it is a deadlock
+
+The interface is that of sim.machine.Machine, which runs the kernels' Python text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
+from ..faults import Fault, Moment, SimulationFault, Site, Wait
+from ..strategies import Strategy
+from .copies import TensorMap
+from .kernel import Kernel
+from .launch import Compiler
+from .memory import NONE, Effects, Line, Window
+from .program import Program
+
+PATIENCE, LAST_PATIENCE = 3, 250  # polls in vain before a program sleeps; and once all sleep
+MOST_TURNS = 500_000
+DRIFT = 0.05  # of the turns, some pending store lands by itself
+HOST = Site("host", 0, "host", 0)
+
+
+class Actor:
+    """A program, or a copy, signal or wait of a stream."""
+
+    def __init__(
+        self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork
+    ) -> None:
+        self.stream, self.slot, self.order, self.window, self.does = stream, slot, order, window, does
+        self.rank = stream.rank
+        self.resident = isinstance(does, Program)
+        self.asleep_since = -1  # line.changes when it fell asleep
+        self.patience = PATIENCE
+
+
+class Stream:
+    def __init__(self, rank: int, work: list[Work], first_slot: int) -> None:
+        self.rank, self.work, self.first_slot = rank, deque(work), first_slot
+        self.width = max((_programs(each) for each in work), default=1)
+        self.todo: deque[tuple[Work, int]] = deque()
+        self.alive = 0
+        self.ended: list[
+            Window
+        ] = []  # of work that has ended: its stores are visible to what comes next here
+
+    def end(self) -> None:
+        """What its work stored is visible: the next work begins."""
+        for window in self.ended:
+            window.end()
+        self.ended.clear()
+
+
+def _programs(work: Work) -> int:
+    return int(np.prod(work.shape)) if isinstance(work, Launch) else 1
+
+
+class HostWork:
+    """A copy, a signal or a wait: piece by piece."""
+
+    def __init__(self, work: Copy | Signal | Await, window: Window) -> None:
+        self.work, self.window, self.ended = work, window, False
+        self.site = HOST
+        self.pieces: list[tuple[int, int, int]] = []
+        if isinstance(work, Copy):
+            nbytes = work.src.numel() * work.src.element_size()
+            size = -(-max(work.src.numel(), 1) // work.pieces) * work.src.element_size()
+            self.pieces = [(at, min(at + size, nbytes), 0) for at in range(0, nbytes, size)]
+
+    def turn(self) -> None:
+        work, window, thread = self.work, self.window, np.zeros(1, np.int64)
+        window.acquire(thread)
+        if isinstance(work, Copy):
+            if self.pieces:
+                begin, end, _ = self.pieces.pop(0)
+                at = np.arange(begin, end)
+                threads = np.zeros(len(at), np.int64)
+                moved = window.load(work.src.data_ptr() + at, 1, 1, threads, "weak", HOST)
+                window.store(work.dst.data_ptr() + at, moved, threads, "release", HOST)
+            self.ended = not self.pieces
+            return
+        flag, dtype = np.array([work.flag.data_ptr()]), np.dtype(f"i{work.flag.element_size()}")
+        if isinstance(work, Signal):
+            window.atomic(flag, thread, lambda n, old: work.value, dtype, "release", HOST)
+            self.ended = True
+            return
+        seen = int(window.atomic(flag, thread, lambda n, old: old, dtype, "acquire", HOST)[0])
+        self.ended = (seen - work.value) % (1 << 8 * dtype.itemsize) < 1 << (8 * dtype.itemsize - 1)
+
+
+class Machine:
+    """Runs one schedule; `run` raises SimulationFault.
+
+    compiler    of the launches' kernels
+    resident    programs of a rank alive at once; None: all; "varying": changes during the run
+    weak        late effects, see memory.Effects
+    fine        warp by warp, in place of all lanes in lockstep
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategy: Callable[[random.Random, int], Strategy],
+        compiler: Compiler,
+        *,
+        seed: int = 0,
+        resident: int | str | None = None,
+        weak: bool = True,
+        fine: bool = False,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.line = Line(memory_map(run), Effects() if weak else NONE)
+        self.strategy = strategy(self.rng, len(run.work))
+        self.compiler, self.resident, self.lockstep, self.late = compiler, resident, not fine, weak
+        self.limits = [self._drawn_limit() for _ in run.work]
+        self.streams: list[Stream] = []
+        slots = 0
+        for rank, work in enumerate(run.work):
+            for name in dict.fromkeys(each.stream for each in work):
+                self.streams.append(Stream(rank, [each for each in work if each.stream == name], slots))
+                slots += self.streams[-1].width
+        self.compiled: dict[int, tuple[Kernel, dict[str, int | TensorMap]]] = {}  # by launch
+        self.live: list[Actor] = []
+        self.last: Actor | None = None
+        self.started = self.switches = self.executed = 0
+        self.moments: tuple[Moment, ...] = ()
+
+    def run(self) -> int:
+        """Returns the number of switches."""
+        with np.errstate(all="ignore"):
+            for _ in range(MOST_TURNS):
+                self._start()
+                if not self.live:
+                    if not any(stream.todo or stream.work for stream in self.streams):
+                        break
+                    continue
+                awake = [actor for actor in self.live if self._awake(actor)]
+                if awake:
+                    self._go_on(awake)
+                elif not self._roused():
+                    raise SimulationFault(self._deadlock())
+            else:
+                assert self.last is not None
+                said = f"no end after {MOST_TURNS} turns; the last was at {self.last.does.site}"
+                raise SimulationFault(Fault("deadlock", said))
+        self.land()
+        return self.switches
+
+    def land(self) -> None:
+        """All stores arrive, also after a fault: what a kernel wrote down of its failure may be on its way."""
+        for stream in self.streams:
+            stream.end()
+        for actor in self.live:
+            actor.window.end()
+        self.line.land()
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def _awake(self, actor: Actor) -> bool:
+        if actor.asleep_since >= 0 and actor.asleep_since != self.line.changes:
+            actor.asleep_since, actor.patience = -1, PATIENCE
+        return actor.asleep_since < 0
+
+    def _go_on(self, awake: list[Actor]) -> None:
+        chosen = awake[0] if len(awake) == 1 else awake[self.strategy.pick(awake, self.last)]
+        self.switches += chosen is not self.last
+        self.last = chosen
+        chosen.does.turn()
+        if self.late and self.rng.random() < DRIFT:
+            self.rng.choice(self._windows()).drift(self.rng)
+        if chosen.does.ended:
+            self._ended(chosen)
+        elif chosen.window.vain >= chosen.patience:
+            chosen.asleep_since = self.line.changes
+
+    def _roused(self) -> bool:
+        """All sleep: land what is on its way, then let all poll on; whether there was anything to do."""
+        pending = [window for window in self._windows() if any(window.pending.values())]
+        if pending:
+            before = self.line.changes
+            while any(any(w.pending.values()) for w in pending) and self.line.changes == before:
+                self.rng.choice(pending).drift(self.rng)
+            if self.line.changes != before:
+                return True
+        if all(actor.patience == LAST_PATIENCE for actor in self.live):
+            return False
+        for actor in self.live:
+            actor.asleep_since, actor.patience = -1, LAST_PATIENCE
+        return True
+
+    def _windows(self) -> list[Window]:
+        ended = [window for stream in self.streams for window in stream.ended]
+        return ended + [actor.window for actor in self.live]
+
+    # -- beginning and end of work -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for stream in self.streams:
+            while True:
+                if not stream.todo:
+                    if stream.alive or not stream.work:
+                        break
+                    stream.end()
+                    work = stream.work.popleft()
+                    stream.todo.extend((work, number) for number in range(_programs(work)))
+                    if not stream.todo:
+                        continue
+                work, number = stream.todo[0]
+                if isinstance(work, Launch) and self._resident_on(stream.rank) >= self.limits[stream.rank]:
+                    break
+                stream.todo.popleft()
+                self._begin(stream, work, number)
+
+    def _resident_on(self, rank: int) -> int:
+        return sum(actor.rank == rank and actor.resident for actor in self.live)
+
+    def _drawn_limit(self) -> int:
+        if self.resident == "varying":
+            return self.rng.randint(1, 4)
+        return self.resident if isinstance(self.resident, int) else 1 << 30
+
+    def _begin(self, stream: Stream, work: Work, number: int) -> None:
+        does: Program | HostWork
+        if isinstance(work, Launch):
+            if id(work) not in self.compiled:
+                self.compiled[id(work)] = self.compiler.compiled(work)
+            kernel, parameters = self.compiled[id(work)]
+            window = Window(self.line, self.started, (stream.rank, work.name, number), kernel.listing.threads)
+            x, y, _ = work.shape
+            index = (number % x, number // x % y, number // (x * y))
+            does = Program(
+                kernel,
+                window,
+                index,
+                work.shape,
+                parameters,
+                self.rng,
+                lockstep=self.lockstep,
+                late_copies=self.late,
+            )
+        else:
+            window = Window(self.line, self.started, (stream.rank, type(work).__name__.lower(), 0), 1)
+            does = HostWork(work, window)
+        self.live.append(Actor(stream, stream.first_slot + number, self.started, window, does))
+        self.started += 1
+        stream.alive += 1
+
+    def _ended(self, actor: Actor) -> None:
+        self.live.remove(actor)
+        stream = actor.stream
+        stream.alive -= 1
+        if any(actor.window.pending.values()):
+            stream.ended.append(actor.window)
+        if isinstance(actor.does, Program):
+            self.executed += actor.does.executed
+        if self.resident == "varying":
+            self.limits[actor.rank] = self._drawn_limit()
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _deadlock(self) -> Fault:
+        waits = []
+        for actor in self.live:
+            rank, launch, program = actor.window.where
+            polled = actor.window.polled
+            if polled is None:
+                waits.append(Wait(rank, launch, program, actor.does.site, "an mbarrier", (0,), "no change"))
+                continue
+            place, site = polled
+            name, index = self.line.element(place)
+            seen = str(self.line.value(place))
+            waits.append(
+                Wait(rank, launch, program, site, name, index, seen, "all that was written is visible")
+            )
+        queued = sum(len(stream.todo) for stream in self.streams)
+        more = f"; {queued} programs have not started" if queued else ""
+        return Fault(
+            "deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits)
+        )

@@ -1,0 +1,495 @@
+"""A program of a kernel: its lanes with their registers, shared memory, and who waits at which barrier.
+
+    lockstep       all lanes of a program are one vector: an instruction is one call of numpy
+    warp by warp   each warp is a vector, and a random one goes on: what the absence of a barrier allows, shows
+
+Lanes that part at a branch form groups, of which the one that is furthest behind goes on; groups at one place join.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..faults import Access, Fault, SimulationFault, Site
+from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
+from .kernel import Kernel
+from .memory import UNSIGNED, Window
+from .parse import Imm, Instruction, UnsupportedPtx
+from .tensor_core import Products, matrix_places, multiply
+
+Array = np.ndarray[Any, Any]
+PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
+MOST_INSTRUCTIONS = 20_000_000  # that a program runs in one turn
+
+
+@dataclass(eq=False)
+class Group:
+    """Lanes at one place. barrier: at which they wait, or None."""
+
+    at: int
+    mask: Array
+    size: int  # lanes in it
+    barrier: int | None = None
+    expected: int = 0
+
+
+class Lanes:
+    """Lanes that run as one vector. first, count: threads of the program."""
+
+    def __init__(self, program: Program, first: int, count: int) -> None:
+        self.program, self.first, self.count, self.window = program, first, count, program.window
+        registers = program.kernel.listing.registers
+        words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
+        predicates = np.zeros((registers.get(1, 0), count), bool)
+        typed = [words[w].view(f"{kind}{w // 8}") for w in (32, 64, 16) for kind in "uif"]  # as in alu.VIEWS
+        self.views: tuple[list[Array], ...] = (*(list(rows) for rows in typed), list(predicates))
+        self.u, self.p = self.views[0], self.views[-1]
+        self.ids = np.arange(first, first + count)
+        self.groups = [Group(0, np.ones(count, bool), count)]
+        late = program.late_copies
+        self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
+        self.shared = program.shared
+
+    # -- control -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return any(group.barrier is None for group in self.groups)
+
+    def step(self) -> bool:
+        """Run one block of one group. Whether the program shall pause before what comes next."""
+        group = self.groups[0]
+        if len(self.groups) > 1:
+            group = min((g for g in self.groups if g.barrier is None), key=lambda g: g.at)
+            for other in [
+                g for g in self.groups if g is not group and g.barrier is None and g.at == group.at
+            ]:
+                group.mask, group.size = group.mask | other.mask, group.size + other.size
+                self.groups.remove(other)
+        blocks = self.program.kernel.blocks
+        block = blocks[group.at]
+        self.program.site = block.site
+        block.run(self, True if group.size == self.count else group.mask)
+        self.program.executed += len(block.instructions)
+        if block.end is None:
+            group.at += 1
+        elif block.end.root in ("bra", "ret", "exit"):
+            self._jump(group, block.end, block.target)
+        else:
+            self._arrive(group, block.end)
+        if group in self.groups and group.at >= len(blocks):
+            self.groups.remove(group)
+        return any(g.barrier is None and blocks[g.at].pauses for g in self.groups)
+
+    def _jump(self, group: Group, end: Instruction, target: int) -> None:
+        taken, count, leaves = group.mask, group.size, end.root != "bra"
+        if end.guard is not None:
+            predicate = self.p[end.guard.number]
+            taken = group.mask & (~predicate if end.negated else predicate)
+            count = int(np.count_nonzero(taken))
+        if count == group.size:
+            if leaves:
+                self.groups.remove(group)
+            else:
+                group.at = target
+            return
+        group.at += 1
+        if count:
+            group.mask, group.size = group.mask & ~taken, group.size - count
+            if not leaves:
+                self.groups.append(Group(target, taken, count))
+
+    def _arrive(self, group: Group, end: Instruction) -> None:
+        """bar.sync or bar.arrive, of a barrier by number, of all threads or of some."""
+        number, expected = 0, self.program.threads
+        values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
+        if values:
+            number = values[0]
+        if len(values) > 1:
+            expected = values[1]
+        if end.guard is not None or end.has("red"):
+            raise end.unsupported("guarded, or a reduction")
+        group.at += 1
+        if end.has("arrive"):
+            self.program.arrived[number] = self.program.arrived.get(number, 0) + int(group.mask.sum())
+            self.program.arrivals.setdefault(number, []).append(self.ids[group.mask])
+            return
+        group.barrier, group.expected = number, expected
+
+    def _uniform(self, end: Instruction, x: Any) -> int:
+        values = self.u[x.number]
+        if (values != values[0]).any():
+            raise end.unsupported("a barrier whose number differs between threads")
+        return int(values[0])
+
+    def whole_warps(self, mask: Any, what: str, site: Site) -> None:
+        """Raises where a warp is divided at an instruction that it does as one."""
+        if mask is not True:
+            by_warp = mask.reshape(-1, 32)
+            if (by_warp.any(1) != by_warp.all(1)).any():
+                raise UnsupportedPtx(f"{what} by a part of a warp, at {site}")
+
+    def chosen(self, mask: Any) -> Array:
+        """Numbers of the lanes that take part."""
+        return np.arange(self.count) if mask is True else np.flatnonzero(mask)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def everywhere(self, value: int) -> Array:
+        return np.full(self.count, value, np.int64)
+
+    def by_warp(self, value: Any) -> Array:
+        return np.broadcast_to(value, (self.count,))[::32].copy()
+
+    def special(self, name: str) -> Any:
+        """PTX ISA 8.8, section 10. The clock stands still, so that no wait times out."""
+        program = self.program
+        fixed = {
+            "tid.x": self.ids.astype(np.uint32), "laneid": (self.ids & 31).astype(np.uint32),
+            "warpid": (self.ids >> 5).astype(np.uint32), "ntid.x": np.uint32(program.threads),
+            "ctaid.x": np.uint32(program.index[0]), "ctaid.y": np.uint32(program.index[1]),
+            "ctaid.z": np.uint32(program.index[2]), "nctaid.x": np.uint32(program.grid[0]),
+            "nctaid.y": np.uint32(program.grid[1]), "nctaid.z": np.uint32(program.grid[2]),
+            "cluster_ctaid.x": np.uint32(0), "cluster_ctarank": np.uint32(0), "cluster_nctaid.x": np.uint32(1),
+            "cluster_nctarank": np.uint32(1), "clusterid.x": np.uint32(program.index[0]),
+            "globaltimer": np.uint64(0), "globaltimer_lo": np.uint32(0), "clock": np.uint32(0), "clock64": np.uint64(0),
+            "smid": np.uint32(0), "nsmid": np.uint32(1),
+        }  # fmt: skip
+        if name in fixed:
+            return fixed[name]
+        if name in ("tid.y", "tid.z"):
+            return np.uint32(0)
+        if name in ("ntid.y", "ntid.z"):
+            return np.uint32(1)
+        lane = self.ids & 31
+        masks = {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
+        masks |= {"lanemask_ge": ~((1 << lane) - 1), "lanemask_gt": ~((2 << lane) - 1)}
+        if name in masks:
+            return (masks[name] & 0xFFFFFFFF).astype(np.uint32)
+        raise UnsupportedPtx(f"the PTX machine does not know %{name}, at {self.program.site}")
+
+    def parameter(self, name: str, offset: int, dtype: Any) -> Any:
+        value = self.program.parameters[name]
+        size = np.dtype(dtype).itemsize
+        assert isinstance(value, int)
+        bits = (value >> 8 * offset) & ((1 << 8 * size) - 1)
+        return np.array(bits, f"u{size}").view(dtype)[()]
+
+    def parameter_address(self, name: str) -> int:
+        return PARAMETERS + list(self.program.parameters).index(name)
+
+    # -- global memory -----------------------------------------------------------------------------------------------
+
+    def load(self, at: Array, nb: int, count: int, mask: Any, order: str, site: Site) -> Array:
+        if mask is True:
+            return self.window.load(at, nb, count, self.ids, order, site)
+        return self.window.load(at[mask], nb, count, self.ids[mask], order, site)
+
+    def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, site: Site) -> None:
+        self.window.store(
+            self._of(at, mask), self._words(values, nb, mask), self._of(self.ids, mask), order, site
+        )
+
+    @staticmethod
+    def _of(value: Array, mask: Any) -> Array:
+        return value if mask is True else value[mask]
+
+    def _words(self, values: Sequence[Any], nb: int, mask: Any) -> Array:
+        words = np.empty((self.count if mask is True else int(mask.sum()), len(values)), UNSIGNED[nb])
+        for n, value in enumerate(values):
+            words[:, n] = value if mask is True or not value.ndim else value[mask]
+        return words
+
+    def atomic(
+        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, site: Site
+    ) -> Array:
+        given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
+        new, dtype = updated(operation, t, given)
+        old = self.window.atomic(self._of(at, mask), self._of(self.ids, mask), new, dtype, order, site)
+        return old.view(UNSIGNED[dtype.itemsize])
+
+    def fence(self, mask: Any) -> None:
+        self.window.fence(self._of(self.ids, mask))
+
+    # -- shared memory -----------------------------------------------------------------------------------------------
+
+    def _shared_at(self, at: Array, nb: int, count: int, site: Site) -> Array:
+        if len(at) and (int(at.min()) < 0 or int(at.max()) + nb * count > len(self.shared)):
+            raise self.program.fault(
+                "out of bounds", f"shared memory ends at {len(self.shared)}", "access", site
+            )
+        if nb > 1 and (at & (nb - 1)).any():
+            raise self.program.fault(
+                "misaligned", f"an access to shared memory of {nb} bytes", "access", site
+            )
+        first: Array = at >> (nb.bit_length() - 1)
+        return first[:, None] if count == 1 else first[:, None] + np.arange(count)
+
+    def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
+        found: Array = self.program.shared_views[nb][self._shared_at(self._of(at, mask), nb, count, site)]
+        return found
+
+    def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
+        places = self._shared_at(self._of(at, mask), nb, len(values), site)
+        self.program.shared_views[nb][places] = self._words(values, nb, mask)
+
+    def write_shared(self, at: Array, values: Array, site: Site) -> None:
+        self.program.write_shared(at, values, site)
+
+    def atomic_shared(
+        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
+    ) -> Array:
+        given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
+        new, dtype = updated(operation, t, given)
+        places = self._shared_at(self._of(at, mask), dtype.itemsize, 1, site)[:, 0]
+        view = self.program.shared_views[dtype.itemsize].view(dtype)
+        old = np.empty(len(places), dtype)
+        for number, place in enumerate(places.tolist()):
+            old[number] = view[place]
+            view[place] = new(number, old[number])
+        return old.view(UNSIGNED[dtype.itemsize])
+
+    def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
+        self.whole_warps(mask, "ldmatrix", site)
+        for matrix, row in enumerate(rows):
+            places = matrix_places(at, matrix, transposed)
+            low, high = (self.load_shared(p, 2, 1, mask, site)[:, 0].astype(np.uint32) for p in places)
+            self.u[row][... if mask is True else mask] = low | (high << np.uint32(16))
+
+    def store_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
+        self.whole_warps(mask, "stmatrix", site)
+        for matrix, row in enumerate(rows):
+            for half, places in enumerate(matrix_places(at, matrix, transposed)):
+                words = (self.u[row] >> np.uint32(16 * half)).astype(np.uint16)
+                self.store_shared(places, [words], 2, mask, site)
+
+    def mma(self, numbers: Any, a: str, b: str, to: str, mask: Any, site: Site) -> None:
+        self.whole_warps(mask, "mma", site)
+        for number, made in zip(numbers, multiply(self.u, numbers, a, b, to), strict=True):
+            for row, words in zip(number[0], made, strict=True):
+                np.copyto(self.u[row], words, where=mask)
+
+    # -- mbarriers ---------------------------------------------------------------------------------------------------
+
+    def mbarrier_init(self, at: Array, count: Any, mask: Any, site: Site) -> None:
+        lane = self.chosen(mask)[0]
+        number = int(np.broadcast_to(count, (self.count,))[lane])
+        self.program.barriers[int(at[lane])] = Barrier(number, number)
+
+    def mbarrier_inval(self, at: Array, count: Any, mask: Any, site: Site) -> None:
+        self.program.barriers.pop(int(at[self.chosen(mask)[0]]), None)
+
+    def mbarrier_arrive(self, at: Array, arrivals: Any, nbytes: Any, mask: Any, site: Site) -> None:
+        arrivals, nbytes = (np.broadcast_to(x, (self.count,)) for x in (arrivals, nbytes))
+        for lane in self.chosen(mask).tolist():
+            barrier = self.program.barrier_at(int(at[lane]), site)
+            barrier.bytes += int(nbytes[lane])
+            barrier.pending -= int(arrivals[lane])
+            barrier.check()
+        self.window.vain = 0
+
+    def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
+        """Whether the phase of that parity is over. A late copy lands only here."""
+        done, parity = np.zeros(self.count, bool), np.broadcast_to(parity, (self.count,))
+        for place, wanted in {(int(at[lane]), int(parity[lane])) for lane in self.chosen(mask)}:
+            barrier = self.program.barrier_at(place, site)
+            if barrier.phase == wanted:
+                self.program.land_load(place)
+            done |= (at == place) & (parity == wanted) & (barrier.phase != wanted)
+        if not done[self.chosen(mask)].all():
+            self.window.vain += 1
+        return done
+
+    # -- lanes of a warp ---------------------------------------------------------------------------------------------
+
+    def shuffle(self, kind: str, value: Any, by: Any, clamp: Any) -> tuple[Array, Array]:
+        """PTX ISA 9.7.9.6, with its own names: the value of lane j, or the own one where j is out of range."""
+        value, by, clamp = (np.broadcast_to(x, (self.count,)) for x in (value, by, clamp))
+        lane = self.ids & 31
+        b, c, segment = (by & 31).astype(int), (clamp & 31).astype(int), ((clamp >> 8) & 31).astype(int)
+        most, least = (lane & segment) | (c & ~segment), lane & segment
+        j = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": least | (b & ~segment)}[kind]
+        inside = j >= most if kind == "up" else j <= most
+        j = np.where(inside, j, lane)
+        return value[np.arange(self.count) - lane + j], inside
+
+    def vote(self, kind: str, predicate: Any, mask: Any) -> Array:
+        true = (np.broadcast_to(predicate, (self.count,)) & mask).reshape(-1, 32)
+        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        if kind == "ballot":
+            bits = (true * (1 << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
+            return np.repeat(bits, 32)
+        every, some = (true | ~active).all(1), true.any(1)
+        return np.repeat({"all": every, "any": some, "uni": every | ~some}[kind], 32)
+
+    def reduce(self, operation: str, value: Any, mask: Any) -> Array:
+        value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
+        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        names = {"add": np.add, "min": np.minimum, "max": np.maximum}
+        names |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+        made = np.zeros(len(value), value.dtype)
+        for warp, (own, who) in enumerate(zip(value, active, strict=True)):
+            if who.any():
+                made[warp] = names[operation].reduce(own[who])
+        return np.repeat(made, 32)
+
+    def elect(self, mask: Any) -> tuple[Array, Array]:
+        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        leader = np.repeat(active.argmax(1), 32).astype(np.uint32)
+        return leader, (self.ids & 31) == leader
+
+    def trap(self, site: Site) -> None:
+        raise self.program.fault("raised", "trap, as a failed device_assert ends", "trap", site)
+
+
+def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
+    """new(number, old) of an atomic, and the type of the word. PTX ISA 9.7.13.5."""
+    from .alu import TYPES
+    from .numerics import halves
+
+    dtype = np.dtype(TYPES[t][1])
+    a = given[0]
+    if t in ("bf16", "bf16x2", "f16x2"):
+        return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
+    if operation == "cas":
+        swap = given[1]
+        return lambda n, old: swap[n] if old == a[n] else old, dtype
+    functions = {
+        "exch": lambda n, old: a[n], "add": lambda n, old: old + a[n], "min": lambda n, old: min(old, a[n]),
+        "max": lambda n, old: max(old, a[n]), "and": lambda n, old: old & a[n], "or": lambda n, old: old | a[n],
+        "xor": lambda n, old: old ^ a[n], "inc": lambda n, old: dtype.type(0) if old >= a[n] else old + dtype.type(1),
+        "dec": lambda n, old: a[n] if old == 0 or old > a[n] else old - dtype.type(1),
+    }  # fmt: skip
+    return functions[operation], dtype
+
+
+class Program:
+    """One program of a launch.
+
+    parameters   by name: integers of a parameter's bits, or TensorMaps
+    lockstep     all lanes as one vector; else warp by warp
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        window: Window,
+        index: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        parameters: dict[str, int | TensorMap],
+        rng: random.Random,
+        *,
+        lockstep: bool,
+        late_copies: bool,
+    ) -> None:
+        self.kernel, self.window, self.index, self.grid, self.parameters = (
+            kernel,
+            window,
+            index,
+            grid,
+            parameters,
+        )
+        self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
+        words = np.full(-(-kernel.shared // 8), 0x7F7F7F7F7F7F7F7F, np.uint64)
+        self.shared = words.view(np.uint8)
+        self.shared_views = {nb: self.shared.view(dtype) for nb, dtype in UNSIGNED.items()}
+        self.barriers: dict[int, Barrier] = {}
+        self.arrived: dict[int, int] = {}
+        self.arrivals: dict[int, list[Array]] = {}
+        self.loads: list[TensorLoad] = []
+        self.executed = 0
+        self.site = kernel.blocks[0].site
+        width = self.threads if lockstep and not kernel.specialized else 32
+        self.vectors = [Lanes(self, first, width) for first in range(0, self.threads, width)]
+
+    @property
+    def ended(self) -> bool:
+        return not any(vector.groups for vector in self.vectors)
+
+    def turn(self) -> None:
+        """Run until the next instruction may see what others do, or to the end."""
+        most = self.executed + MOST_INSTRUCTIONS
+        while self.executed < most:
+            ready = [vector for vector in self.vectors if vector.ready]
+            if not ready:
+                if self.ended:
+                    self._finish()
+                    return
+                self._meet()
+                continue
+            vector = ready[0] if len(ready) == 1 else self.rng.choice(ready)
+            while vector.ready and self.executed < most:
+                if vector.step():
+                    return
+        said = f"no end after {MOST_INSTRUCTIONS} instructions without an atomic"
+        raise self.fault("deadlock", said, "loops", self.site)
+
+    def _finish(self) -> None:
+        for vector in self.vectors:
+            vector.copies.wait(vector, 0, True, everything=True)
+            vector.bulk.end(self)
+
+    def _meet(self) -> None:
+        """All threads wait at barriers: those of a barrier that is complete go on."""
+        waiting: dict[int, list[tuple[Lanes, Group]]] = {}
+        for vector in self.vectors:
+            for group in vector.groups:
+                assert group.barrier is not None
+                waiting.setdefault(group.barrier, []).append((vector, group))
+        gone = self.threads - sum(int(g.mask.sum()) for v in self.vectors for g in v.groups)
+        met = False
+        for number, groups in waiting.items():
+            count = sum(int(group.mask.sum()) for _, group in groups) + self.arrived.get(number, 0)
+            expected = groups[0][1].expected
+            if count < expected - (gone if expected == self.threads else 0):
+                continue
+            met = True
+            threads = np.concatenate([v.ids[g.mask] for v, g in groups] + self.arrivals.pop(number, []))
+            self.arrived.pop(number, None)
+            self.window.barrier(threads)
+            for _, group in groups:
+                group.barrier = None
+        if not met:
+            raise self.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
+
+    # -- what lanes share --------------------------------------------------------------------------------------------
+
+    def write_shared(self, at: Array, values: Array, site: Site) -> None:
+        """Bytes [n, size] at [n] places."""
+        places = at[:, None] + np.arange(values.shape[1])
+        if len(at) and (int(at.min()) < 0 or int(places.max()) >= len(self.shared)):
+            raise self.fault("out of bounds", f"shared memory ends at {len(self.shared)}", "copy", site)
+        self.shared[places] = values
+
+    def tensor_map(self, address: int) -> TensorMap:
+        number = address - PARAMETERS
+        found = list(self.parameters.values())[number] if 0 <= number < len(self.parameters) else None
+        if not isinstance(found, TensorMap):
+            raise UnsupportedPtx(f"a tensor copy by a descriptor that is no argument, at {self.site}")
+        return found
+
+    def barrier_at(self, place: int, site: Site) -> Barrier:
+        if place not in self.barriers:
+            raise self.fault("raised", f"no mbarrier was made at {place} in shared memory", "mbarrier", site)
+        return self.barriers[place]
+
+    def land_load(self, barrier: int) -> None:
+        """One tensor load that this mbarrier counts, in no particular order."""
+        mine = [load for load in self.loads if load.barrier == barrier]
+        if mine:
+            load = self.rng.choice(mine)
+            self.loads = [each for each in self.loads if each is not load]
+            load.land(self)
+            self.window.vain = 0
+
+    def fault(self, rule: str, said: str, what: str, site: Site) -> SimulationFault:
+        rank, launch, program = self.window.where
+        access = Access(
+            rank, launch, program, site, what, "shared memory", (0,), (0,), self.window.line.sequence
+        )
+        return SimulationFault(Fault(rule, f"rank {rank}, {launch}, program {program}: {said}", (access,)))

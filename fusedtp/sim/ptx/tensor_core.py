@@ -1,0 +1,308 @@
+"""Products of tensor cores, and the loads and stores of their fragments.
+
+Which lane holds which element: PTX ISA 8.8, 9.7.14.5 (mma fragments), 9.7.14.5.15-16 (ldmatrix, stmatrix), 9.7.15.5
+(wgmma: fragments, layouts in shared memory, descriptors). With g = lane / 4, t = lane % 4 and e elements in 32 bits:
+
+    A [16, 8e]   register hk * 2 + hm holds row g + 8 hm, columns 4e hk + t e and on
+    B [8e, 8]    register hk holds rows 4e hk + t e and on, column g
+    C [16, 8]    register 2 hm + j holds row g + 8 hm, column 2 t + j
+
+Products are summed in fp32 by numpy, in an order of its own; tensor cores have another, and drop more bits.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..faults import Site
+from .alu import Emitter, handles
+from .numerics import from_bf16, from_fp8
+from .parse import Imm, Instruction, Operand, Reg, UnsupportedPtx
+
+if TYPE_CHECKING:
+    from .program import Lanes
+
+Array = np.ndarray[Any, Any]
+
+
+def elements(words: Array, kind: str) -> Array:
+    """uint32 [...] -> the fp32 (or int32) values in them [..., e]."""
+    words = np.ascontiguousarray(words)
+    if kind == "tf32":
+        return (words & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
+    halves = words.view(np.uint16).reshape(*words.shape, 2)
+    if kind == "bf16":
+        return from_bf16(halves)
+    if kind == "f16":
+        return halves.view(np.float16).astype(np.float32)
+    quarters = words.view(np.uint8).reshape(*words.shape, 4)
+    if kind in ("e4m3", "e5m2"):
+        return from_fp8(quarters, kind + "x2")
+    if kind in ("s8", "u8"):
+        return quarters.view(np.int8 if kind == "s8" else np.uint8).astype(np.int32)
+    raise ValueError(kind)
+
+
+# -- mma.sync ----------------------------------------------------------------------------------------------------------
+
+
+@handles("mma")
+def _mma(e: Emitter, i: Instruction) -> list[str] | None:
+    return products(e, [i])
+
+
+def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
+    """mma of one kind, none of which reads what another of them writes: one matmul of numpy."""
+    first = run[0]
+    if (
+        first.parts[1:3] != ("sync", "aligned")
+        or not first.has("row")
+        or first.has("sp", "block_scale", "satfinite")
+    ):
+        return None
+    shape = re.fullmatch(r"m16n8k(\d+)", first.parts[3])
+    to, a, b, c = first.parts[-4:]
+    if shape is None or to != c or to not in ("f32", "s32"):
+        return None
+    if to == "f32" and not {a, b} <= {"tf32", "bf16", "f16", "e4m3", "e5m2"}:
+        return None
+    numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
+    return [f"S.mma({e.const(numbers)}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
+
+
+def _numbers(e: Emitter, x: Operand) -> tuple[int, ...]:
+    return tuple(each.number for each in e.items(x) if isinstance(each, Reg))
+
+
+def multiply(
+    registers: list[Array], numbers: list[tuple[tuple[int, ...], ...]], a: str, b: str, to: str
+) -> list[Array]:
+    """D of each product, uint32 [4, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C."""
+    lanes = len(registers[0])
+    warps = lanes // 32
+    as_ = list(dict.fromkeys(n[1] for n in numbers))
+    bs = list(dict.fromkeys(n[2] for n in numbers))
+    dtype = np.float32 if to == "f32" else np.int32
+    left = np.stack([_left(np.stack([registers[x] for x in group]), a, warps) for group in as_])
+    right = np.stack([_right(np.stack([registers[x] for x in group]), b, warps) for group in bs])
+    made = left[[as_.index(n[1]) for n in numbers]] @ right[[bs.index(n[2]) for n in numbers]]
+    made = made.reshape(len(numbers), warps, 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4)
+    sums = np.stack([np.stack([registers[x] for x in n[3]]) for n in numbers]).view(dtype)
+    sums = sums.reshape(len(numbers), 4, lanes) + made.reshape(len(numbers), 4, lanes)
+    return list(np.ascontiguousarray(sums.astype(dtype)).view(np.uint32))
+
+
+def _left(words: Array, kind: str, warps: int) -> Array:
+    """[registers, lanes] -> A of each warp [warps, 16, k]."""
+    values = elements(words.reshape(-1, 2, warps, 8, 4), kind)  # hk, hm, warp, g, t, e
+    return values.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, -1)
+
+
+def _right(words: Array, kind: str, warps: int) -> Array:
+    """[registers, lanes] -> B of each warp [warps, k, 8]."""
+    values = elements(words.reshape(-1, warps, 8, 4), kind)  # hk, warp, g, t, e
+    return values.transpose(1, 0, 3, 4, 2).reshape(warps, -1, 8)
+
+
+# -- ldmatrix, stmatrix ------------------------------------------------------------------------------------------------
+
+
+@handles("ldmatrix", "stmatrix")
+def _matrix(e: Emitter, i: Instruction) -> list[str] | None:
+    if not i.has("m8n8") or not i.has("b16"):
+        return None
+    count = next(int(part[1:]) for part in i.parts if part in ("x1", "x2", "x4"))
+    at, registers = (i.args[1], i.args[0]) if i.root == "ldmatrix" else i.args[:2]
+    rows = [x.number for x in e.items(registers) if isinstance(x, Reg)]
+    if len(rows) != count:
+        return None
+    name = "load_matrix" if i.root == "ldmatrix" else "store_matrix"
+    return [
+        f"S.{name}({e.address(at, True)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"
+    ]
+
+
+def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
+    """Where each lane's two elements of the 8x8 matrix lie, bytes: of the 16 bytes at the rows' addresses [lanes].
+
+    A row's address comes from lane 8 * matrix + row of the warp. Not transposed, the two are neighbours.
+    """
+    lane = np.arange(len(at))
+    g, t, first = (lane & 31) >> 2, lane & 3, lane & ~31
+    if not transposed:
+        low = at[first + 8 * matrix + g] + 4 * t
+        return [low, low + 2]
+    return [at[first + 8 * matrix + 2 * t + each] + 2 * g for each in (0, 1)]
+
+
+# -- wgmma -------------------------------------------------------------------------------------------------------------
+
+
+@handles("wgmma")
+def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
+    if i.parts[1] == "fence":
+        return []
+    if i.parts[1] == "commit_group":
+        return ["S.products.commit()"]
+    if i.parts[1] == "wait_group":
+        (left,) = i.args
+        assert isinstance(left, Imm)
+        return [f"S.products.wait(S, {int(left.text, 0)})"]
+    shape = re.fullmatch(r"m64n(\d+)k\d+", i.parts[4]) if i.parts[1] == "mma_async" else None
+    if shape is None or i.has("sp") or i.parts[5] != "f32":
+        return None
+    a, b = i.parts[6:8]
+    d, left, right, scale, *rest = i.args
+    given = [int(x.text, 0) for x in rest if isinstance(x, Imm)]  # scale a, scale b, transposed
+    registers = isinstance(left, Reg) is False
+    transposed = (0, 0) if len(given) < 3 else (0, given[2]) if registers else (given[2], given[3])
+    held = e.const(_numbers(e, left)) if registers else "None"
+    described = "None" if registers else f"S.by_warp({e.read(left, 'b64')})"
+    made = (
+        f"Product({int(shape[1])}, {a!r}, {b!r}, {given[:2]}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
+        f"{described}, S.by_warp({e.read(right, 'b64')}), S.by_warp({e.read(scale, 'pred')}))"
+    )
+    return [f"S.products.issue(S, {made}, {e.mask}, {e.const(i.site)})"]
+
+
+class Product(NamedTuple):
+    """One wgmma. left: descriptors by warp, or None where `held` names A's registers; scale: whether D is added to."""
+
+    n: int
+    a: str
+    b: str
+    signs: list[int]
+    transposed: tuple[int, int]
+    d: tuple[int, ...]
+    held: tuple[int, ...] | None
+    left: Array | None
+    right: Array
+    scale: Array
+
+
+PENDING = np.uint32(0x7FC0DEAD)  # a NaN: what stands in D until the wait
+
+
+class Products:
+    """The wgmma that lanes have issued. Late ones read their operands and write D at their wait, no earlier."""
+
+    def __init__(self, late: bool) -> None:
+        self.late, self.group = late, 0
+        self.issued: list[tuple[int, Product]] = []
+        self.sums: dict[tuple[int, ...], Array] = {}  # by D's registers
+
+    def issue(self, lanes: Lanes, product: Product, mask: Any, site: Site) -> None:
+        lanes.whole_warps(mask, "wgmma", site)
+        if mask is not True:
+            raise UnsupportedPtx(f"wgmma by some warps of a program in lockstep, at {site}")
+        if product.d not in self.sums:
+            self.sums[product.d] = np.stack([lanes.u[x] for x in product.d]).view(np.float32)
+            if self.late:
+                for x in product.d:
+                    lanes.u[x][:] = PENDING
+        self.issued.append((self.group, product))
+        if not self.late:
+            self._run(lanes, len(self.issued))
+
+    def commit(self) -> None:
+        self.group += 1
+
+    def wait(self, lanes: Lanes, left: int) -> None:
+        self._run(lanes, sum(group < self.group - left for group, _ in self.issued))
+
+    def _run(self, lanes: Lanes, count: int) -> None:
+        for _, product in self.issued[:count]:
+            self._multiply(lanes, product)
+        self.issued = self.issued[count:]
+        for d in [d for d in self.sums if all(product.d != d for _, product in self.issued)]:
+            for x, made in zip(d, self.sums.pop(d).view(np.uint32), strict=True):
+                lanes.u[x][:] = made
+
+    def _multiply(self, lanes: Lanes, product: Product) -> None:
+        n, total = product.n, self.sums[product.d]
+        k = 8 if product.a == "tf32" else 16 if product.a in ("f16", "bf16") else 32
+        warps = len(product.right)
+        keys = [
+            (
+                int(product.right[w]),
+                -1 if product.left is None else int(product.left[w]),
+                bool(product.scale[w]),
+            )
+            for w in range(warps)
+        ]
+        for key in dict.fromkeys(keys):
+            own = [w for w in range(warps) if keys[w] == key]
+            right, left, scale = key
+            places = operand_places(right, n, k, 32 // k, bool(product.transposed[1]))
+            b = shared_elements(lanes.shared, places, product.b)
+            if product.held is not None:
+                words = np.stack([lanes.u[x] for x in product.held])
+                a = _left(words, product.a, warps)[own]
+            else:
+                places = operand_places(left, 64, k, 32 // k, bool(product.transposed[0]))
+                a = shared_elements(lanes.shared, places, product.a).reshape(4, 16, k)
+                a = a[[(lanes.first // 32 + w) % 4 for w in own]]
+            made = a @ b.T * np.float32(product.signs[0] * product.signs[1])
+            made = (
+                made.reshape(len(own), 2, 8, n // 8, 4, 2)
+                .transpose(3, 1, 5, 0, 2, 4)
+                .reshape(n // 2, len(own), 32)
+            )
+            sums = total.reshape(n // 2, warps, 32)
+            sums[:, own] = made + (sums[:, own] if scale else 0)
+
+
+def shared_elements(shared: Array, places: Array, kind: str) -> Array:
+    """fp32 of elements in shared memory, by their places."""
+    itemsize = {"tf32": 4, "bf16": 2, "f16": 2}.get(kind, 1)
+    words = shared.view({4: np.uint32, 2: np.uint16, 1: np.uint8}[itemsize])[places // itemsize]
+    if kind == "tf32":
+        return elements(words, kind)[..., 0]
+    if kind == "bf16":
+        return from_bf16(words)
+    if kind == "f16":
+        return np.ascontiguousarray(words).view(np.float16).astype(np.float32)
+    return from_fp8(words, kind + "x2")
+
+
+SWIZZLES = {
+    0: (16, 0),
+    1: (128, 7),
+    2: (64, 3),
+    3: (32, 1),
+}  # bytes of a row of the pattern, and the mask of its bits
+
+
+def swizzled(places: Array, mask: int) -> Array:
+    """Bits 4 and up of a place in shared memory, exchanged by its bits 7 and up. PTX ISA 5.5.7."""
+    return places ^ (((places >> 7) & mask) << 4)
+
+
+def operand_places(descriptor: int, rows: int, k: int, itemsize: int, transposed: bool) -> Array:
+    """Places in shared memory of an operand's elements [rows, k], rows being those of A or the columns of B.
+
+    The canonical layouts of PTX ISA 9.7.15.5.1, in units of 16 bytes; for a swizzle of 128 bytes, u of them a row:
+
+        K-major    row r, unit c of k:   (r % 8) u + (r / 8) SBO + c
+        MN-major   unit c of rows, k:    c % u + (c / u) LBO + (k % 8) u + (k / 8) SBO
+    """
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    width, mask = SWIZZLES[descriptor >> 62 & 3]
+    r, c = np.arange(rows)[:, None], np.arange(k)[None, :]
+    per = 16 // itemsize
+    if not transposed:
+        within = c * itemsize
+        at = r // 8 * stride + r % 8 * width
+        at = at + (within // 16 * leading + within % 16 if mask == 0 else within)
+    else:
+        unit, inside = r // per, r % per * itemsize
+        units = width // 16
+        if mask == 0:
+            at = unit * stride + c % 8 * 16 + c // 8 * leading + inside
+        else:
+            at = unit % units * 16 + unit // units * leading + c % 8 * width + c // 8 * stride + inside
+    found: Array = swizzled(start + at, mask)
+    return found

@@ -1,0 +1,115 @@
+"""Runs PTX that a test writes, or kernels that Triton compiles, on the machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusedtp.sim import DEFAULT, Launch, Run, Schedule, SimulationFault
+from fusedtp.sim.case import Case
+from fusedtp.sim.faults import Fault
+from fusedtp.sim.memory import Memory
+from fusedtp.sim.ptx.kernel import Kernel, translated
+from fusedtp.sim.ptx.launch import Compiler
+from fusedtp.sim.ptx.machine import Machine
+from fusedtp.sim.strategies import STRATEGIES
+
+REGISTERS = ".reg .pred %p<8>; .reg .b16 %rs<40>; .reg .b32 %r<200>; .reg .b64 %rd<40>;"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A kernel as PTX: its body finds the address of argument n in %rd<n>, and the thread in %r0."""
+
+    body: str
+    arguments: int
+    threads: int = 32
+    shared: int = 0
+
+    @property
+    def __name__(self) -> str:
+        return "k"
+
+    @property
+    def ptx(self) -> str:
+        names = [f"k_param_{n}" for n in range(self.arguments)]
+        head = ",\n".join(f"\t.param .u64 {name}" for name in names)
+        loads = "".join(f"\tld.param.b64 %rd{n}, [{name}];\n" for n, name in enumerate(names))
+        return (
+            f".visible .entry k(\n{head}\n)\n.reqntid {self.threads}\n{{\n{REGISTERS}\n{loads}"
+            f'\tmov.u32 %r0, %tid.x;\n{self.body}\n\tret;\n}}\n\t.file 1 "kernel.py"\n'
+        )
+
+
+class Given:
+    """In place of the compiler: launches hold their PTX."""
+
+    def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, Any]]:
+        text: Text = launch.kernel
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch.args.values()]
+        kernel = translated(text.ptx, text.shared)
+        return kernel, dict(zip((p.name for p in kernel.listing.parameters), values, strict=True))
+
+
+def run_text(
+    body: str, *tensors: Any, threads: int = 32, shared: int = 0, grid: int = 1, **options: Any
+) -> None:
+    """One launch of one rank; tensors are changed in place."""
+    args = {f"a{n}": t for n, t in enumerate(tensors)}
+    run_all([[Launch(Text(body, len(tensors), threads, shared), grid, args)]], **options)
+
+
+def run_all(
+    work: Sequence[Sequence[Launch]], memory: Sequence[Memory] = (), seed: int = 0, weak: bool = False,
+    fine: bool = False, resident: Any = None,
+) -> None:  # fmt: skip
+    """Raises SimulationFault."""
+    run = Run(work, memory)
+    Machine(run, STRATEGIES["random"], Given(), seed=seed, weak=weak, fine=fine, resident=resident).run()  # type: ignore[arg-type]
+
+
+def once(
+    case: Case, target: str, seed: int = 0, *, weak: bool = True, fine: bool = False, edit: Any = None
+) -> Fault | None:
+    """What a schedule of a case of compiled kernels shows. edit: of the PTX."""
+    run = case.make()
+    compiler = compiler_of(target, edit)
+    machine = Machine(
+        run, STRATEGIES[DEFAULT[seed % len(DEFAULT)]], compiler, seed=seed, weak=weak, fine=fine
+    )
+    try:
+        machine.run()
+    except SimulationFault as error:
+        return error.fault
+    assert run.check is not None
+    wrong = list(run.check() or ())
+    recorded = run.failures() if run.failures else []
+    if recorded:
+        return Fault("timed out", recorded[0])
+    return Fault("wrong value", str(wrong[0]), mismatch=wrong[0]) if wrong else None
+
+
+_COMPILERS: dict[Any, Compiler] = {}
+
+
+def compiler_of(target: str, edit: Callable[[str], str] | None = None) -> Compiler:
+    """One for each target and edit, so that a kernel is compiled once in a process of tests."""
+    return _COMPILERS.setdefault((target, edit), Compiler(target, edit))
+
+
+def schedule(seed: int, target: str) -> Schedule:
+    return Schedule(DEFAULT[seed % len(DEFAULT)], seed, None, True, False, target)
+
+
+def edge_words(bits: int, count: int, seed: int) -> np.ndarray[Any, Any]:
+    """Unsigned words: those at the edges of the range, small ones, and any."""
+    rng = random.Random(seed)
+    top = (1 << bits) - 1
+    edges = [0, 1, 2, top, top - 1, top >> 1, (top >> 1) + 1, 31, 32, 33]
+    words = [rng.choice(edges) if rng.random() < 0.4 else rng.getrandbits(bits) for _ in range(count)]
+    return np.array(words, f"u{bits // 8}")

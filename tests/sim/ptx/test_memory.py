@@ -1,0 +1,197 @@
+"""What programs see of each other's stores, and what ends a run: bounds, deadlock, the step limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedtp.sim import Launch, SimulationFault, symmetric
+from tests.sim.ptx.running import Text, run_all, run_text
+
+ATOMICS = {
+    "add.s32": lambda old, x: old + x, "max.s32": max, "min.s32": min, "exch.b32": lambda old, x: x,
+    "and.b32": lambda old, x: old & x, "or.b32": lambda old, x: old | x, "xor.b32": lambda old, x: old ^ x,
+    "inc.u32": lambda old, x: 0 if old >= x else old + 1,
+    "dec.u32": lambda old, x: x if old == 0 or old > x else old - 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATOMICS)
+def test_atomics(name: str) -> None:
+    """9.7.13.5: the lanes one after another, each getting what stood there before it."""
+    x = torch.randint(0, 50, (32,), dtype=torch.int32)
+    word, old = torch.tensor([17], dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    operation, _, t = name.partition(".")
+    body = f"""mad.wide.u32 %rd8, %r0, 4, %rd0; ld.global.b32 %r1, [%rd8];
+        atom.global.gpu.relaxed.{operation}.{t} %r2, [%rd1], %r1;
+        mad.wide.u32 %rd8, %r0, 4, %rd2; st.global.b32 [%rd8], %r2;"""
+    run_text(body, x, word, old)
+    now = 17
+    for lane in range(32):
+        assert old[lane] == now
+        now = ATOMICS[name](now, int(x[lane]))
+    assert word[0] == now
+
+
+def test_compare_and_swap_makes_a_lock() -> None:
+    """Two programs of two ranks count to 8 under a lock of atom.cas, in every interleaving."""
+    body = """setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r5, 0;
+        $next:
+        $spin: atom.acquire.sys.global.cas.b32 %r1, [%rd0], 0, 1; setp.ne.b32 %p2, %r1, 0; @%p2 bra $spin;
+        ld.global.b32 %r2, [%rd1]; add.s32 %r2, %r2, 1; st.global.b32 [%rd1], %r2;
+        atom.release.sys.global.exch.b32 %r1, [%rd0], 0;
+        add.s32 %r5, %r5, 1; setp.lt.s32 %p3, %r5, 4; @%p3 bra $next;"""
+    for seed in range(5):
+        lock, count = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        launch = Launch(Text(body, 2), 1, dict(lock=lock, count=count))
+        run_all([[launch], [launch]], seed=seed, weak=True)
+        assert count[0] == 8
+        unlocked = Launch(Text(body.replace(".release.", ".relaxed."), 2), 1, dict(lock=lock, count=count))
+    wrong = 0
+    for seed in range(5):
+        count.zero_()
+        run_all([[unlocked], [unlocked]], seed=seed, weak=True)
+        wrong += int(count[0] != 8)
+    assert wrong, "a lock that is not released in order loses counts"
+
+
+def message(release: str, acquire: str, seed: int, barrier: str = "bar.sync 0;", **options: bool) -> bool:
+    """Whether rank 1 gets all 64 words that rank 0 wrote before its flag."""
+    data, flag, out = (
+        torch.zeros(64, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(64, dtype=torch.int32),
+    )
+    sender = f"""mad.wide.u32 %rd8, %r0, 4, %rd0; add.s32 %r1, %r0, 100; st.global.b32 [%rd8], %r1; {barrier}
+        setp.eq.b32 %p1, %r0, 0; @%p1 {release}"""
+    receiver = f"""setp.ne.b32 %p1, %r0, 0; @%p1 bra $met;
+        $spin: {acquire} setp.ne.b32 %p2, %r1, 1; @%p2 bra $spin;
+        $met: bar.sync 0;
+        mad.wide.u32 %rd8, %r0, 4, %rd0; ld.global.b32 %r1, [%rd8];
+        mad.wide.u32 %rd8, %r0, 4, %rd2; st.global.b32 [%rd8], %r1;"""
+    args = dict(data=data, flag=flag, out=out)
+    work = [[Launch(Text(text, 3, 64), 1, args)] for text in (sender, receiver)]
+    run_all(work, seed=seed, **{"weak": True, **options})
+    return torch.equal(out, torch.arange(100, 164, dtype=torch.int32))
+
+
+RELEASES = {
+    "red.release": "red.global.release.sys.exch.b32 [%rd1], 1;".replace("red", "atom").replace(
+        " [", " %r2, ["
+    ),
+    "st.release": "st.global.release.sys.b32 [%rd1], 1;",
+    "fence": "bra $send; ret; $send: fence.acq_rel.sys; st.global.relaxed.sys.b32 [%rd1], 1;",
+}
+ACQUIRES = {
+    "ld.acquire": "ld.global.acquire.sys.b32 %r1, [%rd1];",
+    "atom.acquire": "atom.global.acquire.sys.add.u32 %r1, [%rd1], 0;",
+    "fence": "ld.global.relaxed.sys.b32 %r1, [%rd1]; fence.acq_rel.sys;",
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("acquire", ACQUIRES)
+def test_messages_arrive(release: str, acquire: str) -> None:
+    """Message passing by every kind of release and acquire, lanes in lockstep and warp by warp: PTX ISA section 8."""
+    for seed in range(4):
+        assert message(RELEASES[release], ACQUIRES[acquire], seed, fine=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("broken", ["relaxed release", "relaxed acquire", "volatile", "no barrier"])
+def test_messages_without_order_are_lost(broken: str) -> None:
+    """In every seed where late effects are on; and never where they are off, in lockstep."""
+    release, acquire, barrier = RELEASES["st.release"], ACQUIRES["ld.acquire"], "bar.sync 0;"
+    if broken == "relaxed release":
+        release = release.replace("release", "relaxed")
+    elif broken == "relaxed acquire":
+        acquire = acquire.replace("acquire", "relaxed")
+    elif broken == "volatile":
+        acquire = "ld.volatile.global.b32 %r1, [%rd1];"
+    else:
+        barrier = ""
+    lost = [not message(release, acquire, seed, barrier) for seed in range(6)]
+    assert sum(lost) >= 5, lost
+    assert all(message(release, acquire, seed, barrier, weak=False) for seed in range(6))
+
+
+def test_a_program_sees_its_own_stores_at_once() -> None:
+    """Words stored by halves, read whole, before anyone else may see them."""
+    x = torch.zeros(32, dtype=torch.int32)
+    body = """mad.wide.u32 %rd8, %r0, 4, %rd0; mov.b16 %rs1, 7; cvt.u16.u32 %rs2, %r0;
+        st.global.b32 [%rd8], 99; st.global.b16 [%rd8], %rs1; st.global.b16 [%rd8+2], %rs2;
+        ld.global.b32 %r1, [%rd8]; add.s32 %r1, %r1, 1; st.global.b32 [%rd8], %r1;"""
+    run_text(body, x, weak=True)
+    assert x.tolist() == [(n << 16) + 8 for n in range(32)]
+
+
+def test_cp_async_lands_at_its_wait() -> None:
+    """Groups of a thread complete in order: after wait_group 1 the first of two is there, the second is not."""
+    src, out = torch.arange(1, 65, dtype=torch.int32), torch.zeros(3, 32, dtype=torch.int32)
+    body = """mad.wide.u32 %rd8, %r0, 4, %rd0; shl.b32 %r1, %r0, 2;
+        cp.async.ca.shared.global [%r1], [%rd8], 4; cp.async.commit_group;
+        cp.async.ca.shared.global [%r1+128], [%rd8+128], 4; cp.async.commit_group;
+        cp.async.wait_group 1; ld.shared.b32 %r2, [%r1]; ld.shared.b32 %r3, [%r1+128];
+        cp.async.wait_group 0; ld.shared.b32 %r4, [%r1+128];
+        mad.wide.u32 %rd9, %r0, 4, %rd1;
+        st.global.b32 [%rd9], %r2; st.global.b32 [%rd9+128], %r3; st.global.b32 [%rd9+256], %r4;"""
+    run_text(body, src, out, shared=256, weak=True)
+    assert torch.equal(out[0], src[:32]) and torch.equal(out[2], src[32:]) and not (out[1] == src[32:]).any()
+    zeros = body.replace("[%rd8+128], 4;", "[%rd8+128], 4, 0;")  # no byte of it is read: 9.7.9.25.3
+    run_text(zeros, src, out, shared=256, weak=True)
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize(
+    "body, rule",
+    [
+        ("ld.global.b32 %r1, [%rd0+256];", "out of bounds"),
+        ("st.global.b32 [%rd0+-4], %r0;", "out of bounds"),
+        ("ld.global.v2.b32 {%r1, %r2}, [%rd0+252];", "misaligned"),
+        ("ld.global.b32 %r1, [%rd0+2];", "misaligned"),
+        ("atom.global.add.u32 %r1, [%rd0+1000], 1;", "out of bounds"),
+        ("ld.shared.b32 %r1, [%r0+1];", "misaligned"),
+        ("mov.b32 %r1, 64; st.shared.b32 [%r1], 0;", "out of bounds"),
+        ("trap;", "raised"),
+    ],
+)
+def test_bad_accesses(body: str, rule: str) -> None:
+    with pytest.raises(SimulationFault) as caught:
+        run_text(f".loc 1 7 1\n{body}", torch.zeros(64, dtype=torch.int32), shared=64)
+    assert caught.value.fault.rule == rule and caught.value.fault.accesses[0].site.line == 7
+
+
+def test_memory_that_no_one_wrote() -> None:
+    box = symmetric("box", 1, (32,), torch.int32)
+    launch = Launch(Text("ld.global.b32 %r1, [%rd0+4];", 1), 1, dict(at=box.tensors[0]))
+    with pytest.raises(SimulationFault, match=r"never written.*box"):
+        run_all([[launch]], [box])
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "$spin: ld.global.acquire.sys.b32 %r1, [%rd0]; setp.eq.b32 %p1, %r1, 0; @%p1 bra $spin;",
+        "$spin: ld.volatile.global.b32 %r1, [%rd0]; setp.eq.b32 %p1, %r1, 0; @%p1 bra $spin;",
+        "$spin: atom.global.cas.b32 %r1, [%rd0], 5, 6; setp.ne.b32 %p1, %r1, 5; @%p1 bra $spin;",
+        "$spin: add.s32 %r1, %r1, 1; bra $spin;",
+    ],
+)
+def test_nothing_hangs(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 2000)
+    with pytest.raises(SimulationFault) as caught:
+        run_text(f".loc 1 9 1\n{loop}", torch.zeros(1, dtype=torch.int32), weak=True)
+    fault = caught.value.fault
+    assert fault.rule == "deadlock"
+    assert [each.site.line for each in (*fault.waits, *fault.accesses)] == [9]
+
+
+def test_residency_decides_whether_a_wait_ends() -> None:
+    """Program 0 waits for program 1 of its rank, which starts only if both may be resident."""
+    body = """mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 1; @%p1 bra $set;
+        $spin: ld.global.acquire.gpu.b32 %r2, [%rd0]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin; ret;
+        $set: st.global.release.gpu.b32 [%rd0], 1;"""
+    work = [[Launch(Text(body, 1), 2, dict(flag=torch.zeros(1, dtype=torch.int32)))]]
+    run_all(work, resident=2)
+    work[0][0].args["flag"].zero_()
+    with pytest.raises(SimulationFault, match="1 programs have not started"):
+        run_all(work, resident=1)

@@ -1,0 +1,132 @@
+"""Lanes of a warp together: shuffles, votes, matrix fragments and products, against PTX ISA 8.8's definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sim.ptx.running import run_text
+
+AT = "mad.wide.u32 %rd8, %r0, 4, %rd{}; "
+WORDS = torch.arange(64, dtype=torch.int32) * 7 + 1
+
+
+@pytest.mark.parametrize(
+    "kind, by, clamp", [("bfly", 5, 31), ("up", 3, 0), ("down", 3, 31), ("idx", 9, 31), ("down", 2, 0x1807)]
+)
+def test_shuffle(kind: str, by: int, clamp: int) -> None:
+    """9.7.9.6: lane j of the segment, or the own value and a false predicate."""
+    out, valid = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    body = (
+        AT.format(0)
+        + f"""ld.global.b32 %r1, [%rd8];
+        shfl.sync.{kind}.b32 %r2|%p1, %r1, {by}, {clamp}, -1; selp.b32 %r3, 1, 0, %p1;
+        {AT.format(1)} st.global.b32 [%rd8], %r2; {AT.format(2)} st.global.b32 [%rd8], %r3;"""
+    )
+    run_text(body, WORDS, out, valid, threads=64)
+    segment, limit = clamp >> 8 & 31, clamp & 31
+    for n in range(64):
+        lane = n % 32
+        least, most = lane & segment, (lane & segment) | (limit & ~segment)
+        j = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": least | (by & ~segment)}[kind]
+        inside = j >= most if kind == "up" else j <= most
+        assert valid[n] == inside and out[n] == WORDS[n - lane + j if inside else n], n
+
+
+def test_votes_and_reductions() -> None:
+    """9.7.13: of the lanes that take part."""
+    out = torch.zeros(6, 64, dtype=torch.int32)
+    stores = "".join(f"st.global.b32 [%rd8+{256 * n}], %r{10 + n}; " for n in range(6))
+    body = f"""and.b32 %r1, %r0, 3; setp.eq.b32 %p1, %r1, 0;
+        vote.sync.ballot.b32 %r10, %p1, -1;
+        vote.sync.any.pred %p2, %p1, -1; selp.b32 %r11, 1, 0, %p2;
+        vote.sync.all.pred %p2, %p1, -1; selp.b32 %r12, 1, 0, %p2;
+        redux.sync.add.s32 %r13, %r0, -1; redux.sync.max.s32 %r14, %r0, -1;
+        elect.sync %r2|%p3, -1; selp.b32 %r15, 1, 0, %p3;
+        {AT.format(0)} {stores}"""
+    run_text(body, out, threads=64)
+    assert (
+        set(out[0].tolist()) == {0x11111111} and set(out[1].tolist()) == {1} and set(out[2].tolist()) == {0}
+    )
+    for warp in range(2):
+        lanes = range(32 * warp, 32 * warp + 32)
+        own = slice(32 * warp, 32 * warp + 32)
+        assert set(out[3, own].tolist()) == {sum(lanes)} and set(out[4, own].tolist()) == {max(lanes)}
+        assert out[5, own].tolist() == [1] + [0] * 31
+
+
+def fragments_of_a(e: int) -> list[list[tuple[int, int]]]:
+    """9.7.14.5: row and first column of each register of A, by lane; e elements in a register."""
+    return [
+        [(lane // 4 + 8 * (r % 2), 4 * e * (r // 2) + lane % 4 * e) for lane in range(32)] for r in range(4)
+    ]
+
+
+def packed(x: torch.Tensor) -> np.ndarray:
+    return x.contiguous().view(torch.uint8).numpy().view(np.uint32)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, e",
+    [
+        ("bf16", torch.bfloat16, 2),
+        ("f16", torch.float16, 2),
+        ("tf32", torch.float32, 1),
+        ("e4m3", torch.float8_e4m3fn, 4),
+    ],
+)
+def test_mma(kind: str, dtype: torch.dtype, e: int) -> None:
+    """D [16, 8] = A [16, 8e] B [8e, 8] + C, of two warps, from fragments laid out here by the ISA's figures."""
+    torch.manual_seed(0)
+    k = 8 * e
+    a, b, c = (torch.randint(-3, 4, shape).float() for shape in ((2, 16, k), (2, k, 8), (2, 16, 8)))
+    words = np.zeros((10, 64), np.uint32)
+    for warp in range(2):
+        rows, columns = a[warp].to(dtype), b[warp].t().contiguous().to(dtype)
+        for r, places in enumerate(fragments_of_a(e)):
+            for lane, (row, first) in enumerate(places):
+                words[r, 32 * warp + lane] = packed(rows[row, first : first + e])[0]
+        for lane in range(32):
+            g, t = lane // 4, lane % 4
+            for r in range(2):
+                words[4 + r, 32 * warp + lane] = packed(columns[g, 4 * e * r + t * e :][:e])[0]
+            for r in range(4):
+                words[6 + r, 32 * warp + lane] = packed(c[warp, g + 8 * (r // 2), 2 * t + r % 2].view(1))[0]
+    given, out = torch.from_numpy(words.view(np.int32)), torch.zeros(4, 64, dtype=torch.int32)
+    loads = "".join(f"ld.global.b32 %r{10 + n}, [%rd8+{256 * n}]; " for n in range(10))
+    stores = "".join(f"st.global.b32 [%rd8+{256 * n}], %r{30 + n}; " for n in range(4))
+    body = f"""{AT.format(0)} {loads}
+        mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r30, %r31, %r32, %r33}},
+            {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {{%r16, %r17, %r18, %r19}};
+        {AT.format(1)} {stores}"""
+    run_text(body, given, out, threads=64)
+    want = a.to(dtype).float() @ b.to(dtype).float() + c
+    got = out.view(torch.float32)
+    for warp in range(2):
+        for lane in range(32):
+            for r in range(4):
+                row, column = lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2
+                assert got[r, 32 * warp + lane] == want[warp, row, column]
+
+
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+def test_ldmatrix_and_stmatrix(transposed: str) -> None:
+    """9.7.14.5.15: lane i gets elements 2i and 2i+1 of row i / 4; transposed, of column i / 4. stmatrix undoes it."""
+    x = torch.randint(0, 1 << 15, (4, 8, 8), dtype=torch.int16)
+    out, again = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(32, 4, dtype=torch.int32)
+    stores = "".join(f"st.global.b32 [%rd9+{128 * n}], %r{10 + n}; " for n in range(4))
+    body = f"""mad.wide.u32 %rd8, %r0, 16, %rd0; shl.b32 %r1, %r0, 4;
+        ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd8]; st.shared.v4.b32 [%r1], {{%r2, %r3, %r4, %r5}};
+        bar.sync 0;
+        ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r1];
+        mad.wide.u32 %rd9, %r0, 4, %rd1; {stores}
+        bar.sync 0;
+        stmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 [%r1+512], {{%r10, %r11, %r12, %r13}};
+        bar.sync 0;
+        ld.shared.v4.b32 {{%r2, %r3, %r4, %r5}}, [%r1+512];
+        mad.wide.u32 %rd8, %r0, 16, %rd2; st.global.v4.b32 [%rd8], {{%r2, %r3, %r4, %r5}};"""
+    run_text(body, x, out, again, shared=1024)
+    want = x.transpose(1, 2) if transposed else x
+    assert torch.equal(out.view(torch.int16).view(4, 8, 8), want.contiguous())
+    assert torch.equal(again.view(torch.int16).view(4, 8, 8), x)
