@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fusedtp.comm import PeerDied, SignalTimeout, communicator
 from fusedtp.train.clocks import Clocks
@@ -98,10 +98,10 @@ class Pulse:
         host = os.environ.get("MASTER_ADDR", "localhost")
         first = self.world.rank == 0
         if first:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         port = next(filter(None, self.world.gather_objects(self._store.port if first else 0)))
         if not first:
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+            self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self._thread = threading.Thread(target=self._beat, name="fusedtp pulse", daemon=True)
         self._thread.start()
         return self

@@ -290,7 +290,8 @@ def meshes(
         flat["tokens"] = tuple(sizes)[1:]
     bound: Any = (None, None)
     if timeout is not None and device == "cpu":  # gloo's receives wait as long as their group was made to
-        options: Any = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         bound = ("gloo", options)
     mesh = init_device_mesh(
