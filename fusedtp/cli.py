@@ -14,6 +14,10 @@ COMMANDS = {
     "warmup": ("fusedtp.train.warmup", "compile what a configuration of train needs, before the job starts"),
     "generate": ("fusedtp.train.runs:generate_main", "let the model of a run go on with a text"),
     "checkpoints": ("fusedtp.train.runs", "list, verify or export the checkpoints of a run"),
+    "report": (
+        "fusedtp.train.page",
+        "write a run as one HTML page: curves, ranks, pipeline, checkpoints, incidents",
+    ),
     "finetune": (
         "fusedtp.train.finetune",
         "train a causal language model of transformers on text, tensor parallel",

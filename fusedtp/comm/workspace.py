@@ -122,6 +122,10 @@ class Workspace:
         self.failed: Exception | None = None
         self.timeout_s = DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
+        self.asleep_since: float | None = (
+            None  # monotonic time at which the wait for a peer began that goes on now
+        )
+        self.operation = ""  # of the last call
         self.on_cpu = self.device.type == "cpu"
         self._order = None if self.on_cpu else StreamOrder(self.device)
         self._in_graph = False
@@ -439,6 +443,7 @@ class Call:
 
     def _numbered(self, number: int) -> None:
         self.number, self.parity = number, number & 1
+        self.ws.operation = self.signature.operation
         self.words = self.signature.template.copy()  # what this rank publishes
         self.words[CALL_AT] = number
         if self.on_cpu:
@@ -632,7 +637,7 @@ class Call:
         address = ws.control.addresses[ws.rank] + p * semaphore.SIZE
         if LIBC.trywait(address) == 0:
             return
-        begin = time.monotonic()
+        begin = ws.asleep_since = time.monotonic()
         try:
             while time.monotonic() - begin < SPIN_SECONDS:
                 os.sched_yield()
@@ -650,6 +655,7 @@ class Call:
                     )
         finally:
             ws.wait_seconds += time.monotonic() - begin
+            ws.asleep_since = None
 
     def lost(self, p: int) -> SignalTimeout | None:
         """The error to raise if rank p's process has ended or rank p has given up, else None."""

@@ -19,7 +19,7 @@ from fusedtp.train.config import TrainConfig, sharing_faults
 from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.foreign_build import build_foreign, sizes
 from fusedtp.train.shard import dtypes_of, empty_shards, shard
-from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_count, stages_of, two_passes
+from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_costs, stage_count, stages_of, two_passes
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
 
@@ -140,4 +140,4 @@ def pipeline_of(model: CausalLM, config: TrainConfig, mesh: DeviceMesh) -> Pipel
     parts = cut(layers, head, stage_count(parallel.schedule, mesh.size(), parallel.virtual_stages))
     here = stages_of(parallel.schedule, mesh.size(), mesh.get_local_rank(), parallel.virtual_stages)
     prune_(model, parts, here)
-    return Pipeline(model, mesh, parallel.schedule, parts, here)
+    return Pipeline(model, mesh, parallel.schedule, parts, here, stage_costs(layers, head, parts))

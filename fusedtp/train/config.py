@@ -27,6 +27,7 @@ from fusedtp.train.options import (
     OptimOptions,
     ParallelOptions,
     RunOptions,
+    WatchOptions,
 )
 from fusedtp.train.stages import V_SHAPED, pipeline_faults, two_passes
 
@@ -46,6 +47,7 @@ class TrainConfig:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     foreign: ForeignOptions = field(default_factory=ForeignOptions)
     blocks: BlockOptions = field(default_factory=BlockOptions)
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON. What one call asks of a run is no part of it: resume, step, replace."""
@@ -132,6 +134,7 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         config.checkpoint,
         config.foreign,
         config.blocks,
+        config.watch,
     )
     found = model.faults() if config.foreign.model is None else []
     found += [fault for part in parts for fault in part.faults()]

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedtp.train.clocks import Clocks
+
 IGNORED = -100  # the label of a token that nothing is predicted for
 Documents = Literal["joined", "separate"]
 
@@ -150,7 +152,7 @@ class Batches:
         self.held_out = Windows(folder, "held_out", length, documents)
         self.batch, self.accumulate, self.seed = batch, accumulate, seed
         self.dp, self.dp_rank, self.device = dp, dp_rank, device
-        self.samples = 0
+        self.samples, self.clocks = 0, Clocks()
 
     @property
     def tokens(self) -> int:
@@ -183,7 +185,10 @@ class Batches:
     ) -> Iterator[Microbatch]:
         num_labels = max(1, windows.num_labels(starts)) / self.dp / scale
         for microbatch, rows in enumerate(starts.reshape(accumulate, self.dp, -1)[:, self.dp_rank]):
-            input_ids, labels, positions, document_ids = windows.read(rows)
-            place = (microbatch * self.dp + self.dp_rank) * rows.size * windows.length
-            found = Microbatch(input_ids, labels, place, num_labels, positions, document_ids)
-            yield found.to(self.device)
+            with self.clocks("data"):
+                input_ids, labels, positions, document_ids = windows.read(rows)
+                place = (microbatch * self.dp + self.dp_rank) * rows.size * windows.length
+                found = Microbatch(input_ids, labels, place, num_labels, positions, document_ids).to(
+                    self.device
+                )
+            yield found

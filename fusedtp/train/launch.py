@@ -38,10 +38,13 @@ from fusedtp.train.data import Batches
 from fusedtp.train.determinism import deterministic
 from fusedtp.train.environment import cores
 from fusedtp.train.foreign_build import foreign_faults
+from fusedtp.train.hang import FLIGHT, HANG, RankHung, record_flight
+from fusedtp.train.nonfinite import NotFinite
 from fusedtp.train.run import (
     CHECKPOINTS,
     INCIDENTS,
     PIPELINE,
+    SAVES,
     ended_in_order,
     misfits,
     note_incident,
@@ -50,11 +53,12 @@ from fusedtp.train.run import (
 )
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
+from fusedtp.train.watch import RANKS
 from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
-    INCIDENTS, CHECKPOINTS, PIPELINE, elastic.JOB,
+    INCIDENTS, CHECKPOINTS, PIPELINE, SAVES, elastic.JOB, RANKS, HANG, "report.html", FLIGHT,
 )  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
@@ -208,6 +212,8 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
     """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
+        if device_type(config.run.device) == "cuda":
+            record_flight(config.run.folder / FLIGHT)
         with (
             deterministic(config.run.determinism),
             world_of(
@@ -217,6 +223,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
                 config.parallel.ep,
                 config.parallel.pp,
                 config.parallel.copies(dp),
+                config.watch.timeout,
             ) as world,
         ):
             folder = config.run.folder
@@ -235,7 +242,9 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
         handler.record_exception(error)
         if place.ranks == 1:
             note_incident(config.run.folder, str(error))
-        if not isinstance(error, (VerificationFailed, ValueError, CheckpointError, elastic.RanksLeft)):
+        if not isinstance(
+            error, (VerificationFailed, NotFinite, RankHung, ValueError, CheckpointError, elastic.RanksLeft)
+        ):
             traceback.print_exc()
         elif torchrun_place() is None:
             report([" ".join(str(error).split())], command)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.train.clocks import Clocks
 from fusedtp.train.data import IGNORED, Microbatch
 from fusedtp.train.world import World
 
@@ -33,12 +34,13 @@ class FromLoader:
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate}, must be positive")
         self.loader, self.world, self.accumulate, self.device = loader, world, accumulate, world.device
-        self.tokens, self.taken = 0, 0
+        self.tokens, self.taken, self.clocks = 0, 0, Clocks()
         self._batches: Iterator[Mapping[str, Tensor]] | None = None
 
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """The next step's microbatches. Collective over the data-parallel ranks, which count their labels together."""
-        batches = [self._next() for _ in range(self.accumulate)]
+        with self.clocks("data"):
+            batches = [self._next() for _ in range(self.accumulate)]
         labels = [_labels(batch) for batch in batches]
         count = sum(int((each != IGNORED).sum()) for each in labels)
         num_labels = max(1.0, self.world.mean(torch.tensor(count, device=self.device)))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,14 +25,17 @@ from fusedtp.train.checkpoint import (
     as_bytes,
     save_interval,
 )
-from fusedtp.train.data import Batches
+from fusedtp.train.clocks import APART
+from fusedtp.train.data import Batches, Microbatch
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.loader import FromLoader
 from fusedtp.train.metrics import Metrics
+from fusedtp.train.nonfinite import Guard
 from fusedtp.train.optim import set_learning_rate
 from fusedtp.train.precision import LossScale
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
+from fusedtp.train.watch import Watch
 from fusedtp.train.world import World
 
 FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
@@ -51,6 +55,7 @@ class Trainer:
     seed        of dropout
     saver       saves after a step, and stops after a signal
     validate    the validation loss, after every val_every steps and the last
+    watch       times the ranks; guard: what becomes of steps that are not finite. Default: stop
     Collective: all ranks make one together. Raises TypeError, ValueError for a model or a mesh that it cannot train.
     """
 
@@ -74,6 +79,8 @@ class Trainer:
         metrics: Metrics | None = None,
         validate: Callable[[], float] | None = None,
         val_every: int = 0,
+        watch: Watch | None = None,
+        guard: Guard | None = None,
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(
@@ -88,6 +95,9 @@ class Trainer:
         self.kind, self.seed, self.load = kind, seed, ExpertLoad(model, world, balance_bias)
         self.saver, self.metrics = saver, metrics or Metrics(world)
         self.validate, self.val_every, self.step = validate, val_every, 0
+        self.watch, self.guard = watch or Watch(world), guard or Guard(world)
+        self.watch.attach(model, pipeline, self.batches)
+        self._taken: list[Microbatch] = []
         self.state = TrainingState(
             model, optimizer, {"trainer": self, "data": self.batches, "loss_scale": self.scale}, world.rank,
             seed, optional=("loss_scale",),
@@ -96,40 +106,54 @@ class Trainer:
     def train(self, steps: int) -> bool:
         """Train until so many steps are done; whether they are, or a signal ended the run before."""
         while self.step < steps:
-            self.train_step()
-            last = self.step == steps
+            last = self.step + 1 == steps
+            self.train_step(last)
             if self.validate is not None and (last or self.step % self.val_every == 0):
-                self.metrics.validation(self.step - 1, self.validate())
+                with self.watch.clocks(APART):
+                    loss = self.validate()
+                self.metrics.validation(self.step - 1, loss)
             if self.saver is not None and self.saver.after(self.step, self.state, last):
                 return last
         return True
 
-    def train_step(self) -> None:
-        """One step: gradients, clipping, update, record."""
+    def train_step(self, last: bool = False) -> None:
+        """One step: gradients, clipping, update, record. last: of the run."""
+        self.watch.begin()
         if self.rate is not None:
             set_learning_rate(self.optimizer, self.rate(self.step))
-        loss = backward(
-            self.model,
-            self.batches,
-            self.step,
-            self.load,
-            self.seed,
-            self.pipeline,
-            self.kind,
-            self.scale.value,
-        )
+        own_loss = self.backward(_Kept(self.batches, self._taken), self.load)
+        self.watch.computed()
         self.scale.unscale_(self.model)
-        norm = self.clip()  # returns when all of the step's kernels have run, so that
-        self.world.check()  # one which failed is found before it reaches a parameter
+        with self.watch.clocks("norm", "the gradients' norm"):
+            norm = self.clip()  # returns when all of the step's kernels have run, so that
+            self.world.check()  # one which failed is found before it reaches a parameter
+            loss = self.world.mean(own_loss)
         numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
-        if self.scale.takes(norm):
-            self.optimizer.step()
+        if self.is_finite(loss, norm) and self.scale.takes(norm):
+            with self.watch.clocks("optimizer"):
+                self.optimizer.step()
         else:
             numbers["grad_norm"] = math.inf
         self.optimizer.zero_grad()
-        numbers |= {"loss": self.world.mean(loss)} | self.load.step()
+        numbers |= {"loss": loss} | self.load.step() | self.watch.step(self.step, loss, last)
         self.metrics.step(self.step, self.batches.tokens, **numbers)
         self.step += 1
+
+    def backward(self, batches: Any, load: ExpertLoad) -> Tensor:
+        """Accumulate the gradients of this step; its loss on this data-parallel rank."""
+        return backward(
+            self.model, batches, self.step, load, self.seed, self.pipeline, self.kind, self.scale.value
+        )
+
+    def is_finite(self, loss: float, norm: float) -> bool:
+        """Whether the step is; see Guard.takes. Runs it again, on the same batches, to find out where it is not."""
+
+        def again() -> None:
+            kept = _Kept(self.batches, self._taken, again=True)
+            self.backward(kept, ExpertLoad(self.model, self.world, 0.0))
+
+        scaled = self.scale.window is not None
+        return self.guard.takes(self.step, loss, norm, self.model, again, scaled)
 
     def clip(self) -> float:
         """Clip the gradients of the whole model; their norm before."""
@@ -143,6 +167,32 @@ class Trainer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
+
+
+@dataclass
+class _Kept:
+    """Data whose last step is kept, so that it can be had again."""
+
+    of: Batches | FromLoader
+    taken: list[Microbatch]
+    again: bool = False
+
+    def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
+        if self.again:
+            yield from self.taken
+            return
+        self.taken.clear()
+        for batch in self.of.step(scale):
+            self.taken.append(batch)
+            yield batch
+
+    @property
+    def accumulate(self) -> int:
+        return self.of.accumulate
+
+    @property
+    def device(self) -> str | torch.device:
+        return self.of.device
 
 
 def backward(
@@ -181,7 +231,7 @@ class Saver:
 
     every             steps between two saves; None: by the clock of the first rank, as save_interval says
     stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
-    tell              called on the first rank, with a line
+    tell, done        called on the first rank, with a line, and with a checkpoint that is on disk
     All ranks must decide alike, so each step takes one small all-reduce on host memory.
     """
 
@@ -195,10 +245,12 @@ class Saver:
         stop_on_error: bool = False,
         about: dict[str, Any] | None = None,
         tell: Callable[[str], None] = print,
+        done: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
         self.checkpoints, self.world, self.every = checkpoints, world, every
         self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
         self._tell = tell if world.rank == 0 else lambda line: None
+        self._done = done if world.rank == 0 else lambda saved: None
         self._asked = threading.Event()
         self._interval, self._last = FIRST_SAVE_SECONDS, time.monotonic()
         self._told = False
@@ -244,6 +296,7 @@ class Saver:
         self._guarded(lambda: saved.append(self.checkpoints.wait()), always)
         for each in filter(None, saved):
             self.saved.append(each)
+            self._done(each)
             self._interval = save_interval(each.blocked, self.failure_seconds)
             if self.every is None and not self._told:
                 self._told = True

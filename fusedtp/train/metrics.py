@@ -101,8 +101,12 @@ def sinks_for(
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
-    """What JsonLines has written; a last line that a kill has cut is left out."""
-    path = folder / METRICS
+    """What JsonLines has written."""
+    return json_lines(folder / METRICS)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of lines; a last line that a kill has cut is left out. None where there is no file."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

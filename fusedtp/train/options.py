@@ -358,6 +358,22 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class WatchOptions:
+    """What a run notices about itself."""
+
+    timeout: float = 600.0
+    """Seconds that a rank waits for others in a step; then the run ends and the rank that did not come is named."""
+    watch_every: int = 10
+    """Steps between two comparisons of all ranks' times."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradients are not finite ends the run, or is left out on all ranks. Where it began is named
+    in either case. Of fp16's gradients that overflow, the loss scale is the judge."""
+
+    def faults(self) -> list[str]:
+        return _not_positive(self, "timeout", "watch_every")
+
+
+@dataclass(frozen=True)
 class CheckpointOptions:
     """When the state of a run is saved, and what stays of it."""
 

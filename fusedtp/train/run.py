@@ -15,23 +15,26 @@ from rich.console import Console
 
 from fusedtp.train import elastic, experts, report
 from fusedtp.train.build import Model, build_stages, num_parameters
-from fusedtp.train.checkpoint import Checkpoints
+from fusedtp.train.checkpoint import Checkpoints, Saved
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import environment
 from fusedtp.train.evaluate import sample, validation_loss
+from fusedtp.train.hang import Pulse
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
+from fusedtp.train.nonfinite import Guard
 from fusedtp.train.optim import adamw, for_batch, learning_rate
 from fusedtp.train.precision import loss_scale_of
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.timeline import Action
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
+from fusedtp.train.watch import Watch
 from fusedtp.train.world import World, placement
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS, PIPELINE = "checkpoints", "incidents.jsonl", "pipeline.json"
+CHECKPOINTS, INCIDENTS, PIPELINE, SAVES = "checkpoints", "incidents.jsonl", "pipeline.json", "saves.jsonl"
 IN_ORDER = "ended in order"
 
 
@@ -64,14 +67,18 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         note_incident(folder, line)
 
     saver = saver_of(config, world, tokens, tell)
-    trainer = trainer_of(config, world, batches, model, pipeline, saver)
+    watch = Watch(world, config.watch.watch_every, folder, tell)
+    guard = Guard(world, config.watch.on_nan, tell)
+    trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
         report.write_json(folder / CONFIG, (asked or config).to_dict())
         elastic.note_job(folder)
         report.write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
-    with Metrics(world, sinks, earlier) as metrics, saver.signals() if saver else nullcontext():
+    pulse = Pulse(world, watch.clocks, lambda: trainer.step, folder)
+    signals = saver.signals() if saver else nullcontext()
+    with Metrics(world, sinks, earlier) as metrics, signals, pulse:
         trainer.metrics = metrics
         finished = trainer.train(config.optim.steps)
     if saver is not None:
@@ -101,6 +108,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         if config.model.experts:
             experts.plot(folder / "experts.png", metrics.steps)
         report.show(console, summary, verification, unit)
+        console.print(watch.verdict(), highlight=False, soft_wrap=True)
         if written is not None:
             report.show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
         console.print(f"written to {folder}", highlight=False)
@@ -145,6 +153,8 @@ def trainer_of(
     model: Model,
     pipeline: Pipeline | None = None,
     saver: Saver | None = None,
+    watch: Watch | None = None,
+    guard: Guard | None = None,
 ) -> Trainer:
     """The trainer of these options."""
     options = for_batch(config.optim, config.data.batch)
@@ -170,6 +180,8 @@ def trainer_of(
         saver=saver,
         validate=validate,
         val_every=config.run.val_every,
+        watch=watch,
+        guard=guard,
     )
 
 
@@ -200,6 +212,7 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
             "versions": environment(),
         },
         tell=tell,
+        done=lambda saved: note_save(config.run.folder, saved),
     )
 
 
@@ -247,6 +260,13 @@ def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
     if int(about["step"]) > config.optim.steps:
         found.append(f"the checkpoint is of step {about['step']}; --steps {config.optim.steps} is less")
     return found
+
+
+def note_save(folder: Path, saved: Saved) -> None:
+    """Append a checkpoint that is on disk to the run's saves."""
+    line = {"step": saved.step, "bytes": saved.size, "blocked": saved.blocked, "seconds": saved.seconds}
+    with open(folder / SAVES, "a") as file:
+        file.write(json.dumps(line | {"time": time.time()}) + "\n")
 
 
 def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:

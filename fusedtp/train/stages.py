@@ -39,6 +39,7 @@ from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.dropout import dropout_state
 from fusedtp.nn.router import Routing
 from fusedtp.ops.rows import split
+from fusedtp.train.clocks import Clocks
 from fusedtp.train.data import Microbatch
 from fusedtp.train.timeline import Action, recording
 
@@ -97,6 +98,13 @@ def cut(layers: Sequence[float], head: float, stages: int) -> list[range]:
         ends.append(best[n][ends[-1]][1])
     ends.reverse()
     return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def stage_costs(layers: Sequence[float], head: float, parts: Sequence[range]) -> list[float]:
+    """Of stages with these layers; the last has the head."""
+    found = [sum(layers[part.start : part.stop]) for part in parts]
+    found[-1] += head
+    return found
 
 
 def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
@@ -291,6 +299,33 @@ def _arguments(batches: Sequence[Microbatch], seed: int, step: int) -> dict[str,
     return found
 
 
+class _TimedStage(PipelineStage):
+    """torch's, which books its passes as compute; a schedule's remaining time is spent sending and waiting."""
+
+    clocks: Clocks
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        return self._pass("forward", super().forward_one_chunk, *args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        return self._pass("backward", super().backward_one_chunk, *args, **options)
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        return self._pass("weights' backward", super().backward_weight_one_chunk, *args, **options)
+
+    def perform_reduce_grad(self, *args: Any) -> Any:
+        with self.clocks("compute"):
+            return super().perform_reduce_grad(*args)
+
+    def _pass(self, name: str, method: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+        with self.clocks("compute"):
+            out = method(microbatch, *args, **options)
+        self.clocks.called(
+            f"the pipeline, after {name} of microbatch {microbatch} in stage {self.stage_index}"
+        )
+        return out
+
+
 # -- the pipeline ------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +335,7 @@ class Pipeline:
 
     mesh       "pp", one-dimensional
     parts      layers of every stage
+    cost       of every stage, in any unit, where it is known
     stages     this rank's: index -> module
     """
 
@@ -308,6 +344,7 @@ class Pipeline:
     schedule: str
     parts: Sequence[range]
     here: Sequence[int]
+    cost: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         last = len(self.parts) - 1
@@ -315,6 +352,7 @@ class Pipeline:
         self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last) for i in self.here}
         self.group = self.mesh.get_group()
         self._schedules: dict[tuple[int, ...], Any] = {}
+        self.clocks = Clocks()
         self._to_record: dict[int, Callable[[list[Action]], None]] = {}
         self.tied = self._tied_group()
 
@@ -337,14 +375,16 @@ class Pipeline:
             arguments |= {"target": arguments["labels"], "losses": losses}
         ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
         schedule = self.torch_schedule(batches)
-        with self._recorded(step, schedule):
+        with self._recorded(step, schedule), self.clocks("pp_wait", "the pipeline's first receive"):
             schedule.step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:
             gradient = self.of.embedding.grad
             assert gradient is not None
             own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(own, group=self.tied)
-        return self._everywhere(losses)
+            with self.clocks("pp_wait", "all_reduce of the tied embedding's gradient"):
+                dist.all_reduce(own, group=self.tied)
+        with self.clocks("pp_wait", "all_reduce of the pipeline's loss"):
+            return self._everywhere(losses)
 
     def record(self, step: int, tell: Callable[[list[Action]], None]) -> None:
         """Time the actions of a step to come, and call `tell` with those of all ranks. See fusedtp.train.timeline."""
@@ -445,10 +485,12 @@ class Pipeline:
         edge = self._edge(shape, "meta").requires_grad_()
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
-        return PipelineStage(
+        made = _TimedStage(
             self.stages[index], index, len(self.parts), self.device, input_args=edge if index else ids,
             output_args=edge if index < len(self.parts) - 1 else loss, group=self.group,
         )  # fmt: skip
+        made.clocks = self.clocks
+        return made
 
     def _tied_group(self) -> dist.ProcessGroup | None:
         """The ranks of the first and the last stage, where both hold the embedding; see Note [Tied embeddings]."""

@@ -19,12 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import (
+    _set_pg_timeout,
+)  # what new_group has; a mesh makes its groups without
 
 import fusedtp
 from fusedtp.comm import communicator
@@ -52,6 +55,9 @@ class World:
     checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
     pp: int = 1
     dp_replicate: int = 1
+    step_group: dist.ProcessGroup | None = (
+        None  # of all ranks, for what they agree on in a step; default: host_group
+    )
 
     @staticmethod
     def of(mesh: DeviceMesh | None, device: torch.device) -> World:
@@ -138,9 +144,29 @@ class World:
     def largest(self, values: Sequence[int]) -> list[int]:
         """Of every value the largest that a rank has. Collective, over host memory."""
         found = torch.tensor([int(value) for value in values])
-        if self.host_group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
+        if (group := self.step_group or self.host_group) is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return [int(value) for value in found]
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, as many on all. Collective, over host memory."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        group = self.step_group or self.host_group
+        if group is None:
+            return [own.tolist()]
+        every = torch.empty(self.size, len(own), dtype=torch.float64)
+        dist.all_gather(list(every), own, group=group)
+        rows: list[list[float]] = every.tolist()
+        return rows
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, which can be pickled. Collective, over host memory."""
+        group = self.step_group or self.host_group
+        if group is None:
+            return [value]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value, group=group)
+        return every
 
     def machines(self) -> list[str]:
         """The name of every rank's machine. Collective."""
@@ -163,6 +189,11 @@ class World:
     def shared_meshes(self) -> list[DeviceMesh]:
         """The meshes that layers are split over."""
         return [mesh for mesh in (self.tp_mesh, self.ep_mesh) if mesh is not None]
+
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        """All meshes of this job."""
+        return [] if self.mesh is None else [self.mesh, *self.flat.values()]
 
     def engine_calls(self) -> dict[str, dict[str, int]]:
         """Kind of layer -> {engine that ran: calls} of this rank so far."""
@@ -234,9 +265,18 @@ def torchrun_place() -> Place | None:
 
 
 def meshes(
-    device: str, dp: int, tp: int, ep: int, pp: int = 1, dp_replicate: int = 1
+    device: str,
+    dp: int,
+    tp: int,
+    ep: int,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    timeout: float | None = None,
 ) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """The mesh of all ranks; "dp" and "ep" where those are no dimension of it; "tokens", the ranks of a stage."""
+    """The mesh of all ranks; "dp" and "ep" where those are no dimension of it; "tokens", the ranks of a stage.
+
+    timeout   seconds that their groups wait on a CPU; see bound_waits
+    """
     flat: dict[str, tuple[str, ...]]
     if dp_replicate > 1:
         sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate, "tp": tp}
@@ -248,13 +288,40 @@ def meshes(
         sizes, flat = {"pp": pp, "dp": dp, "tp": tp}, {}
     if pp > 1:
         flat["tokens"] = tuple(sizes)[1:]
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh, flattened(mesh, flat)
+    bound: Any = (None, None)
+    if timeout is not None and device == "cpu":  # gloo's receives wait as long as their group was made to
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        bound = ("gloo", options)
+    mesh = init_device_mesh(
+        device,
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=dict.fromkeys(sizes, bound) if bound[0] else None,
+    )
+    return mesh, flattened(mesh, flat, bound if bound[0] else None)
 
 
-def flattened(mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
+def bound_waits(world: World, seconds: float) -> None:
+    """Have waits for other ranks of a step end after so many seconds, whatever they wait in. Collective.
+
+    Receives between a pipeline's ranks on a CPU wait as long as `meshes` was told.
+    """
+    groups = {group.group_name: group for mesh in world.meshes for group in mesh.get_all_groups()}
+    if world.step_group is not None:
+        groups[world.step_group.group_name] = world.step_group
+    for group in groups.values():
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+    for mesh in world.shared_meshes:
+        fusedtp.set_timeout(mesh, seconds)
+
+
+def flattened(
+    mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]], backend: Any = None
+) -> dict[str, DeviceMesh]:
     """Axes of a mesh as one, by its new name."""
-    return {name: mesh[axes]._flatten(name) for name, axes in flat.items() if axes}
+    return {name: mesh[axes]._flatten(name, backend) for name, axes in flat.items() if axes}
 
 
 def _host_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -265,10 +332,17 @@ def _host_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @contextmanager
 def world_of(
-    dp: int, tp: int, device: str, ep: int | None = None, pp: int = 1, dp_replicate: int = 1
+    dp: int,
+    tp: int,
+    device: str,
+    ep: int | None = None,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    timeout: float | None = None,
 ) -> Iterator[World]:
     """Join the ranks that torchrun started; leave them when all is done. `ep` of them share experts; default: tp.
 
+    timeout   seconds that a rank waits for others within a step
     After an error the groups are left as they are: the process ends, and torchrun ends its peers.
     """
     place = torchrun_place() or Place()
@@ -282,6 +356,10 @@ def world_of(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
     )
     ep = ep or tp
-    mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate)
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, *_host_groups(), pp, dp_replicate)
+    mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate, timeout)
+    groups, in_step = _host_groups(), dist.new_group(backend="gloo")
+    world = World(dp, tp, ep, place.rank, here, mesh, flat, *groups, pp, dp_replicate, in_step)
+    if timeout is not None:
+        bound_waits(world, timeout)
+    yield world
     dist.destroy_process_group()

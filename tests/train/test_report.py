@@ -1,0 +1,210 @@
+"""fusedtp report: one page that needs nothing else, of a run that is done, goes on, or has failed."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtp import cli
+from fusedtp.train.page import MOST_POINTS, Curve, chart, duration, gantt, page, short, thinned, ticks
+from fusedtp.train.watch import KINDS, Reading
+
+VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "i"}
+OPTIONAL_END = {"tr", "td", "th", "thead", "tbody"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags close, and collects the text, the tags and what they refer to."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text, self.tags, self.attributes = "", list[str](), list[tuple[str, str | None]]()
+        self.feed(source)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID | OPTIONAL_END:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID | OPTIONAL_END:
+            assert self.open.pop() == tag, tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data + "\n"
+
+
+def write_lines(path: Path, *lines: dict) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def reading(step: int, compute: tuple[float, float] = (0.3, 0.1)) -> dict:
+    seconds = {kind: [0.01, 0.02] for kind in KINDS} | {"compute": list(compute), "pp_wait": [0.1, 0.3]}
+    return Reading(step, 10, seconds, seconds, [1e9, 2e9]).to_dict() | {"hosts": ["box-a", "box-b"]}
+
+
+def written(folder: Path) -> Path:
+    """A run of two pipeline ranks that goes on: everything but a summary."""
+    folder.mkdir()
+    steps = [
+        {
+            "step": n,
+            "loss": 3.0 - n / 10,
+            "tokens_per_second": 1000.0 + n,
+            "lr": 1e-3,
+            "grad_norm": 1.0,
+            "seconds": 0.5,
+        }
+        for n in range(20)
+    ]
+    steps[7]["grad_norm"] = None
+    write_lines(folder / "metrics.jsonl", *steps[:10], {"step": 9, "val_loss": 2.25}, *steps[10:])
+    write_lines(folder / "ranks.jsonl", reading(9), reading(19))
+    write_lines(
+        folder / "incidents.jsonl",
+        {"time": 0.0, "what": "step 8: the loss is nan; <b>it began</b> in layers.1"},
+        {"time": 1.0, "what": "rank 0, exit code 1: step 8: the loss is nan; <b>it began</b> in layers.1"},
+    )
+    write_lines(
+        folder / "saves.jsonl",
+        {"step": 10, "bytes": 3_200_000, "seconds": 0.5, "blocked": 0.012, "time": 0.0},
+    )
+    passes = [
+        [0, 0, "F", 0, 0.0, 0.1],
+        [1, 1, "F", 0, 0.1, 0.2],
+        [1, 1, "B", 0, 0.2, 0.4],
+        [0, 0, "B", 0, 0.4, 0.6],
+    ]
+    (folder / "pipeline.json").write_text(json.dumps({"step": 2, "schedule": "1f1b", "actions": passes}))
+    (folder / "config.json").write_text(
+        json.dumps({"optim": {"steps": 50, "lr": 0.125}, "run": {"dtype": "bf16"}})
+    )
+    (folder / "versions.json").write_text(json.dumps({"packages": {"torch": "2.99"}}))
+    return folder
+
+
+def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
+    folder = written(tmp_path / "night")
+    assert cli.main(["report", str(folder)]) == 0
+    source = (folder / "report.html").read_text()
+    found = Outline(source)
+    assert not {"script", "link", "img", "iframe"} & set(found.tags)
+    assert not [value for name, value in found.attributes if name in ("src", "href")]
+    assert "http" not in source and "@import" not in source and "url(" not in source
+    for said in (
+        "night", "not finished: step 20 of 50", "3.000", "1.100", "2.250", "steps left out", "rank 1", "box-b",
+        "step 3, 1f1b, 2 stages on 2 ranks: 600 ms, 50% of it between passes", "3.2 MB", "12 ms", "removed",
+        "0.125", "2.99", "bf16",
+    ):  # fmt: skip
+        assert said in found.text, said
+    assert "<b>it began</b>" in found.text and found.text.count("it began") == 1  # escaped, and said once
+
+
+@pytest.mark.parametrize(
+    "missing", ["metrics.jsonl", "ranks.jsonl", "pipeline.json", "config.json", "versions.json"]
+)
+def test_what_a_run_has_not_written_is_left_out(tmp_path, missing):
+    folder = written(tmp_path / "run")
+    (folder / missing).unlink()
+    found = Outline(page(folder))
+    assert ("A step of the pipeline" in found.text) == (missing != "pipeline.json")
+    assert ("Time of a step, by rank" in found.text) == (missing != "ranks.jsonl")
+
+
+def test_lines_that_a_kill_has_cut_and_steps_that_were_lost_do_not_count(tmp_path):
+    folder = written(tmp_path / "run")
+    write_lines(folder / "ranks.jsonl", reading(9), reading(19, compute=(9.0, 9.0)), reading(14), reading(19))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 20, "lo')
+    found = Outline(page(folder))
+    assert "not finished: step 20 of 50" in found.text
+    assert "compute 44%" in found.text  # 0.2 + 0.015 of 0.2 + 0.2 + 6 x 0.015, the means of two ranks
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "holds no run" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_times_that_are_not_measured_say_so(tmp_path):
+    folder = written(tmp_path / "run")
+    line = reading(9)
+    line["seconds"] |= {kind: [None, None] for kind in KINDS if kind != "data"}
+    write_lines(folder / "ranks.jsonl", line)
+    assert "is not measured on this device" in Outline(page(folder)).text
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+numbers = st.floats(-1e12, 1e12, allow_nan=False)
+
+
+@given(numbers, numbers)
+def test_ticks_are_few_and_inside_their_range(a, b):
+    low, high = sorted((a, b))
+    found = ticks(low, high)
+    slack = 1e-6 * (high - low) + 1e-9 * max(abs(low), abs(high))
+    assert 1 <= len(found) <= 9 or high - low <= 1e-6 * max(abs(low), abs(high))
+    assert all(low - slack <= tick <= high + slack for tick in found)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.floats(-1e6, 1e6) | st.just(math.nan) | st.none()), max_size=50
+    )
+)
+def test_every_curve_is_drawn_inside_its_picture(points):
+    source = chart("a < b", [Curve("x & y", points), Curve("z", points, dots=True)])
+    Outline(source)
+    for path in re.findall(r'points="([^"]*)"', source):
+        for pair in path.split():
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= 480 and 0 <= y <= 220
+
+
+def test_a_long_curve_keeps_its_extremes():
+    points = [(n, float(n % 7)) for n in range(10 * MOST_POINTS + 3)]
+    points[777] = (777, 99.0)
+    mean, band = thinned(points)
+    assert len(mean) == len(band) <= MOST_POINTS
+    assert max(high for _, _, high in band) == 99 and min(low for _, low, _ in band) == 0
+
+
+def test_boxes_of_a_gantt_picture_lie_where_their_times_are():
+    actions = [[r, r, "F", m, 0.1 * (m + r), 0.1 * (m + r) + 0.08] for r in range(3) for m in range(4)]
+    source = gantt({"step": 0, "schedule": "gpipe", "actions": actions})
+    Outline(source)
+    boxes = [
+        tuple(map(float, box))
+        for box in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*rx', source)
+    ]
+    assert len(boxes) == len(actions)
+    scale = boxes[0][2] / 0.08
+    for (x, y, width), (rank, _, _, _, begin, end) in zip(boxes, actions, strict=True):
+        assert x - boxes[0][0] == pytest.approx(begin * scale, abs=0.2)
+        assert width == pytest.approx((end - begin) * scale, abs=0.2) and x + width <= 1000
+        assert y == boxes[0][1] + 34 * rank
+
+
+def test_numbers_are_short():
+    assert [short(x) for x in (0.000312345, 12.0, 9999, 123456, 2.5e9)] == [
+        "0.0003123",
+        "12",
+        "9999",
+        "123.5k",
+        "2.5G",
+    ]
+    assert [duration(x) for x in (0.0123, 4.25, 200, 3725)] == ["12 ms", "4.2 s", "3 min 20 s", "1 h 02 min"]

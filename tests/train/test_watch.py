@@ -1,0 +1,487 @@
+"""Watching a run: ranks that are slow are named, even ones are not; what bounds a step; losses; NaN's origin."""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedtp.comm import PeerDied, SignalTimeout
+from fusedtp.train.build import build_stages
+from fusedtp.train.clocks import APART, Clocks
+from fusedtp.train.config import parse
+from fusedtp.train.data import Batches, Windows
+from fusedtp.train.hang import HANG, Position, Pulse, judge, timed_out
+from fusedtp.train.loop import Trainer
+from fusedtp.train.nonfinite import PATIENCE, Event, Found, Guard, NotFinite, finite, where
+from fusedtp.train.run import trainer_of
+from fusedtp.train.watch import (
+    KINDS,
+    RANKS,
+    Reading,
+    Spikes,
+    Watch,
+    in_words,
+    peak_memory,
+    stragglers,
+    verdict,
+)
+from fusedtp.train.world import World, bound_waits, meshes
+from tests.harness import pool
+from tests.harness.messages import Failure
+
+SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --warmup 2 --val-every 99"
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_second_is_booked_once_under_the_innermost_kind(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    clocks = Clocks()
+    clocks.base("compute")
+    with clocks("pp_wait", "a schedule"), clocks("compute"), clocks("dp_wait", "a gather"):
+        pass
+    with clocks(APART), clocks("dp_wait"):
+        pass
+    read = clocks.read()
+    assert read == {"other": 1, "compute": 5, "pp_wait": 2, "dp_wait": 1, APART: 3}
+    assert sum(read.values()) == next(now) - 1
+    assert (clocks.last, clocks.calls, clocks.kind) == ("a gather", 2, "compute")
+
+
+# -- stragglers and the verdict ----------------------------------------------------------------------------------------
+
+
+def reading(steps: int = 10, **seconds: list[float]) -> Reading:
+    ranks = len(next(iter(seconds.values())))
+    table = {kind: seconds.get(kind, [0.0] * ranks) for kind in KINDS}
+    return Reading(9, steps, table, table, [0.0] * ranks)
+
+
+even = st.lists(st.floats(0.09, 0.11), min_size=2, max_size=8)
+
+
+@given(even, st.data())
+def test_a_rank_three_times_as_slow_is_named_and_no_other(times, data):
+    """Its peers wait for it, so that their steps are as long as its own."""
+    slow = data.draw(st.integers(0, len(times) - 1))
+    kind = data.draw(st.sampled_from(["compute", "data", "optimizer"]))
+    times[slow] = 0.33
+    (found,) = stragglers(reading(**{kind: times}, dp_wait=[0.33 - each for each in times]))
+    assert (found.rank, found.kind, found.seconds) == (slow, kind, 0.33) and 0.09 <= found.others <= 0.11
+    assert f"rank {slow} on box-7 is slow in {kind}: 330.0 ms a step" in found.in_words("box-7")
+
+
+@given(even, even)
+def test_even_ranks_raise_no_alarm(compute, data):
+    count = min(len(compute), len(data))
+    waits = [0.0] * (count - 1) + [5.0]  # a wait is not slowness
+    assert not stragglers(reading(compute=compute[:count], data=data[:count], tp_wait=waits))
+
+
+def test_what_is_slow_but_small_raises_no_alarm():
+    assert not stragglers(reading(compute=[0.1, 0.1], data=[0.001, 0.01]))
+    assert stragglers(reading(compute=[0.1, 0.1], data=[0.001, 0.2]))
+
+
+def test_stages_of_a_pipeline_may_differ_as_their_costs_do():
+    uneven = reading(compute=[0.3, 0.1, 0.1, 0.1])
+    (named,) = stragglers(uneven, stages=[0, 1, 2, 3], cost=[1, 1, 1, 1])
+    assert named.rank == 0
+    assert not stragglers(uneven, stages=[0, 1, 2, 3], cost=[3, 1, 1, 1])
+    two = reading(compute=[0.1, 0.1, 0.3, 0.3])  # two ranks a stage: they are compared with each other
+    assert not stragglers(two, stages=[0, 0, 1, 1], cost=[1, 1, 1, 1])
+    (named,) = stragglers(reading(compute=[0.1, 0.1, 0.1, 0.3]), stages=[0, 0, 1, 1], cost=[1, 1, 1, 1])
+    assert named.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("bound", "seconds"),
+    {
+        "compute": {"compute": [6, 6], "dp_wait": [3, 3], "other": [1, 1]},
+        "communication": {"compute": [3, 3], "tp_wait": [2, 2], "dp_wait": [4, 4], "data": [1, 1]},
+        "slower ranks": {"compute": [1, 9, 1], "tp_wait": [8, 0, 8], "other": [1, 1, 1]},
+        "data": {"compute": [2, 2], "data": [7, 7], "pp_wait": [1, 1]},
+    }.items(),
+)
+def test_the_verdict_names_the_largest_part_and_its_shares_sum_to_the_step(bound, seconds):
+    found, shares = verdict([reading(3, **seconds), reading(5, **seconds)])
+    assert found == bound
+    assert sum(shares[kind] for kind in KINDS) == pytest.approx(1)
+    waits = sum(shares[kind] for kind in ("tp_wait", "pp_wait", "dp_wait"))
+    assert shares["communication"] + shares["slower_ranks"] == pytest.approx(waits)
+    assert in_words(found, shares).startswith(f"bound by {bound}: ")
+
+
+def test_what_a_gpu_does_not_show_is_not_measured():
+    unseen = reading(**{kind: [math.nan] * 2 for kind in KINDS} | {"data": [0.1, 0.5]})
+    bound, shares = verdict([unseen])
+    assert bound == "not measured" and "not measured" in in_words(bound, shares)
+    assert unseen.to_dict()["seconds"]["compute"] == [None, None]
+    assert [each.kind for each in stragglers(unseen)] == ["data"]
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6), st.floats(0.5, 20))
+def test_a_jump_is_noted_once_and_falling_noisy_losses_are_not(seed, height):
+    generator, spikes = torch.Generator().manual_seed(seed), Spikes()
+    noise = (torch.rand(100, generator=generator) * 0.2).tolist()
+    losses = [2 + 4 / (1 + step / 10) + noise[step] for step in range(100)]
+    assert [spikes.note(step, loss) for step, loss in enumerate(losses)] == [None] * 100
+    line = spikes.note(100, losses[-1] + 3 + height)
+    assert line is not None and line.startswith("step 101: the loss jumped to ")
+    assert spikes.note(101, losses[-1] + 3 + height) is None
+    assert spikes.note(102, losses[-1]) is None
+    assert spikes.note(103, losses[-1] + 3 + height) is not None
+
+
+def test_memory_is_what_the_process_has_had_at_most():
+    """To within what Linux counts late, a few pages a thread."""
+    here, size = torch.device("cpu"), 128 << 20
+    before = peak_memory(here)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    kept = torch.ones(before - resident + size, dtype=torch.uint8)
+    most = peak_memory(here)
+    del kept
+    assert abs(most - before - size) < size / 8
+    assert abs(peak_memory(here) - most) < size / 8
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+MESHES = {  # (pp, dp, tp) of two ranks, and options
+    "tp": ((1, 1, 2), ""),
+    "dp": ((1, 2, 1), ""),
+    "ddp": ((1, 2, 1), "--data-parallel ddp"),
+    "pp": ((2, 1, 1), "--pp 2 --accumulate 4"),
+}
+
+
+class Slow:
+    """Every rank sleeps in a module's forward, or in reading data; rank 1 `factor` times as long."""
+
+    def __init__(self, kind: str, factor: float) -> None:
+        self.kind, self.factor = kind, factor
+
+    def __call__(self, trainer: Trainer) -> None:
+        seconds = 0.02 * (self.factor if trainer.world.rank == 1 else 1)
+
+        def sleep(*given: Any) -> None:
+            time.sleep(seconds)
+
+        if self.kind == "compute":
+            for module in first_layers(trainer.model):
+                module.register_forward_pre_hook(sleep)
+        elif self.kind == "data":
+            read = Windows.read
+            trainer.batches.train.read = lambda starts: (sleep(), read(trainer.batches.train, starts))[1]
+
+
+def first_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of what this rank has of the model."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.startswith("layers.") and name.count(".") == 1
+    ][:1]
+
+
+class Poison:
+    """From step `first` on, or in it alone, something of `rank` is NaN: what a module makes, its gradient, a weight."""
+
+    def __init__(self, what: str, name: str, rank: int = 1, first: int = 2, once: bool = False) -> None:
+        self.what, self.name, self.rank, self.first, self.once, self.done = (
+            what,
+            name,
+            rank,
+            first,
+            once,
+            False,
+        )
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.world.rank != self.rank:
+            return
+        module = trainer.model.get_submodule(self.name)
+        if self.what == "weight":
+            with torch.no_grad():
+                next(module.parameters())._local_tensor.view(-1)[3] = math.nan
+            return
+        module.register_forward_hook(lambda module, args, output: self.poisoned(trainer, output))
+
+    def poisoned(self, trainer: Trainer, output: torch.Tensor) -> torch.Tensor:
+        if trainer.step != self.first or self.done:
+            return output
+        self.done = self.once
+        bad = torch.ones_like(output)
+        bad.view(-1)[5] = math.nan
+        if self.what == "output":
+            return output * bad
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * bad)
+        return output
+
+
+def steps_of(options: str) -> int:
+    return parse(f"{SIZES} --steps 5 {options}".split()).optim.steps
+
+
+def made(
+    group: Any,
+    mesh: str,
+    options: str,
+    tokens: Path,
+    folder: Path | None = None,
+    tell: Callable[[str], None] = print,
+    timeout: float = 60.0,
+) -> Trainer:
+    """A rank's trainer of two."""
+    (pp, dp, tp), more = MESHES[mesh]
+    on, flat = meshes("cpu", dp, tp, tp, pp, timeout=timeout)
+    own = dist.new_group(backend="gloo")
+    here = World(dp, tp, tp, group.rank(), torch.device("cpu"), on, flat, own, own, pp)
+    config = parse(f"{SIZES} --steps 5 {more} {options}".split())
+    batches = Batches(
+        tokens, length=16, batch=8, accumulate=config.data.accumulate, dp=dp, dp_rank=here.dp_rank
+    )  # fmt: skip
+    model, pipeline = build_stages(config, here)
+    watch = Watch(here, config.watch.watch_every, folder, tell)
+    guard = Guard(here, config.watch.on_nan, tell)
+    return trainer_of(config, here, batches, model, pipeline, None, watch, guard)
+
+
+def train(
+    group: Any, mesh: str, options: str, tokens: Path, breakage: Any = None, folder: Path | None = None
+) -> dict[str, Any]:
+    """Train as configured, with something broken; what is left of it."""
+    told: list[str] = []
+    trainer = made(group, mesh, options, tokens, folder, told.append)
+    if breakage is not None:
+        breakage(trainer)
+    error = ""
+    try:
+        trainer.train(steps_of(options))
+    except NotFinite as stopped:
+        error = str(stopped)
+    return {
+        "told": told,
+        "error": error,
+        "steps": trainer.metrics.steps,
+        "finite": all(finite(p.detach()) for p in trainer.model.parameters()),
+        "readings": [each.to_dict() for each in trainer.watch.readings],
+        "verdict": trainer.watch.verdict(),
+        "samples": trainer.batches.samples,
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_slow_rank_of_a_run_is_named_whatever_its_peers_wait_in(worlds, tokens, tmp_path, mesh):
+    first, second = worlds(2).run(train, mesh, "--watch-every 3", tokens, Slow("compute", 20), tmp_path)
+    (line,) = first["told"]
+    assert line.startswith("step 4: rank 1 on ") and " is slow in compute: " in line
+    assert second["told"] == []
+    written = [json.loads(line) for line in (tmp_path / RANKS).read_text().splitlines()]
+    assert [(each["step"], each["steps"]) for each in written] == [(3, 3), (4, 1)]
+    assert [each["seconds"] for each in written] == [each["seconds"] for each in first["readings"]]
+    waits = written[0]["seconds"][f"{mesh[-2:]}_wait"]
+    assert waits[0] > 2 * waits[1]
+    for mine in (first, second):
+        parts = sum(record[f"{kind}_seconds"] for record in mine["steps"][1:] for kind in KINDS)
+        assert parts == pytest.approx(sum(record["seconds"] for record in mine["steps"][1:]), rel=0.05)
+
+
+def test_a_rank_that_reads_slowly_is_named_for_its_data(worlds, tokens):
+    first, _ = worlds(2).run(train, "dp", "", tokens, Slow("data", 20))
+    (line,) = first["told"]
+    assert "rank 1 on " in line and " is slow in data: " in line
+
+
+@pytest.mark.parametrize("mesh", ["tp", "pp"])
+def test_an_even_run_raises_no_alarm(worlds, tokens, mesh):
+    first, _ = worlds(2).run(train, mesh, "", tokens, Slow("compute", 1))
+    assert first["told"] == []
+    assert first["verdict"].startswith("bound by ")
+
+
+FAULTS = {  # mesh, what is broken, what is said of it
+    "tp output": ("tp", Poison("output", "layers.1.mlp"), "output of layers.1.mlp, microbatch 0, on rank 1 ("),
+    "dp output": ("dp", Poison("output", "layers.0.self_attn"), "layers.0.self_attn, microbatch 0, on rank 1 ("),
+    "pp output": ("pp", Poison("output", "layers.0.mlp", 0), "output of layers.0.mlp, microbatch 0, on rank 0 ("),
+    "tp gradient": ("tp", Poison("gradient", "layers.1"), "backward with the gradient that arrives at layers.1"),
+    "weight": ("dp", Poison("weight", "layers.1.input_layernorm"), "layers.1.input_layernorm.weight of rank 1 ("),
+    "once": ("dp", Poison("output", "layers.0", once=True), "computed again, the same step is finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_where_nan_began_is_named_and_every_rank_stops(worlds, tokens, case):
+    mesh, poison, said = FAULTS[case]
+    first, second = worlds(2).run(train, mesh, "", tokens, poison)
+    assert first["error"] == second["error"] and said in first["error"], first["error"]
+    step = 0 if case == "weight" else 2
+    assert first["error"].startswith(f"step {step + 1}: the loss is ")
+    assert len(first["steps"]) == step
+    assert (first["finite"] and second["finite"]) == (case != "weight")
+
+
+@pytest.mark.parametrize("mesh", ["dp", "pp", "tp"])
+def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, tokens, mesh):
+    broken = Poison("gradient", "layers.0", rank=0)
+    first, second = worlds(2).run(train, mesh, "--on-nan skip", tokens, broken)
+    assert first["finite"] and second["finite"] and first["error"] == ""
+    assert [record["grad_norm"] == math.inf for record in second["steps"]] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert first["samples"] == second["samples"] == 5 * 8
+    (line,) = first["told"]
+    assert line.startswith("step 3: ") and line.endswith("; the step was left out")
+
+
+def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
+    first, _ = worlds(2).run(
+        train, "dp", f"--on-nan skip --steps {PATIENCE + 3}", tokens, Poison("weight", "norm")
+    )
+    assert first["error"].endswith(f"{PATIENCE} steps in a row were left out")
+    assert len(first["told"]) == len(first["steps"]) == PATIENCE - 1
+
+
+def test_a_run_ends_after_bad_steps_in_a_row_alone():
+    guard, model = Guard(World(), "skip"), torch.nn.Linear(1, 1)
+    for step in range(3 * PATIENCE):
+        norm = 1.0 if step % PATIENCE == PATIENCE - 1 else math.nan
+        assert guard.takes(step, 2.0, norm, model, lambda: None) == math.isfinite(norm)
+    for step in range(PATIENCE - 1):
+        guard.takes(step, 2.0, math.nan, model, lambda: None)
+    with pytest.raises(NotFinite, match=f"{PATIENCE} steps in a row"):
+        guard.takes(step, 2.0, math.nan, model, lambda: None)
+
+
+def test_a_stage_that_was_given_nan_is_not_where_it_began():
+    """The later stage calls fewer modules before its first bad output."""
+    first = Found(0, "box-a", forward=Event(9, "layers.1.mlp", 2, made=True))
+    second = Found(1, "box-b", forward=Event(1, "layers.2.input_layernorm", 2, made=False))
+    for found in ([first, second], [second, first]):
+        assert (
+            where(found)
+            == "it began in forward with the output of layers.1.mlp, microbatch 2, on rank 0 (box-a)"
+        )
+    assert "layers.2" in where([Found(0, "box-a"), second])
+
+
+def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
+    guard, asked = Guard(World(), "stop"), []
+    assert guard.takes(0, 2.0, math.inf, torch.nn.Linear(1, 1), lambda: asked.append(1), scaled=True)
+    for loss, norm, scaled in ((math.nan, math.inf, True), (2.0, math.inf, False), (math.inf, 1.0, False)):
+        with pytest.raises(NotFinite):
+            guard.takes(0, loss, norm, torch.nn.Linear(1, 1), lambda: asked.append(1), scaled=scaled)
+    assert len(asked) == 3
+
+
+# -- ranks that do not come --------------------------------------------------------------------------------------------
+
+
+def hang(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
+    """Rank 1 stops in the forward pass of step 2, until the other one has said so."""
+
+    def stop(*given: Any) -> None:
+        while trainer.step == 2 and not (folder / HANG).exists():
+            time.sleep(0.05)
+
+    trainer = made(group, mesh, "", tokens, timeout=3.0)
+    bound_waits(trainer.world, 3.0)
+    if group.rank() == 1:
+        first_layers(trainer.model)[0].register_forward_pre_hook(stop)
+    with Pulse(trainer.world, trainer.watch.clocks, lambda: trainer.step, folder, beat=0.2):
+        trainer.train(5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "call"),
+    [
+        ("tp", "reduce_scatter_rows"),
+        ("dp", "FSDP's all_gather"),
+        ("pp", "the pipeline"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_by_the_others_with_its_last_call(tokens, tmp_path, mesh, call):
+    with pool.World(2) as ranks:
+        first, _ = ranks.outcomes(hang, mesh, tokens, tmp_path, grace=30)
+    assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
+    assert re.search(
+        r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", first.message
+    )
+    report = json.loads((tmp_path / HANG).read_text())
+    zero, one = report["ranks"]
+    assert zero["gave_up"] and zero["kind"] == f"{mesh}_wait" and zero["step"] == 2
+    assert not one["gave_up"] and one["call"].startswith(call), one
+    assert report["what"] in first.message
+
+
+def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
+    return Position(rank, "box", beat, 7, kind, 9.0, call=f"call of {rank}", **more)
+
+
+def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
+    waits, gave_up = place(0, kind="dp_wait"), place(1, gave_up=True)
+    told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up, place(2, 8)], 3)
+    assert hung == {2} and told.startswith(
+        "rank 2 on box has been in compute of step 8 for 9 s; its last call was"
+    )
+    told, hung = judge(
+        [place(2)], [gave_up, place(2, kind="tp_wait")], 3
+    )  # rank 2 stands still, rank 0 never spoke
+    assert hung == {0, 2} and "answers no more" in told and "rank 0 never said" in told
+    told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up], 2)
+    assert hung == set() and told.startswith("all ranks wait, in different calls: ") and "call of 0" in told
+    assert judge([], [], 2)[1] == set()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (SignalTimeout("rank 0 waited 3 s for rank 1"), True),
+        (RuntimeError("[pair.cc] Timed out waiting 3000ms for recv operation to complete"), True),
+        (PeerDied("rank 1 ended"), False),
+        (RuntimeError("Connection closed by peer"), False),
+        (ValueError("--timeout 0 is not positive: it timed out"), False),
+    ],
+)
+def test_only_waits_that_timed_out_make_a_report(error, is_one):
+    assert timed_out(error) == is_one
+
+
+def out_of_step(group: Any, what: str, tokens: Path) -> None:
+    """Rank 1 of a tensor-parallel run takes other tokens, or goes through its layers in another order."""
+    trainer = made(group, "tp", "", tokens)
+    if group.rank() == 1 and what == "shape":
+        read = Windows.read
+        trainer.batches.train.read = lambda starts: read(trainer.batches.train, starts[:-1])
+    if group.rank() == 1 and what == "order":
+        layer = trainer.model.layers[1]
+        layer.forward = lambda x, *more, **options: layer.mlp(x)
+    trainer.train(5)
+
+
+@pytest.mark.parametrize("what", ["shape", "order"])
+def test_ranks_of_a_layer_that_are_out_of_step_name_each_other(tokens, what):
+    with pool.World(2) as ranks:
+        found = ranks.outcomes(out_of_step, what, tokens, grace=30)
+    assert all(isinstance(each, Failure) and each.kinds[0] == "SignatureMismatch" for each in found), found
+    assert all("rank 0" in each.message and "rank 1" in each.message for each in found), found
