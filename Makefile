@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe train-3d finetune test-models models-table docs check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: venv ## run every test that this machine can run, a process a core; ARGS="
 test-models: venv ## split every family of transformers, compare each with itself on one device; half an hour
 	$(PIP) install --quiet --constraint constraints.txt trl
 	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest tests/parallel/hf/test_families.py tests/parallel/hf/test_trl.py $(ARGS)
+
+test-meshes: venv ## every mesh of four ranks under every schedule, and checkpoints between all pairs of meshes
+	FUSEDTP_ALL_MESHES=1 $(BIN)/python -m pytest tests/train/test_factorizations.py tests/train/test_checkpoint.py $(ARGS)
 
 models-table: venv ## write docs/models.md: every family of transformers on two and on four ranks
 	$(BIN)/python -m tests.parallel.hf.table > models.md.new && mv models.md.new docs/models.md

@@ -1,4 +1,4 @@
-"""python -m bench.markdown RESULT.json: the tables of the README, from a saved result."""
+"""python -m bench.markdown RESULT.json: the tables of the README, or of the suite `train`, from a saved result."""
 
 from __future__ import annotations
 
@@ -37,6 +37,29 @@ def training_step(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def trainer(result: dict[str, Any]) -> str:
+    """The suite `train`: a row a schedule and number of ranks, then overhead and checkpoint in words."""
+    lines = [
+        "| schedule | ranks | stages of a rank | idle | quartiles | order | formula | idle / order | step / order |",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    told = []
+    for row in result["rows"]:
+        shape, figures = row["shape"], row["figures"]
+        if shape.get("part") != "bubble" or not figures:
+            told += [f"- {shape['part']}: {row['note']}"] if row["note"] else []
+            continue
+        low, high = figures["bubble_low"], figures["bubble_high"]
+        by_formula, ratio = figures["formula_bubble"], figures["bubble_ratio"]
+        lines.append(
+            f"| `{shape['schedule']}` | {row['ranks']} | {figures['stages_of_a_rank']} | {figures['bubble']:.1%} "
+            f"| {low:.1%} to {high:.1%} | {figures['ideal_bubble']:.1%} "
+            f"| {'' if by_formula is None else format(by_formula, '.1%')} "
+            f"| {'' if ratio is None else format(ratio, '.2f')} | {figures['step_ratio']:.3f} |"
+        )
+    return "\n".join([*lines, "", *told])
+
+
 def machine(result: dict[str, Any]) -> str:
     """Where, with what and how it was measured."""
     about = result["machine"]
@@ -48,4 +71,8 @@ def machine(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text())
-    print("\n\n".join([machine(found), operations(found), training_step(found)]))
+    if "rows" in found:
+        tables = [trainer(found)]
+    else:
+        tables = [operations(found), training_step(found)]
+    print("\n\n".join([machine(found), *tables]))

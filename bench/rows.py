@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Row:
     error                largest absolute difference from an fp64 reference on sampled rows
     error_share          the largest share of what the dtype allows there; above 1 the result is wrong
     t_apart              of a layer that communicates while it computes: the same without that, one by one
+    figures              what else a suite measures, by name
     """
 
     suite: str
@@ -50,6 +51,7 @@ class Row:
     error_share: float | None = None
     peak_bytes: int | None = None
     note: str = ""
+    figures: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -126,6 +128,7 @@ class Row:
             "error": self.error,
             "error_share": self.error_share,
             "peak_bytes": self.peak_bytes,
+            "figures": dict(self.figures),
             "note": self.note,
         }
 

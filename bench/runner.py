@@ -36,7 +36,7 @@ def jobs_of(plan: Plan, suites: Sequence[str]) -> dict[int, list[Job]]:
     found: dict[int, list[Job]] = {}
     for name in suites:
         suite = SUITES[name]
-        for tp in plan.tp:
+        for tp in suite.worlds or plan.tp:
             count = 1 if suite.ranks == "one" else tp
             if count > 1 or suite.ranks != "several":
                 found.setdefault(count, []).extend((name, case) for case in suite.cases(plan, tp))

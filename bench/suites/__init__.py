@@ -7,16 +7,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cases import Case
-from . import experts, fused, local, model
+from . import experts, fused, local, model, train
 
 
 class Suite(NamedTuple):
-    """ranks: "one" (a device), "several" or "any"; cases(plan, tp); measure(rank, case) -> rows, collective."""
+    """ranks: "one" (a device), "several" or "any"; cases(plan, tp); measure(rank, case) -> rows, collective.
+
+    worlds   ranks that it runs on, whatever --tp says
+    """
 
     ranks: str
     cases: Callable[..., list[Case]]
     measure: Callable[..., Any]
     help: str
+    worlds: tuple[int, ...] = ()
 
 
 FUSED = {
@@ -51,5 +55,10 @@ SUITES = {
     "moe": Suite(
         "several", experts.moe_cases, experts.measure_moe,
         "a layer of experts split over ranks, against all_to_all with torch",
+    ),
+    "train": Suite(
+        "any", train.cases, train.measure,
+        "the trainer: bubbles of pipelines, overhead of the loop, saving beside training; CPU only",
+        train.WORLDS,
     ),
 }  # fmt: skip

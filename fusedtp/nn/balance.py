@@ -75,6 +75,12 @@ def over_ranks(parts: Mapping[str, Tensor], group: Group | None) -> dict[str, Te
     return {name: piece.view(part.shape) for (name, part), piece in zip(wide.items(), pieces, strict=True)}
 
 
+def mean_over_ranks(value: Tensor, group: Group | None) -> Tensor:
+    """The mean of a number that each rank of `group` has, fp64."""
+    total = over_ranks({"value": value}, group)["value"]
+    return total if group is None else total / place(group).world_size
+
+
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 

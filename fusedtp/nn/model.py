@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import prepared
+from .balance import mean_over_ranks
 from .block import TransformerBlock, prefixed
 from .config import ModelConfig
 from .dropout import EMBEDDING, HiddenDropout, dropout_state
@@ -226,7 +227,8 @@ class CausalLM(nn.Module):
     ) -> Tensor | None:
         """The routers' losses of the layers that `layout` has gone through, fp64; None of none.
 
-        Of a microbatch its share, by labels [B, S], so that a step has one mean of them.
+        Of a microbatch its share, by labels [B, S] of all ranks that balance together, so that a step has one mean of
+        them: a rank with few labels has as many tokens to route as the others. Collective over balance_group.
         """
         found = [value for routing in _routings(layout) for value in routing.losses.values()]
         if not found:
@@ -235,7 +237,8 @@ class CausalLM(nn.Module):
         # A rank's gradient is its tokens' part of a loss that is of all ranks: a mean of them would be too small.
         total = total.detach() + (total - total.detach()) * self.data_parallel
         if num_labels is not None:
-            total = total * ((labels != ignore_index).sum(dtype=total.dtype) / num_labels)
+            own = (labels != ignore_index).sum(dtype=total.dtype)
+            total = total * (mean_over_ranks(own, self.balance_group) / num_labels)
         return total
 
     def _takes_pieces(self, layout: TokenLayout) -> bool:

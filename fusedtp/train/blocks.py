@@ -22,8 +22,11 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     return found or [module for module in model.modules() if isinstance(module, TransformerBlock)]
 
 
-def prepare_(model: nn.Module, options: BlockOptions) -> None:
-    """Compile and checkpoint a model's blocks as asked, in place; before FSDP2 shards them."""
+def prepare_(model: nn.Module, options: BlockOptions, two_passes: bool = False) -> None:
+    """Compile and checkpoint a model's blocks as asked, in place; before FSDP2 shards them.
+
+    two_passes   of backward, as zero-bubble schedules have them
+    """
     blocks = blocks_of(model)
     if options.compile:
         # Blocks share their code, so that each graph counts against the limit of one function.
@@ -33,4 +36,4 @@ def prepare_(model: nn.Module, options: BlockOptions) -> None:
         for block in blocks:
             block.forward = torch.compile(block.forward, backend=options.compile_backend)
     if options.recompute != "none":
-        recompute_(blocks, options.recompute)
+        recompute_(blocks, options.recompute, two_passes)

@@ -19,7 +19,7 @@ from fusedtp.train.config import TrainConfig, sharing_faults
 from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.foreign_build import build_foreign, sizes
 from fusedtp.train.shard import dtypes_of, empty_shards, shard
-from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_count, stages_of
+from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_count, stages_of, two_passes
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
 
@@ -114,7 +114,7 @@ def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tup
             experts=ExpertSplit(world.ep_mesh, config.parallel.expert_tp),
         )
     pipeline = None if world.pp_mesh is None else pipeline_of(model, config, world.pp_mesh)
-    prepare_(model, config.blocks)
+    prepare_(model, config.blocks, two_passes(config.parallel.schedule, world.pp))
     if world.dp_mesh is not None:
         assert world.shard_mesh is not None
         stages = list(pipeline.stages.values()) if pipeline else ()

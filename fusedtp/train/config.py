@@ -28,7 +28,7 @@ from fusedtp.train.options import (
     ParallelOptions,
     RunOptions,
 )
-from fusedtp.train.stages import TWO_PASSES, V_SHAPED, pipeline_faults
+from fusedtp.train.stages import V_SHAPED, pipeline_faults, two_passes
 
 CONFIG = "config.json"  # of a run's folder
 RETIRED = ("reshard",)  # options that older runs have in it
@@ -181,13 +181,11 @@ def stages_faults(config: TrainConfig, dp: int, layers: int, tied: bool) -> list
     found = pipeline_faults(
         parallel.schedule, parallel.pp, parallel.virtual_stages, layers, config.data.accumulate, of
     )
-    if parallel.schedule in TWO_PASSES:
-        asked = [f"--recompute {config.blocks.recompute}"] if config.blocks.recompute != "none" else []
-        asked += ["--compile"] if config.blocks.compile else []
-        found += [
-            f"--schedule {parallel.schedule} with {option}: each of its two backward passes would communicate"
-            for option in asked
-        ]
+    if two_passes(parallel.schedule, parallel.pp) and config.blocks.compile:
+        found.append(
+            f"--schedule {parallel.schedule} with --compile: compiled blocks have one backward pass, not two "
+            "(pytorch issue 161904)"
+        )
     if dp > 1 and tied and parallel.schedule in V_SHAPED:
         how = "--tie-embeddings" if config.foreign.model is None else "tied embeddings"
         found.append(

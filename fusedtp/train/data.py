@@ -152,6 +152,11 @@ class Batches:
         self.dp, self.dp_rank, self.device = dp, dp_rank, device
         self.samples = 0
 
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all data-parallel ranks."""
+        return self.batch * self.train.length
+
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """This rank's microbatches of the next step; their loss is to be multiplied by a scale."""
         numbers = np.arange(self.samples, self.samples + self.batch)

@@ -30,7 +30,7 @@ from fusedtp.train.config import TrainConfig, stages_faults
 from fusedtp.train.foreign import Anatomy, NotCut, TransformersModel
 from fusedtp.train.options import ModelOptions
 from fusedtp.train.shard import DTYPES, dtypes_of, empty_shards, shard
-from fusedtp.train.stages import Pipeline, cut, stage_count, stages_of
+from fusedtp.train.stages import Pipeline, cut, stage_count, stages_of, two_passes
 from fusedtp.train.stages import prune_ as prune_stages_
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
@@ -159,7 +159,7 @@ def build_foreign(
         here = stages_of(parallel.schedule, pp, world.pp_mesh.get_local_rank(), virtual)
         prune_stages_(model, parts, here)
         pipeline = Pipeline(model, world.pp_mesh, parallel.schedule, parts, here)
-    prepare_(model, config.blocks)
+    prepare_(model, config.blocks, two_passes(parallel.schedule, world.pp))
     if world.dp_mesh is not None:
         assert world.shard_mesh is not None
         stages = list(pipeline.stages.values()) if pipeline else ()

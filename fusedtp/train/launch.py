@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -32,20 +32,29 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from fusedtp.ops.engines import interpreting
 from fusedtp.train import elastic, text
 from fusedtp.train.build import shard_faults
-from fusedtp.train.checkpoint import CheckpointError, steps_in
+from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
 from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.determinism import deterministic
 from fusedtp.train.environment import cores
 from fusedtp.train.foreign_build import foreign_faults
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS, ended_in_order, note_incident, run
+from fusedtp.train.run import (
+    CHECKPOINTS,
+    INCIDENTS,
+    PIPELINE,
+    ended_in_order,
+    misfits,
+    note_incident,
+    other_tokens,
+    run,
+)
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
 from fusedtp.train.world import Place, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
-    INCIDENTS, CHECKPOINTS, elastic.JOB,
+    INCIDENTS, CHECKPOINTS, PIPELINE, elastic.JOB,
 )  # fmt: skip
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
@@ -128,7 +137,24 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
             f"{run.folder} holds checkpoints up to step {steps[-1]}: --resume goes on from there, --replace removes "
             "them, another --name leaves them"
         ]
-    return []
+    return resume_faults(config, [run.step] if run.step is not None else steps) if run.resume else []
+
+
+def resume_faults(config: TrainConfig, steps: Sequence[int], tokens: Path | None = None) -> list[str]:
+    """Why a run cannot go on from the newest of these checkpoints that can be read, as far as its about.json says.
+
+    tokens   if given, whether they are the checkpoint's is all that is looked at
+    """
+    unread = []
+    for step in reversed(steps):
+        try:
+            words = about(path_of(config.run.folder / CHECKPOINTS, step))
+        except CheckpointError as error:
+            unread.append(str(error))
+            continue
+        found = misfits(config, words) if tokens is None else other_tokens(tokens, words)
+        return [f"--resume: {fault}" for fault in found]
+    return [f"--resume: no checkpoint can be read: {'; '.join(unread)}"] if tokens is None else []
 
 
 def data_faults(config: TrainConfig) -> list[str]:
@@ -136,10 +162,14 @@ def data_faults(config: TrainConfig) -> list[str]:
     if config.data.faults() or text.faults(config.data.data) or folder_faults(config.run.folder):
         return []  # these are reported; without them there is nothing to build
     try:
-        prepare_data(config)
+        tokens = prepare_data(config)
     except (ValueError, OSError) as error:
         return [str(error)]
-    return []
+    if not config.run.resume:
+        return []
+    steps = steps_in(config.run.folder / CHECKPOINTS)
+    asked = config.run.step
+    return resume_faults(config, steps if asked is None else [asked], tokens)
 
 
 def folder_faults(folder: Path) -> list[str]:

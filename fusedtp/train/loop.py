@@ -6,12 +6,13 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.parallel import clip_grad_norm_
 from fusedtp.train.build import Model
@@ -23,13 +24,12 @@ from fusedtp.train.checkpoint import (
     as_bytes,
     save_interval,
 )
-from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches
-from fusedtp.train.evaluate import validation_loss
 from fusedtp.train.experts import ExpertLoad
+from fusedtp.train.loader import FromLoader
 from fusedtp.train.metrics import Metrics
-from fusedtp.train.optim import adamw, for_batch, set_learning_rate
-from fusedtp.train.precision import loss_scale_of
+from fusedtp.train.optim import set_learning_rate
+from fusedtp.train.precision import LossScale
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
@@ -38,67 +38,105 @@ FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save
 
 
 class Trainer:
-    """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on."""
+    """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on.
+
+    model       a fusedtp.nn.CausalLM, or a model of transformers in a TransformersModel; parallelized and sharded
+    batches     Batches, or any iterable of what fusedtp.train.loader says, `accumulate` of them a step
+    optimizer   torch's, over the model's parameters
+    mesh        of all ranks, with the axes that there are of pp, dp (or dp_replicate, dp_shard) and tp; or a World
+    pipeline    runs the model where the mesh has pp
+    rate        learning rate of a step; default: as the optimizer has it
+    clip        largest norm of the gradients, of which clip_norm says the kind: 2 or inf
+    kind        of data parallelism, as given to fusedtp.train.shard
+    seed        of dropout
+    saver       saves after a step, and stops after a signal
+    validate    the validation loss, after every val_every steps and the last
+    Collective: all ranks make one together. Raises TypeError, ValueError for a model or a mesh that it cannot train.
+    """
 
     def __init__(
         self,
         model: Model,
-        batches: Batches,
-        config: TrainConfig,
-        world: World,
-        metrics: Metrics,
-        saver: Saver | None = None,
+        batches: Batches | Iterable[Mapping[str, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh | World | None = None,
+        *,
         pipeline: Pipeline | None = None,
+        accumulate: int = 1,
+        rate: Callable[[int], float] | None = None,
+        clip: float = 1.0,
+        clip_norm: float = 2.0,
+        scale: LossScale | None = None,
+        kind: str = "zero3",
+        seed: int = 0,
+        balance_bias: float = 0.0,
+        saver: Saver | None = None,
+        metrics: Metrics | None = None,
+        validate: Callable[[], float] | None = None,
+        val_every: int = 0,
     ) -> None:
-        self.model, self.batches, self.config, self.world = model, batches, config, world
-        self.metrics, self.saver, self.pipeline, self.step = metrics, saver, pipeline, 0
-        self.options = for_batch(config.optim, config.data.batch)
-        self.optimizer, self.scale = adamw(model, self.options, fused=True), loss_scale_of(config)
-        self.load = ExpertLoad(model, world, config.model.balance_bias)
+        if not isinstance(model, Model):
+            raise TypeError(
+                f"{type(model).__name__} is no fusedtp.nn.CausalLM; one of transformers goes into a "
+                "fusedtp.train.foreign.TransformersModel"
+            )
+        device = next(model.parameters()).device
+        self.world = world = mesh if isinstance(mesh, World) else World.of(mesh, device)
+        self.batches = batches if isinstance(batches, Batches) else FromLoader(batches, world, accumulate)
+        self.model, self.optimizer, self.pipeline, self.rate = model, optimizer, pipeline, rate
+        self.clip_to, self.clip_norm, self.scale = clip, clip_norm, scale or LossScale()
+        self.kind, self.seed, self.load = kind, seed, ExpertLoad(model, world, balance_bias)
+        self.saver, self.metrics = saver, metrics or Metrics(world)
+        self.validate, self.val_every, self.step = validate, val_every, 0
         self.state = TrainingState(
-            model, self.optimizer, {"trainer": self, "data": batches, "loss_scale": self.scale}, world.rank,
-            config.run.seed, optional=("loss_scale",),
+            model, optimizer, {"trainer": self, "data": self.batches, "loss_scale": self.scale}, world.rank,
+            seed, optional=("loss_scale",),
         )  # fmt: skip
 
-    def train(self) -> bool:
-        """Train for all steps that are left; whether they are all done, or a signal ended the run before."""
-        options, world = self.options, self.world
-        while self.step < options.steps:
-            rate = set_learning_rate(self.optimizer, options, self.step)
-            loss = backward(
-                self.model, self.batches, self.step, self.load, self.config.run.seed, self.pipeline,
-                self.config.parallel.kind, self.scale.value,
-            )  # fmt: skip
-            self.scale.unscale_(self.model)
-            norm = self.clip()  # returns when all of the step's kernels have run, so that
-            world.check()  # one which failed is found before it reaches a parameter
-            numbers = {"grad_norm": norm, "lr": rate} | self.scale.numbers
-            if self.scale.takes(norm):
-                self.optimizer.step()
-            else:
-                numbers["grad_norm"] = math.inf
-            self.optimizer.zero_grad()
-            self.metrics.step(self.step, loss=world.mean(loss), **numbers, **self.load.step())
-            self.step += 1
-            last = self.step == options.steps
-            if self.step % self.config.run.val_every == 0 or last:
+    def train(self, steps: int) -> bool:
+        """Train until so many steps are done; whether they are, or a signal ended the run before."""
+        while self.step < steps:
+            self.train_step()
+            last = self.step == steps
+            if self.validate is not None and (last or self.step % self.val_every == 0):
                 self.metrics.validation(self.step - 1, self.validate())
             if self.saver is not None and self.saver.after(self.step, self.state, last):
                 return last
         return True
 
+    def train_step(self) -> None:
+        """One step: gradients, clipping, update, record."""
+        if self.rate is not None:
+            set_learning_rate(self.optimizer, self.rate(self.step))
+        loss = backward(
+            self.model,
+            self.batches,
+            self.step,
+            self.load,
+            self.seed,
+            self.pipeline,
+            self.kind,
+            self.scale.value,
+        )
+        self.scale.unscale_(self.model)
+        norm = self.clip()  # returns when all of the step's kernels have run, so that
+        self.world.check()  # one which failed is found before it reaches a parameter
+        numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
+        if self.scale.takes(norm):
+            self.optimizer.step()
+        else:
+            numbers["grad_norm"] = math.inf
+        self.optimizer.zero_grad()
+        numbers |= {"loss": self.world.mean(loss)} | self.load.step()
+        self.metrics.step(self.step, self.batches.tokens, **numbers)
+        self.step += 1
+
     def clip(self) -> float:
         """Clip the gradients of the whole model; their norm before."""
-        limit, kind, of = self.options.clip, float(self.options.clip_norm), self.pipeline
+        limit, kind, of = self.clip_to, self.clip_norm, self.pipeline
         if of is None:
             return clip_grad_norm_(self.model, limit, kind).item()
         return clip_grad_norm_(self.model, limit, kind, others=of.group, uncounted=of.uncounted).item()
-
-    def validate(self) -> float:
-        """The loss on held-out text."""
-        pieces = 1 if self.pipeline is None else self.config.data.accumulate
-        held_out = self.batches.validation(self.config.data.val_batches, pieces)
-        return validation_loss(self.model, held_out, self.world, self.pipeline, pieces)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -109,7 +147,7 @@ class Trainer:
 
 def backward(
     model: Model,
-    batches: Batches,
+    batches: Batches | FromLoader,
     step: int,
     load: ExpertLoad,
     seed: int,

@@ -35,25 +35,23 @@ class Metrics:
 
     def __init__(
         self,
-        config: TrainConfig,
         world: World,
         sinks: tuple[Sink, ...] = (),
         earlier: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.world, self.sinks = world, sinks
-        self.tokens = config.data.batch * config.data.length
         self.steps = [record for record in earlier if "val_loss" not in record]
         self.validations = [record for record in earlier if "val_loss" in record]
         self._mark = (time.perf_counter(), world.wait_seconds())
 
-    def step(self, step: int, **numbers: Any) -> None:
-        """Record a step that began when the previous record was made."""
+    def step(self, step: int, tokens: int, **numbers: Any) -> None:
+        """Record a step of so many tokens, which began when the previous record was made."""
         (begin, before), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
         end, waited = self._mark
         seconds = end - begin
         numbers |= {
             "seconds": seconds,
-            "tokens_per_second": self.tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "wait_share": None if waited is None or before is None else (waited - before) / seconds,
         }
         self.steps.append({"step": step, **numbers})

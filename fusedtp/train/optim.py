@@ -62,9 +62,7 @@ def adamw(model: nn.Module, options: OptimOptions, **implementation: Any) -> tor
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, options: OptimOptions, step: int) -> float:
-    """Give every parameter group the learning rate of a step, and return it."""
-    rate = learning_rate(options, step)
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give it to every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    return rate

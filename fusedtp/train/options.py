@@ -159,6 +159,8 @@ class OptimOptions:
     """Decay of AdamW's running mean of gradients."""
     beta2: float = 0.95
     """Decay of AdamW's running mean of squared gradients."""
+    adamw: Literal["fused", "foreach"] = "fused"
+    """torch's implementation of the step: one kernel, or one operation after the other over lists of parameters."""
     clip: float = 1.0
     """Largest norm of the whole gradient; larger ones are scaled down to it."""
     clip_norm: Literal["2", "inf"] = "2"
@@ -237,6 +239,8 @@ class ParallelOptions:
     """In which order stages take microbatches forward and backward."""
     virtual_stages: int = 2
     """Stages of a rank in the looped schedules: looped_bfs, interleaved_1f1b, interleaved_zero_bubble."""
+    record_step: int = 3
+    """With --pp: the step whose forward and backward passes are timed, one by one, for pipeline.json; 0: none."""
 
     tp: int | None = None
     """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
@@ -288,7 +292,7 @@ class ParallelOptions:
         return dp if self.kind == "ddp" else self.dp_replicate
 
     def _sharing_faults(self) -> list[str]:
-        found = []
+        found = [f"--record-step {self.record_step} is negative"] if self.record_step < 0 else []
         if self.pp > 1 and self.kind in ("zero2", "zero3"):
             found.append(
                 f"--data-parallel {self.kind} with --pp {self.pp}: schedules keep parameters and gradients whole in a "

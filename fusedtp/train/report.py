@@ -30,7 +30,7 @@ def summarize(
 
     wait_share is None where waiting is not measured.
     """
-    steps = metrics.steps[1:] or metrics.steps
+    steps, tokens = metrics.steps[1:] or metrics.steps, config.data.batch * config.data.length
     seconds = sum(record["seconds"] for record in steps)
     measured = all(record["wait_share"] is not None for record in steps)
     return {
@@ -41,13 +41,13 @@ def summarize(
         "max_grad_norm_difference": verification and verification.max_grad_norm_difference,
         "verified": verification and verification.passed,
         "verified_steps": verification and verification.steps,
-        "tokens_per_second": metrics.tokens * len(steps) / seconds,
+        "tokens_per_second": tokens * len(steps) / seconds,
         "wait_share": (
             sum(record["wait_share"] * record["seconds"] for record in steps) / seconds if measured else None
         ),
         "seconds": sum(record["seconds"] for record in metrics.steps),
         "steps": len(metrics.steps),
-        "tokens_per_step": metrics.tokens,
+        "tokens_per_step": tokens,
         "parameters": parameters,
         "world_size": world.size,
         "pp": world.pp,

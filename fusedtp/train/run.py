@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,24 @@ import torch
 from rich.console import Console
 
 from fusedtp.train import elastic, experts, report
-from fusedtp.train.build import build_stages, num_parameters
-from fusedtp.train.checkpoint import CheckpointError, Checkpoints
+from fusedtp.train.build import Model, build_stages, num_parameters
+from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches
 from fusedtp.train.environment import environment
-from fusedtp.train.evaluate import sample
+from fusedtp.train.evaluate import sample, validation_loss
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
+from fusedtp.train.optim import adamw, for_batch, learning_rate
+from fusedtp.train.precision import loss_scale_of
+from fusedtp.train.stages import Pipeline
+from fusedtp.train.timeline import Action
 from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed, verify
-from fusedtp.train.world import World
+from fusedtp.train.world import World, placement
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS = "checkpoints", "incidents.jsonl"
+CHECKPOINTS, INCIDENTS, PIPELINE = "checkpoints", "incidents.jsonl", "pipeline.json"
 IN_ORDER = "ended in order"
 
 
@@ -47,25 +52,28 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         f"{len(batches.train.tokens):,} {unit}s of text",
         highlight=False,
     )
+    for line in placement(world, world.machines()):
+        console.print(line, highlight=False)
     if pipeline is not None:
         parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
         console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
+        record_step(pipeline, config, world)
 
     def tell(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
         note_incident(folder, line)
 
     saver = saver_of(config, world, tokens, tell)
-    trainer = Trainer(model, batches, config, world, Metrics(config, world), saver, pipeline)
+    trainer = trainer_of(config, world, batches, model, pipeline, saver)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
         report.write_json(folder / CONFIG, (asked or config).to_dict())
         elastic.note_job(folder)
         report.write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
-    with Metrics(config, world, sinks, earlier) as metrics, saver.signals() if saver else nullcontext():
+    with Metrics(world, sinks, earlier) as metrics, saver.signals() if saver else nullcontext():
         trainer.metrics = metrics
-        finished = trainer.train()
+        finished = trainer.train(config.optim.steps)
     if saver is not None:
         saver.checkpoints.close()
     if not finished:
@@ -101,6 +109,19 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
 
 
+def record_step(pipeline: Pipeline, config: TrainConfig, world: World) -> None:
+    """Have a step of the run recorded in its folder, as --record-step says."""
+
+    def tell(actions: Sequence[Action]) -> None:
+        if world.rank == 0:
+            found = {"step": step, "schedule": pipeline.schedule, "actions": actions}
+            report.write_json(config.run.folder / PIPELINE, found)
+
+    step = min(config.parallel.record_step, config.optim.steps) - 1
+    if step >= 0:
+        pipeline.record(step, tell)
+
+
 def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
     """What this rank trains on."""
     data = config.data
@@ -114,6 +135,41 @@ def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
         dp_rank=world.dp_rank,
         device=world.device,
         documents=data.documents,
+    )
+
+
+def trainer_of(
+    config: TrainConfig,
+    world: World,
+    batches: Batches,
+    model: Model,
+    pipeline: Pipeline | None = None,
+    saver: Saver | None = None,
+) -> Trainer:
+    """The trainer of these options."""
+    options = for_batch(config.optim, config.data.batch)
+    pieces = 1 if pipeline is None else config.data.accumulate
+
+    def validate() -> float:
+        held_out = batches.validation(config.data.val_batches, pieces)
+        return validation_loss(model, held_out, world, pipeline, pieces)
+
+    return Trainer(
+        model,
+        batches,
+        adamw(model, options, **{options.adamw: True}),
+        world,
+        pipeline=pipeline,
+        rate=partial(learning_rate, options),
+        clip=options.clip,
+        clip_norm=float(options.clip_norm),
+        scale=loss_scale_of(config),
+        kind=config.parallel.kind,
+        seed=config.run.seed,
+        balance_bias=config.model.balance_bias,
+        saver=saver,
+        validate=validate,
+        val_every=config.run.val_every,
     )
 
 
@@ -141,6 +197,7 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
             "config": config.to_dict(),
             "tokens": tokens.name,
             "mesh": mesh,
+            "versions": environment(),
         },
         tell=tell,
     )
@@ -150,11 +207,9 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     """Put the trainer where the run's checkpoint left it; the records of the steps up to there. Collective."""
     assert trainer.saver is not None
     checkpoints, folder = trainer.saver.checkpoints, config.run.folder
-    loaded = checkpoints.load(trainer.state, config.run.step, lambda about: misfits(config, tokens, about))
-    if loaded.step > config.optim.steps:
-        raise CheckpointError(
-            f"the checkpoint is of step {loaded.step}; --steps {config.optim.steps} is less"
-        )
+    loaded = checkpoints.load(
+        trainer.state, config.run.step, lambda about: misfits(config, about) + other_tokens(tokens, about)
+    )
     aside = checkpoints.set_aside(loaded.step)
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
@@ -172,8 +227,8 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     return [record for record in records if record["step"] < loaded.step]
 
 
-def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list[str]:
-    """Why a checkpoint cannot be gone on from with this configuration: another model, other data."""
+def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
+    """Why a checkpoint cannot be gone on from with this configuration: another model, fewer steps."""
     plain, found = config.to_dict(), []
     before = about.get("config")
     if not isinstance(before, dict):
@@ -189,9 +244,16 @@ def misfits(config: TrainConfig, tokens: Path, about: Mapping[str, Any]) -> list
             was = before.get(part, {}).get(name, value)
             if was != value:
                 found.append(f"--{name.replace('_', '-')} was {was}, now it is {value}")
-    if about.get("tokens") != tokens.name:
-        found.append("the files of --data, or its tokenizer, are others than they were")
+    if int(about["step"]) > config.optim.steps:
+        found.append(f"the checkpoint is of step {about['step']}; --steps {config.optim.steps} is less")
     return found
+
+
+def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
+    """Whether a checkpoint was trained on other token files than these."""
+    if about.get("tokens", tokens.name) == tokens.name:
+        return []
+    return ["the files of --data, or its tokenizer, are others than they were"]
 
 
 def note_incident(folder: Path, what: str) -> None:

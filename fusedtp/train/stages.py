@@ -21,7 +21,8 @@ Where the head is the embedding and the first and the last stage lie on two rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ from fusedtp.nn.dropout import dropout_state
 from fusedtp.nn.router import Routing
 from fusedtp.ops.rows import split
 from fusedtp.train.data import Microbatch
+from fusedtp.train.timeline import Action, recording
 
 SINGLE = {"gpipe": "GPipe", "1f1b": "1F1B"}
 LOOPED = {
@@ -48,7 +50,7 @@ LOOPED = {
 }
 V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 SCHEDULES = SINGLE | LOOPED | V_SHAPED
-TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)  # backward: first inputs' gradients, weights' later
+TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------
@@ -104,6 +106,11 @@ def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * i for i in range(virtual)]
+
+
+def two_passes(schedule: str, pp: int) -> bool:
+    """Whether backward comes in two passes: inputs' gradients first, weights' later."""
+    return pp > 1 and schedule in TWO_PASSES
 
 
 def stage_count(schedule: str, pp: int, virtual: int = 2) -> int:
@@ -308,6 +315,7 @@ class Pipeline:
         self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last) for i in self.here}
         self.group = self.mesh.get_group()
         self._schedules: dict[tuple[int, ...], Any] = {}
+        self._to_record: dict[int, Callable[[list[Action]], None]] = {}
         self.tied = self._tied_group()
 
     @property
@@ -328,13 +336,30 @@ class Pipeline:
         if self.has_last:
             arguments |= {"target": arguments["labels"], "losses": losses}
         ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
-        self._schedule_for(batches).step(*ids, return_outputs=False, **arguments)
+        schedule = self.torch_schedule(batches)
+        with self._recorded(step, schedule):
+            schedule.step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:
             gradient = self.of.embedding.grad
             assert gradient is not None
             own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(own, group=self.tied)
         return self._everywhere(losses)
+
+    def record(self, step: int, tell: Callable[[list[Action]], None]) -> None:
+        """Time the actions of a step to come, and call `tell` with those of all ranks. See fusedtp.train.timeline."""
+        self._to_record[step] = tell
+
+    @contextmanager
+    def _recorded(self, step: int, schedule: Any) -> Iterator[None]:
+        tell = self._to_record.pop(step, None)
+        if tell is None:
+            yield
+            return
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]  # of one stage a rank
+        with recording(stages, self.mesh, self.device) as timeline:
+            yield
+        tell(timeline.gathered())
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
@@ -396,7 +421,7 @@ class Pipeline:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _schedule_for(self, batches: Sequence[Microbatch]) -> Any:
+    def torch_schedule(self, batches: Sequence[Microbatch]) -> Any:
         """torch's schedule for microbatches of this shape, whose stages know what they send and receive."""
         shape, count = tuple(batches[0].input_ids.shape), len(batches)
         if any(tuple(batch.input_ids.shape) != shape for batch in batches):

@@ -41,7 +41,7 @@ from fusedtp.train.environment import cores
 from fusedtp.train.experts import ExpertLoad
 from fusedtp.train.foreign_build import sizes
 from fusedtp.train.loop import backward
-from fusedtp.train.optim import adamw, for_batch, set_learning_rate
+from fusedtp.train.optim import adamw, for_batch, learning_rate, set_learning_rate
 from fusedtp.train.options import BlockOptions
 from fusedtp.train.precision import loss_scale_of
 from fusedtp.train.shard import DTYPES
@@ -186,7 +186,7 @@ def reference_steps(
     for step in range(steps):
         if shaken:
             shake_(model, SHAKE[coarsest(config)], generator)
-        set_learning_rate(optimizer, options, step)
+        set_learning_rate(optimizer, learning_rate(options, step))
         followed = follow[step] if step < len(follow) else {}
         scale.value = followed.get("loss_scale", scale.value)
         loss = backward(model, batches, step, load, config.run.seed, scale=scale.value)

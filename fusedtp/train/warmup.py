@@ -23,9 +23,8 @@ from fusedtp.train import launch
 from fusedtp.train.build import build_stages, shard_faults
 from fusedtp.train.config import TrainConfig, faults, layout, parse
 from fusedtp.train.determinism import deterministic
-from fusedtp.train.loop import Trainer
-from fusedtp.train.metrics import Metrics, screen
-from fusedtp.train.run import batches_of
+from fusedtp.train.metrics import screen
+from fusedtp.train.run import batches_of, trainer_of
 from fusedtp.train.world import World, device_type, torchrun_place, world_of
 
 CACHES = {"TRITON_CACHE_DIR": "kernels", "TORCHINDUCTOR_CACHE_DIR": "attention with a mask of blocks"}
@@ -88,7 +87,7 @@ def step(config: TrainConfig, tokens: Path, world: World) -> None:
     torch.manual_seed(config.run.seed)
     model, pipeline = build_stages(config, world)
     batches = batches_of(config, tokens, world)
-    Trainer(model, batches, config, world, Metrics(config, world), None, pipeline).train()
+    trainer_of(config, world, batches, model, pipeline).train(config.optim.steps)
 
 
 def entries() -> dict[str, int]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.ops import engines
 
+AXES = ("pp", "dp", "dp_replicate", "dp_shard", "tp")
 LONG_WAIT = timedelta(hours=6)  # while one rank trains alone for --verify, or writes
 
 
@@ -50,6 +52,31 @@ class World:
     checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
     pp: int = 1
     dp_replicate: int = 1
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, device: torch.device) -> World:
+        """That of a mesh over all ranks in their order; its axes are some of AXES, in that order. Collective.
+
+        Raises ValueError for another mesh.
+        """
+        if mesh is None:
+            return World(device=device)
+        names = mesh.mesh_dim_names or ()
+        if [name for name in AXES if name in names] != list(names) or {"dp", "dp_shard"} <= set(names):
+            raise ValueError(f"a mesh with axes {names}; wanted are some of {', '.join(AXES)}, in this order")
+        if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+            raise ValueError(f"a mesh of ranks {mesh.mesh.tolist()}; wanted are all ranks, in their order")
+        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        copies = sizes.get("dp_replicate", 1)
+        dp = sizes.get("dp", 1) * copies * sizes.get("dp_shard", 1)
+        flat: dict[str, tuple[str, ...]] = {"dp": ("dp_replicate", "dp_shard")} if copies > 1 else {}
+        if sizes.get("pp", 1) > 1:
+            flat["tokens"] = names[1:]
+        groups = _host_groups()
+        return World(
+            dp, sizes.get("tp", 1), sizes.get("tp", 1), dist.get_rank(), device, mesh, flattened(mesh, flat), *groups,
+            sizes.get("pp", 1), copies,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -115,6 +142,13 @@ class World:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host_group)
         return [int(value) for value in found]
 
+    def machines(self) -> list[str]:
+        """The name of every rank's machine. Collective."""
+        names = [os.uname().nodename] * self.size
+        if self.host_group is not None:
+            dist.all_gather_object(names, names[0], group=self.host_group)
+        return names
+
     def wait_for_all(self) -> None:
         """Return when all ranks are here; names those that are missing after LONG_WAIT."""
         if self.host_group is not None:
@@ -145,6 +179,35 @@ class World:
         if self.shared_meshes and self.device.type != "cpu":
             return None
         return sum(communicator(mesh).wait_seconds for mesh in self.shared_meshes)
+
+
+def placement(world: World, machines: Sequence[str]) -> list[str]:
+    """Where ranks lie, a line for each stage on each machine, and a warning where tensor parallelism leaves one.
+
+    machines   name of every rank's machine
+    """
+    lines, stage = [], world.dp * world.tp
+    for (pp, name), group in groupby(range(world.size), lambda rank: (rank // stage, machines[rank])):
+        ranks = list(group)
+        dp = [rank // world.tp % world.dp for rank in (ranks[0], ranks[-1])]
+        tp = [0, world.tp - 1] if dp[0] != dp[1] else [rank % world.tp for rank in (ranks[0], ranks[-1])]
+        places = {"rank": [ranks[0], ranks[-1]], "pp": [pp, pp], "dp": dp, "tp": tp}
+        lines.append(f"{', '.join(_span(axis, *ends) for axis, ends in places.items())} on {name}")
+    apart = [
+        _span("", first, first + world.tp - 1).strip()
+        for first in range(0, world.size, world.tp)
+        if len(set(machines[first : first + world.tp])) > 1
+    ]
+    if apart:
+        lines.append(
+            f"tensor-parallel ranks {', '.join(apart)} lie on several machines: a smaller --tp, which divides the "
+            "ranks of a machine, would keep fused operations off the network"
+        )
+    return lines
+
+
+def _span(axis: str, first: int, last: int) -> str:
+    return f"{axis} {first}" if first == last else f"{axis} {first}-{last}"
 
 
 def device_type(asked: str) -> str:
@@ -186,7 +249,18 @@ def meshes(
     if pp > 1:
         flat["tokens"] = tuple(sizes)[1:]
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh, {name: mesh[axes]._flatten(name) for name, axes in flat.items()}
+    return mesh, flattened(mesh, flat)
+
+
+def flattened(mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
+    """Axes of a mesh as one, by its new name."""
+    return {name: mesh[axes]._flatten(name) for name, axes in flat.items() if axes}
+
+
+def _host_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """For what ranks tell each other, and for saves beside training."""
+    first, second = (dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2))
+    return first, second
 
 
 @contextmanager
@@ -209,6 +283,5 @@ def world_of(
     )
     ep = ep or tp
     mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate)
-    on_host = [dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2)]
-    yield World(dp, tp, ep, place.rank, here, mesh, flat, on_host[0], on_host[1], pp, dp_replicate)
+    yield World(dp, tp, ep, place.rank, here, mesh, flat, *_host_groups(), pp, dp_replicate)
     dist.destroy_process_group()

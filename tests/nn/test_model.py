@@ -2,12 +2,15 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from fusedtp.nn import CausalLM, ModelConfig, TransformerBlock, generate, init_
 from fusedtp.nn.recompute import Recompute, recompute_
@@ -130,6 +133,41 @@ def test_activation_checkpointing_changes_nothing(dropout: float, kind: Recomput
     want = gradients(model)
     for name, got in gradients(other).items():
         assert torch.equal(got, want[name]), name
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_backward_in_two_passes_computes_again_once(kind: Recompute) -> None:
+    """As zero-bubble schedules run it; torch's dropout draws the same numbers again."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+            self.forwards = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.forwards += 1
+            return x + F.dropout(self.down(self.up(x).sin() * self.gate(x).cos()), 0.5)
+
+    torch.manual_seed(0)
+    plain = Block()
+    block = copy.deepcopy(plain)
+    recompute_([block], kind, two_passes=True)
+    xs = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True)]
+    xs.append(xs[0].detach().clone().requires_grad_())
+    found = []
+    for each, x in zip((plain, block), xs, strict=True):
+        torch.manual_seed(1)
+        y = each(x)
+        after = torch.get_rng_state()
+        (dx,), groups = stage_backward_input([y], [y.detach()], [x], each.parameters())
+        stage_backward_weight(each.parameters(), groups)
+        assert torch.equal(torch.get_rng_state(), after), "computing again draws from no later state"
+        found.append((y, dx, *(p.grad for p in each.parameters())))
+    assert all(map(torch.equal, *found)) and (plain.forwards, block.forwards) == (1, 2)
+    weak = weakref.ref(found[1][0])
+    del found, y, dx, groups, x, xs
+    assert weak() is None, "what was kept for the second pass goes with the graph"
 
 
 @pytest.mark.parametrize("window", [None, 2])

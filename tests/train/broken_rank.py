@@ -38,8 +38,8 @@ def broken_from_step_12(model, batches, step, load, *more):
         return backward(model, batches, step, load, *more)
 
 
-def failing_on_rank_1(optimizer, options, step):
-    """set_learning_rate that raises on one rank in the middle of a run."""
+def failing_on_rank_1(options, step):
+    """learning_rate that raises on one rank in the middle of a run."""
     if step == 2 and dist.get_rank() == 1:
         raise RuntimeError("the disk of rank 1 is full")
     return 1e-3
@@ -50,7 +50,7 @@ BREAKAGES: dict[str, AbstractContextManager] = {
     "row_sum": patch.object(ops, "matmul_reduce_scatter", own_partial),
     "replicated_gradient": patch.object(placement, "copy_to_group", lambda x, *_, **__: x),
     "late": patch.object(loop, "backward", broken_from_step_12),
-    "raise": patch.object(loop, "set_learning_rate", failing_on_rank_1),
+    "raise": patch("fusedtp.train.run.learning_rate", failing_on_rank_1),
 }
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from fusedtp import cli
-from fusedtp.train import loop
-
-rate_of = loop.set_learning_rate
+from fusedtp.train.optim import learning_rate
 
 
-def paced(optimizer, options, step):
+def paced(options, step):
     if step == 6 and os.environ["WORLD_SIZE"] == "4":
         while not Path(sys.argv[1], "killed").exists():
             time.sleep(0.02)
@@ -29,10 +27,10 @@ def paced(optimizer, options, step):
         signal.signal(signal.SIGTERM, lambda *given: (before(*given), heard.append(1)))
         while not heard:
             time.sleep(0.02)
-    return rate_of(optimizer, options, step)
+    return learning_rate(options, step)
 
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)  # a hang says where
-    with patch.object(loop, "set_learning_rate", paced):
+    with patch("fusedtp.train.run.learning_rate", paced):
         sys.exit(cli.main(["train", *sys.argv[2:]]))

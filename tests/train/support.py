@@ -1,11 +1,70 @@
-"""Gradients of a whole model against those of one process."""
+"""Ranks of a run on a mesh, and gradients of a whole model against those of one process.
+
+Note [Meshes of tests]
+Each group of gloo has threads that wake up as long as it lives, some 15 for a mesh of four ranks. A worker makes a mesh
+once and its tests share it: a hundred meshes would keep a core busy with nothing.
+"""
 
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fusedtp.train.world import World, meshes
 from tests.nn.support import roundings_of
+
+# dp, tp, ep, pp: of a world of pp * dp * tp ranks
+MESHES = {
+    "1": (1, 1, 1, 1),
+    "tp2": (1, 2, 2, 1),
+    "dp2": (2, 1, 1, 1),
+    "tp4": (1, 4, 4, 1),
+    "dp2 tp2": (2, 2, 2, 1),
+    "dp4": (4, 1, 1, 1),
+    "dp2 tp2 ep4": (2, 2, 4, 1),
+    "pp2": (1, 1, 1, 2),
+    "pp4": (1, 1, 1, 4),
+    "pp2 tp2": (1, 2, 2, 2),
+    "pp2 dp2": (2, 1, 1, 2),
+}
+
+
+def ranks_of(mesh: str) -> int:
+    dp, tp, _, pp = MESHES[mesh]
+    return pp * dp * tp
+
+
+@cache
+def mesh_of(**axes: int) -> DeviceMesh:
+    """Of all ranks, by the sizes of its axes; see Note [Meshes of tests]."""
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+@cache
+def meshes_of(
+    dp: int, tp: int = 1, ep: int | None = None, pp: int = 1, copies: int = 1
+) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
+    """fusedtp.train.world.meshes; see Note [Meshes of tests]."""
+    return meshes("cpu", dp, tp, ep or tp, pp, copies)
+
+
+@cache
+def host_groups() -> list[Any]:
+    """Two groups of all ranks, for a World; see Note [Meshes of tests]."""
+    return [dist.new_group(backend="gloo") for _ in range(2)]
+
+
+def world_on(group: Any, mesh: str) -> World:
+    """This rank's world on a mesh of MESHES."""
+    dp, tp, ep, pp = MESHES[mesh]
+    several = pp * dp * tp > 1
+    on, flat = meshes_of(dp, tp, ep, pp) if several else (None, {})
+    groups = host_groups() if several else [None, None]
+    return World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
 
 
 def assert_gradients(got: Mapping[str, Tensor], want: Mapping[str, Tensor], layers: int) -> None:

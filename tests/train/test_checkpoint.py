@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import resource
 import shutil
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -35,9 +35,10 @@ from fusedtp.train.checkpoint import (
 )
 from fusedtp.train.config import parse
 from fusedtp.train.optim import adamw
-from fusedtp.train.world import World, meshes
+from fusedtp.train.world import World
 from tests.harness.warm import warm_python
 from tests.train.killed_saver import ON_DISK, PHASES, Numbers
+from tests.train.support import MESHES, host_groups, ranks_of, world_on
 from tests.train.test_run import environment
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ class Part:
 def failing_on_rank_1(group, folder: Path) -> list[str]:
     """What each rank is told where the disk of rank 1 fails, and that the next save works."""
     rank, told = group.rank(), []
-    checkpoints = Checkpoints(folder, group=dist.new_group(backend="gloo"))
+    checkpoints = Checkpoints(folder, group=host_groups()[0])
     write = FileSystemWriter.write_data
     try:
         if rank == 1:
@@ -344,9 +345,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(worlds, tmp_path: Path):
 
 
 def own_folders(group, folder: Path) -> str:
-    checkpoints = Checkpoints(
-        folder / str(group.rank()), group=dist.new_group(backend="gloo"), asynchronous=False
-    )
+    checkpoints = Checkpoints(folder / str(group.rank()), group=host_groups()[0], asynchronous=False)
     try:
         checkpoints.save(1, Part(group.rank()))
     except CheckpointError as error:
@@ -365,37 +364,15 @@ def test_a_folder_that_ranks_do_not_share_is_refused(worlds, tmp_path: Path):
 
 SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 8 --warmup 0"
 EXPERTS = "--experts 4 --top-k 2 --expert-width 8 --shared-width 6 --balance-bias 0.01"
-# dp, tp, ep, pp: of a world of pp * dp * tp ranks
-MESHES = {
-    "1": (1, 1, 1, 1),
-    "tp2": (1, 2, 2, 1),
-    "dp2": (2, 1, 1, 1),
-    "tp4": (1, 4, 4, 1),
-    "dp2 tp2": (2, 2, 2, 1),
-    "dp4": (4, 1, 1, 1),
-    "dp2 tp2 ep4": (2, 2, 4, 1),
-    "pp2": (1, 1, 1, 2),
-    "pp2 tp2": (1, 2, 2, 2),
-    "pp2 dp2": (2, 1, 1, 2),
-}
-
-
-def ranks_of(mesh: str) -> int:
-    dp, tp, _, pp = MESHES[mesh]
-    return pp * dp * tp
 
 
 def on_mesh(group, mesh: str, options: str) -> tuple[TrainingState, World, Any]:
     """Model and optimizer on that mesh, after a step with gradients that only the parameters' names decide."""
-    dp, tp, ep, pp = MESHES[mesh]
-    several = pp * dp * tp > 1
-    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
-    own = dist.new_group(backend="gloo") if several else None
-    here = World(dp, tp, ep, group.rank(), mesh=on, flat=flat, checkpoint_group=own, pp=pp)
-    config = parse((SIZES + " " + options).split())
+    here = world_on(group, mesh)
+    config = parse(f"{SIZES} --pp {here.pp} {options}".split())
     model = build(config, here)
     optimizer = adamw(model, config.optim)
-    return TrainingState(model, optimizer, {}, group.rank(), 0), here, own
+    return TrainingState(model, optimizer, {}, group.rank(), 0), here, here.checkpoint_group
 
 
 def whole(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -444,14 +421,24 @@ PAIRS = [
     ("tp2", "1", "--tie-embeddings"),
     ("tp2", "dp2", ""),
     ("dp2", "tp4", ""),
-    ("tp4", "pp2 tp2", "--pp 2 --tie-embeddings"),
-    ("pp2 tp2", "dp2 tp2", "--pp 2 --tie-embeddings"),
-    ("pp2 dp2", "tp2", "--pp 2"),
+    ("tp4", "pp2 tp2", "--tie-embeddings"),
+    ("pp2 tp2", "dp2 tp2", "--tie-embeddings"),
+    ("pp2 dp2", "pp4", "--layers 4 --tie-embeddings"),
+    ("pp4", "tp2", "--layers 4"),
     ("dp2 tp2", "dp4", "--tie-embeddings"),
-    ("dp4", "tp2", ""),
+    ("dp4", "pp2", ""),
     ("dp2 tp2 ep4", "1", EXPERTS),
     ("tp2", "dp2 tp2 ep4", EXPERTS),
 ]
+if os.environ.get("FUSEDTP_ALL_MESHES") == "1":  # `make test-meshes`
+    TEN = [mesh for mesh in MESHES if "ep" not in mesh]
+    PAIRS += [
+        (one, other, f"--layers 4 {tied}".strip())
+        for tied in ("", "--tie-embeddings")
+        for one in TEN
+        for other in TEN
+        if one != other
+    ]
 
 
 @pytest.mark.parametrize(("one", "other", "options"), PAIRS)

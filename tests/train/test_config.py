@@ -153,9 +153,22 @@ def test_only_matrices_decay_and_all_groups_follow_the_schedule():
     optimizer = adamw(model, options := OptimOptions(weight_decay=0.3))
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {id(p): 0.3 if p.ndim > 1 else 0.0 for p in model.parameters()}
-    rate = set_learning_rate(optimizer, options, 3)
-    assert rate == learning_rate(options, 3)
+    set_learning_rate(optimizer, rate := learning_rate(options, 3))
     assert {group["lr"] for group in optimizer.param_groups} == {rate}
+
+
+def test_fused_and_foreach_take_the_same_step():
+    steps = []
+    for options in (OptimOptions(adamw="fused"), OptimOptions(adamw="foreach")):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(30, 20)
+        optimizer = adamw(model, options, **{options.adamw: True})
+        assert all(group[options.adamw] for group in optimizer.param_groups)
+        model(torch.randn(5, 30)).square().sum().backward()
+        optimizer.step()
+        steps.append([p.detach() for p in model.parameters()])
+    for fused, foreach in zip(*steps, strict=True):
+        torch.testing.assert_close(fused, foreach, rtol=1e-6, atol=1e-7)
 
 
 @given(st.integers(1, 4096), st.integers(1, 4096))

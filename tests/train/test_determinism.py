@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import determinism, loop
+from fusedtp.train import determinism
 from fusedtp.train.determinism import deterministic
+from fusedtp.train.optim import learning_rate
 from tests.train.test_resume import arguments, trained
 
 
@@ -32,7 +33,7 @@ def test_a_run_switches_it_on_for_itself_alone(book, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    rate_of, seen = loop.set_learning_rate, []
+    seen = []
 
     def look(*given):
         cudnn, variables = (
@@ -40,9 +41,9 @@ def test_a_run_switches_it_on_for_itself_alone(book, tmp_path, monkeypatch):
             [os.environ.get(each) for each in determinism.VARIABLES],
         )
         seen.append((torch.are_deterministic_algorithms_enabled(), cudnn, variables))
-        return rate_of(*given)
+        return learning_rate(*given)
 
-    monkeypatch.setattr(loop, "set_learning_rate", look)
+    monkeypatch.setattr("fusedtp.train.run.learning_rate", look)
     assert cli.main(arguments(book, tmp_path, "--determinism", "--steps", "1")) == 0
     assert seen == [(True, False, [":4096:8", "Ring"])], "what the environment has already stays"
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark

@@ -22,6 +22,7 @@ from fusedtp.train.checkpoint import steps_in
 from fusedtp.train.config import TrainConfig, faults, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.metrics import records_of
+from fusedtp.train.optim import learning_rate
 from fusedtp.train.run import CHECKPOINTS
 from fusedtp.train.verify import compare, reference_steps
 from tests.harness.warm import warm_python
@@ -144,16 +145,16 @@ class Job:
         """Exit code, and the steps that were trained."""
         self.patch.setenv("TORCHELASTIC_RUN_ID", job)
         self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
-        rate_of, trained = loop.set_learning_rate, []
+        trained = []
 
-        def seen(optimizer, options, step):
+        def seen(options, step):
             trained.append(step)
             if step == until - 1:
                 signal.raise_signal(signal.SIGTERM)
-            return rate_of(optimizer, options, step)
+            return learning_rate(options, step)
 
         with self.patch.context() as within:
-            within.setattr(loop, "set_learning_rate", seen)
+            within.setattr("fusedtp.train.run.learning_rate", seen)
             return cli.main([*self.command, *options]), trained
 
     def steps(self) -> list[int]:

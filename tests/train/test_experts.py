@@ -9,8 +9,9 @@ import torch
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
 from fusedtp.train.config import faults, layout, parse
 from fusedtp.train.experts import ExpertLoad, heat_map
-from fusedtp.train.world import World, meshes
+from fusedtp.train.world import World
 from tests.harness import pool
+from tests.train.support import meshes_of
 from tests.train.test_run import TINY, command, summary_of
 
 EXPERTS = (
@@ -91,7 +92,7 @@ def rooms(group) -> list[int]:
     """The room of this rank alone, and of both: rank 1 has five tokens, rank 0 three."""
     model = tiny_model(recv_capacity=0.4, on_overflow="rounds")
     routings = model(torch.zeros(1, 3 + 2 * group.rank(), dtype=torch.long)).routings
-    mesh, flat = meshes("cpu", 2, 1, 1)
+    mesh, flat = meshes_of(2)
     found = []
     for world in (World(), World(2, rank=group.rank(), mesh=mesh, flat=flat)):
         load = ExpertLoad(model, world, rate=0.0)

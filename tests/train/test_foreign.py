@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,9 +21,9 @@ from fusedtp.train.foreign_build import foreign_faults
 from fusedtp.train.loop import backward
 from fusedtp.train.optim import adamw
 from fusedtp.train.runs import load_model
-from fusedtp.train.world import World, meshes
-from tests.train.support import assert_gradients
-from tests.train.test_checkpoint import MESHES, ranks_of, whole
+from fusedtp.train.world import World
+from tests.train.support import assert_gradients, ranks_of, world_on
+from tests.train.test_checkpoint import whole
 from tests.train.test_resume import trained
 
 transformers = pytest.importorskip("transformers")
@@ -76,14 +75,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def world_on(group: Any, mesh: str) -> World:
-    dp, tp, ep, pp = MESHES[mesh]
-    several = pp * dp * tp > 1
-    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
-    groups = [dist.new_group(backend="gloo") if several else None for _ in range(2)]
-    return World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
 
 
 Step = tuple[float, dict[str, Tensor], float]  # loss, gradients, their norm

@@ -1,21 +1,36 @@
-"""The loop: a step that failed on the device updates no parameter; the validation loss is that of all ranks' text."""
+"""The loop: a step that failed on the device updates no parameter; the validation loss is that of all ranks' text.
 
+The trainer of a user's own parts is torch's plain loop on one process; what the documentation shows of it runs.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from fusedtp.comm import SignalTimeout
 from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.init import init_
+from fusedtp.parallel import parallelize
 from fusedtp.train import loop, text
 from fusedtp.train.build import build
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Microbatch
 from fusedtp.train.evaluate import validation_loss
-from fusedtp.train.metrics import Metrics
-from fusedtp.train.world import World, meshes
+from fusedtp.train.loader import FromLoader
+from fusedtp.train.run import trainer_of
+from fusedtp.train.shard import shard
+from fusedtp.train.stages import Pipeline, cut, prune_
+from fusedtp.train.world import World
 from tests.harness import pool
+from tests.train.support import meshes_of
+from tests.train.test_stages import model_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +71,7 @@ def test_a_failed_step_reaches_no_parameter(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "clip_grad_norm_", norm_of)
     with pytest.raises(SignalTimeout, match="step 2"):
-        loop.Trainer(
-            model, Batches(tokens, length=16, batch=2), config, world, Metrics(config, world)
-        ).train()
+        trainer_of(config, world, Batches(tokens, length=16, batch=2), model).train(5)
     assert len(seen) == 3 and not any(map(torch.equal, seen[0], seen[1]))
     assert all(map(torch.equal, seen[2], model.parameters()))
 
@@ -86,7 +99,7 @@ def test_validation_drops_nothing_and_training_goes_on():
 
 def validate(group) -> tuple[float, float]:
     """The validation loss in a world of two data-parallel ranks, and that of this rank's batches alone."""
-    mesh, flat = meshes("cpu", 2, 1, 1)
+    mesh, flat = meshes_of(2)
     world = World(2, rank=group.rank(), mesh=mesh, flat=flat)
     model, batches = small_model(0.0), drawn_batches(group.rank())
     return validation_loss(model, batches, world), validation_loss(model, batches, World())
@@ -98,3 +111,151 @@ def test_the_validation_loss_is_the_mean_over_the_data_parallel_ranks():
     assert alone_0 != alone_1
     rounded = torch.tensor([alone_0, alone_1]).sum().item() / 2  # the sum in fp32, as it is reduced
     assert first == second == rounded
+
+
+# -- a trainer of the user's own parts ---------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "train.md"
+FIRST, *BLOCKS = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text().split("## In Python")[1].split("\n## ")[0], flags=re.S
+)
+
+
+def run_page(group: Any, folder: str) -> tuple[int, int, list[int]]:
+    """All blocks, one behind the other: steps of the first trainer and of the last, and the checkpoints."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with chdir(folder):
+        exec(compile(FIRST, PAGE.name, "exec"), names)
+        first = names["trainer"].step
+        for block in BLOCKS:
+            exec(compile(block, PAGE.name, "exec"), names)
+        found = names["checkpoints"].steps()
+    return first, names["trainer"].step, found
+
+
+def test_the_page_runs(worlds, tmp_path: Path):
+    assert len(BLOCKS) == 3
+    assert worlds(2).run(run_page, str(tmp_path)) == [(5, 20, [16, 20])] * 2
+
+
+def own_batches(count: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of two rows with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(0, 13, (2, count, 2, 8), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.4] = -100
+    return [{"input_ids": ids[i], "labels": labels[i]} for i in range(count)]
+
+
+def own_model() -> CausalLM:
+    return model_of(tied=False)
+
+
+def plain_loop(steps: int, batches_a_step: int) -> list[tuple[float, float]]:
+    """Losses and norms of torch's own loop over all batches of a step at once."""
+    model = init_(own_model().to_empty(device="cpu"), 0, std=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    every, found = own_batches(steps * batches_a_step), []
+    for step in range(steps):
+        part = every[step * batches_a_step : (step + 1) * batches_a_step]
+        ids, labels = (torch.cat([batch[name] for batch in part]) for name in ("input_ids", "labels"))
+        model.set_dropout(3, step)
+        model(ids, labels).loss.backward()
+        with torch.no_grad():
+            loss = model(ids, labels).loss
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step(), optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def own_trainer(group: Any, axis: str, accumulate: int, steps: int) -> list[tuple[float, float]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model, pipeline, every = own_model(), None, own_batches(4 * steps)
+    if axis == "tp":
+        parallelize(model, mesh)
+    elif axis == "dp":
+        shard(model, mesh)
+        every = every[group.rank() :: 2]
+    else:
+        parts, here = cut([1.0] * 5, 0.5, 2), [group.rank()]
+        prune_(model, parts, here)
+        pipeline = Pipeline(model, mesh, "1f1b", parts, here)
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = loop.Trainer(
+        model, iter(every), optimizer, mesh, pipeline=pipeline, accumulate=accumulate, clip=0.3, seed=3
+    )
+    assert trainer.train(steps)
+    return [(record["loss"], record["grad_norm"]) for record in trainer.metrics.steps]
+
+
+@pytest.mark.parametrize(("axis", "accumulate"), [("tp", 4), ("dp", 2), ("pp", 4)])
+def test_own_parts_train_like_the_plain_loop(worlds, axis: str, accumulate: int):
+    """Means over all labels of a step, whatever rank and microbatch they are in; dropout by the token's place."""
+    want = plain_loop(3, 4)
+    for found in worlds(2).run(own_trainer, axis, accumulate, 3):
+        assert [pytest.approx(pair, rel=2e-5) for pair in want] == found
+
+
+class Stateful:
+    """As torchdata's loaders: goes on where its state says."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.at < 3:
+            self.at += 1
+            yield own_batches(3)[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("make", [Stateful, lambda: own_batches(3)], ids=["stateful", "list"])
+def test_data_goes_on_where_it_was(make):
+    """Over the end of the iterable, which starts again."""
+    loader = FromLoader(make(), World(), accumulate=2)
+    seen = []
+    for _ in range(4):
+        state = loader.state_dict()
+        seen.append([batch.input_ids for batch in loader.step()])
+        again = FromLoader(make(), World(), accumulate=2)
+        again.load_state_dict(state)
+        assert all(map(torch.equal, seen[-1], [batch.input_ids for batch in again.step()]))
+    assert torch.equal(seen[0][0], seen[1][1]) and not torch.equal(seen[0][0], seen[0][1])
+
+
+def test_labels_default_to_the_next_token():
+    ids = torch.arange(8).view(2, 4)
+    (batch,) = FromLoader([{"input_ids": ids}], World()).step(scale=2.0)
+    assert batch.labels.tolist() == [[1, 2, 3, -100], [5, 6, 7, -100]] and batch.num_labels == 3.0
+
+
+def test_what_a_trainer_cannot_train_is_refused():
+    with pytest.raises(ValueError, match="the data has no batch"):
+        list(FromLoader([], World()).step())
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"Linear is no fusedtp\.nn\.CausalLM"):
+        loop.Trainer(model, [], torch.optim.SGD(model.parameters()))
+
+
+def refusal(group: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
+    try:
+        World.of(init_device_mesh("cpu", shape, mesh_dim_names=axes), torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("axes", "why"),
+    [(("tp", "dp"), "in this order"), (("dp", "model"), "wanted are some of"), (("dp", "tp"), "")],
+)
+def test_a_mesh_with_other_axes_is_refused(worlds, axes: tuple[str, ...], why: str):
+    found = worlds(2).run(refusal, (2, 1), axes)
+    assert all(why in each and bool(why) == bool(each) for each in found)

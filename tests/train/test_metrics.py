@@ -22,9 +22,9 @@ def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
     where = World(tp=2, device=torch.device(device), mesh=MagicMock())
     config, screen = TrainConfig(), Console(file=io.StringIO(), width=110)
     monkeypatch.setattr(type(config.run), "folder", folder)
-    with Metrics(config, where, sinks_for(config, where, screen)) as metrics:
+    with Metrics(where, sinks_for(config, where, screen)) as metrics:
         for step in range(2):
-            metrics.step(step, loss=2.0, grad_norm=1.0, lr=0.1)
+            metrics.step(step, 10, loss=2.0, grad_norm=1.0, lr=0.1)
         metrics.validation(1, 2.0)
     summary = report.summarize(config, where, metrics, {}, 10, None)
     report.show(screen, summary, None)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
@@ -19,11 +18,13 @@ from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
 from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loop import Trainer, backward
-from fusedtp.train.metrics import JsonLines, Metrics, records_of
+from fusedtp.train.loop import backward
+from fusedtp.train.metrics import JsonLines, records_of
 from fusedtp.train.precision import SMALLEST, LossScale
+from fusedtp.train.run import trainer_of
 from fusedtp.train.verify import compare, reference_steps
-from fusedtp.train.world import World, meshes
+from fusedtp.train.world import World
+from tests.train.support import meshes_of, world_on
 
 SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --warmup 2"
 
@@ -66,7 +67,7 @@ def gradients(group: Any, options: str, tokens: Path, scale: float) -> tuple[flo
     """Of one step with this loss scale, divided by it again."""
     config = parse(f"{SIZES} {options}".split())
     pp = config.parallel.pp
-    mesh, flat = meshes("cpu", 1, 1, 1, pp) if pp > 1 else (None, {})
+    mesh, flat = meshes_of(1, pp=pp) if pp > 1 else (None, {})
     here = World(rank=group.rank() if pp > 1 else 0, mesh=mesh, flat=flat, pp=pp)
     data = config.data
     batches = Batches(
@@ -96,8 +97,6 @@ def test_a_power_of_two_changes_no_gradient_by_a_bit(worlds, tokens: Path, optio
 
 # -- a run -------------------------------------------------------------------------------------------------------------
 
-MESHES = {"tp2": (1, 2), "dp2": (2, 1)}
-
 
 def trained(
     group: Any, mesh: str, options: str, tokens: Path, folder: Path | None = None, bad: tuple[int, ...] = ()
@@ -106,16 +105,13 @@ def trained(
 
     Returned are the records, the parameters before every step and at the end, and the scale's state.
     """
-    dp, tp = MESHES[mesh]
-    on, flat = meshes("cpu", dp, tp, tp)
-    own = dist.new_group(backend="gloo")
-    here = World(dp, tp, tp, group.rank(), torch.device("cpu"), on, flat, own, own)
+    here = world_on(group, mesh)
     config = parse(f"{SIZES} {options}".split())
-    batches = Batches(tokens, length=16, batch=8, dp=dp, dp_rank=here.dp_rank)
+    batches = Batches(tokens, length=16, batch=8, dp=here.dp, dp_rank=here.dp_rank)
     model = build(config, here)
-    trainer = Trainer(model, batches, config, here, Metrics(config, here))
+    trainer = trainer_of(config, here, batches, model)
     if folder is not None and any(folder.iterdir()):
-        Checkpoints(folder, group=own).load(trainer.state)
+        Checkpoints(folder, group=here.checkpoint_group).load(trainer.state)
     seen: list[list[torch.Tensor]] = []
     of = loop.clip_grad_norm_
 
@@ -127,10 +123,10 @@ def trained(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "clip_grad_norm_", clip)
-        trainer.train()
+        trainer.train(config.optim.steps)
     seen.append([local(p).detach().clone() for p in model.parameters()])
     if folder is not None:
-        with_state = Checkpoints(folder, group=own)
+        with_state = Checkpoints(folder, group=here.checkpoint_group)
         with_state.save(trainer.step, trainer.state)
         with_state.close()
     return trainer.metrics.steps, seen, trainer.scale.state_dict()
@@ -140,7 +136,7 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 @pytest.mark.parametrize("norm", ["2", "inf"])
 def test_all_ranks_leave_out_the_step_that_overflows_on_one(worlds, tokens: Path, mesh: str, norm: str):
     options = f"--dtype fp16 --steps 4 --clip-norm {norm} --loss-scale 1024 --loss-scale-window 2"
@@ -182,7 +178,7 @@ def test_a_checkpoint_from_before_loss_scales_loads(tokens: Path, tmp_path: Path
     for dtype in ("fp32", "fp16"):
         config = parse(f"{SIZES} --dtype {dtype} --loss-scale 128".split())
         batches = Batches(tokens, length=16, batch=8)
-        trainers.append(Trainer(build(config, World()), batches, config, World(), Metrics(config, World())))
+        trainers.append(trainer_of(config, World(), batches, build(config, World())))
     older, newer = trainers
     older.step = 7
     del older.state.parts["loss_scale"]
@@ -199,7 +195,7 @@ def test_a_checkpoint_from_before_loss_scales_loads(tokens: Path, tmp_path: Path
 
 def norm_with_nan(group: Any, kind: float) -> float:
     """Of a gradient sharded over two ranks, whose second half holds a NaN."""
-    mesh, _ = meshes("cpu", 2, 1, 1)
+    mesh, _ = meshes_of(2)
     parameter = torch.nn.Parameter(
         DTensor.from_local(torch.ones(3), mesh["dp"], [torch.distributed.tensor.Shard(0)], run_check=False)
     )

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -13,21 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from fusedtp import cli
 from fusedtp.train import launch, loop
 from fusedtp.train.build import build_stages
-from fusedtp.train.checkpoint import Checkpoints, path_of, steps_in
+from fusedtp.train.checkpoint import FORMAT, Checkpoints, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.loop import Saver, Trainer
-from fusedtp.train.metrics import Metrics
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS
+from fusedtp.train.loop import Saver
+from fusedtp.train.optim import learning_rate
+from fusedtp.train.run import CHECKPOINTS, INCIDENTS, trainer_of
 from fusedtp.train.verify import rounding
-from fusedtp.train.world import World, meshes
 from tests.harness.warm import warm_python
-from tests.train.test_checkpoint import EXPERTS, MESHES, flip, ranks_of, whole
+from tests.train.support import ranks_of, world_on
+from tests.train.test_checkpoint import EXPERTS, flip, whole
 from tests.train.test_run import TINY, command, environment
 
 SIZES = (
@@ -43,28 +43,24 @@ def trained(
 
     Returned are the steps' numbers, the whole state, what all generators draw next, and the saved steps.
     """
-    dp, tp, ep, pp = MESHES[mesh]
-    several = pp * dp * tp > 1
-    on, flat = meshes("cpu", dp, tp, ep, pp) if several else (None, {})
-    groups = [dist.new_group(backend="gloo") if several else None for _ in range(2)]
-    here = World(dp, tp, ep, group.rank(), torch.device("cpu"), on, flat, *groups, pp)
+    here = world_on(group, mesh)
     config = parse(f"{SIZES} {options}".split())
     batches = Batches(
-        tokens, length=16, batch=8, accumulate=config.data.accumulate, seed=0, dp=dp, dp_rank=here.dp_rank,
+        tokens, length=16, batch=8, accumulate=config.data.accumulate, seed=0, dp=here.dp, dp_rank=here.dp_rank,
         documents="separate",
     )  # fmt: skip
     seeds = 100 * resume + here.rank  # a resumed run must not depend on these
     torch.manual_seed(seeds), random.seed(seeds), np.random.seed(seeds)  # type: ignore[func-returns-value]
-    checkpoints = Checkpoints(folder, group=groups[1], keep_last=9)
+    checkpoints = Checkpoints(folder, group=here.checkpoint_group, keep_last=9)
     model, pipeline = build_stages(config, here)
-    trainer = Trainer(model, batches, config, here, Metrics(config, here), None, pipeline)
+    trainer = trainer_of(config, here, batches, model, pipeline)
     if resume:
         checkpoints.load(trainer.state)
     stop = Saver(checkpoints, here, every=until)
     after = stop.after
     stop.after = lambda step, state, last: after(step, state, last) or step == until  # type: ignore[method-assign]
     trainer.saver = stop
-    trainer.train()
+    trainer.train(config.optim.steps)
     checkpoints.close()
     draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
     records = [{k: r[k] for k in ("step", "loss", "grad_norm", "lr")} for r in trainer.metrics.steps]
@@ -148,19 +144,20 @@ def incidents(folder: Path) -> list[str]:
 
 def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, capsys):
     assert cli.main(arguments(book, tmp_path, "--name", "one")) == 0
-    rate_of = loop.set_learning_rate
 
-    def asked(optimizer, options, step):
+    def asked(options, step):
         if step == 3:
             signal.raise_signal(signal.SIGTERM)
-        return rate_of(optimizer, options, step)
+        return learning_rate(options, step)
 
-    monkeypatch.setattr(loop, "set_learning_rate", asked)
+    monkeypatch.setattr("fusedtp.train.run.learning_rate", asked)
     assert cli.main(arguments(book, tmp_path, "--name", "two")) == 0
     monkeypatch.undo()
     folder = tmp_path / "two"
     assert steps_in(folder / CHECKPOINTS) == [4] and not (folder / "summary.json").exists()
-    assert "asked to end by SIGTERM: saved after step 4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "asked to end by SIGTERM: saved after step 4" in out
+    assert "training waited " in out and "; with a failure every 24 h, saving every " in out
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "two", "--resume"]) == 0
     assert "resumed at step 4, lost 0 steps" in capsys.readouterr().out
     assert losses(folder) == losses(tmp_path / "one") and (folder / "summary.json").exists()
@@ -206,7 +203,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
         ("--steps", "5"): ["the checkpoint is of step 6; --steps 5 is less"],
     }.items():
         capsys.readouterr()
-        assert cli.main([*again, *more]) == 1
+        assert cli.main([*again, *more]) == launch.WRONG_USAGE
         told = capsys.readouterr().err
         assert all(each in told for each in wanted), told
     assert cli.main([*again, "--step", "5"]) == launch.WRONG_USAGE
@@ -222,6 +219,38 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2]
 
 
+def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(
+    book, tmp_path, monkeypatch, capsys
+):
+    """Of a newer version, of another program, damaged or empty: each is named, together with what else is wrong."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "launch", refuse)
+    monkeypatch.setattr(launch, "run_rank", refuse)
+    again = arguments(book, tmp_path, "--resume", "--lr", "0")
+    folder = path_of(tmp_path / "main" / CHECKPOINTS, 7)
+    ours = {"format": FORMAT, "step": 7, "config": parse(again[1:]).to_dict()}
+    for words, wanted in (
+        (None, "about.json cannot be read"),
+        ("{", "about.json cannot be read"),
+        ("[]", "about.json cannot be read"),
+        (json.dumps(ours | {"format": FORMAT + 1}), f"has format {FORMAT + 1}, which a newer fusedtp wrote"),
+        (json.dumps({"format": FORMAT, "step": 7}), "it was not saved by fusedtp train"),
+        (
+            json.dumps(ours | {"step": 700, "format": FORMAT - 1}),
+            "the checkpoint is of step 700; --steps 6 is less",
+        ),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        if words is not None:
+            (folder / "about.json").write_text(words)
+        assert cli.main(again) == launch.WRONG_USAGE
+        faults = capsys.readouterr().err.splitlines()
+        assert len(faults) == 2 and "--lr 0.0 is not positive" in faults[0] and wanted in faults[1], faults
+
+
 def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
     with launch.sole_writer(tmp_path / "main"):
         assert cli.main(arguments(book, tmp_path)) == 1
@@ -230,20 +259,26 @@ def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("choice", ["continue", "stop"])
-def test_a_save_that_fails_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
-    write, calls = loop.Checkpoints._write, []
+def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
+    """No file may grow beyond 20 kB while the checkpoint of step 2 is written; there is room again for the next."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def failing(self, *args):
-        calls.append(args)
-        if len(calls) == 1:
-            raise loop.CheckpointError("step 2 was not saved: no room")
-        return write(self, *args)
+    def limited(options, step):
+        room = 20_000 if step == 1 else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        return learning_rate(options, step)
 
-    monkeypatch.setattr(loop.Checkpoints, "_write", failing)
-    code = cli.main(arguments(book, tmp_path, "--save-every", "2", "--on-save-error", choice))
+    monkeypatch.setattr("fusedtp.train.run.learning_rate", limited)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        more = ("--save-every", "2", "--no-async-save", "--on-save-error", choice)
+        code = cli.main(arguments(book, tmp_path, *more))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
     output = capsys.readouterr()
     assert code == (0 if choice == "continue" else 1)
-    assert "step 2 was not saved: no room" in (output.out if choice == "continue" else output.err)
+    assert "step 2 was not saved: " in (output.out if choice == "continue" else output.err), output
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == ([4, 6] if choice == "continue" else [])
 
 
@@ -260,16 +295,14 @@ KILLED = """
 import os, signal, sys
 from unittest.mock import patch
 from fusedtp import cli
-from fusedtp.train import loop
+from fusedtp.train.optim import learning_rate
 
-rate_of = loop.set_learning_rate
-
-def killed(optimizer, options, step):
+def killed(options, step):
     if step == 5 and os.environ.get("RANK") == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    return rate_of(optimizer, options, step)
+    return learning_rate(options, step)
 
-with patch.object(loop, "set_learning_rate", killed):
+with patch("fusedtp.train.run.learning_rate", killed):
     sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
@@ -292,6 +325,63 @@ def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
     assert losses(folder) == losses(tmp_path / "whole")
     asked = command("-m", "fusedtp", "generate", "--run", str(folder), "one", "--tokens", "5")
     assert asked.returncode == 0 and asked.stdout.startswith("one"), asked.stderr
+
+
+KILLED_IN = """
+import os, signal, sys
+import torch.distributed as dist
+from fusedtp import cli
+from fusedtp.train import run, stages
+
+phase, steps = sys.argv[1], []
+rate_of, forward, send = run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def its_time(now):
+    return now == phase and steps[-1:] == [5] and os.environ["RANK"] == "1"
+
+def noted(options, step):
+    steps.append(step)
+    return rate_of(options, step)
+
+def forwarded(stage, *args, **kwargs):
+    if its_time("forward"):
+        die()
+    out = forward(stage, *args, **kwargs)
+    if its_time("backward"):
+        out.register_hook(die)
+    return out
+
+def sent(messages):
+    works = send(messages)
+    if its_time("send") and any(message.op is dist.isend for message in messages):
+        die()
+    return works
+
+run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv = noted, forwarded, sent
+sys.exit(cli.main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward", "send"])
+def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_path, capsys, phase):
+    """The second stage dies in step 5, in each kind of its work; one process goes on from step 4."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_IN)
+    pipeline = ["--layers", "2", "--pp", "2", "--tp", "1", "--accumulate", "2"]
+    where = ["--data", str(book), "--runs", str(tmp_path), "--length", "16", "--save-every", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    died = command(*torchrun, str(script), phase, *TINY, *pipeline, *where)
+    assert died.returncode != 0
+    assert "exitcode: -9" in died.stderr or " by peer" in died.stderr, died.stderr  # whoever ended first
+    assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2, 4]
+    again = ["train", "--runs", str(tmp_path), "--resume", "--pp", "1", "--tp", "1", "--accumulate", "1"]
+    assert cli.main(again) == 0
+    assert "resumed at step 4, lost 1 steps" in capsys.readouterr().out
+    assert [step for step, loss, _ in losses(tmp_path / "main") if loss is not None] == list(range(6))
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fusedtp import cli
-from fusedtp.train import launch
+from fusedtp.train import checkpoint, launch
 from fusedtp.train.config import parse
 from fusedtp.train.verify import rounding
 from tests.harness.warm import warm_python
@@ -98,7 +98,10 @@ def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
     assert list((folder / "tensorboard").iterdir())
     assert json.loads((folder / "config.json").read_text())["model"]["width"] == 32
     assert json.loads((folder / "versions.json").read_text())["packages"]["torch"]
-    assert "validation loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "validation loss" in said and f"rank 0, pp 0, dp 0, tp 0 on {os.uname().nodename}\n" in said
+    words = checkpoint.about(checkpoint.path_of(folder / "checkpoints", 6))
+    assert words["versions"]["packages"]["torch"] == torch.__version__ and words["config"]["run"]["seed"] == 0
 
 
 def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):

@@ -15,8 +15,7 @@ from fusedtp.parallel import clip_grad_norm_
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
 from fusedtp.train.shard import accumulate_, shard
-from fusedtp.train.world import meshes
-from tests.train.support import assert_gradients
+from tests.train.support import assert_gradients, meshes_of
 from tests.train.test_stages import alone, batches_of, half_of, model_of
 
 MICROBATCHES, BLOCKS = 3, 5
@@ -33,7 +32,7 @@ Found = tuple[dict[str, Tensor], float, tuple[int, int, int]]
 
 def trained(group: Any, kind: str) -> Found:
     """Gradients of a step, their norm, and the messages of the next one."""
-    mesh, flat = meshes("cpu", 2, 1, 1, dp_replicate=2 if kind == "ddp" else 1)
+    mesh, flat = meshes_of(2, copies=2 if kind == "ddp" else 1)
     model = model_of(False)
     shard(model, mesh["dp_replicate", "dp_shard"] if kind == "ddp" else mesh["dp"], kind=kind)
     init_(model.to_empty(device="cpu"), 0, std=0.3)

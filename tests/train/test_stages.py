@@ -13,15 +13,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fusedtp.comm import communicator
-from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_
+from fusedtp.comm import Communicator, communicator
+from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_, recompute_
+from fusedtp.nn.recompute import Recompute
 from fusedtp.ops import engines
 from fusedtp.parallel import clip_grad_norm_, parallelize
+from fusedtp.train.blocks import blocks_of
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
 from fusedtp.train.shard import shard
-from fusedtp.train.stages import SCHEDULES, V_SHAPED, Pipeline, cut, prune_, stage_count, stages_of
-from tests.train.support import assert_gradients
+from fusedtp.train.stages import (
+    SCHEDULES,
+    TWO_PASSES,
+    V_SHAPED,
+    Pipeline,
+    cut,
+    pipeline_faults,
+    prune_,
+    stage_count,
+    stages_of,
+    two_passes,
+)
+from tests.train.support import assert_gradients, mesh_of
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden=6, shared=5, first_dense=1, balance_loss=0.1, z_loss=0.01)
 
@@ -81,8 +94,24 @@ def pipelined(
     tied: bool,
     steps: list[tuple[int, int]],
     moe: MoEConfig | None = None,
+) -> tuple[list[tuple[float, dict[str, Tensor], float, float]], list[str]]:
+    """Loss, gradients, norm and held-out loss of every step, and the operations of this rank in their order."""
+    order: list[str] = []
+    count_call = Communicator.count
+
+    def counted(comm: Communicator, operation: str, *more: str) -> None:
+        order.append(operation)
+        count_call(comm, operation, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "count", counted)
+        return steps_of_pipeline(schedule, pp, tp, tied, steps, moe), order
+
+
+def steps_of_pipeline(
+    schedule: str, pp: int, tp: int, tied: bool, steps: list[tuple[int, int]], moe: MoEConfig | None
 ) -> list[tuple[float, dict[str, Tensor], float, float]]:
-    mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of(pp=pp, tp=tp)
     model = model_of(tied, moe)
     if tp > 1:
         parallelize(model, mesh["tp"])
@@ -130,7 +159,11 @@ def compare(
     """Losses, gradients and norms of a pipeline with those of one process."""
     want = alone(tied, steps, moe)
     names: set[str] = set()
-    for found in worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps, moe):
+    every = worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps, moe)
+    for stage in range(pp):
+        first, *others = (order for _, order in every[stage * tp : (stage + 1) * tp])
+        assert (first or tp == 1) and all(order == first for order in others), "ranks of tp call alike"
+    for found, _ in every:
         for (loss, gradients, norm, evaluated), (wanted_loss, wanted, wanted_norm, wanted_evaluated) in zip(
             found, want, strict=True
         ):
@@ -148,25 +181,33 @@ def test_losses_of_routers_reach_every_stage(worlds, schedule: str, tp: int):
     compare(worlds, schedule, 2, tp, False, [(4, 8), (4, 5)], MOE)
 
 
-def messages_of(group: Any, schedule: str) -> dict[str, dict[str, int]]:
+def messages_of(group: Any, schedule: str, recompute: Recompute | None = None) -> dict[str, dict[str, int]]:
+    """Of a step on two stages of two tensor-parallel ranks, by layers."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model = model_of(False)
     parallelize(model, mesh["tp"])
-    parts, here = cut([1.0] * 5, 0.5, 4), stages_of(schedule, 2, mesh.get_local_rank("pp"))
+    parts = cut([1.0] * 5, 0.5, stage_count(schedule, 2))
+    here = stages_of(schedule, 2, mesh.get_local_rank("pp"))
     prune_(model, parts, here)
+    if recompute is not None:
+        recompute_(blocks_of(model), recompute, two_passes(schedule, 2))
     init_(model.to_empty(device="cpu"), 0, std=0.3)
     Pipeline(model, mesh["pp"], schedule, parts, here).step(batches_of(4, 8, 0), 7, 0)
     return engines.layer_calls(communicator(mesh["tp"]))
 
 
-def test_weight_gradients_that_come_later_repeat_no_communication(worlds):
-    whole = worlds(4).run(messages_of, "interleaved_1f1b")
-    assert worlds(4).run(messages_of, "interleaved_zero_bubble") == whole
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_weight_gradients_that_come_later_repeat_no_communication(worlds, recompute: Recompute | None):
+    whole = worlds(4).run(messages_of, "interleaved_1f1b", recompute)
+    assert worlds(4).run(messages_of, "interleaved_zero_bubble", recompute) == whole
     assert all("mlp.down_proj" in rank for rank in whole)
+    calls = sum(whole[0]["mlp.down_proj"].values())
+    passes = 3 if recompute == "full" else 2  # forward, backward; full communicates again in backward, once
+    assert calls == 4 * 3 * passes, "4 microbatches of 3 layers"
 
 
 def sharded(group: Any, schedule: str, tied: bool) -> list[tuple[float, dict[str, Tensor], float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of(pp=2, dp=2)
     model = model_of(tied)
     count = stage_count(schedule, 2)
     parts, here = cut([1.0] * 5, 0.5, count), stages_of(schedule, 2, mesh.get_local_rank("pp"))
@@ -232,6 +273,22 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(layers: list[float], head: int,
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="3 pipeline stages of 2 layers"):
         cut([1.0, 1.0], 0.0, 3)
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 8), st.integers(1, 20))
+def test_fewer_microbatches_than_pipeline_ranks_are_refused(schedule: str, pp: int, microbatches: int):
+    found = pipeline_faults(schedule, pp, 2, 99, microbatches)
+    least = 2 * pp if schedule == "dualpipev" else pp
+    few = f"--schedule {schedule} with --pp {pp} needs at least {least} --accumulate microbatches"
+    assert (microbatches < least) == any(fault.startswith(few) for fault in found)
+
+
+@pytest.mark.parametrize("schedule", TWO_PASSES)
+def test_zero_bubble_with_torch_compile_is_refused_by_name(schedule: str):
+    options = f"--pp 2 --layers 4 --accumulate 4 --batch 8 --schedule {schedule} --recompute full"
+    assert faults(parse(options.split()), 1, 2) == []
+    (found,) = faults(parse([*options.split(), "--compile"]), 1, 2)
+    assert found.startswith(f"--schedule {schedule} with --compile") and "161904" in found
 
 
 def test_what_a_pipeline_cannot_do_is_said_together():

@@ -11,10 +11,9 @@ from fusedtp import cli
 from fusedtp.train import launch, warmup
 from fusedtp.train.build import build_stages
 from fusedtp.train.config import parse
-from fusedtp.train.loop import Trainer
-from fusedtp.train.metrics import Metrics
-from fusedtp.train.run import batches_of
-from fusedtp.train.world import World, meshes
+from fusedtp.train.run import batches_of, trainer_of
+from fusedtp.train.world import World
+from tests.train.support import meshes_of
 from tests.train.test_checkpoint import EXPERTS
 from tests.train.test_resume import arguments
 
@@ -36,9 +35,7 @@ def shapes_of(config: Any, tokens: Path, here: World) -> set[tuple[str, tuple[in
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(note)
-    Trainer(
-        model, batches_of(config, tokens, here), config, here, Metrics(config, here), None, pipeline
-    ).train()
+    trainer_of(config, here, batches_of(config, tokens, here), model, pipeline).train(config.optim.steps)
     return seen
 
 
@@ -46,7 +43,7 @@ def on_mesh(group: Any, options: str, tokens: Path, dp: int, tp: int, ep: int, p
     config = parse(f"{SIZES} {options}".split())
     if reduced:
         config = warmup.of_one_group(config, tp)
-    mesh, flat = meshes("cpu", dp, tp, ep, pp)
+    mesh, flat = meshes_of(dp, tp, ep, pp)
     return shapes_of(config, tokens, World(dp, tp, ep, group.rank(), torch.device("cpu"), mesh, flat, pp=pp))
 
 

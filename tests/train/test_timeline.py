@@ -1,0 +1,101 @@
+"""A recorded step: every pass of its schedule once, after what it waits for; recording changes no gradient."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedtp.nn import init_
+from fusedtp.train.config import parse
+from fusedtp.train.run import PIPELINE, record_step
+from fusedtp.train.stages import SCHEDULES, TWO_PASSES, Pipeline, cut, prune_, stage_count, stages_of
+from fusedtp.train.timeline import PASSES, Action
+from fusedtp.train.world import World
+from tests.train.support import mesh_of
+from tests.train.test_stages import batches_of, model_of
+
+MICROBATCHES = 4
+
+
+def pipeline_of(group: Any, schedule: str) -> Pipeline:
+    mesh = mesh_of(pp=2)
+    model = model_of(False)
+    parts, here = cut([1.0] * 5, 0.5, stage_count(schedule, 2)), stages_of(schedule, 2, group.rank())
+    prune_(model, parts, here)
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    return Pipeline(model, mesh["pp"], schedule, parts, here)
+
+
+def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float], bool]:
+    """Of three equal steps the second is recorded: its actions, the gradients' norms, whether a clock is left."""
+    pipeline = pipeline_of(group, schedule)
+    told: list[list[Action]] = []
+    norms, batches = [], batches_of(MICROBATCHES, 8, 0)
+    for again in range(3):
+        if again == 1:
+            pipeline.record(0, told.append)
+        pipeline.step(batches, 7, 0)
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in pipeline.model.parameters()]).item())
+        pipeline.model.zero_grad()
+    torch_schedule = pipeline.torch_schedule(batches)
+    stages = getattr(torch_schedule, "_stages", None) or [torch_schedule._stage]
+    return told, norms, any(name in vars(stage) for stage in stages for name in PASSES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_pass_once_and_after_what_it_waits_for(worlds, schedule: str):
+    (told, norms, left), (other, _, _) = worlds(2).run(recorded, schedule)
+    assert len(told) == 1 and told == other and not left and norms[0] == norms[1] == norms[2]
+    actions, last = told[0], stage_count(schedule, 2) - 1
+    done: dict[tuple[str, int, int], Action] = {}
+    for action in actions:
+        key = ("B" if action.kind == "I" else action.kind, action.stage, action.microbatch)
+        assert key not in done and 0 < action.begin <= action.end
+        assert action.stage in stages_of(schedule, 2, action.rank)
+        done[key] = action
+    for stage in range(last + 1):
+        for microbatch in range(MICROBATCHES):
+            forward, backward = done[("F", stage, microbatch)], done[("B", stage, microbatch)]
+            before = done[("F", stage - 1, microbatch)].end if stage else 0.0
+            after = forward.end if stage == last else done[("B", stage + 1, microbatch)].end
+            assert before <= forward.begin and max(after, forward.end) <= backward.begin
+            weight = done.get(("W", stage, microbatch))
+            assert (weight is not None) == (backward.kind == "I")
+            assert weight is None or backward.end <= weight.begin
+    for rank in range(2):
+        own = [action for action in actions if action.rank == rank]
+        assert all(one.end <= other.begin for one, other in pairwise(own))
+    assert ("I" in {action.kind for action in actions}) == (schedule in TWO_PASSES)
+
+
+def written(group: Any, options: str) -> None:
+    pipeline, config = pipeline_of(group, "1f1b"), parse(options.split())
+    record_step(pipeline, config, World(rank=group.rank()))
+    for step in range(config.optim.steps):
+        pipeline.step(batches_of(MICROBATCHES, 8, 0), 7, step)
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ("--steps 4", 2),
+        ("--steps 2", 1),
+        ("--steps 4 --record-step 1", 0),
+        ("--steps 4 --record-step 0", None),
+    ],
+)
+def test_a_run_leaves_one_step_in_its_folder(worlds, tmp_path: Path, options: str, step: int | None):
+    (tmp_path / "main").mkdir()
+    worlds(2).run(written, f"--pp 2 --runs {tmp_path} {options}")
+    path = tmp_path / "main" / PIPELINE
+    assert path.exists() == (step is not None)
+    if step is not None:
+        found = json.loads(path.read_text())
+        assert (found["step"], found["schedule"]) == (step, "1f1b")
+        assert Counter((rank, stage, kind) for rank, stage, kind, *_ in found["actions"]) == {
+            (rank, rank, kind): MICROBATCHES for rank in range(2) for kind in "FB"
+        }
