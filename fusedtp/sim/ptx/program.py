@@ -24,7 +24,7 @@ from .tensor_core import Products, matrix_places, multiply
 
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
-MOST_INSTRUCTIONS = 20_000_000  # that a program runs in one turn
+MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 
 
 @dataclass(eq=False)
