@@ -65,7 +65,10 @@ class _Copy(NamedTuple):
     site: Site
 
     def part(self, chosen: Array) -> _Copy:
-        return _Copy(*(each[chosen] for each in self[:6]), self.size, self.site)
+        lanes, groups, to, of, read, seen, size, site = self
+        return _Copy(
+            lanes[chosen], groups[chosen], to[chosen], of[chosen], read[chosen], seen[chosen], size, site
+        )
 
 
 class Copies:
@@ -158,8 +161,10 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
             f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"
         ]
     if what in ("try_wait", "test_wait") and i.has("parity"):
-        d, at, parity = i.args[:3]
-        call = f"S.mbarrier_wait({e.address(at, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
+        d, where, parity = i.args[:3]
+        call = (
+            f"S.mbarrier_wait({e.address(where, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
+        )
         return [f"t = {call}", *e.put(d, "pred", "t")]
     return None
 

@@ -66,6 +66,10 @@ class Pending:
     def part(self, chosen: Words, threads: Words | None) -> Pending:
         return Pending(self.places[chosen], self.values[chosen], threads)
 
+    def without(self, gone: Words) -> Pending:
+        assert self.threads is not None
+        return self.part(~gone, self.threads[~gone])
+
 
 class Line:
     """The bytes of all tensors, and when each was last written."""
@@ -288,7 +292,7 @@ class Window:
                     continue
                 if own.any():
                     self._show(item.part(own, None))
-                    item = item.part(~own, item.threads[~own])
+                    item = item.without(own)
                 kept.append(item)
             items[:] = kept
 
@@ -315,7 +319,7 @@ class Window:
         if met.all():
             item.threads = None
             return [item]
-        return [item.part(met, None), item.part(~met, item.threads[~met])]
+        return [item.part(met, None), item.without(met)]
 
     def end(self) -> None:
         """All stores become visible, as at the end of a launch."""

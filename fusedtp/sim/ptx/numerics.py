@@ -170,7 +170,7 @@ def to_tf32(x: Array, rounding: str) -> Array:
     """Bits of an fp32 with ten bits of mantissa: rna to the nearest, ties away from zero; rn ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     odd = (bits >> np.uint32(13)) & np.uint32(1)
-    added = {"rz": np.uint32(0), "rn": np.uint32(0xFFF) + odd}.get(rounding, np.uint32(0x1000))
+    added: Any = {"rz": np.uint32(0), "rn": odd + np.uint32(0xFFF)}.get(rounding, np.uint32(0x1000))
     kept = (bits + added) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(x), kept, bits).astype(np.uint32)
 

@@ -24,7 +24,7 @@ from .tensor_core import Products, matrix_places, multiply
 
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
-MOST_INSTRUCTIONS = 20_000_000  # that a program runs in one turn
+MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 
 
 @dataclass(eq=False)
@@ -330,7 +330,7 @@ class Lanes:
     def reduce(self, operation: str, value: Any, mask: Any) -> Array:
         value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
         active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
-        names = {"add": np.add, "min": np.minimum, "max": np.maximum}
+        names: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
         names |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
         made = np.zeros(len(value), value.dtype)
         for warp, (own, who) in enumerate(zip(value, active, strict=True)):
