@@ -376,9 +376,7 @@ def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     died = command(*torchrun, str(script), phase, *TINY, *pipeline, *where)
     assert died.returncode != 0
-    assert "exitcode: -9" in died.stderr or "closed by peer" in died.stderr, (
-        died.stderr
-    )  # whoever ended first
+    assert "exitcode: -9" in died.stderr or " by peer" in died.stderr, died.stderr  # whoever ended first
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2, 4]
     again = ["train", "--runs", str(tmp_path), "--resume", "--pp", "1", "--tp", "1", "--accumulate", "1"]
     assert cli.main(again) == 0

@@ -71,7 +71,7 @@ def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
     signed = t[0] == "s"
     view = {16: "hz", 32: "us", 64: "UI"}[x.width][signed]
     value = f"{value}.view(np.int{8 * size_of(t)})" if signed else value
-    return [f"assign({view}[{x.index}], {value}, {e.mask})"]
+    return [f"assign({view}[{x.number}], {value}, {e.mask})"]
 
 
 @handles("st")

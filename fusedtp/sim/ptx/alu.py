@@ -85,11 +85,15 @@ class Emitter:
         if i.guard is None:
             self.mask = "m"
             return self.one(i)
-        p = f"p[{i.guard.index}]"
+        p = f"p[{i.guard.number}]"
         self.mask = "k"
         body = self.one(i)
         self.mask = "m"
-        return [f"k = {'~' if i.negated else ''}{p} & m", "if np.count_nonzero(k):", *(f"    {line}" for line in body)]
+        return [
+            f"k = {'~' if i.negated else ''}{p} & m",
+            "if np.count_nonzero(k):",
+            *(f"    {line}" for line in body),
+        ]
 
     def one(self, i: Instruction) -> list[str]:
         handler = HANDLERS.get(i.root)
@@ -113,9 +117,9 @@ class Emitter:
         if isinstance(x, Reg):
             width = 1 if t == "pred" else 8 * size_of(t)
             if x.width == width:
-                return f"{view}[{x.index}]"
+                return f"{view}[{x.number}]"
             if x.width > width:
-                low = f"{BY_WIDTH[x.width]}[{x.index}].astype(np.uint{width})"
+                low = f"{BY_WIDTH[x.width]}[{x.number}].astype(np.uint{width})"
                 return low if np.dtype(dtype).kind == "u" else f"{low}.view(np.{np.dtype(dtype).name})"
             raise ValueError(f"{x.name} as {t}")
         if isinstance(x, Imm):
@@ -132,7 +136,7 @@ class Emitter:
         """A register that is written as type t."""
         if not isinstance(x, Reg) or x.width != (1 if t == "pred" else 8 * size_of(t)):
             raise ValueError(f"{x} written as {t}")
-        return f"{TYPES[t][0]}[{x.index}]"
+        return f"{TYPES[t][0]}[{x.number}]"
 
     def put(self, x: Operand, t: str, value: str) -> list[str]:
         """Assign: a register that is wider than t is extended, by sign for s types, as ld and cvt do."""
@@ -140,7 +144,7 @@ class Emitter:
             return []
         if isinstance(x, Reg) and t != "pred" and x.width > 8 * size_of(t):
             view = (SIGNED if t[0] == "s" else BY_WIDTH)[x.width]
-            return [f"np.copyto({view}[{x.index}], {value}, where={self.mask}, casting='unsafe')"]
+            return [f"np.copyto({view}[{x.number}], {value}, where={self.mask}, casting='unsafe')"]
         return [f"np.copyto({self.target(x, t)}, {value}, where={self.mask})"]
 
     def call(self, function: str, x: Operand, t: str, *given: str) -> list[str]:
@@ -154,7 +158,7 @@ class Emitter:
             return f"S.everywhere({x.offset})"
         base = x.base
         if isinstance(base, Reg) and base.width == 64:
-            at = f"I[{base.index}]"
+            at = f"I[{base.number}]"
         else:
             at = f"{self.read(base, 'u32')}.astype(np.int64)"
         return f"{at} + {x.offset}" if x.offset else at

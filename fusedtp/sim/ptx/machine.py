@@ -51,7 +51,9 @@ class Stream:
         self.width = max((_programs(each) for each in work), default=1)
         self.todo: deque[tuple[Work, int]] = deque()
         self.alive = 0
-        self.ended: list[Window] = []  # of work that has ended: its stores are visible to what comes next here
+        self.ended: list[
+            Window
+        ] = []  # of work that has ended: its stores are visible to what comes next here
 
     def end(self) -> None:
         """What its work stored is visible: the next work begins."""

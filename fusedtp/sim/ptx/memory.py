@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..faults import Access, Fault, SimulationFault, Site
 from ..memory import Allocation, Map
@@ -110,26 +111,22 @@ class Line:
             raise IndexError(int(np.argmax(wrong)))
         return addresses + self.shifts[each], -1
 
-    def allocation(self, place: int) -> Allocation:
-        """The one that holds a place."""
-        at = next(i for i in reversed(range(len(self.starts))) if self.starts[i] <= place)
-        return self.allocations[at]
+    def _holder(self, place: int) -> tuple[Allocation, int]:
+        """The allocation that holds a place, and the byte of it."""
+        at = int(np.searchsorted(np.array(self.starts), place, "right")) - 1
+        return self.allocations[at], place - self.starts[at]
 
     def element(self, place: int) -> tuple[str, tuple[int, ...]]:
         """Name of the tensor and index of the element that holds a place."""
-        at = self.allocation(place)
-        start = self.starts[self.allocations.index(at)]
-        return at.label, at.index_of(place - start + at.place)
+        allocation, byte = self._holder(place)
+        return allocation.label, allocation.index_of(byte + allocation.place)
 
     def value(self, place: int) -> Any:
         """The element that holds a place, as its tensor has it."""
-        import torch
-
-        at = self.allocation(place)
-        size = at.tensor.element_size()
-        start = self.starts[self.allocations.index(at)]
-        first = start + (place - start) // size * size
-        return torch.from_numpy(self.bytes[first : first + size].copy()).view(at.tensor.dtype).item()
+        allocation, byte = self._holder(place)
+        size = allocation.tensor.element_size()
+        first = place - byte % size
+        return torch.from_numpy(self.bytes[first : first + size].copy()).view(allocation.tensor.dtype).item()
 
     def put(self, places: Words, values: Words, writer: int) -> None:
         """Write what all shall see. Values of the width that is written."""
@@ -168,8 +165,6 @@ class Line:
 
 def _bytes_of(allocation: Allocation) -> Words:
     """Its tensor's storage."""
-    import torch
-
     whole = torch.empty(0, dtype=torch.uint8).set_(
         allocation.tensor.untyped_storage(), 0, (allocation.nbytes,), (1,)
     )

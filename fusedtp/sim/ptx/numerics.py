@@ -68,7 +68,10 @@ def bit_field(a: Array, position: Array, length: Array) -> Array:
     """bfe: bits past the end of the word, or of the field, repeat its sign; that of an unsigned field is 0."""
     a = np.asarray(a)
     bits, unsigned = 8 * a.itemsize, np.dtype(f"u{a.itemsize}")
-    position, length = np.asarray(position).astype(np.int64) & 0xFF, np.asarray(length).astype(np.int64) & 0xFF
+    position, length = (
+        np.asarray(position).astype(np.int64) & 0xFF,
+        np.asarray(length).astype(np.int64) & 0xFF,
+    )
     word = a.view(unsigned)
     held = np.clip(np.minimum(length, bits - position), 0, bits)
     ones = shift(True, unsigned.type(1), held) - unsigned.type(1)

@@ -28,7 +28,7 @@ class Reg(NamedTuple):
     """A register: its width (1 for a predicate) and its number among those of that width."""
 
     width: int
-    index: int
+    number: int
     name: str
 
 

@@ -66,7 +66,9 @@ class Lanes:
         group = self.groups[0]
         if len(self.groups) > 1:
             group = min((g for g in self.groups if g.barrier is None), key=lambda g: g.at)
-            for other in [g for g in self.groups if g is not group and g.barrier is None and g.at == group.at]:
+            for other in [
+                g for g in self.groups if g is not group and g.barrier is None and g.at == group.at
+            ]:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
         blocks = self.program.kernel.blocks
@@ -87,7 +89,7 @@ class Lanes:
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
         taken, count, leaves = group.mask, group.size, end.root != "bra"
         if end.guard is not None:
-            predicate = self.p[end.guard.index]
+            predicate = self.p[end.guard.number]
             taken = group.mask & (~predicate if end.negated else predicate)
             count = int(np.count_nonzero(taken))
         if count == group.size:
@@ -120,7 +122,7 @@ class Lanes:
         group.barrier, group.expected = number, expected
 
     def _uniform(self, end: Instruction, x: Any) -> int:
-        values = self.u[x.index]
+        values = self.u[x.number]
         if (values != values[0]).any():
             raise end.unsupported("a barrier whose number differs between threads")
         return int(values[0])

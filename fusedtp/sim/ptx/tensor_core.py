@@ -74,7 +74,7 @@ def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
 
 
 def _numbers(e: Emitter, x: Operand) -> tuple[int, ...]:
-    return tuple(each.index for each in e.items(x) if isinstance(each, Reg))
+    return tuple(each.number for each in e.items(x) if isinstance(each, Reg))
 
 
 def multiply(
@@ -116,7 +116,7 @@ def _matrix(e: Emitter, i: Instruction) -> list[str] | None:
         return None
     count = next(int(part[1:]) for part in i.parts if part in ("x1", "x2", "x4"))
     at, registers = (i.args[1], i.args[0]) if i.root == "ldmatrix" else i.args[:2]
-    rows = [x.index for x in e.items(registers) if isinstance(x, Reg)]
+    rows = [x.number for x in e.items(registers) if isinstance(x, Reg)]
     if len(rows) != count:
         return None
     name = "load_matrix" if i.root == "ldmatrix" else "store_matrix"

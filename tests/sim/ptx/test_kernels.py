@@ -5,16 +5,34 @@ CI runs a sample; `fusedtp check --compiled sm_80 sm_90` runs every kernel under
 
 from __future__ import annotations
 
+import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from fusedtp.checks.cases import compiled_cases, fused_case
 from fusedtp.checks.dense import Call
+from fusedtp.checks.workers import schedule_of
 from fusedtp.ops.launch.config import Machine as Gpu
-from fusedtp.sim import Case
+from fusedtp.sim import (
+    Case,
+    Copy,
+    Launch,
+    Run,
+    Schedule,
+    Signal,
+    SimulationFault,
+    compare,
+    explore,
+    run_schedule,
+    symmetric,
+)
+from fusedtp.sim.explore import schedules
+from fusedtp.sim.report import report
 from tests.sim.ptx.running import compiler_of, once
 
 Edit = Callable[[str], str]
@@ -86,8 +104,10 @@ def without_barriers_after(pattern: str) -> Edit:
 no_barrier_after_copies = without_barriers_after(r"cp\.async\.wait_group")
 no_barrier_after_acquire = without_barriers_after(r"\.sys\.acquire")
 
-GATHER = Call("all_gather_matmul", (40, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32)
-SCATTER = Call("matmul_reduce_scatter", (24, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32, chunk=1)
+GATHER = Call("all_gather_matmul", (40, 24), (40,), k=144, dtype=torch.float16, tile=32, block_k=32)
+SCATTER = Call(
+    "matmul_reduce_scatter", (24, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32, chunk=1
+)
 WIDE = Call("all_gather_wgrad", (72, 56), (64,), k=64, dtype=torch.float16, tile=64, block_k=32)
 
 
@@ -110,7 +130,9 @@ FAULTS: list[tuple[Call, str, Edit, bool]] = [
 
 
 @pytest.mark.parametrize(
-    "call, target, edit, fine", FAULTS, ids=[f"{c.operation}-{t}-{e.__name__}-{n}" for n, (c, t, e, _) in enumerate(FAULTS)]
+    "call, target, edit, fine",
+    FAULTS,
+    ids=[f"{c.operation}-{t}-{e.__name__}-{n}" for n, (c, t, e, _) in enumerate(FAULTS)],
 )
 def test_seeded_faults_are_found(call: Call, target: str, edit: Edit, fine: bool) -> None:
     """In at least two of three seeds; and the code as it was compiled shows nothing in any of them."""
@@ -118,3 +140,128 @@ def test_seeded_faults_are_found(call: Call, target: str, edit: Edit, fine: bool
     assert [once(case, target, seed, fine=fine) for seed in range(3)] == [None] * 3
     found = [once(case, target, seed, fine=fine, edit=edit) for seed in range(3)]
     assert sum(fault is not None for fault in found) >= 2, found
+
+
+def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
+    """known_bugs.compiled: the pipeliner loads ahead of the wait. No schedule of the kernel's text shows it."""
+    from fusedtp.sim.known_bugs.compiled import gated_matmul
+
+    k, m, chunk, ranks = 256, 32, 64, range(2)
+
+    def make(outside: bool, stages: int) -> Case:
+        def run() -> Run:
+            torch.manual_seed(0)
+            inbox = symmetric("inbox", 2, (m, k), torch.float16, poisoned=False)
+            flags = symmetric("flags", 2, (k // chunk,), torch.int32, poisoned=False)
+            src = [torch.randint(-2, 3, (m, k)).half() for _ in ranks]
+            w = torch.randint(-2, 3, (m, k)).half()
+            y = [torch.zeros(m, m) for _ in ranks]
+            shared = dict(limit=10**6, K=k, M=m, BLOCK_K=32, CHUNK=chunk, OUTSIDE=outside)
+            work: list[list[Launch | Copy | Signal]] = [[], []]
+            for rank in ranks:
+                peer = 1 - rank
+                args = dict(inbox=inbox.tensors[rank], w=w, y=y[rank], flags=flags.tensors[rank], **shared)
+                work[rank].append(Launch(gated_matmul, 1, args, options=dict(num_warps=4, num_stages=stages)))
+                for n in range(k // chunk):
+                    for row in range(m):
+                        part = slice(n * chunk, n * chunk + chunk)
+                        work[rank].append(
+                            Copy(inbox.tensors[peer][row, part], src[rank][row, part], stream="copy")
+                        )
+                    work[rank].append(Signal(flags.tensors[peer][n : n + 1], 1, "copy"))
+            want = [src[1 - rank].float() @ w.float().T for rank in ranks]
+            return Run(work, [inbox, flags], lambda: compare("y", y, want))
+
+        return Case("gated", run)
+
+    for outside, stages, expected in ((True, 3, 0), (False, 1, 0), (False, 3, 3)):
+        found = [once(make(outside, stages), "sm_80", seed) for seed in range(3)]
+        assert sum(fault is not None for fault in found) == expected, (outside, stages, found)
+
+
+# -- products in every layout ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def product(
+    x, w, y, K, SX: tl.constexpr, SW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y [M, N] = x [M, K] @ w [K, N]; S: strides of rows and columns."""
+    ms, ns, ks = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK)
+    acc = tl.zeros((M, N), tl.float32)
+    for k in range(0, K, BLOCK):
+        a = tl.load(x + ms[:, None] * SX[0] + (k + ks)[None, :] * SX[1])
+        b = tl.load(w + (k + ks)[:, None] * SW[0] + ns[None, :] * SW[1])
+        acc = tl.dot(a, b, acc, input_precision="tf32")
+    tl.store(y + ms[:, None] * N + ns[None, :], acc)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "dtype, x_major, w_major",
+    [
+        (torch.float16, "k", "k"),
+        (torch.bfloat16, "m", "n"),
+        (torch.float16, "m", "k"),
+        (torch.float32, "k", "n"),
+        (torch.float8_e5m2, "k", "k"),
+    ],
+)
+def test_products_of_every_layout(target: str, dtype: torch.dtype, x_major: str, w_major: str) -> None:
+    """Descriptors and swizzles as the compiler makes them: operands with K or with rows innermost."""
+    m, n, k = 64, 32, 128
+    torch.manual_seed(0)
+    a, b = torch.randint(-2, 3, (m, k)).to(dtype), torch.randint(-2, 3, (k, n)).to(dtype)
+    x = a if x_major == "k" else a.t().contiguous().t()
+    w = b if w_major == "n" else b.t().contiguous().t()
+    y = torch.zeros(m, n)
+    args = dict(x=x, w=w, y=y, K=k, SX=x.stride(), SW=w.stride(), M=m, N=n, BLOCK=64)
+    launch = Launch(product, 1, args, options=dict(num_warps=4, num_stages=3))
+    case = Case("product", lambda: Run([[launch]], (), lambda: compare("y", [y], [a.float() @ b.float()])))
+    assert once(case, target, fine=dtype == torch.bfloat16) is None
+
+
+# -- through the library's interface -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def send(src, box, flag, SEM: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(box + at, tl.load(src + at))
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem=SEM, scope="sys")
+
+
+@triton.jit
+def receive(dst, box, flag, N: tl.constexpr):
+    at = tl.arange(0, N)
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.debug_barrier()
+    tl.store(dst + at, tl.load(box + at))
+
+
+def message_case(sem: str) -> Case:
+    def make() -> Run:
+        box, flag = symmetric("box", 2, (256,)), symmetric("flag", 2, (1,), torch.int32, poisoned=False)
+        src, dst = torch.randn(256), torch.full((256,), torch.nan)
+        at = dict(box=box.tensors[1], flag=flag.tensors[1], N=256)
+        work = [[Launch(send, 1, dict(src=src, SEM=sem, **at))], [Launch(receive, 1, dict(dst=dst, **at))]]
+        return Run(work, [box, flag], lambda: compare("dst", [dst], [src]))
+
+    return Case("message", make)
+
+
+def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
+    def chosen() -> Iterator[Schedule]:
+        return schedules(8, compiled="sm_80")
+
+    assert explore(message_case("release"), chosen()).passed
+    fault = explore(message_case("relaxed"), chosen()).fault
+    assert fault is not None and fault.rule == "never written" and fault.compiled == "sm_80"
+    access = fault.accesses[0]
+    assert access.tensor == "box of rank 1" and "tl.load(box + at)" in linecache.getline(*access.site[:2])
+    assert "--compiled sm_80" in report(fault, name="message.py::case")
+    with pytest.raises(SimulationFault) as again:
+        run_schedule(message_case("relaxed").make(), schedule_of(fault))
+    assert again.value.fault.key() == fault.key()

@@ -11,7 +11,8 @@ from tests.sim.ptx.running import Text, run_all, run_text
 ATOMICS = {
     "add.s32": lambda old, x: old + x, "max.s32": max, "min.s32": min, "exch.b32": lambda old, x: x,
     "and.b32": lambda old, x: old & x, "or.b32": lambda old, x: old | x, "xor.b32": lambda old, x: old ^ x,
-    "inc.u32": lambda old, x: 0 if old >= x else old + 1, "dec.u32": lambda old, x: x if old == 0 or old > x else old - 1,
+    "inc.u32": lambda old, x: 0 if old >= x else old + 1,
+    "dec.u32": lambda old, x: x if old == 0 or old > x else old - 1,
 }  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def test_atomics(name: str) -> None:
 def test_compare_and_swap_makes_a_lock() -> None:
     """Two programs of two ranks count to 8 under a lock of atom.cas, in every interleaving."""
     body = """setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r5, 0;
-        $next: 
+        $next:
         $spin: atom.acquire.sys.global.cas.b32 %r1, [%rd0], 0, 1; setp.ne.b32 %p2, %r1, 0; @%p2 bra $spin;
         ld.global.b32 %r2, [%rd1]; add.s32 %r2, %r2, 1; st.global.b32 [%rd1], %r2;
         atom.release.sys.global.exch.b32 %r1, [%rd0], 0;
@@ -162,7 +163,7 @@ def test_bad_accesses(body: str, rule: str) -> None:
 def test_memory_that_no_one_wrote() -> None:
     box = symmetric("box", 1, (32,), torch.int32)
     launch = Launch(Text("ld.global.b32 %r1, [%rd0+4];", 1), 1, dict(at=box.tensors[0]))
-    with pytest.raises(SimulationFault, match="never written.*box"):
+    with pytest.raises(SimulationFault, match=r"never written.*box"):
         run_all([[launch]], [box])
 
 
