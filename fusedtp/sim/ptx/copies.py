@@ -9,7 +9,7 @@ its wait_group, a tensor load once a thread polls its mbarrier, a tensor store a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from .alu import Emitter, handles
 from .parse import Address, Imm, Instruction
 from .tensor_core import swizzled
 
-if TYPE_CHECKING:
-    from .program import Lanes, Program
-
+Lanes = Program = Any  # those of program.py, which imports this file
 Array = np.ndarray[Any, Any]
 POISON = np.uint8(0x7F)  # a NaN in every float of 8 to 32 bits
 

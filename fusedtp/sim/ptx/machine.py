@@ -26,7 +26,7 @@ from .launch import Compiler
 from .memory import NONE, Effects, Line, Window
 from .program import Program
 
-PATIENCE, LAST_PATIENCE = 3, 250  # polls in vain before a program sleeps; and once all sleep
+PATIENCE, LAST_PATIENCE = 3, 2000  # polls in vain before a program sleeps; and once all sleep
 MOST_TURNS = 500_000
 DRIFT = 0.05  # of the turns, some pending store lands by itself
 HOST = Site("host", 0, "host", 0)

@@ -239,6 +239,7 @@ class Window:
             self.release(threads)
         if order != "weak":
             self._show_own(within, every)
+        self.vain = 0  # it gets on
         flat, kept = every.reshape(-1), values.reshape(-1)
         if self.late and order == "weak":
             item = Pending(flat, kept.copy(), np.repeat(threads, count))

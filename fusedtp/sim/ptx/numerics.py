@@ -249,7 +249,7 @@ def pairs(to: str, of: str, relu: bool, *given: Array) -> Array:
 
 def halves(operation: str, kind: str, relu: bool, propagates: bool, *given: Array) -> Array:
     """Arithmetic of 16-bit floats, single or packed."""
-    function = {
+    function: Any = {
         "add": np.add, "sub": np.subtract, "mul": np.multiply,
         "min": np.minimum if propagates else np.fmin, "max": np.maximum if propagates else np.fmax,
         "fma": lambda a, b, c: a * b + c,

@@ -13,7 +13,7 @@ Products are summed in fp32 by numpy, in an order of its own; tensor cores have 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from .alu import Emitter, handles
 from .numerics import from_bf16, from_fp8
 from .parse import Imm, Instruction, Operand, Reg, UnsupportedPtx
 
-if TYPE_CHECKING:
-    from .program import Lanes
-
+Lanes = Any  # that of program.py, which imports this file
 Array = np.ndarray[Any, Any]
 
 

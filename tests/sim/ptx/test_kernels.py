@@ -5,7 +5,7 @@ CI runs a sample; `fusedtp check --compiled sm_80 sm_90` runs every kernel under
 
 from __future__ import annotations
 
-import linecache
+import inspect
 import re
 from collections.abc import Callable, Iterator
 
@@ -260,7 +260,10 @@ def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
     fault = explore(message_case("relaxed"), chosen()).fault
     assert fault is not None and fault.rule == "never written" and fault.compiled == "sm_80"
     access = fault.accesses[0]
-    assert access.tensor == "box of rank 1" and "tl.load(box + at)" in linecache.getline(*access.site[:2])
+    lines, first = inspect.getsourcelines(receive.fn)
+    load = first + next(n for n, line in enumerate(lines) if "tl.load(box + at)" in line)
+    assert access.tensor == "box of rank 1" and access.site.file == __file__
+    assert 0 <= access.site.line - load <= 2  # Triton 3.9's line table is that far off here
     assert "--compiled sm_80" in report(fault, name="message.py::case")
     with pytest.raises(SimulationFault) as again:
         run_schedule(message_case("relaxed").make(), schedule_of(fault))
