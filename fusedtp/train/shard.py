@@ -94,8 +94,11 @@ def shard(
     stages   of a pipeline: the modules that are called in the place of the model
     kind     zero3: free a block's gathered parameters after its forward; else they stay until backward or longer
     dtypes   of the gathered parameters, and of the sum of gradients; default fp32
-    Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty.
+    Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty, and for
+    stages with a kind that schedules cannot keep: see shard_experts.
     """
+    if stages and kind in ("zero2", "zero3"):
+        raise ValueError(f"{kind} with pipeline stages, which keep parameters whole in a step: use zero1 or ddp")
     if outer is None or mesh.ndim > 1:
         outer = mesh
     ways = {name: _way(p) for name, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -104,7 +107,7 @@ def shard(
         raise ValueError(found[0])
     dtypes = dtypes or MixedPrecisionPolicy()
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        shard_experts(experts, mesh, outer, dtypes)
+        shard_experts(experts, mesh, outer, dtypes, kind)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=kind == "zero3", mp_policy=dtypes)
     for root in stages or [model]:
@@ -129,9 +132,13 @@ def accumulate_(model: nn.Module, kind: str, last: bool) -> None:
 
 
 def shard_experts(
-    experts: Experts, mesh: DeviceMesh, outer: DeviceMesh, dtypes: MixedPrecisionPolicy
+    experts: Experts, mesh: DeviceMesh, outer: DeviceMesh, dtypes: MixedPrecisionPolicy, kind: str
 ) -> None:
-    """Shard them over `outer`; their gradient is a mean over `mesh`."""
+    """Shard them over `outer`; their gradient is a mean over `mesh`.
+
+    They stay gathered as long as their block does. Freed after forward, they would get no gradient under schedules
+    whose backward is two passes: torch looks for a stage's weights before backward has gathered them again.
+    """
 
     def placement(parameter: nn.Parameter) -> Shard:
         way = _way(parameter) if isinstance(parameter, DTensor) else Way((Replicate(),), (1,))
@@ -139,7 +146,13 @@ def shard_experts(
         assert dim is not None
         return Shard(dim)
 
-    fully_shard(experts, mesh=outer, shard_placement_fn=placement, mp_policy=dtypes)
+    fully_shard(
+        experts,
+        mesh=outer,
+        reshard_after_forward=kind == "zero3",
+        shard_placement_fn=placement,
+        mp_policy=dtypes,
+    )
     if experts.parallel is not None:  # FSDP2 divides by the ranks of `outer`
         experts.parallel = replace(experts.parallel, averaged=mesh.size() // outer.size())
 

@@ -56,6 +56,7 @@ CASES = {
     "experts pp2 tp2": f"--pp 2 --tp 2 --accumulate 4 --tie-embeddings --schedule interleaved_1f1b {EXPERTS}",
     "pp2 tp2 no sp": "--pp 2 --tp 2 --accumulate 2 --schedule looped_bfs --no-sequence-parallel",
     "experts pp2 dp2": f"--pp 2 --dp 2 --accumulate 2 --schedule 1f1b {EXPERTS}",
+    "experts pp2 dp2 zero bubble": f"--pp 2 --dp 2 --accumulate 2 --schedule interleaved_zero_bubble {EXPERTS}",
 }
 
 
@@ -182,7 +183,7 @@ def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: 
 
 
 def test_ci_has_every_mesh_and_schedule(words: Path):
-    configs = [config_of(options, words) for options in [*CASES.values()][:14]]
+    configs = [config_of(options, words) for options in [*CASES.values()][:15]]
     assert [fault for config in configs for fault in all_faults(config)] == []
     assert {axes_of(config) for config in configs} == set(AXES) and len(AXES) == 10
     assert {config.parallel.schedule for config in configs if config.parallel.pp > 1} == set(SCHEDULES)

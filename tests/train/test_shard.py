@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -79,3 +80,9 @@ def test_what_kinds_cannot_do_is_said_together():
     ]
     (pipeline,) = faults(parse(["--pp", "2", "--accumulate", "4", "--data-parallel", "zero2"]), 2, 1)
     assert pipeline.startswith("--data-parallel zero2 with --pp 2")
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_stages_keep_their_parameters_whole(kind: str):
+    with pytest.raises(ValueError, match=f"{kind} with pipeline stages"):
+        shard(torch.nn.Linear(2, 2), None, stages=[torch.nn.Linear(2, 2)], kind=kind)  # type: ignore[arg-type]
