@@ -19,7 +19,8 @@ from .alu import Emitter, handles
 from .parse import Address, Imm, Instruction
 from .tensor_core import swizzled
 
-Lanes = Program = Any  # those of program.py, which imports this file
+Lanes = Any  # that of program.py, which imports this file, as its Program
+Program = Any
 Array = np.ndarray[Any, Any]
 POISON = np.uint8(0x7F)  # a NaN in every float of 8 to 32 bits
 
