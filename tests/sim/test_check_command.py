@@ -136,7 +136,7 @@ def test_what_cannot_be_checked_ends_with_two_and_one_line(capsys):
 )
 def test_every_schedule_is_run_once_whatever_the_number_of_workers(count, workers, seed, resident, weak):
     options = CheckOptions(schedules=count, seed=seed, resident=resident, weak=weak)
-    run = [schedule for _, part in _parts(options, workers) for schedule in part]
+    run = [schedule for _, part in _parts(options, workers, "") for schedule in part]
     assert run == list(itertools.islice(options.chosen(), count))
     assert [schedule.seed for schedule in run] == list(range(seed, seed + count))
 
