@@ -30,6 +30,7 @@ def step(config: TrainConfig, tokens: Path) -> tuple[float, dict[str, torch.Tens
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}, sum(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--memory-budget 0 --compile-backend aot_eager_decomp_partition"])
 def test_compiled_blocks_give_the_gradients_of_plain_ones(tokens: Path, options: str):
     config = parse(f"{SIZES} --compile --compile-backend aot_eager {options}".split())

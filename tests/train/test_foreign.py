@@ -192,6 +192,7 @@ class _Alone:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "more"), [("pp2 tp2", ""), ("pp2 dp2", "--lora 2")])
 def test_a_resumed_run_equals_one_that_never_stopped(
     worlds, tokens: Path, tmp_path: Path, mesh: str, more: str

@@ -175,6 +175,7 @@ def compare(
     assert names == want[0][1].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_losses_of_routers_reach_every_stage(worlds, schedule: str, tp: int):
