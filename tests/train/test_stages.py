@@ -298,7 +298,6 @@ def test_what_a_pipeline_cannot_do_is_said_together():
         "--schedule dualpipev with --pp 4 has 8 stages, more than --layers 3",
         "--schedule dualpipev with --pp 4 needs at least 8 --accumulate microbatches, not 2",
         "--schedule dualpipev with --dp 2 and --tie-embeddings",
-        "--schedule dualpipev with --dp 2 and --experts",
     ]
     fine = "--pp 2 --layers 4 --accumulate 4 --batch 8 --schedule interleaved_1f1b"
     assert faults(parse(fine.split()), 2, 2) == []
