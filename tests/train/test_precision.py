@@ -17,10 +17,9 @@ from fusedtp.train.build import build, build_stages
 from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loop import backward
+from fusedtp.train.loop import ExpertLoad, backward
 from fusedtp.train.metrics import JsonLines, records_of
-from fusedtp.train.precision import SMALLEST, LossScale
+from fusedtp.train.optim import SMALLEST, LossScale
 from fusedtp.train.run import trainer_of
 from fusedtp.train.verify import compare, reference_steps
 from fusedtp.train.world import World

@@ -18,10 +18,9 @@ from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_, recompute_
 from fusedtp.nn.recompute import Recompute
 from fusedtp.ops import engines
 from fusedtp.parallel import clip_grad_norm_, parallelize
-from fusedtp.train.blocks import blocks_of
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
-from fusedtp.train.shard import shard
+from fusedtp.train.shard import blocks_of, shard
 from fusedtp.train.stages import (
     SCHEDULES,
     TWO_PASSES,

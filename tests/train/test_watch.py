@@ -20,20 +20,30 @@ from fusedtp.train.build import build_stages
 from fusedtp.train.clocks import APART, Clocks
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Windows
-from fusedtp.train.hang import HANG, Position, Pulse, judge, timed_out
 from fusedtp.train.loop import Trainer
-from fusedtp.train.nonfinite import PATIENCE, Event, Found, Guard, NotFinite, finite, where
 from fusedtp.train.run import trainer_of
 from fusedtp.train.watch import (
+    HANG,
     KINDS,
     RANKS,
+    SKIPS_IN_A_ROW,
+    Event,
+    Found,
+    Guard,
+    NotFinite,
+    Position,
+    Pulse,
     Reading,
     Spikes,
     Watch,
+    finite,
     in_words,
+    judge,
     peak_memory,
     stragglers,
+    timed_out,
     verdict,
+    where_not_finite,
 )
 from fusedtp.train.world import World, bound_waits, meshes
 from tests.harness import pool
@@ -356,20 +366,20 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
 
 def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
     first, _ = worlds(2).run(
-        train, "dp", f"--on-nan skip --steps {PATIENCE + 3}", tokens, Poison("weight", "norm")
+        train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, Poison("weight", "norm")
     )
-    assert first["error"].endswith(f"{PATIENCE} steps in a row were left out")
-    assert len(first["told"]) == len(first["steps"]) == PATIENCE - 1
+    assert first["error"].endswith(f"{SKIPS_IN_A_ROW} steps in a row were left out")
+    assert len(first["told"]) == len(first["steps"]) == SKIPS_IN_A_ROW - 1
 
 
 def test_a_run_ends_after_bad_steps_in_a_row_alone():
     guard, model = Guard(World(), "skip"), torch.nn.Linear(1, 1)
-    for step in range(3 * PATIENCE):
-        norm = 1.0 if step % PATIENCE == PATIENCE - 1 else math.nan
+    for step in range(3 * SKIPS_IN_A_ROW):
+        norm = 1.0 if step % SKIPS_IN_A_ROW == SKIPS_IN_A_ROW - 1 else math.nan
         assert guard.takes(step, 2.0, norm, model, lambda: None) == math.isfinite(norm)
-    for step in range(PATIENCE - 1):
+    for step in range(SKIPS_IN_A_ROW - 1):
         guard.takes(step, 2.0, math.nan, model, lambda: None)
-    with pytest.raises(NotFinite, match=f"{PATIENCE} steps in a row"):
+    with pytest.raises(NotFinite, match=f"{SKIPS_IN_A_ROW} steps in a row"):
         guard.takes(step, 2.0, math.nan, model, lambda: None)
 
 
@@ -379,10 +389,10 @@ def test_a_stage_that_was_given_nan_is_not_where_it_began():
     second = Found(1, "box-b", forward=Event(1, "layers.2.input_layernorm", 2, made=False))
     for found in ([first, second], [second, first]):
         assert (
-            where(found)
+            where_not_finite(found)
             == "it began in forward with the output of layers.1.mlp, microbatch 2, on rank 0 (box-a)"
         )
-    assert "layers.2" in where([Found(0, "box-a"), second])
+    assert "layers.2" in where_not_finite([Found(0, "box-a"), second])
 
 
 def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
