@@ -235,6 +235,7 @@ class TransformersModel(nn.Module):
             + sum(p.numel() * (share if p.dim() > 2 else 1.0) for p in layer.parameters() if p.dim() > 1)
             for layer in getattr(at.base, at.layers)
         ]
+        found[0] += config.hidden_size
         return found, float(config.hidden_size * config.vocab_size)
 
     # -- writing -------------------------------------------------------------------------------------------------------

@@ -75,7 +75,10 @@ TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)
 
 
 def costs(config: ModelConfig, length: int) -> tuple[list[float], float]:
-    """Multiply-adds a token of every layer, and of the head. A layer of experts counts those that a token meets."""
+    """Multiply-adds a token of every layer, and of the head. A layer of experts counts those that a token meets.
+
+    The first layer has the embedding too: H additions in backward.
+    """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.head_dim or hidden // heads
     kv_heads = config.num_key_value_heads or heads
@@ -88,6 +91,7 @@ def costs(config: ModelConfig, length: int) -> tuple[list[float], float]:
         if config.moe is not None and layer >= config.moe.first_dense:
             width = config.moe.top_k * config.moe.hidden + config.moe.shared
         found.append(float(attention + 3 * hidden * width))
+    found[0] += hidden
     return found, float(hidden * config.vocab_size)
 
 

@@ -161,6 +161,22 @@ def test_a_run_whose_first_steps_overflow_is_that_of_one_process(worlds, tokens:
         assert found.passed and found.steps > sum(skipped) + 1, found
 
 
+def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights_in_fp32(
+    worlds, tokens: Path
+):
+    options = "--dtype bf16 --param-dtype bf16 --data-parallel zero2 --steps 8"
+    config = parse(f"{SIZES} {options}".split())
+    for records, seen, _ in worlds(2).run(trained, "dp2", options, tokens):
+        theirs = [
+            reference_steps(config, tokens, len(records), torch.device("cpu"), shaken, records)
+            for shaken in (False, True)
+        ]
+        found = compare(config, records, *theirs)
+        assert found.passed and found.steps == 8, found
+        assert {each.dtype for each in seen[-1]} == {torch.float32}
+        assert any(not torch.equal(each, each.bfloat16().float()) for each in seen[-1])
+
+
 def test_a_resumed_run_has_the_scale_that_it_had(worlds, tokens: Path, tmp_path: Path):
     options = "--dtype fp16 --loss-scale 4096 --loss-scale-window 3"
     ranks = worlds(2)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -407,10 +408,12 @@ def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
 # -- ranks that do not come --------------------------------------------------------------------------------------------
 
 
-def hang(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
-    """Rank 1 stops in the forward pass of step 2, until the other one has said so."""
+def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False) -> None:
+    """Rank 1 stops in the forward pass of step 2, until the other one has said so; or `frozen`, all of its process."""
 
     def stop(*given: Any) -> None:
+        if frozen and trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the world kills it
         while trainer.step == 2 and not (folder / HANG).exists():
             time.sleep(0.05)
 
@@ -442,6 +445,13 @@ def test_a_rank_that_hangs_is_named_by_the_others_with_its_last_call(tokens, tmp
     assert zero["gave_up"] and zero["kind"] == f"{mesh}_wait" and zero["step"] == 2
     assert not one["gave_up"] and one["call"].startswith(call), one
     assert report["what"] in first.message
+
+
+def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(tokens, tmp_path):
+    with pool.World(2) as ranks:
+        first, _ = ranks.outcomes(hang, "dp", tokens, tmp_path, True, grace=5)
+    assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
+    assert re.search(r"rank 1 on \S+ has been in .*, and it answers no more", first.message)
 
 
 def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
