@@ -705,10 +705,15 @@ def record_flight(folder: Path) -> None:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a wait for other ranks ended because one did not come; a rank that died is named by who started it."""
+    """Whether a wait for other ranks ended because one did not come; a rank that died is named by who started it.
+
+    torch's schedules raise an error of their own from that of a stage, so causes count.
+    """
     if isinstance(error, SignalTimeout):
         return not isinstance(error, PeerDied)
-    return isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None
+    if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None:
+        return True
+    return error.__cause__ is not None and timed_out(error.__cause__)
 
 
 def judge(before: Sequence[Position], after: Sequence[Position], ranks: int) -> tuple[str, set[int]]:

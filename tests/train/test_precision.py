@@ -173,7 +173,9 @@ def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights
         ]
         found = compare(config, records, *theirs)
         assert found.passed and found.steps == 8, found
-        held = seen[-2]  # before the last update; a validation, which comes after it, leaves parameters gathered
+        held = seen[
+            -2
+        ]  # before the last update; a validation, which comes after it, leaves parameters gathered
         assert {each.dtype for each in held} == {torch.float32}
         assert any(not torch.equal(each, each.bfloat16().float()) for each in held)
 

@@ -454,6 +454,33 @@ def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(to
     assert re.search(r"rank 1 on \S+ has been in .*, and it answers no more", first.message)
 
 
+def out_of_order(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
+    """Rank 1 sums something up in the forward pass of step 2, which the other one does not."""
+
+    def more(*given: Any) -> None:
+        if trainer.step == 2:
+            dist.all_reduce(torch.ones(4), group=trainer.world.mesh[mesh].get_group())
+
+    trainer = made(group, mesh, "", tokens, timeout=3.0)
+    bound_waits(trainer.world, 3.0)
+    if group.rank() == 1:
+        first_layers(trainer.model)[0].register_forward_pre_hook(more)
+    with Pulse(trainer.world, trainer.watch.clocks, lambda: trainer.step, folder, beat=0.2):
+        trainer.train(5)
+
+
+@pytest.mark.parametrize("mesh", ["dp", "pp"])
+def test_ranks_whose_collectives_are_out_of_order_are_named_with_their_last_calls(tokens, tmp_path, mesh):
+    with pool.World(2) as ranks:
+        found = ranks.outcomes(out_of_order, mesh, tokens, tmp_path, grace=30)
+    for each in found:
+        assert isinstance(each, Failure) and each.kinds[0] == "RankHung", each
+        assert each.message.startswith("all ranks wait, in different calls: rank 0 on ")
+        assert re.search(
+            r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", each.message
+        )
+
+
 def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
     return Position(rank, "box", beat, 7, kind, 9.0, call=f"call of {rank}", **more)
 
@@ -473,6 +500,11 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
     assert judge([], [], 2)[1] == set()
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [
@@ -480,6 +512,11 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
         (RuntimeError("[pair.cc] Timed out waiting 3000ms for recv operation to complete"), True),
         (PeerDied("rank 1 ended"), False),
         (RuntimeError("Connection closed by peer"), False),
+        (
+            caused(RuntimeError("[Stage 1] failed to run forward"), RuntimeError("Timed out waiting 3 ms")),
+            True,
+        ),
+        (caused(RuntimeError("[Stage 1] failed to run forward"), PeerDied("rank 1 ended")), False),
         (ValueError("--timeout 0 is not positive: it timed out"), False),
     ],
 )
