@@ -55,7 +55,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from fusedtp.train.clocks import Clocks
@@ -237,6 +236,8 @@ def build_tokens(
 
 
 def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool) -> None:
+    from rich.progress import track  # benchmarks on a bare box read nothing
+
     held, tail_of, tail = hold_out(texts)
     ends: dict[str, list[int]] = {"train": [], "held_out": []}
     hidden = quiet or sum(text.size for text in texts) < _PROGRESS_FROM
