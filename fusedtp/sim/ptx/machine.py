@@ -169,7 +169,7 @@ class Machine:
 
     def _awake(self, actor: Actor) -> bool:
         if actor.asleep_since >= 0 and actor.asleep_since != self.line.changes:
-            actor.asleep_since, actor.patience = -1, PATIENCE
+            actor.asleep_since, actor.patience, actor.window.vain = -1, PATIENCE, 0
         return actor.asleep_since < 0
 
     def _go_on(self, awake: list[Actor]) -> None:

@@ -84,6 +84,12 @@ class Lanes:
             self._arrive(group, block.end)
         if group in self.groups and group.at >= len(blocks):
             self.groups.remove(group)
+        return self.pauses
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next block of some lanes may see what other programs do."""
+        blocks = self.program.kernel.blocks
         return any(g.barrier is None and blocks[g.at].pauses for g in self.groups)
 
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
@@ -421,6 +427,8 @@ class Program:
                     self._finish()
                     return
                 self._meet()
+                if any(vector.pauses for vector in self.vectors):
+                    return
                 continue
             vector = ready[0] if len(ready) == 1 else self.rng.choice(ready)
             while vector.ready and self.executed < most:

@@ -195,3 +195,28 @@ def test_residency_decides_whether_a_wait_ends() -> None:
     work[0][0].args["flag"].zero_()
     with pytest.raises(SimulationFault, match="1 programs have not started"):
         run_all(work, resident=1)
+
+
+@pytest.mark.parametrize("between", ["", "mov.b32 %r1, 0;"])
+def test_a_program_that_wakes_polls_before_it_sleeps_again(
+    between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warp by warp, its first turn may go to a warp that does not poll. `between` the barrier and the poll."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 3)  # no second chance once all sleep
+    waits = f"""setp.eq.b32 %p1, %r0, 0; mov.b32 %r5, 0;
+        $spin: bar.sync 0; {between}
+        @%p1 ld.global.acquire.sys.b32 %r1, [%rd0]; @%p1 st.shared.b32 [%r5], %r1;
+        bar.sync 0;
+        ld.shared.b32 %r2, [%r5]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;"""
+    sets = """setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r1, 0;
+        $later: st.global.relaxed.sys.b32 [%rd0], 0; add.s32 %r1, %r1, 1; setp.lt.s32 %p1, %r1, 60; @%p1 bra $later;
+        st.global.release.sys.b32 [%rd0], 1;"""
+    relays = f"{waits} @!%p1 ret; st.global.release.sys.b32 [%rd1], 1;"
+    for seed in range(6):
+        first, second = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        work = [
+            [Launch(Text(waits, 1, 128, 8), 1, dict(flag=second))],
+            [Launch(Text(relays, 2, 128, 8), 1, dict(flag=first, to=second))],
+            [Launch(Text(sets, 1), 1, dict(flag=first))],
+        ]
+        run_all(work, seed=seed, weak=True, fine=True)
