@@ -59,7 +59,10 @@ class Lanes:
 
     @property
     def ready(self) -> bool:
-        return any(group.barrier is None for group in self.groups)
+        groups = self.groups
+        if len(groups) == 1:
+            return groups[0].barrier is None
+        return any(group.barrier is None for group in groups)
 
     def step(self) -> bool:
         """Run one block of one group. Whether the program shall pause before what comes next."""
@@ -89,8 +92,10 @@ class Lanes:
     @property
     def pauses(self) -> bool:
         """Whether the next block of some lanes may see what other programs do."""
-        blocks = self.program.kernel.blocks
-        return any(g.barrier is None and blocks[g.at].pauses for g in self.groups)
+        blocks, groups = self.program.kernel.blocks, self.groups
+        if len(groups) == 1:
+            return groups[0].barrier is None and blocks[groups[0].at].pauses
+        return any(g.barrier is None and blocks[g.at].pauses for g in groups)
 
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
         taken, count, leaves = group.mask, group.size, end.root != "bra"
@@ -122,7 +127,7 @@ class Lanes:
             raise end.unsupported("guarded, or a reduction")
         group.at += 1
         if end.has("arrive"):
-            self.program.arrived[number] = self.program.arrived.get(number, 0) + int(group.mask.sum())
+            self.program.arrived[number] = self.program.arrived.get(number, 0) + group.size
             clock = self.window.known.together(self.ids[group.mask])
             self.program.arrivals.setdefault(number, []).append(clock)
             return
@@ -470,10 +475,10 @@ class Program:
             for group in vector.groups:
                 assert group.barrier is not None
                 waiting.setdefault(group.barrier, []).append((vector, group))
-        gone = self.threads - sum(int(g.mask.sum()) for v in self.vectors for g in v.groups)
+        gone = self.threads - sum(g.size for v in self.vectors for g in v.groups)
         met = False
         for number, groups in waiting.items():
-            count = sum(int(group.mask.sum()) for _, group in groups) + self.arrived.get(number, 0)
+            count = sum(group.size for _, group in groups) + self.arrived.get(number, 0)
             expected = groups[0][1].expected
             if count < expected - (gone if expected == self.threads else 0):
                 continue

@@ -103,9 +103,8 @@ class Shadow:
         def finer(cells: Array) -> Array:
             return np.repeat(cells, 1 << by)[cut : cut + size]
 
-        self.writes, self.write_events, self.unwritten = map(
-            finer, (self.writes, self.write_events, self.unwritten)
-        )
+        self.writes, self.write_events = finer(self.writes), finer(self.write_events)
+        self.unwritten = finer(self.unwritten)
         self.reads = {slot: (finer(stamps), finer(events)) for slot, (stamps, events) in self.reads.items()}
 
     # -- weak accesses -----------------------------------------------------------------------------------------------
