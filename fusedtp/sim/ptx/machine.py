@@ -179,11 +179,11 @@ class Machine:
             chosen.asleep_since = self.line.changes
 
     def _roused(self) -> bool:
-        """All sleep: let all poll on; whether they have not done so before."""
+        """All sleep, one of them maybe between two polls of work that goes on: let all poll on, each time longer."""
         if all(actor.patience == LAST_PATIENCE for actor in self.live):
             return False
         for actor in self.live:
-            actor.asleep_since, actor.patience = -1, LAST_PATIENCE
+            actor.asleep_since, actor.patience = -1, min(8 * actor.patience, LAST_PATIENCE)
         return True
 
     # -- beginning and end of work -----------------------------------------------------------------------------------
