@@ -431,3 +431,25 @@ def test_a_tensor_copy_of_what_a_store_wrote_needs_a_proxy_fence(fence: str, eno
     else:
         with pytest.raises(SimulationFault, match="no proxy fence"):
             run_all(work, weak=True)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_asynchronous_copy_reads_as_early_as_it_is_issued(early: bool) -> None:
+    """8.9.1.1: an acquire between its issue and its wait orders nothing for it."""
+    copy = "mov.b32 %r1, 0; cp.async.ca.shared.global [%r1], [%rd0], 4; cp.async.commit_group;"
+    wait = "$s: ld.global.acquire.sys.b32 %r2, [%rd1]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $s;"
+    order = f"{copy} {wait}" if early else f"{wait} {copy}"
+    one = "setp.ne.b32 %p1, %r0, 0; @%p1 ret; "
+    texts = [
+        f"{one} st.global.b32 [%rd0], 5; st.global.release.sys.b32 [%rd1], 1;",
+        f"{one} {order} cp.async.wait_group 0; ld.shared.b32 %r3, [%r1]; st.global.b32 [%rd2], %r3;",
+    ]
+    for seed in range(4):
+        args = {name: torch.zeros(1, dtype=torch.int32) for name in ("data", "flag", "out")}
+        work = [[Launch(Text(text, 3, 32, 64), 1, args)] for text in texts]
+        if early:
+            with pytest.raises(SimulationFault, match="read-write race"):
+                run_all(work, seed=seed, weak=True)
+        else:
+            run_all(work, seed=seed, weak=True)
+            assert args["out"][0] == 5
