@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,26 +18,46 @@ from .memory import Map, Memory
 class Launch:
     """A kernel on a stream of a rank.
 
-    grid      1 to 3 numbers
+    kernel    of triton.jit, under triton.autotune and triton.heuristics or not
+    grid      1 to 3 numbers, or a function of the arguments that returns them
     args      by name, tensors on the CPU
     options   of the compiler (num_warps, num_stages, maxnreg); the interpreter has none
+    tuned     the config of an autotuned kernel: a triton.Config, or its number; None: every config in turn, a
+              schedule each
+    replace   device function -> another body for it, a triton.jit function, or None for none: for calls of external
+              libraries, which do not exist on a CPU (nvshmem.py has some). Compiled kernels only.
     """
 
     kernel: Any
-    grid: int | tuple[int, ...]
+    grid: int | tuple[int, ...] | Callable[[dict[str, Any]], Any]
     args: dict[str, Any]
     stream: str = "0"
     options: dict[str, int] = field(default_factory=dict)
+    tuned: Any = None
+    replace: Mapping[Any, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return getattr(self.kernel, "__name__", "kernel")
+        return name_of(self.kernel)
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        assert not callable(self.grid), "launching.plain calls it"
         grid = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
         x, y, z = (*grid, 1, 1)[:3]
         return x, y, z
+
+
+def name_of(kernel: Any) -> str:
+    """Of a kernel, decorated by autotune, heuristics and their like or not."""
+    while not hasattr(kernel, "__name__") and inside(kernel) is not None:
+        kernel = inside(kernel)
+    return str(getattr(kernel, "__name__", "kernel"))
+
+
+def inside(kernel: Any) -> Any:
+    """What a decorator wraps, or None. jit_func: of torch's requires_nvshmem."""
+    return getattr(kernel, "fn", None) or getattr(kernel, "jit_func", None)
 
 
 @dataclass(frozen=True)

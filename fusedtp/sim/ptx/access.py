@@ -78,7 +78,9 @@ def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
 def _store(e: Emitter, i: Instruction) -> list[str] | None:
     t, (at, value, *_) = typed(i), i.args
     nb = size_of(t)
-    if i.has("local", "param", "async"):
+    if i.has("param"):
+        return []  # an argument of a call
+    if i.has("local", "async"):
         return None
     words = ", ".join(e.read(x, f"b{8 * nb}") for x in e.items(value))
     if is_shared(i):
@@ -181,3 +183,12 @@ def _policy(e: Emitter, i: Instruction) -> list[str] | None:
 @handles("trap")
 def _trap(e: Emitter, i: Instruction) -> list[str] | None:
     return [f"S.trap({e.const(i.site)})"]
+
+
+@handles("call")
+def _call(e: Emitter, i: Instruction) -> list[str] | None:
+    """Of __assertfail alone, which a device_assert that fails comes to: CUDA C++ Programming Guide, "Assertion"."""
+    name = next((x.name for x in i.args if isinstance(x, Symbol)), "")
+    if name != "__assertfail":
+        raise i.unsupported(f"a call of {name}; replace= gives a device function another body")
+    return [f"S.trap({e.const(i.site)}, {'device_assert: ' + i.note!r})"]
