@@ -24,8 +24,8 @@ class Launch:
     options   of the compiler (num_warps, num_stages, maxnreg); the interpreter has none
     tuned     the config of an autotuned kernel: a triton.Config, or its number; None: every config in turn, a
               schedule each
-    replace   device function -> another body for it, a triton.jit function, or None for none: for calls of external
-              libraries, which do not exist on a CPU (nvshmem.py has some). Compiled kernels only.
+    replace   device function -> what is called in its place, of triton.jit or the language, or None for nothing: for
+              external libraries, which do not exist on a CPU (nvshmem.py has some bodies). Compiled kernels only.
     """
 
     kernel: Any

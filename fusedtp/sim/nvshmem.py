@@ -6,8 +6,10 @@
 
 Each body takes what the C function of its name takes: addresses (pointers or int64) in symmetric memory, sizes in
 bytes. Symmetric is what the case lists in `Run(work, memory)`; another rank's copy of an address lies as far from the
-beginning of that rank's tensor. An address in no such memory is out of bounds. `_block` functions of NVSHMEM are
-called by all threads of a program: a barrier stands before the transfer and after it.
+beginning of that rank's tensor. An address in no such memory is out of bounds.
+
+All threads of a program call `putmem`, `getmem` and `putmem_signal`, the `_block` functions of NVSHMEM: a barrier
+stands before the transfer and after it. `signal_op`, `signal_wait_until` and `fence` are of each thread that calls.
 
 What NVSHMEM's specification leaves unordered is unordered here: `putmem` alone makes nothing visible elsewhere, a
 `fence` or `quiet` orders what came before it, `putmem_signal` releases its data by the signal, and a wait acquires.
@@ -51,7 +53,7 @@ def n_pes():
 @triton.jit
 def ptr(address, pe):
     """int64: where rank pe has what the own rank has at this address; 0 outside of symmetric memory."""
-    address = address.to(tl.int64)
+    address = tl.cast(address, tl.int64)
     low, high = _environment(3).to(tl.uint32, bitcast=True), _environment(4).to(tl.uint32, bitcast=True)
     table = (low.to(tl.int64) | (high.to(tl.int64) << 32)).to(tl.pointer_type(tl.int64))
     row_size = n_pes() + 1
@@ -66,7 +68,7 @@ def ptr(address, pe):
 @triton.jit
 def _move(to, source, nbytes):
     tl.debug_barrier()
-    to, source = to.to(tl.pointer_type(tl.uint8)), source.to(tl.int64).to(tl.pointer_type(tl.uint8))
+    to, source = to.to(tl.pointer_type(tl.uint8)), tl.cast(source, tl.int64).to(tl.pointer_type(tl.uint8))
     for first in range(0, nbytes, _CHUNK):
         at = first + tl.arange(0, _CHUNK)
         tl.store(to + at, tl.load(source + at, mask=at < nbytes), mask=at < nbytes)
@@ -83,63 +85,65 @@ def putmem(dest, source, nbytes, pe):
 @triton.jit
 def getmem(dest, source, nbytes, pe):
     """nvshmemx_getmem_block, nvshmemx_getmem_nbi_block: rank pe's `source` to own memory."""
-    _move(dest.to(tl.int64), ptr(source, pe), nbytes)
+    _move(tl.cast(dest, tl.int64), ptr(source, pe), nbytes)
     return 0
-
-
-@triton.jit
-def _signal(at, signal, sig_op, SEM: tl.constexpr):
-    """Set or add: 0 and 5 as torch documents sig_op, 9 and 10 as nvshmem.h has NVSHMEM_SIGNAL_SET and _ADD."""
-    at, signal = at.to(tl.pointer_type(tl.uint64)), signal.to(tl.uint64)
-    if (sig_op == 0) | (sig_op == 9):
-        tl.atomic_xchg(at, signal, sem=SEM, scope="sys")
-    else:
-        tl.device_assert(
-            (sig_op == 5) | (sig_op == 10), "sig_op is neither NVSHMEM_SIGNAL_SET nor NVSHMEM_SIGNAL_ADD"
-        )
-        tl.atomic_add(at, signal, sem=SEM, scope="sys")
 
 
 @triton.jit
 def putmem_signal(dest, source, nbytes, sig_addr, signal, sig_op, pe):
     """nvshmemx_putmem_signal_block: the signal of rank pe changes once the data is there."""
     _move(ptr(dest, pe), source, nbytes)
-    _signal(ptr(sig_addr, pe), signal, sig_op, "release")
+    at, signal = ptr(sig_addr, pe).to(tl.pointer_type(tl.uint64)), tl.cast(signal, tl.uint64)
+    if (sig_op == 0) | (sig_op == 9):
+        tl.atomic_xchg(at, signal, sem="release", scope="sys")
+    else:
+        tl.atomic_add(at, signal, sem="release", scope="sys")
     return 0
 
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op, pe):
-    """nvshmemx_signal_op: rank pe's signal, in no order with the data."""
-    _signal(ptr(sig_addr, pe), signal, sig_op, "relaxed")
+    """nvshmemx_signal_op, by every thread that calls it: rank pe's signal, in no order with the data.
+
+    sig_op: 0 and 9 set it, as torch documents NVSHMEM_SIGNAL_SET and as nvshmem.h has it; others add.
+    """
+    at, signal = ptr(sig_addr, pe), tl.cast(signal, tl.uint64)
+    if (sig_op == 0) | (sig_op == 9):
+        _of_each_thread("atom.global.sys.relaxed.exch.b64 $0, [$1], $2;", at, signal)
+    else:
+        _of_each_thread("atom.global.sys.relaxed.add.u64 $0, [$1], $2;", at, signal)
     return 0
+
+
+@triton.jit
+def _of_each_thread(ASM: tl.constexpr, at, value):
+    return tl.inline_asm_elementwise(ASM, "=l,l,l", [at, value], dtype=tl.uint64, is_pure=False, pack=1)
 
 
 @triton.jit
 def _holds(seen, cmp, value):
     """seen `cmp` value, by NVSHMEM_CMP_EQ, NE, GT, LE, LT, GE: 0 to 5."""
     less, equal = seen < value, seen == value
-    above = (cmp == 1) & (seen != value) | (cmp == 2) & (not (less | equal)) | (cmp == 5) & (not less)
-    return (cmp == 0) & equal | above | (cmp == 3) & (less | equal) | (cmp == 4) & less
+    above = ((cmp == 1) & (seen != value)) | ((cmp == 2) & (seen > value)) | ((cmp == 5) & (seen >= value))
+    return ((cmp == 0) & equal) | above | ((cmp == 3) & (less | equal)) | ((cmp == 4) & less)
 
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp, value):
-    """nvshmem_signal_wait_until: polls the own signal, acquires, and returns what it saw."""
-    at = sig_addr.to(tl.int64).to(tl.pointer_type(tl.uint64))
-    seen = tl.atomic_add(at, 0, sem="acquire", scope="sys")
-    while not _holds(seen, cmp, value.to(tl.uint64)):
-        seen = tl.atomic_add(at, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    """nvshmem_signal_wait_until, by every thread that calls it: polls the own signal and acquires."""
+    at, value = tl.cast(sig_addr, tl.int64), tl.cast(value, tl.uint64)
+    seen = _of_each_thread("ld.global.acquire.sys.u64 $0, [$1]; // $2", at, value)
+    while not _holds(seen, cmp, value):
+        seen = _of_each_thread("ld.global.acquire.sys.u64 $0, [$1]; // $2", at, value)
     return seen
 
 
 @triton.jit
 def fence():
-    """nvshmem_fence, nvshmem_quiet: puts before it are visible before what comes after it."""
-    tl.debug_barrier()
-    tl.inline_asm_elementwise("fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
+    """nvshmem_fence, nvshmem_quiet, by every thread that calls it: puts before it are visible before what follows."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
     return 0
 
 

@@ -46,7 +46,11 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("local", "const"):
         return None
     if i.has("param"):
-        assert isinstance(at, Address) and isinstance(at.base, Symbol)
+        assert isinstance(at, Address)
+        if isinstance(at.base, Reg):  # one of several parameters, chosen as the kernel runs
+            chosen = f"S.chosen_parameter({e.address(at, False)}, {e.mask}, np.{TYPES[t][1].__name__})"
+            return e.put(d, t, chosen) if len(targets) == 1 else None
+        assert isinstance(at.base, Symbol)
         return [
             line
             for n, x in enumerate(targets)

@@ -101,7 +101,7 @@ class Emitter:
             raise i.unsupported()
         try:
             lines = handler(self, i)
-        except (KeyError, IndexError, ValueError, TypeError) as error:
+        except (KeyError, IndexError, ValueError, TypeError, AssertionError) as error:
             if type(error).__name__ == "UnsupportedPtx":
                 raise
             raise i.unsupported(f"{type(error).__name__}: {error}") from None

@@ -113,10 +113,13 @@ def _environment() -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """The compiler's words. Its errors hold the kernel's line."""
-    while error.__cause__ is not None and not str(error):
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    """The compiler's words: each call of a helper that led to the error, with the kernel's lines, and why at last."""
+    words = []
+    at: BaseException | None = error
+    while at is not None:
+        words.append(f"{type(at).__name__}: {at}" if at.__cause__ is None or at is error else str(at))
+        at = at.__cause__
+    return "\n".join(dict.fromkeys(each for each in words if each.strip()))
 
 
 @contextmanager
@@ -135,12 +138,15 @@ def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
         body = bodies[id(fn)]
         return None if body is None else own(self, node, body, args, kws)
 
-    names = [
-        (getattr(theirs, "__module__", ""), getattr(theirs, "__name__", ""), ours.cache_key if ours else "")
-        for theirs, ours in replace.items()
-    ]
+    names = [[_identity(function) for function in pair] for pair in replace.items()]
     with patch.object(CodeGenerator, "call_Function", call):
         yield hashlib.sha256(repr(sorted(names)).encode()).hexdigest() if names else ""
+
+
+def _identity(function: Any) -> str:
+    """The same in every process; of a triton.jit function with its source and all that it calls."""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
+    return f"{name} {getattr(function, 'cache_key', '')}"
 
 
 @contextmanager

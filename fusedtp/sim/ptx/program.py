@@ -185,6 +185,17 @@ class Lanes:
     def parameter_address(self, name: str) -> int:
         return PARAMETERS + list(self.program.parameters).index(name)
 
+    def chosen_parameter(self, at: Array, mask: Any, dtype: Any) -> Array:
+        """The parameter at an address that each lane computed."""
+        names = list(self.program.parameters)
+        found = np.zeros(self.count, dtype)
+        for lane in self.chosen(mask).tolist():
+            number = int(at[lane]) - PARAMETERS
+            if not 0 <= number < len(names):
+                raise UnsupportedPtx(f"a part of a parameter by its address, at {self.program.site}")
+            found[lane] = self.parameter(names[number], 0, dtype)
+        return found
+
     # -- global memory -----------------------------------------------------------------------------------------------
 
     def load(self, at: Array, nb: int, count: int, mask: Any, order: str, site: Site) -> Array:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fusedtp.checks.command import CRASHED, FAULTY, REFUSED, CheckOptions, Result, main, run_case
-from fusedtp.checks.workers import DIED, Found, Part, find, pool
+from fusedtp.checks.workers import DIED, Found, Part, find, pool, run_part
 from fusedtp.sim import Fault
+from fusedtp.sim.explore import schedules
 
 CASES = """
 from tests.sim.ptx.user_cases import (

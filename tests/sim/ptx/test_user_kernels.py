@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import triton.language as tl
 
 from fusedtp.sim import Case, Fault, Outcome, Run, Schedule, SimulationFault, UnsupportedKernel, explore
 from fusedtp.sim.explore import schedules
@@ -124,6 +125,16 @@ def test_an_assertion_that_fails_is_a_fault_with_its_words() -> None:
     assert fault.rule == "raised" and "device_assert: must be positive" in fault.message
     line = line_of('tl.device_assert(got > 0, "must')
     assert lines(fault) <= {line, line + 1}
+
+
+def test_a_false_assumption_can_be_checked() -> None:
+    """It changes nothing here; as an assertion it fails."""
+    assert tried(cases.case_false_assumption, 1).passed
+    fault = fault_of(lambda: cases.case_false_assumption({tl.assume: tl.device_assert}), count=1)
+    assert fault.rule == "raised"
+    (access,) = fault.accesses
+    assert access.launch == "assumes" and access.program == 0
+    assert line_of("tl.assume(pid > 0)") <= access.site.kernel_line <= line_of("tl.assume(pid > 0)") + 1
 
 
 def test_an_address_outside_all_memory_is_out_of_bounds() -> None:

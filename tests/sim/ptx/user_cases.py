@@ -532,6 +532,7 @@ def gets(box, flag, src, dst, N: tl.constexpr, SIGNAL: tl.constexpr):
     """A rank fills its own box, says so, and gets the other's."""
     at = tl.arange(0, N)
     tl.store(box + at, tl.load(src + at))
+    tl.debug_barrier()
     theirs.fence()
     peer = 1 - theirs.my_pe()
     theirs.signal_op(flag.to(tl.int64), tl.full((), 1, tl.int64), 0, peer)
@@ -560,3 +561,15 @@ def puts_by_itself(out, src):
 def case_extern_call():
     out = filled()
     return one(puts_by_itself, dict(out=out, src=filled()), out, out)
+
+
+@triton.jit
+def assumes(out):
+    pid = tl.program_id(0)
+    tl.assume(pid > 0)
+    tl.store(out + pid, 1.0)
+
+
+def case_false_assumption(replace=None):
+    out = torch.zeros(2)
+    return one(assumes, dict(out=out), out, torch.ones(2), 2, replace=replace or {})
