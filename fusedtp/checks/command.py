@@ -214,21 +214,28 @@ def check(options: CheckOptions, workers: Pool) -> list[Result]:
         for name in options.names()
     ]
     found = [each for name, world_size, target in asked for each in _found(workers, name, world_size, target)]
-    results = []
-    with _progress() as progress:
-        for each in found:
-            if each.refused or each.raised:
-                results.append(Result(each))
-                continue
-            task = progress.add_task(f"{_label(each)} ({each.world_size} ranks)", total=options.limit())
-            advance = lambda count, task=task: progress.advance(task, count)  # noqa: E731
-            results.append(run_case(each, options, workers, advance))
+    if any(_can_run(each) for each in found):
+        with _progress() as progress:
+            results = [_result(each, options, workers, progress) for each in found]
+    else:
+        results = [Result(each) for each in found]
     if not options.json:
         _report(results, options)
     ran = [result for result in results if result.schedules]
     if options.timeline is not None and ran:
         _write_timeline(options, workers, next((r for r in ran if r.part.fault is not None), ran[0]))
     return results
+
+
+def _can_run(found: Found) -> bool:
+    return not found.refused and not found.raised
+
+
+def _result(found: Found, options: CheckOptions, workers: Pool, progress: Progress) -> Result:
+    if not _can_run(found):
+        return Result(found)
+    task = progress.add_task(f"{_label(found)} ({found.world_size} ranks)", total=options.limit())
+    return run_case(found, options, workers, lambda count: progress.advance(task, count))
 
 
 def _found(workers: Pool, name: str, world_size: int | None, target: str) -> list[Found]:

@@ -141,9 +141,7 @@ def signal_wait_until(sig_addr, cmp, value):
 @triton.jit
 def fence():
     """nvshmem_fence, nvshmem_quiet, by every thread that calls it: puts before it are visible before what follows."""
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise("fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     return 0
 
 

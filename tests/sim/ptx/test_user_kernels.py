@@ -63,6 +63,13 @@ def test_descriptors(target: str) -> None:
     assert tried(cases.case_descriptors, 2, target).passed
 
 
+def test_descriptors_that_the_kernel_makes() -> None:
+    """Addresses on sm_80; on sm_90 they are built in memory, which is refused by name."""
+    assert tried(cases.case_descriptors_of_the_kernel, 2, "sm_80").passed
+    with pytest.raises(ValueError, match="not know `tensormap"):
+        tried(cases.case_descriptors_of_the_kernel, 1, "sm_90")
+
+
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 

@@ -573,3 +573,16 @@ def assumes(out):
 def case_false_assumption(replace=None):
     out = torch.zeros(2)
     return one(assumes, dict(out=out), out, torch.ones(2), 2, replace=replace or {})
+
+
+@triton.jit
+def double_by_own_descriptor(x, out, M: tl.constexpr, B: tl.constexpr):
+    source = tl.make_tensor_descriptor(x, [M, M], [M, 1], [B, M])
+    row = tl.program_id(0) * B
+    at = (row + tl.arange(0, B))[:, None] * M + tl.arange(0, M)[None, :]
+    tl.store(out + at, source.load([row, 0]) * 2)
+
+
+def case_descriptors_of_the_kernel():
+    x, out = torch.arange(16 * 16, dtype=torch.float16).view(16, 16), torch.zeros(16, 16, dtype=torch.float16)
+    return one(double_by_own_descriptor, dict(x=x, out=out, M=16, B=8), out, x * 2, 2)
