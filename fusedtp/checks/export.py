@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fusedtp.sim.faults import Fault, Site
+from fusedtp.sim.faults import Access, Fault, Site, Wait
 from fusedtp.sim.report import replay
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ def _fault(fault: Fault) -> dict[str, Any]:
     """All but the trace; sites as file, line and function, and the line of the kernel that led there."""
     made = asdict(fault)
     del made["trace"]
-    for key, ends in (("accesses", fault.accesses), ("waits", fault.waits)):
-        for end, entry in zip(ends, made[key], strict=True):
+    ends: dict[str, Sequence[Access | Wait]] = {"accesses": fault.accesses, "waits": fault.waits}
+    for key, each in ends.items():
+        for end, entry in zip(each, made[key], strict=True):
             entry["site"] = _site(end.site)
     return made
 

@@ -195,4 +195,4 @@ def _call(e: Emitter, i: Instruction) -> list[str] | None:
     name = next((x.name for x in i.args if isinstance(x, Symbol)), "")
     if name != "__assertfail":
         raise i.unsupported(f"a call of {name}; replace= gives a device function another body")
-    return [f"S.trap({e.const(i.site)}, {'device_assert: ' + i.note!r})"]
+    return [f"S.trap({e.const(i.site)}, {'device_assert: ' + (i.note or 'false')!r})"]

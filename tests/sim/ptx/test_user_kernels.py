@@ -124,7 +124,7 @@ def line_of(text: str) -> int:
 
 
 def lines(fault: Fault) -> set[int]:
-    return {each.site.line for each in (*fault.accesses, *fault.waits)}
+    return {each.site.line for each in fault.accesses} | {each.site.line for each in fault.waits}
 
 
 def test_an_assertion_that_fails_is_a_fault_with_its_words() -> None:
