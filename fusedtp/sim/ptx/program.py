@@ -84,6 +84,12 @@ class Lanes:
             self._arrive(group, block.end)
         if group in self.groups and group.at >= len(blocks):
             self.groups.remove(group)
+        return self.pauses
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next block of some lanes may see what other programs do."""
+        blocks = self.program.kernel.blocks
         return any(g.barrier is None and blocks[g.at].pauses for g in self.groups)
 
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
@@ -117,7 +123,8 @@ class Lanes:
         group.at += 1
         if end.has("arrive"):
             self.program.arrived[number] = self.program.arrived.get(number, 0) + int(group.mask.sum())
-            self.program.arrivals.setdefault(number, []).append(self.ids[group.mask])
+            clock = self.window.known.together(self.ids[group.mask])
+            self.program.arrivals.setdefault(number, []).append(clock)
             return
         group.barrier, group.expected = number, expected
 
@@ -198,15 +205,16 @@ class Lanes:
 
     # -- global memory -----------------------------------------------------------------------------------------------
 
-    def load(self, at: Array, nb: int, count: int, mask: Any, order: str, site: Site) -> Array:
+    def load(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
         if mask is True:
-            return self.window.load(at, nb, count, self.ids, order, site)
-        return self.window.load(at[mask], nb, count, self.ids[mask], order, site)
+            return self.window.load(at, nb, count, self.ids, order, scope, site)
+        return self.window.load(at[mask], nb, count, self.ids[mask], order, scope, site)
 
-    def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, site: Site) -> None:
-        self.window.store(
-            self._of(at, mask), self._words(values, nb, mask), self._of(self.ids, mask), order, site
-        )
+    def store(
+        self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
+    ) -> None:
+        words, threads = self._words(values, nb, mask), self._of(self.ids, mask)
+        self.window.store(self._of(at, mask), words, threads, order, scope, site)
 
     @staticmethod
     def _of(value: Array, mask: Any) -> Array:
@@ -219,15 +227,26 @@ class Lanes:
         return words
 
     def atomic(
-        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, site: Site
-    ) -> Array:
+        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
+        site: Site, returns: bool,
+    ) -> Array:  # fmt: skip
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
-        old = self.window.atomic(self._of(at, mask), self._of(self.ids, mask), new, dtype, order, site)
+        places, threads = self._of(at, mask), self._of(self.ids, mask)
+        what = f"atomic_{operation}"
+        old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns)
         return old.view(UNSIGNED[dtype.itemsize])
 
-    def fence(self, mask: Any) -> None:
-        self.window.fence(self._of(self.ids, mask))
+    def fence(self, mask: Any, order: str, scope: str) -> None:
+        self.window.known.fence(self._of(self.ids, mask), order, scope)
+
+    def fence_proxy(self, mask: Any) -> None:
+        self.window.known.fence_proxy(self._of(self.ids, mask))
+
+    def meet_warps(self, mask: Any) -> None:
+        threads = self._of(self.ids, mask)
+        for warp in np.unique(threads // 32).tolist():
+            self.window.known.meet(threads[threads // 32 == warp])
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
@@ -264,7 +283,8 @@ class Lanes:
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
             old[number] = view[place]
-            view[place] = new(number, old[number])
+            made = new(number, old[number])
+            view[place] = old[number] if made is None else made
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
@@ -301,6 +321,8 @@ class Lanes:
         arrivals, nbytes = (np.broadcast_to(x, (self.count,)) for x in (arrivals, nbytes))
         for lane in self.chosen(mask).tolist():
             barrier = self.program.barrier_at(int(at[lane]), site)
+            if arrivals[lane]:
+                barrier.arrive(self.window.known.clock(self.first + lane))
             barrier.bytes += int(nbytes[lane])
             barrier.pending -= int(arrivals[lane])
             barrier.check()
@@ -313,7 +335,11 @@ class Lanes:
             barrier = self.program.barrier_at(place, site)
             if barrier.phase == wanted:
                 self.program.land_load(place)
-            done |= (at == place) & (parity == wanted) & (barrier.phase != wanted)
+            through = (at == place) & (parity == wanted) & (barrier.phase != wanted)
+            threads = self.ids[through if mask is True else through & mask]
+            if barrier.over is not None and len(threads):
+                self.window.known.join(threads, barrier.over)
+            done |= through
         if not done[self.chosen(mask)].all():
             self.window.vain += 1
         return done
@@ -361,7 +387,7 @@ class Lanes:
 
 
 def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
-    """new(number, old) of an atomic, and the type of the word. PTX ISA 9.7.13.5."""
+    """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
     from .alu import TYPES
     from .numerics import halves
 
@@ -371,7 +397,7 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
         return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
     if operation == "cas":
         swap = given[1]
-        return lambda n, old: swap[n] if old == a[n] else old, dtype
+        return lambda n, old: swap[n] if old == a[n] else None, dtype
     functions = {
         "exch": lambda n, old: a[n], "add": lambda n, old: old + a[n], "min": lambda n, old: min(old, a[n]),
         "max": lambda n, old: max(old, a[n]), "and": lambda n, old: old & a[n], "or": lambda n, old: old | a[n],
@@ -419,6 +445,7 @@ class Program:
         self.site = kernel.blocks[0].site
         width = self.threads if lockstep and not kernel.specialized else 32
         self.vectors = [Lanes(self, first, width) for first in range(0, self.threads, width)]
+        window.by_warp = len(self.vectors) > 1
 
     @property
     def ended(self) -> bool:
@@ -434,6 +461,8 @@ class Program:
                     self._finish()
                     return
                 self._meet()
+                if any(vector.pauses for vector in self.vectors):
+                    return
                 continue
             vector = ready[0] if len(ready) == 1 else self.rng.choice(ready)
             while vector.ready and self.executed < most:
@@ -462,9 +491,9 @@ class Program:
             if count < expected - (gone if expected == self.threads else 0):
                 continue
             met = True
-            threads = np.concatenate([v.ids[g.mask] for v, g in groups] + self.arrivals.pop(number, []))
+            threads = np.concatenate([v.ids[g.mask] for v, g in groups])
             self.arrived.pop(number, None)
-            self.window.barrier(threads)
+            self.window.known.meet(threads, self.arrivals.pop(number, []))
             for _, group in groups:
                 group.barrier = None
         if not met:
@@ -503,6 +532,6 @@ class Program:
     def fault(self, rule: str, said: str, what: str, site: Site) -> SimulationFault:
         rank, launch, program = self.window.where
         access = Access(
-            rank, launch, program, site, what, "shared memory", (0,), (0,), self.window.line.sequence
+            rank, launch, program, site, what, "shared memory", (0,), (0,), len(self.window.line.events)
         )
         return SimulationFault(Fault(rule, f"rank {rank}, {launch}, program {program}: {said}", (access,)))
