@@ -184,15 +184,6 @@ class Known:
 
     # -- edges -------------------------------------------------------------------------------------------------------
 
-    def row(self, thread: int) -> Clock:
-        """The clock of a thread that is about to change alone."""
-        self._fit()
-        at = int(self.which[thread])
-        if self.threads > 1 and np.count_nonzero(self.which == at) > 1:
-            self.which[thread] = at = self._copied(at)
-        clock: Clock = self.rows[at]
-        return clock
-
     def join(self, threads: Array, clock: Clock) -> None:
         """These threads know what `clock` does."""
         self._fit()
@@ -226,10 +217,18 @@ class Known:
         row = self.rows[self.which[thread], GENERIC]
         return int(row[word]) if word < len(row) else 0
 
-    def observe(self, thread: int, word: int, number: int) -> None:
-        """A thread has read or written this write of a word."""
-        if self.newest(thread, word) < number:
-            self.row(thread)[GENERIC, word] = number
+    def same(self, threads: Array) -> bool:
+        """Whether these threads know the same, but for themselves."""
+        return self.used == 1 or bool((self.which[threads] == self.which[threads[0]]).all())
+
+    def observe(self, threads: Array, word: int, number: int) -> None:
+        """Threads that know the same have read or written this write of a word."""
+        if self.newest(int(threads[0]), word) < number:
+            self._fit()
+            at = int(self.which[threads[0]])
+            if np.count_nonzero(self.which == at) > len(threads):
+                self.which[threads] = at = self._copied(at)
+            self.rows[at, GENERIC, word] = number
 
     def acquire(self, thread: int, carried: Carried, scope: str) -> None:
         """What a value carries, as far as scopes reach."""

@@ -217,12 +217,14 @@ class Window:
         event = Event(self.where, site, f"load ({order}, {scope})", False)
         number = self._beside_weak(places, within, nb * count, threads, event)
         values = np.empty(every.shape, UNSIGNED[nb])
-        for lane, thread in enumerate(threads.tolist()):
-            words = [self._used(int(place), nb, thread, scope, event, number) for place in every[lane]]
+        together = len(threads) > 1 and (places == places[0]).all() and self.known.same(threads)
+        for lanes in [slice(None)] if together else [slice(n, n + 1) for n in range(len(threads))]:
+            own, at = threads[lanes], every[lanes.start or 0].tolist()
+            words = [self._used(place, nb, own, scope, event, number) for place in at]
             per = max(ATOMIC_BYTES // nb, 1)
             for first in range(0, count, per):
                 unit = words[first : first + per]
-                values[lane, first : first + per] = self._read(unit, thread, order, scope)
+                values[lanes, first : first + per] = self._read(unit, own, order, scope)
         return values
 
     def store(
@@ -244,7 +246,7 @@ class Window:
         for lane, thread in enumerate(threads.tolist()):
             carried = self.known.released(thread, order, scope)
             for at, value in zip(every[lane].tolist(), values[lane], strict=True):
-                word = self._used(at, nb, thread, scope, event, number)
+                word = self._used(at, nb, threads[lane : lane + 1], scope, event, number)
                 self._write(word, thread, order, dict(carried), value)
 
     def atomic(
@@ -259,13 +261,14 @@ class Window:
         number = self._beside_weak(places, within, nb, threads, event)
         old = np.empty(len(places), dtype)
         for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
-            word = self._used(place, nb, thread, scope, event, number)
+            own = threads[lane : lane + 1]
+            word = self._used(place, nb, own, scope, event, number)
             before = word.writes[-1]
             old[lane] = now = np.array(before.value).view(dtype)[()]
             made = new(lane, now)
-            self.known.observe(thread, word.coordinate, before.number)
+            self.known.observe(own, word.coordinate, before.number)
             if returns:
-                self._acquire(word, thread, order, scope, before)
+                self._acquire(word, own, order, scope, before)
             if made is None:
                 continue
             carried = self.known.released(thread, order, scope)
@@ -336,20 +339,22 @@ class Window:
 
     # -- strong accesses ---------------------------------------------------------------------------------------------
 
-    def _used(self, place: int, nb: int, thread: int, scope: str, event: Event, number: int) -> Word:
-        """The word that a strong access uses, checked against those of others."""
+    def _used(self, place: int, nb: int, threads: Words, scope: str, event: Event, number: int) -> Word:
+        """The word that a strong access uses, checked against those of others. threads know the same."""
         word, source = self.line.word(place, nb), self.known.source._replace(scope=scope)
+        thread = int(threads[0])
         found = word.conflict(self.known, self.known.now(), thread, source, place, nb, event.writes)
         if found is not None:
             raise self._race_of_word(word, found.event, event, found.source.reaches(source))
         operation = Operation(self.known.tick, source, place, nb, number)
-        word.operations[self.known.first + thread, event.writes] = operation
+        for own in threads.tolist():
+            word.operations[self.known.first + own, event.writes] = operation
         return word
 
-    def _read(self, words: list[Word], thread: int, order: str, scope: str) -> list[Any]:
-        """Values of words that are read at once: of one moment in the past that the thread may still see."""
+    def _read(self, words: list[Word], threads: Words, order: str, scope: str) -> list[Any]:
+        """Values of words that are read at once: of one moment in the past that the threads may still see."""
         line, known = self.line, self.known
-        first = [word.oldest(known.newest(thread, word.coordinate)) for word in words]
+        first = [word.oldest(known.newest(int(threads[0]), word.coordinate)) for word in words]
         values = []
         moment = line.sequence
         if line.weak and line.rng.random() < STALE:
@@ -360,17 +365,21 @@ class Window:
             write = word.at(moment)
             if write is not word.writes[-1]:
                 self.vain = 0  # the next poll may see more
-            known.observe(thread, word.coordinate, write.number)
-            self._acquire(word, thread, order, scope, write)
+            known.observe(threads, word.coordinate, write.number)
+            self._acquire(word, threads, order, scope, write)
             values.append(write.value)
         return values
 
-    def _acquire(self, word: Word, thread: int, order: str, scope: str, write: Write) -> None:
-        """What a read carries goes to the thread if it acquires, else waits for a fence or an acquire of the word."""
-        if write.carried:
-            carry(self.known.pending.setdefault(thread, {}).setdefault(word.place, {}), write.carried.items())
-        if order in ("acquire", "acq_rel"):
-            self.known.acquire(thread, self.known.pending.get(thread, {}).get(word.place, {}), scope)
+    def _acquire(self, word: Word, threads: Words, order: str, scope: str, write: Write) -> None:
+        """What a read carries goes to the threads that acquire, else waits for a fence or an acquire of the word."""
+        acquires = order in ("acquire", "acq_rel")
+        for thread in threads.tolist():
+            pending = self.known.pending.get(thread, {})
+            if write.carried:
+                pending = self.known.pending.setdefault(thread, {})
+                carry(pending.setdefault(word.place, {}), write.carried.items())
+            if acquires and word.place in pending:
+                self.known.acquire(thread, pending[word.place], scope)
 
     def _write(
         self, word: Word, thread: int, order: str, carried: Carried, value: Any, before: Write | None = None
@@ -386,7 +395,7 @@ class Window:
         line.sequence += 1
         word.write(Write(line.sequence, value, carried))
         line.put(np.array([word.place]), np.array([value], UNSIGNED[word.nb]))
-        self.known.observe(thread, word.coordinate, line.sequence)
+        self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
     # -- order -------------------------------------------------------------------------------------------------------
 

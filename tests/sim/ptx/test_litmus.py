@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fusedtp.sim import Launch, SimulationFault
+from fusedtp.sim.ptx.copies import TensorMap
 from tests.sim.ptx.running import Text, run_all
 
 SEEDS = 60
@@ -392,3 +393,41 @@ def test_vectors_tear_between_words_of_8_bytes() -> None:
     """A flag in each 8 bytes guards them, as NCCL's LL does; one flag for 16 bytes does not."""
     assert not packed(lambda n: n % 2 == 1)
     assert packed(lambda n: n == 3)
+
+
+# -- proxies: 8.6, 8.9.5 -----------------------------------------------------------------------------------------------
+
+
+class WithMap(Text):
+    """Its first argument is a tensor map, of which it has the address."""
+
+    @property
+    def ptx(self) -> str:
+        return super().ptx.replace("ld.param.b64 %rd0, [k_param_0]", "mov.b64 %rd0, k_param_0")
+
+
+@pytest.mark.parametrize(
+    "fence, enough",
+    [
+        ("", False),
+        ("fence.proxy.async.shared::cta;", False),
+        ("fence.proxy.async;", True),
+        ("fence.proxy.async.global;", True),
+    ],
+)
+def test_a_tensor_copy_of_what_a_store_wrote_needs_a_proxy_fence(fence: str, enough: bool) -> None:
+    x, out = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    described = TensorMap(x.data_ptr(), (32,), (1,), (32,), 4, 0)
+    body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r1, 0; mov.b32 %r2, 128; mov.b32 %r3, 0;
+        mbarrier.init.shared::cta.b64 [%r2], 1; st.global.b32 [%rd1], 5; {fence}
+        mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
+        cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd0, {{%r3}}], [%r2];
+        $w: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra $w;
+        ld.shared.b32 %r4, [%r1]; st.global.b32 [%rd2], %r4;"""
+    work = [[Launch(WithMap(body, 3, 32, 256), 1, dict(map=described, x=x, out=out))]]
+    if enough:
+        run_all(work, weak=True)
+        assert out[0] == 5
+    else:
+        with pytest.raises(SimulationFault, match="no proxy fence"):
+            run_all(work, weak=True)
