@@ -81,11 +81,34 @@ class Signal:
 
 @dataclass(frozen=True)
 class Await:
-    """The stream waits until the flag is at least `value` (in wrapping arithmetic) and acquires."""
+    """The stream waits until the flag compares so with `value`, and acquires.
+
+    by   ">=" in arithmetic that wraps, "==", "!=", "&" (a common bit) or "nor" (some bit in neither): CUDA Driver API,
+         CUstreamWaitValue_flags, and its opposite of EQ
+    """
 
     flag: Tensor
     value: int
     stream: str = "0"
+    by: str = ">="
+
+    def __post_init__(self) -> None:
+        if self.by not in COMPARED:
+            raise ValueError(f"a wait by {self.by!r}; it must be one of {', '.join(COMPARED)}")
+
+    def over(self, seen: int) -> bool:
+        """Whether the wait ends at this value."""
+        bits = 8 * self.flag.element_size()
+        return COMPARED[self.by](seen % (1 << bits), self.value % (1 << bits), bits)
+
+
+COMPARED: dict[str, Callable[[int, int, int], bool]] = {
+    ">=": lambda seen, value, bits: (seen - value) % (1 << bits) < 1 << (bits - 1),
+    "==": lambda seen, value, bits: seen == value,
+    "!=": lambda seen, value, bits: seen != value,
+    "&": lambda seen, value, bits: seen & value != 0,
+    "nor": lambda seen, value, bits: (seen | value) != (1 << bits) - 1,
+}
 
 
 Work = Launch | Copy | Signal | Await

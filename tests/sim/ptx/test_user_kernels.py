@@ -8,9 +8,23 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import triton.language as tl
 
-from fusedtp.sim import Case, Fault, Outcome, Run, Schedule, SimulationFault, UnsupportedKernel, explore
+from fusedtp.sim import (
+    Await,
+    Case,
+    Copy,
+    Fault,
+    Outcome,
+    Run,
+    Schedule,
+    Signal,
+    SimulationFault,
+    UnsupportedKernel,
+    compare,
+    explore,
+)
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.report import report
 from fusedtp.sim.testing import assert_no_finding
@@ -215,3 +229,33 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
         AssertionError, match=r"no schedule ended in 0.5 s; the first stood at .*polls_and_counts"
     ):
         assert_no_finding(cases.case_polls_and_counts, seconds=0.5, compiled="sm_80")
+
+
+@pytest.mark.parametrize(
+    ("by", "value", "ends", "goes_on"),
+    [
+        (">=", 3, (3, 4, 3 + (1 << 30)), (2, -5)),
+        (">=", (1 << 31) - 1, (-(1 << 31),), (5,)),  # the flag has gone round
+        ("==", 3, (3,), (2, 4)),
+        ("!=", 3, (2, 4), (3,)),
+        ("&", 6, (2, 4, 7), (0, 1, 8)),
+        ("nor", -2, (0, 2), (1, 3)),
+    ],
+)
+def test_streams_wait_by_any_comparison(
+    by: str, value: int, ends: tuple[int, ...], goes_on: tuple[int, ...]
+) -> None:
+    wait = Await(torch.zeros(1, dtype=torch.int32), value, by=by)
+    assert all(wait.over(seen) for seen in ends) and not any(wait.over(seen) for seen in goes_on)
+
+
+def test_a_wait_that_is_over_lets_the_stream_go_on() -> None:
+    """By == a flag that is set and reset; a value that never comes is a deadlock that names the flag."""
+
+    def waiting(value: int) -> Run:
+        flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+        work = [Signal(flag, 5), Await(flag, value, "1", "=="), Copy(out, torch.ones(1), stream="1")]
+        return Run([work], (), lambda: compare("out", [out], [torch.ones(1)]))
+
+    assert tried(lambda: waiting(5), 6).passed
+    assert fault_of(lambda: waiting(4), count=1).rule == "deadlock"
