@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .ptx.machine import Machine as CompiledMachine
 
 SHRINK_SCHEDULES, FEW_SCHEDULES = 40, 8
-SHRINK_SECONDS = 20.0  # that a found fault is made smaller for
+SHRINK_SECONDS = 120.0  # that a found fault is made smaller for, at most
 SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
 
 
