@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,10 +35,14 @@ from fusedtp.sim.strategies import DEFAULT, STRATEGIES
 
 from .export import as_json
 from .workers import (
+    CRASHED,
     DIED,
+    FAULTY,
+    REFUSED,
     Found,
     Part,
     Pool,
+    Result,
     UserError,
     cores,
     find,
@@ -53,7 +57,7 @@ from .workers import (
 if TYPE_CHECKING:
     from fusedtp.sim.lint import Report
 
-FAULTY, REFUSED, CRASHED, INTERRUPTED = 1, 2, 3, 130
+INTERRUPTED = 130
 
 PART = 25  # schedules that a worker takes at once, at most
 SCHEDULES = 200
@@ -144,35 +148,6 @@ class CheckOptions:
     def limit(self) -> int | None:
         """How many schedules a case gets; None: as many as time allows."""
         return SCHEDULES if self.schedules is None and self.seconds is None else self.schedules
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a case."""
-
-    found: Found
-    schedules: int = 0
-    switches: int = 0
-    seconds: float = 0.0
-    part: Part = field(default_factory=Part)  # with the fault, or why there are no more schedules
-
-    @property
-    def verdict(self) -> str:
-        if self.found.refused or self.part.refused:
-            return "refused"
-        if self.found.raised or self.part.raised:
-            return "raised"
-        if self.part.fault is not None:
-            return self.part.fault.rule
-        return "out of time" if self.part.late and not self.schedules else "ok"
-
-    @property
-    def code(self) -> int:
-        """What the command ends with if this is all."""
-        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED}
-        if self.verdict == "raised" and (self.found.raised or self.part.raised):
-            return CRASHED
-        return codes.get(self.verdict, FAULTY)
 
 
 def main(argv: list[str]) -> int:

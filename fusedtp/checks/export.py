@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusedtp.sim.faults import Access, Fault, Site, Wait
 from fusedtp.sim.report import replay
 
-if TYPE_CHECKING:
-    from .command import Result
+from .workers import Result
 
 
 def as_json(results: Sequence[Result], lint: Sequence[str], code: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,7 @@ from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
 
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
 WORLD_SIZE = 4  # the default
+FAULTY, REFUSED, CRASHED = 1, 2, 3  # exit codes, see command.py
 DIED = "a worker process died; the kernel may have used up memory (try --workers 1)\n"
 
 
@@ -229,6 +230,35 @@ class Part:
     def ends(self) -> bool:
         """Whether no more schedules of the case are needed."""
         return bool(self.fault or self.raised or self.refused)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case."""
+
+    found: Found
+    schedules: int = 0
+    switches: int = 0
+    seconds: float = 0.0
+    part: Part = field(default_factory=Part)  # with the fault, or why there are no more schedules
+
+    @property
+    def verdict(self) -> str:
+        if self.found.refused or self.part.refused:
+            return "refused"
+        if self.found.raised or self.part.raised:
+            return "raised"
+        if self.part.fault is not None:
+            return self.part.fault.rule
+        return "out of time" if self.part.late and not self.schedules else "ok"
+
+    @property
+    def code(self) -> int:
+        """What the command ends with if this is all."""
+        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED}
+        if self.verdict == "raised" and (self.found.raised or self.part.raised):
+            return CRASHED
+        return codes.get(self.verdict, FAULTY)
 
 
 class BadInput(ValueError):

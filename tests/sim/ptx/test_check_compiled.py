@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 
-from fusedtp.checks.command import CRASHED, FAULTY, REFUSED, CheckOptions, Result, main, run_case
-from fusedtp.checks.workers import DIED, Found, Part, find, pool, run_part
+from fusedtp.checks.command import CheckOptions, main, run_case
+from fusedtp.checks.workers import (
+    CRASHED,
+    DIED,
+    FAULTY,
+    REFUSED,
+    Found,
+    Part,
+    Result,
+    find,
+    pool,
+    run_part,
+)
 from fusedtp.sim import Fault
 from fusedtp.sim.explore import schedules
 
