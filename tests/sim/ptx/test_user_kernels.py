@@ -192,7 +192,9 @@ def test_a_put_without_order_is_found() -> None:
 
 @pytest.mark.parametrize("name", cases.ENDLESS)
 def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the schedule itself and in the search for a shorter one, with and without a step limit that is reached."""
+    """In the schedule itself and in the search for a shorter one, though no step limit is reached."""
+    monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 1 << 60)
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 1 << 60)
     monkeypatch.setattr(sys.modules["fusedtp.sim.explore"], "SHRINK_SECONDS", 0.5)
     begin = time.monotonic()
     outcome = tried(lambda: cases.endless(name), seconds=1.5)
