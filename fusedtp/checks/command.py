@@ -1,11 +1,18 @@
 """`fusedtp check`: run kernels on simulated ranks under many schedules, report the first fault of each.
 
-Exit code 0 where nothing is found, 1 for a fault or an exception of the user's code, 2 for bad input.
+Exit codes, the first that applies:
+
+    1   a fault was found, or the lint found something
+    3   a case of the user's, or its reference, raised; or a worker died
+    2   something cannot be checked: an option, a case, an opcode, a kernel that does not compile; or no schedule of a
+        case ended in time
+    0   all was checked and nothing found
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +33,16 @@ from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.report import WIDTH, replay, report
 from fusedtp.sim.strategies import DEFAULT, STRATEGIES
 
+from .export import as_json
 from .workers import (
-    BadInput,
+    CRASHED,
+    DIED,
+    FAULTY,
+    REFUSED,
     Found,
     Part,
     Pool,
+    Result,
     UserError,
     cores,
     find,
@@ -45,7 +57,8 @@ from .workers import (
 if TYPE_CHECKING:
     from fusedtp.sim.lint import Report
 
-FAULTY, BAD_INPUT, INTERRUPTED = 1, 2, 130
+INTERRUPTED = 130
+
 PART = 25  # schedules that a worker takes at once, at most
 SCHEDULES = 200
 EXHAUST_LIMIT = 10_000
@@ -58,12 +71,15 @@ class CheckOptions:
     cases: tyro.conf.Positional[tuple[str, ...]] = ()
     """Fused kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default: every
     fused kernel of the library."""
+    module: tuple[str, ...] = ()
+    """Cases of modules: PKG.MODULE:case is one, PKG.MODULE all that it defines."""
     world_size: tuple[int, ...] = ()
     """Ranks; several numbers check each. Default: 4, or what the case itself says."""
     schedules: int | None = None
     """Schedules of each case. Default: 200, or as many as fit where --seconds is given."""
     seconds: float | None = None
-    """Stop each case after about so long."""
+    """Stop each case after so long, in the middle of a schedule too. A found fault is then made smaller, for as long
+    again at most."""
     seed: int = 0
     """Seed of the first schedule; the next ones count up."""
     strategies: tuple[str, ...] = DEFAULT
@@ -86,6 +102,8 @@ class CheckOptions:
     instructions of the result. Default: only where no case is named."""
     timeline: Path | None = None
     """Write an HTML timeline of the fault, or of one schedule where there is none."""
+    json: bool = False
+    """Print the results as one JSON document, in place of the table and the reports."""
 
     def faults(self) -> list[str]:
         """What is wrong with the options themselves."""
@@ -111,6 +129,11 @@ class CheckOptions:
             found.append(f"--timeline {self.timeline}: no such folder")
         return found
 
+    def names(self) -> tuple[str, ...]:
+        """Of all that is asked for; the empty one stands for all of the library's own."""
+        modules = [name if ":" in name else f"{name}:" for name in self.module]
+        return (*self.cases, *modules) or ("",)
+
     def residents(self) -> tuple[int | str | None, ...] | None:
         return tuple(resident_of(word) for word in self.resident) or None
 
@@ -127,79 +150,101 @@ class CheckOptions:
         return SCHEDULES if self.schedules is None and self.seconds is None else self.schedules
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a case."""
-
-    found: Found
-    schedules: int
-    switches: int
-    seconds: float
-    part: Part | None = None  # with the fault
-
-    @property
-    def verdict(self) -> str:
-        if self.part is None or self.part.fault is None:
-            return "ok"
-        return self.part.fault.rule
-
-
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     options = tyro.cli(CheckOptions, prog="fusedtp check", args=argv)
-    if options.cases:
+    if options.cases or options.module or options.json:
         options = tyro.cli(CheckOptions, prog="fusedtp check", args=argv, default=CheckOptions(lint=False))
     wrong = options.faults()
     if wrong:
         return _refuse(wrong)
     try:
         with pool(options.workers or cores(), interpret=not options.compiled) as workers:
-            found, passed = check(options, workers)
+            results = check(options, workers)
         # after the workers: while they live the environment says to interpret
+        codes = [result.code for result in results]
+        findings: list[str] = []
         if options.lint and not options.compiled:
-            passed = _lint(found) and passed
-        return 0 if passed else FAULTY
-    except BadInput as error:
-        return _refuse([str(error)])
-    except UserError as error:
-        print(error, end="", file=sys.stderr)
-        return FAULTY
-    except BrokenProcessPool:
-        return _refuse(["a worker process died; the kernel may have used up memory (try --workers 1)"])
+            codes.append(_lint([result.found for result in results], options, findings))
     except KeyboardInterrupt:
         return INTERRUPTED
+    code = next((each for each in (FAULTY, CRASHED, REFUSED) if each in codes), 0)
+    if options.json:
+        print(json.dumps(as_json(results, findings, code), indent=2))
+    return code
 
 
 def _refuse(wrong: Sequence[str]) -> int:
     for line in wrong:
         print(f"fusedtp check: error: {line}", file=sys.stderr)
-    return BAD_INPUT
+    return REFUSED
 
 
-def check(options: CheckOptions, workers: Pool) -> tuple[list[Found], bool]:
-    """Check every case that the options name, print the table and the reports; the cases, and whether all passed."""
-    found = [
-        each
+def check(options: CheckOptions, workers: Pool) -> list[Result]:
+    """Check every case that the options name, and print the table and the reports, unless they go to JSON."""
+    asked = [
+        (name, world_size, target)
         for target in options.compiled or ("",)
         for world_size in options.world_size or (None,)
-        for each in workers.submit(find, options.cases, world_size, target).result()
+        for name in options.names()
     ]
-    results = []
-    with _progress() as progress:
-        for each in found:
-            task = progress.add_task(f"{_label(each)} ({each.world_size} ranks)", total=options.limit())
-            advance = lambda count, task=task: progress.advance(task, count)  # noqa: E731
-            results.append(run_case(each, options, workers, advance))
+    found = [each for name, world_size, target in asked for each in _found(workers, name, world_size, target)]
+    if any(_can_run(each) for each in found):
+        with _progress() as progress:
+            results = [_result(each, options, workers, progress) for each in found]
+    else:
+        results = [Result(each) for each in found]
+    if not options.json:
+        _report(results, options)
+    ran = [result for result in results if result.schedules]
+    if options.timeline is not None and ran:
+        _write_timeline(options, workers, next((r for r in ran if r.part.fault is not None), ran[0]))
+    return results
+
+
+def _can_run(found: Found) -> bool:
+    return not found.refused and not found.raised
+
+
+def _result(found: Found, options: CheckOptions, workers: Pool, progress: Progress) -> Result:
+    if not _can_run(found):
+        return Result(found)
+    task = progress.add_task(f"{_label(found)} ({found.world_size} ranks)", total=options.limit())
+    return run_case(found, options, workers, lambda count: progress.advance(task, count))
+
+
+def _found(workers: Pool, name: str, world_size: int | None, target: str) -> list[Found]:
+    try:
+        found: list[Found] = workers.submit(find, name, world_size, target).result()
+    except BrokenProcessPool:
+        workers.start()
+        return [Found(name, world_size, world_size or 0, (), target, raised=DIED)]
+    return found
+
+
+def _report(results: Sequence[Result], options: CheckOptions) -> None:
+    """The table, and a paragraph on each case that did not end well. Where nothing ran, the errors alone."""
+    if not any(result.schedules or result.part.ends for result in results):
+        for result in results:
+            if result.found.raised:
+                print(result.found.raised, end="", file=sys.stderr)
+            elif result.found.refused:
+                _refuse([result.found.refused])
+            elif result.part.late:
+                _refuse([f"{_label(result.found)}: {_late(result)}"])
+        return
     console = _console()
     console.print(table(results))
-    faulty = [result for result in results if result.part is not None]
-    for result in faulty:
-        heading = f"{_label(result.found)} on {result.found.world_size} ranks"
-        text = f"\n{heading}\n{'-' * len(heading)}\n{_words(result, options, console.width)}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if options.timeline is not None and results:
-        _write_timeline(options, workers, faulty[0] if faulty else results[0])
-    return found, not faulty
+    for result in results:
+        if result.verdict != "ok" or result.part.late:
+            heading = _label(result.found)
+            heading += f" on {result.found.world_size} ranks" if result.found.world_size else ""
+            text = f"\n{heading}\n{'-' * len(heading)}\n{_words(result, options, console.width)}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _late(result: Result) -> str:
+    return f"the time was over in schedule {result.schedules + 1}, at {result.part.late}"
 
 
 def _label(found: Found) -> str:
@@ -210,12 +255,22 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
-def _lint(found: Sequence[Found]) -> bool:
+def _lint(found: Sequence[Found], options: CheckOptions, findings: list[str]) -> int:
+    """Its exit code; adds what it found."""
     with _progress("compilations") as progress:
         task = progress.add_task("compiling for GPUs", total=None)
-        passed, words = lint(found, lambda: progress.advance(task))
-    _print(words)
-    return passed
+        try:
+            passed, words = lint(
+                [each for each in found if not each.refused and not each.raised],
+                lambda: progress.advance(task),
+            )
+        except UserError as error:
+            print(error, end="", file=sys.stderr)
+            return REFUSED
+    if not options.json:
+        _print(words)
+    findings += words[1:]
+    return 0 if passed else FAULTY
 
 
 def _print(words: Sequence[Any]) -> None:
@@ -227,9 +282,12 @@ def _print(words: Sequence[Any]) -> None:
 
 
 def _words(result: Result, options: CheckOptions, width: int) -> str:
-    """The report of a fault; of an exception of the user's code its own traceback."""
+    """The report of a fault; of an exception of the user's code its own traceback; why nothing was checked."""
     found, part = result.found, result.part
-    assert part is not None and part.fault is not None
+    if found.refused or part.refused:
+        return f"cannot be checked: {found.refused or part.refused}"
+    if part.fault is None:
+        return found.raised or part.raised or _late(result)
     command = _exhaust_command(found, options)
     if part.raised:
         lines = replay(part.fault, found.name, found.asked, command)
@@ -265,7 +323,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callable[[int], None]) -> Result:
-    """All schedules of a case, a part to each worker, until the earliest part with a fault is known."""
+    """All schedules of a case, a part to each worker, until the earliest part that ends it is known."""
     begin = time.monotonic()
     if options.exhaust is not None:
         parts = _exhaustive(options)
@@ -275,27 +333,37 @@ def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callab
     done: dict[int, Part] = {}
     number = itertools.count()
     while True:
-        late = options.seconds is not None and time.monotonic() - begin > options.seconds
-        while len(running) < workers.workers and not late and not _faulty(done):
+        left = None if options.seconds is None else options.seconds - (time.monotonic() - begin)
+        while len(running) < workers.workers and (left is None or left > 0) and not _ending(done):
             arguments = next(parts, None)
             if arguments is None:
                 break
-            running[workers.submit(arguments[0], found, *arguments[1:])] = next(number)
+            limit = () if options.exhaust is not None else (left,)
+            running[workers.submit(arguments[0], found, *arguments[1:], *limit)] = next(number)
         if not running:
             break
         for future in wait(running, return_when=FIRST_COMPLETED).done:
-            part = done[running.pop(future)] = future.result()
+            at = running.pop(future)
+            try:
+                part = future.result()
+            except BrokenProcessPool:
+                part, running = Part(raised=DIED), {}
+                workers.start()
+            done[at] = part
             advance(part.schedules)
+            if not running:
+                break
     ran, switches = (
         sum(part.schedules for part in done.values()),
         sum(part.switches for part in done.values()),
     )
-    return Result(found, ran, switches, time.monotonic() - begin, next(iter(_faulty(done)), None))
+    late = next((part for part in done.values() if part.late), Part())
+    return Result(found, ran, switches, time.monotonic() - begin, next(iter(_ending(done)), late))
 
 
-def _faulty(done: dict[int, Part]) -> list[Part]:
+def _ending(done: dict[int, Part]) -> list[Part]:
     """Earliest first, so that what is reported does not depend on which worker was quicker."""
-    return [part for _, part in sorted(done.items()) if part.fault is not None]
+    return [part for _, part in sorted(done.items()) if part.ends]
 
 
 def _parts(options: CheckOptions, workers: int, compiled: str) -> Iterator[tuple[Any, ...]]:
@@ -326,7 +394,7 @@ def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> Non
     from fusedtp.sim.timeline import html
 
     assert options.timeline is not None
-    fault: Fault | None = result.part.fault if result.part else None
+    fault: Fault | None = result.part.fault
     schedule = next(options.chosen()) if fault is None or fault.strategy == "replay" else schedule_of(fault)
     moments = (
         fault.trace if fault and fault.trace else workers.submit(run_trace, result.found, schedule).result()

@@ -3,8 +3,11 @@
     all_gather_matmul       a fused kernel of the library
     ring.py::exchange       `exchange` of ring.py: a Case, or a function that returns a Case or a Run
     ring.py                 every Case in ring.py, and every function named case_*
+    rings.cases:exchange    likewise of the module rings.cases
+    rings.cases:            and all of its cases
 
-A function with a parameter `world_size` gets it.
+A function with a parameter `world_size` gets it. A case that cannot be checked, or that raises, says so in its own
+`Found` or `Part`; the others go on.
 
 A worker interprets kernels. The calling process never does, so that it can compile. A fork server imports this module,
 which does not import triton, once for all workers; each sets TRITON_INTERPRET before it imports triton. What comes back
@@ -13,6 +16,7 @@ are plain values; an exception of the user's code comes back as its traceback.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -23,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -38,42 +42,72 @@ from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
 
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
 WORLD_SIZE = 4  # the default
+FAULTY, REFUSED, CRASHED = 1, 2, 3  # exit codes, see command.py
+DIED = "a worker process died; the kernel may have used up memory (try --workers 1)\n"
 
 
 # -- cases by name -----------------------------------------------------------------------------------------------------
 
 
-@lru_cache
-def cases_of(name: str = "", world_size: int | None = None, compiled: str = "") -> tuple[Case, ...]:
-    """The cases that `name` stands for; "" for all of the library's own. compiled: the target they are compiled for.
+def names_of(name: str = "", world_size: int | None = None, compiled: str = "") -> list[str]:
+    """Full names of the cases that `name` stands for; "" for all of the library's own.
 
-    Raises ValueError where it stands for none, or for something that is no case. What the user's file raises passes.
+    compiled: the target they are compiled for. Raises ValueError where it stands for none. What importing the user's
+    code raises passes.
     """
-    path, _, wanted = name.partition("::")
-    if "::" not in name and not name.endswith(".py"):
-        return _own(name, world_size, compiled)
-    module = _load(path)
+    if not _is_users(name):
+        return [case.name for case in _own(name, world_size, compiled)]
+    place, mark, wanted = _parts_of(name)
+    module = _load(place) if mark == "::" else _import(place)
     if not wanted:
-        found = {
-            key: value
+        found = [
+            key
             for key, value in vars(module).items()
             if isinstance(value, Case) or (key.startswith("case_") and inspect.isfunction(value))
-        }
+        ]
         if not found:
-            raise ValueError(f"{path} has no Case and no function named case_*; name one: {path}::NAME")
-    elif hasattr(module, wanted):
-        found = {wanted: getattr(module, wanted)}
-    else:
-        raise ValueError(f"{path} has no {wanted!r}")
-    return tuple(_case(f"{path}::{key}", key, value, world_size) for key, value in found.items())
+            raise ValueError(f"{place} has no Case and no function named case_*; name one: {place}{mark}NAME")
+        return [f"{place}{mark}{key}" for key in found]
+    if not hasattr(module, wanted):
+        raise ValueError(f"{place} has no {wanted!r}")
+    return [f"{place}{mark}{wanted}"]
 
 
+@lru_cache
 def case_of(name: str, world_size: int | None = None, compiled: str = "") -> Case:
-    """The one case of this name: what a report tells you to replay."""
-    (case,) = cases_of(name, world_size, compiled)
-    return case
+    """The one case of this name: what a report tells you to replay. What the user's code raises passes."""
+    if not _is_users(name):
+        (case,) = _own(name, world_size, compiled)
+        return case
+    (full,) = names_of(name)
+    place, mark, wanted = _parts_of(full)
+    module = _load(place) if mark == "::" else _import(place)
+    return _case(full, getattr(module, wanted), world_size)
 
 
+def _is_users(name: str) -> bool:
+    return ":" in name or name.endswith(".py")
+
+
+def _parts_of(name: str) -> tuple[str, str, str]:
+    """File or module, "::" or ":", name in it or ""."""
+    if "::" in name or name.endswith(".py"):
+        place, _, wanted = name.partition("::")
+        return place, "::", wanted
+    place, mark, wanted = name.partition(":")
+    return place, mark, wanted
+
+
+def _import(name: str) -> ModuleType:
+    """As `python -m` does: the current folder can be imported from."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise ValueError(f"no module {name.partition('.')[0]!r}")
+    return importlib.import_module(name)
+
+
+@lru_cache
 def _own(name: str, world_size: int | None, compiled: str) -> tuple[Case, ...]:
     from .cases import compiled_cases, fused_cases, meeting_case, turns_case
 
@@ -82,7 +116,8 @@ def _own(name: str, world_size: int | None, compiled: str) -> tuple[Case, ...]:
     cases = {case.name: case for case in made}
     if name and name not in cases:
         raise ValueError(
-            f"no fused kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case"
+            f"no fused kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case, "
+            "or package.module:case"
         )
     return (cases[name],) if name else tuple(cases.values())
 
@@ -106,7 +141,7 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-def _case(full_name: str, name: str, value: Any, world_size: int | None) -> Case:
+def _case(full_name: str, value: Any, world_size: int | None) -> Case:
     if isinstance(value, Case):
         if world_size is not None:
             raise ValueError(f"{full_name} is a Case: its world size is its own, --world-size does not apply")
@@ -155,6 +190,7 @@ class Found:
     asked      the world size that was asked for
     kernels    those that it launches
     compiled   the target whose compiled code runs; "": the kernels' text
+    refused    why it cannot be checked, in a line; raised: what its own code raised, a traceback
     """
 
     name: str
@@ -162,10 +198,12 @@ class Found:
     world_size: int
     kernels: tuple[str, ...] = ()
     compiled: str = ""
+    refused: str = ""
+    raised: str = ""
 
     @property
     def of_a_file(self) -> bool:
-        """The user's, not the library's."""
+        """The user's, in a file, not the library's."""
         return "::" in self.name
 
 
@@ -176,6 +214,8 @@ class Part:
     fault      of the first that showed one
     without    the fault's schedule again without the race detector: what becomes of its result
     raised     traceback, where the user's code raised
+    refused    why the case cannot be checked, or not on this target
+    late       where a schedule stood when the time was over
     """
 
     schedules: int = 0
@@ -183,21 +223,72 @@ class Part:
     fault: Fault | None = None
     without: Fault | None = None
     raised: str = ""
+    refused: str = ""
+    late: str = ""
+
+    @property
+    def ends(self) -> bool:
+        """Whether no more schedules of the case are needed."""
+        return bool(self.fault or self.raised or self.refused)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case."""
+
+    found: Found
+    schedules: int = 0
+    switches: int = 0
+    seconds: float = 0.0
+    part: Part = field(default_factory=Part)  # with the fault, or why there are no more schedules
+
+    @property
+    def verdict(self) -> str:
+        if self.found.refused or self.part.refused:
+            return "refused"
+        if self.found.raised or self.part.raised:
+            return "raised"
+        if self.part.fault is not None:
+            return self.part.fault.rule
+        return "out of time" if self.part.late and not self.schedules else "ok"
+
+    @property
+    def code(self) -> int:
+        """What the command ends with if this is all."""
+        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED}
+        if self.verdict == "raised" and (self.found.raised or self.part.raised):
+            return CRASHED
+        return codes.get(self.verdict, FAULTY)
 
 
 class BadInput(ValueError):
-    """The user named something that cannot be checked; the message is one line."""
+    """The user named something that cannot be checked; the message is one line, or what a compiler says."""
 
 
 class UserError(Exception):
     """The user's code raised; the message is its own traceback."""
 
 
-def find(names: Sequence[str], world_size: int | None, compiled: str = "") -> list[Found]:
-    """The cases that these names stand for, in a worker."""
-    with _told_apart():
-        found = [case for name in names or ("",) for case in cases_of(name, world_size, compiled)]
-        return [_described(case, world_size, compiled) for case in found]
+def find(name: str, world_size: int | None, compiled: str = "") -> list[Found]:
+    """The cases that this name stands for, in a worker. What cannot be checked is among them, and says why."""
+    found = []
+    try:
+        with _told_apart():
+            names = names_of(name, world_size, compiled)
+    except (BadInput, UserError) as error:
+        return [_failed(name, world_size, compiled, error)]
+    for each in names:
+        try:
+            with _told_apart():
+                found.append(_described(case_of(each, world_size, compiled), world_size, compiled))
+        except (BadInput, UserError) as error:
+            found.append(_failed(each, world_size, compiled, error))
+    return found
+
+
+def _failed(name: str, asked: int | None, compiled: str, error: BadInput | UserError) -> Found:
+    refused, raised = (str(error), "") if isinstance(error, BadInput) else ("", str(error))
+    return Found(name, asked, asked or 0, (), compiled, refused, raised)
 
 
 def _described(case: Case, asked: int | None, compiled: str) -> Found:
@@ -206,9 +297,9 @@ def _described(case: Case, asked: int | None, compiled: str) -> Found:
     return Found(case.name, asked, len(work), tuple(kernels), compiled)
 
 
-def run_part(found: Found, schedules: Sequence[Schedule]) -> Part:
-    """These schedules of a case, in a worker."""
-    return _part(found, lambda case: explore(case, schedules))
+def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None = None) -> Part:
+    """These schedules of a case, in a worker. seconds: that are left for them."""
+    return _part(found, lambda case: explore(case, schedules, seconds=seconds))
 
 
 def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak: bool) -> Part:
@@ -217,9 +308,14 @@ def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak:
 
 
 def _part(found: Found, run: Callable[[Case], Any]) -> Part:
-    with _told_apart():
-        case = case_of(found.name, found.asked, found.compiled)
-        outcome = run(case)
+    try:
+        with _told_apart():
+            case = case_of(found.name, found.asked, found.compiled)
+            outcome = run(case)
+    except BadInput as error:
+        return Part(refused=str(error))
+    except UserError as error:
+        return Part(raised=str(error))
     fault, raised = outcome.fault, ""
     without = None
     if outcome.raised is not None:
@@ -229,7 +325,7 @@ def _part(found: Found, run: Callable[[Case], Any]) -> Part:
             without = trace(case.make(), schedule_of(fault), detect=False)[1]
         except Exception:
             without = None  # what a race did to an address may raise anything
-    return Part(outcome.schedules, outcome.switches, fault, without, raised)
+    return Part(outcome.schedules, outcome.switches, fault, without, raised, "", outcome.late)
 
 
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:
@@ -262,10 +358,16 @@ class Pool:
     """Worker processes, started when they are needed."""
 
     def __init__(self, workers: int, interpret: bool = True) -> None:
-        self.workers = workers
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(interpret,))
+        self.workers, self._interpret = workers, interpret
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        self.start()
+
+    def start(self) -> None:
+        """Anew, where a worker died."""
+        self._executor = ProcessPoolExecutor(
+            self.workers, self._context, initializer=_begin, initargs=(self._interpret,)
+        )
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._executor.submit(function, *arguments)

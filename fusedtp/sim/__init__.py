@@ -1,6 +1,7 @@
 """Simulated ranks: every schedule of a multi-rank Triton kernel on one CPU, with its races and deadlocks found.
 
-Kernels must be decorated under TRITON_INTERPRET=1. See docs/checking-kernels.md.
+Kernels must be decorated under TRITON_INTERPRET=1 if their text runs, and without it if what Triton compiled of them
+runs (`Schedule(compiled=...)`, `testing`, `nvshmem`). See docs/checking-kernels.md.
 """
 
 from .case import Await, Case, Copy, Launch, Run, Signal, compare

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,26 +18,46 @@ from .memory import Map, Memory
 class Launch:
     """A kernel on a stream of a rank.
 
-    grid      1 to 3 numbers
+    kernel    of triton.jit, under triton.autotune and triton.heuristics or not
+    grid      1 to 3 numbers, or a function of the arguments that returns them
     args      by name, tensors on the CPU
     options   of the compiler (num_warps, num_stages, maxnreg); the interpreter has none
+    tuned     the config of an autotuned kernel: a triton.Config, or its number; None: every config in turn, a
+              schedule each
+    replace   device function -> what is called in its place, of triton.jit or the language, or None for nothing: for
+              external libraries, which do not exist on a CPU (nvshmem.py has some bodies). Compiled kernels only.
     """
 
     kernel: Any
-    grid: int | tuple[int, ...]
+    grid: int | tuple[int, ...] | Callable[[dict[str, Any]], Any]
     args: dict[str, Any]
     stream: str = "0"
     options: dict[str, int] = field(default_factory=dict)
+    tuned: Any = None
+    replace: Mapping[Any, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return getattr(self.kernel, "__name__", "kernel")
+        return name_of(self.kernel)
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        assert not callable(self.grid), "launching.plain calls it"
         grid = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
         x, y, z = (*grid, 1, 1)[:3]
         return x, y, z
+
+
+def name_of(kernel: Any) -> str:
+    """Of a kernel, decorated by autotune, heuristics and their like or not."""
+    while not hasattr(kernel, "__name__") and inside(kernel) is not None:
+        kernel = inside(kernel)
+    return str(getattr(kernel, "__name__", "kernel"))
+
+
+def inside(kernel: Any) -> Any:
+    """What a decorator wraps, or None. jit_func: of torch's requires_nvshmem."""
+    return getattr(kernel, "fn", None) or getattr(kernel, "jit_func", None)
 
 
 @dataclass(frozen=True)
@@ -61,11 +81,34 @@ class Signal:
 
 @dataclass(frozen=True)
 class Await:
-    """The stream waits until the flag is at least `value` (in wrapping arithmetic) and acquires."""
+    """The stream waits until the flag compares so with `value`, and acquires.
+
+    by   ">=" in arithmetic that wraps, "==", "!=", "&" (a common bit) or "nor" (some bit in neither): CUDA Driver API,
+         CUstreamWaitValue_flags, and its opposite of EQ
+    """
 
     flag: Tensor
     value: int
     stream: str = "0"
+    by: str = ">="
+
+    def __post_init__(self) -> None:
+        if self.by not in COMPARED:
+            raise ValueError(f"a wait by {self.by!r}; it must be one of {', '.join(COMPARED)}")
+
+    def over(self, seen: int) -> bool:
+        """Whether the wait ends at this value."""
+        bits = 8 * self.flag.element_size()
+        return COMPARED[self.by](seen % (1 << bits), self.value % (1 << bits), bits)
+
+
+COMPARED: dict[str, Callable[[int, int, int], bool]] = {
+    ">=": lambda seen, value, bits: (seen - value) % (1 << bits) < 1 << (bits - 1),
+    "==": lambda seen, value, bits: seen == value,
+    "!=": lambda seen, value, bits: seen != value,
+    "&": lambda seen, value, bits: seen & value != 0,
+    "nor": lambda seen, value, bits: (seen | value) != (1 << bits) - 1,
+}
 
 
 Work = Launch | Copy | Signal | Await

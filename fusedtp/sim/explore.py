@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .case import Case, Launch, Run
-from .faults import Fault, Moment, SimulationFault, UnsupportedKernel
+from .faults import Fault, Moment, SimulationFault, Site, UnsupportedKernel
+from .launching import plain
+from .limits import OutOfTime, time_limit
 from .machine import Machine
 from .memory import Memory
 from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from .ptx.machine import Machine as CompiledMachine
 
 SHRINK_SCHEDULES, FEW_SCHEDULES = 40, 8
+SHRINK_SECONDS = 120.0  # that a found fault is made smaller for, at most
+SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ class Outcome:
     raised: BaseException | None = field(
         default=None, repr=False
     )  # by the user's code, with its own traceback
+    late: str = ""  # where a schedule stood that did not end in time; it does not count
 
     @property
     def passed(self) -> bool:
-        return self.fault is None
+        """Some schedule ended, and none showed a fault."""
+        return self.fault is None and not (self.late and not self.schedules)
 
     def raise_fault(self) -> None:
         """Raises SimulationFault if there is a fault."""
@@ -154,6 +160,7 @@ def trace(run: Run, schedule: Schedule, *, detect: bool = True) -> tuple[tuple[M
 def _execute(
     run: Run, schedule: Schedule, strategy: Callable[..., Strategy], detect: bool, trace: bool
 ) -> Machine | CompiledMachine:
+    run = plain(run, schedule.seed)
     given: dict[str, Any] = dict(
         seed=schedule.seed, resident=schedule.resident, weak=schedule.weak, fine=schedule.fine
     )
@@ -242,7 +249,7 @@ def explore(
     """Many schedules of a case, until one shows a fault.
 
     schedules   how many, or which
-    seconds     stop after about that long
+    seconds     stop after that long, inside a schedule too; the search for a shorter one may take as long again
     progress    called with the number of schedules done
 
     An exception of the kernel or of the case itself comes out as a fault with rule "raised" and keeps its traceback
@@ -254,20 +261,40 @@ def explore(
         _schedules(schedules, strategies, first_seed=first_seed) if isinstance(schedules, int) else schedules
     )
     for schedule in chosen:
-        if seconds is not None and time.monotonic() - begin > seconds:
+        left = SCHEDULE_SECONDS if seconds is None else seconds - (time.monotonic() - begin)
+        if left <= 0:
             break
-        fault = attempt(case, schedule, outcome)
+        try:
+            with time_limit(left):
+                fault = attempt(case, schedule, outcome)
+        except OutOfTime as error:
+            outcome.late = _place(error)
+            break
         outcome.schedules += 1
         if progress is not None:
             progress(outcome.schedules)
         if fault is not None:
-            outcome.fault = _shortest(case, fault, schedule) if shrink else fault
+            spare = min(SHRINK_SECONDS, SHRINK_SECONDS if seconds is None else seconds)
+            outcome.fault = _shortest(case, fault, schedule, spare) if shrink else fault
             break
     outcome.seconds = time.monotonic() - begin
     return outcome
 
 
 _schedules = schedules
+
+
+def _place(error: OutOfTime) -> str:
+    """The kernel's line at which a schedule stood when its time was over, if a machine was running it."""
+    at = error.__traceback__
+    found = ""
+    while at is not None:
+        holder = at.tb_frame.f_locals.get("self")
+        site = getattr(holder, "site", None)
+        if isinstance(site, Site) and site.line > 0:
+            found = str(site)
+        at = at.tb_next
+    return found or "before its kernels ran"
 
 
 def attempt(
@@ -295,20 +322,26 @@ def attempt(
         )  # fmt: skip
 
 
-def _shortest(case: Case, fault: Fault, schedule: Schedule) -> Fault:
-    """The same fault with the fewest context switches among some more schedules, with a trace."""
-    best, found = schedule, fault
-    for seed in range(FEW_SCHEDULES if schedule.compiled else SHRINK_SCHEDULES):
-        name = ("run_to_block", "pct")[seed % 2]
-        other = replace(schedule, strategy=name, seed=seed)
-        again = attempt(case, other, Outcome(case.name))
-        if again is not None and again.key() == fault.key() and again.switches < found.switches:
-            best, found = other, again
+def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> Fault:
+    """The same fault with the fewest context switches among some more schedules, with a trace, found in that time."""
+    best, found, alike = schedule, fault, fault.rule == "wrong value"
     try:
-        _execute(case.make(), best, STRATEGIES[best.strategy], True, trace=True)
+        with time_limit(seconds):
+            for seed in range(FEW_SCHEDULES if schedule.compiled else SHRINK_SCHEDULES):
+                name = ("run_to_block", "pct")[seed % 2]
+                other = replace(schedule, strategy=name, seed=seed)
+                again = attempt(case, other, Outcome(case.name))
+                alike = alike and again is not None and again.mismatch == fault.mismatch
+                if again is not None and again.key() == fault.key() and again.switches < found.switches:
+                    best, found = other, again
+            if alike:  # no interleaving explains it
+                return replace(
+                    found, message=f"{found.message}, the same in every schedule that was tried", trace=()
+                )
+            _execute(case.make(), best, STRATEGIES[best.strategy], True, trace=True)
     except SimulationFault as error:
         return error.fault
-    except Exception:
+    except (Exception, OutOfTime):
         return found
     return found
 

@@ -66,7 +66,7 @@ class Host:
             self._detector.clocks.acquire(me.slot, me.rank, int(places[0]), Order("acquire", "sys"))
             self._detector.access("wait (host)", places, itemsize, SITE, writes=False, atomic=ATOMIC["sys"])
             seen = int(work.flag)
-            if _at_least(seen, work.value, 8 * itemsize):
+            if work.over(seen):
                 self._recorder.note("atomic", f"wait (host) reads {seen}", me, places, SITE)
                 return
             self._spinning.wait(int(places[0]), SITE, str(seen))
@@ -74,8 +74,3 @@ class Host:
     def _places(self, tensor: Tensor) -> np.ndarray:
         address, itemsize = np.array([tensor.data_ptr()]), tensor.element_size()
         return self._memory.locate(address, itemsize)[0] + np.arange(tensor.numel()) * itemsize
-
-
-def _at_least(seen: int, wanted: int, bits: int) -> bool:
-    """In arithmetic that wraps: a flag may have gone round."""
-    return (seen - wanted) % (1 << bits) < 1 << (bits - 1)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedtp.checks.workers import BadInput, Part, UserError, find, run_part
+from fusedtp.checks.workers import Part, find, run_part
 from fusedtp.sim import Launch, Run, Schedule, UnsupportedKernel, run_schedule
 from fusedtp.sim.explore import schedules
 from tests.sim.support import interpreted
@@ -146,15 +146,12 @@ def written(folder: Path, source: str) -> Path:
 
 def outcome(name: str, world_size: int | None = None) -> tuple[str, str]:
     """What checking ends with: ("ok" | "fault" | "refused" | "raised", the words)."""
-    try:
-        (found,) = find([name], world_size)
-        part: Part = run_part(found, list(schedules(2)))
-    except BadInput as error:
-        return "refused", str(error)
-    except UserError as error:
-        return "raised", str(error)
-    if part.raised:
-        return "raised", part.raised
+    (found,) = find(name, world_size)
+    if found.refused or found.raised:
+        return ("refused", found.refused) if found.refused else ("raised", found.raised)
+    part: Part = run_part(found, list(schedules(2)))
+    if part.refused or part.raised:
+        return ("refused", part.refused) if part.refused else ("raised", part.raised)
     return ("fault", str(part.fault)) if part.fault else ("ok", "")
 
 

@@ -148,7 +148,7 @@ class Workers:
         self.workers, self.faulty, self.draw = workers, faulty, draw
         self.waiting: list[tuple[Future[Part], tuple[Schedule, ...]]] = []
 
-    def submit(self, function, found, schedules) -> Future[Part]:
+    def submit(self, function, found, schedules, seconds) -> Future[Part]:
         future: Future[Part] = Future()
         self.waiting.append((future, schedules))
         if len(self.waiting) == self.workers:
@@ -175,4 +175,4 @@ def test_the_reported_fault_is_the_earliest_however_workers_finish(data, workers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedtp.checks.command.wait", waits)
         result = run_case(Found("case", None, 2), CheckOptions(schedules=200), pool, lambda count: None)
-    assert result.part is not None and result.part.fault.seed == min(faulty)
+    assert result.part.fault is not None and result.part.fault.seed == min(faulty)

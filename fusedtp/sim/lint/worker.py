@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..launching import plain
 from .targets import target as target_named
 
 PACKAGE = "fusedtp.kernels"
@@ -58,7 +59,7 @@ def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu:
     backend = make_backend(gpu)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, chosen = binder(**args, **options)
-    packed = kernel._pack_args(backend, {**options, "debug": False}, bound, specialization, chosen)
+    packed = kernel._pack_args(backend, {"debug": False, **options}, bound, specialization, chosen)
     chosen, signature, constants, attributes = packed
     return ASTSource(kernel, signature, constants, attributes), chosen.__dict__
 
@@ -102,7 +103,7 @@ def _launches(case: Any, options: dict[str, int], gpu: Any) -> list[tuple[Any, A
     """The launches of a case of the simulator, one of each kernel. Shared is what two ranks were given."""
     if inspect.isfunction(case):
         case = case()
-    run = case.make() if hasattr(case, "make") else case
+    run = plain(case.make() if hasattr(case, "make") else case)
     launches = [(rank, w) for rank, work in enumerate(run.work) for w in work if hasattr(w, "kernel")]
     owners: dict[int, set[int]] = {}
     for rank, launch in launches:
@@ -114,7 +115,7 @@ def _launches(case: Any, options: dict[str, int], gpu: Any) -> list[tuple[Any, A
             owners.setdefault(tensor.data_ptr(), set()).update((-1, -2))
     made, seen = [], set()
     for _rank, launch in launches:
-        source, chosen = specialised(launch.kernel, launch.args, options, gpu)
+        source, chosen = specialised(launch.kernel, launch.args, {**launch.options, **options}, gpu)
         if source.hash() in seen:
             continue
         seen.add(source.hash())

@@ -60,7 +60,11 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("local", "const"):
         return None
     if i.has("param"):
-        assert isinstance(at, Address) and isinstance(at.base, Symbol)
+        assert isinstance(at, Address)
+        if isinstance(at.base, Reg):  # one of several parameters, chosen as the kernel runs
+            chosen = f"S.chosen_parameter({e.address(at, False)}, {e.mask}, np.{TYPES[t][1].__name__})"
+            return e.put(d, t, chosen) if len(targets) == 1 else None
+        assert isinstance(at.base, Symbol)
         return [
             line
             for n, x in enumerate(targets)
@@ -93,7 +97,9 @@ def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
 def _store(e: Emitter, i: Instruction) -> list[str] | None:
     t, (at, value, *_) = typed(i), i.args
     nb = size_of(t)
-    if i.has("local", "param", "async"):
+    if i.has("param"):
+        return []  # an argument of a call
+    if i.has("local", "async"):
         return None
     words = ", ".join(e.read(x, f"b{8 * nb}") for x in e.items(value))
     if is_shared(i):
@@ -205,3 +211,12 @@ def _policy(e: Emitter, i: Instruction) -> list[str] | None:
 @handles("trap")
 def _trap(e: Emitter, i: Instruction) -> list[str] | None:
     return [f"S.trap({e.const(i.site)})"]
+
+
+@handles("call")
+def _call(e: Emitter, i: Instruction) -> list[str] | None:
+    """Of __assertfail alone, which a device_assert that fails comes to: CUDA C++ Programming Guide, "Assertion"."""
+    name = next((x.name for x in i.args if isinstance(x, Symbol)), "")
+    if name != "__assertfail":
+        raise i.unsupported(f"a call of {name}; replace= gives a device function another body")
+    return [f"S.trap({e.const(i.site)}, {'device_assert: ' + (i.note or 'false')!r})"]

@@ -1,13 +1,17 @@
 """What Triton compiles for a launch, and the bits of the kernel's parameters. Needs no GPU and no assembler.
 
+Kernels are compiled with what device_assert checks, and without what device_print prints. A device function that the
+launch replaces is compiled with the body that stands in for it.
+
 A process that interprets kernels cannot compile them: TRITON_INTERPRET must not be set here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +19,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from ..case import Launch
+from ..faults import UnsupportedKernel
 from ..lint.compiler import cache_dir
 from ..lint.targets import target as target_named
 from ..lint.worker import specialised
@@ -24,6 +29,7 @@ from .kernel import Kernel, translated
 from .parse import UnsupportedPtx
 
 Edit = Callable[[str], str]
+CHECKED = {"debug": True, "sanitize_overflow": False}  # device_assert, but no check of integers that may wrap
 
 
 class Compiler:
@@ -36,7 +42,10 @@ class Compiler:
         self._made: dict[Any, tuple[str, int, str]] = {}
 
     def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, int | TensorMap]]:
-        """The kernel, and its parameters by name. Raises UnsupportedPtx."""
+        """The kernel, and its parameters by name, with the special registers that the launch sets.
+
+        Raises UnsupportedPtx for an opcode, UnsupportedKernel for a kernel that does not compile for this target.
+        """
         from triton.backends.compiler import GPUTarget
 
         chosen = target_named(self.target)
@@ -46,29 +55,48 @@ class Compiler:
             raise UnsupportedPtx(
                 f"{launch.name} is interpreted: unset TRITON_INTERPRET to run what is compiled"
             )
-        with _environment():
-            source, options = specialised(kernel, launch.args, launch.options, gpu)
-        chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
-        key = kernel.fn, *map(repr, chosen_by)
-        if key not in self._made:
-            self._made[key] = self._compile(source, options, gpu)
+        if launch.options.get("num_ctas", 1) > 1:
+            raise UnsupportedPtx(
+                f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}"
+            )
+        try:
+            with _environment():
+                source, options = specialised(kernel, launch.args, {**launch.options, **CHECKED}, gpu)
+            chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
+            replaced = tuple((id(theirs), id(ours)) for theirs, ours in launch.replace.items())
+            key = kernel.fn, *map(repr, chosen_by), replaced
+            if key not in self._made:
+                self._made[key] = self._compile(source, options, gpu, launch.replace)
+        except Exception as error:
+            if isinstance(error, UnsupportedKernel | MemoryError):
+                raise
+            raise UnsupportedKernel(
+                f"{launch.name} does not compile for {self.target}: {_said(error)}"
+            ) from error
         made = translated(*self._made[key])
+        if made.shared > chosen.shared_limit:
+            most = f"a program of {self.target} has {chosen.shared_limit}"
+            raise UnsupportedKernel(f"{launch.name} needs {made.shared} bytes of shared memory, {most}")
         maps = iter(made.maps)
         given = [
             bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)
         ]
         names = made.listing.parameters
         given += [0] * (len(names) - len(given))  # scratch memory, which none of these kernels asks for
-        return made, {
+        parameters = {
             p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
             for x, p in zip(given, names, strict=True)
         }
+        registers = enumerate(getattr(launch, "environment", ()))
+        return made, {**parameters, **{f"%envreg{n}": value for n, value in registers}}
 
-    def _compile(self, source: Any, options: Any, gpu: Any) -> tuple[str, int, str]:
+    def _compile(
+        self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]
+    ) -> tuple[str, int, str]:
         """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
         import triton
 
-        with _environment(), _without_assembler():
+        with _environment(), _replaced(replace) as key, _without_assembler(key):
             made = triton.compile(source, target=gpu, options=dict(options))
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
@@ -84,8 +112,45 @@ def _environment() -> Any:
     return patch.dict(os.environ, chosen)
 
 
+def _said(error: BaseException) -> str:
+    """The compiler's words: each call of a helper that led to the error, with the kernel's lines, and why at last."""
+    words = []
+    at: BaseException | None = error
+    while at is not None:
+        words.append(f"{type(at).__name__}: {at}" if at.__cause__ is None or at is error else str(at))
+        at = at.__cause__
+    return "\n".join(dict.fromkeys(each for each in words if each.strip()))
+
+
 @contextmanager
-def _without_assembler() -> Iterator[None]:
+def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
+    """While entered, calls of these device functions compile to others: what tells this in a cache's key."""
+    import triton.language as tl
+    from triton.compiler.code_generator import CodeGenerator
+
+    own: Any = CodeGenerator.call_Function
+    bodies: dict[int, Any] = {id(tl.device_print): None}
+    bodies |= {id(theirs): ours for theirs, ours in replace.items()}
+
+    def call(self: Any, node: Any, fn: Any, args: Any, kws: Any) -> Any:
+        if id(fn) not in bodies:
+            return own(self, node, fn, args, kws)
+        body = bodies[id(fn)]
+        return None if body is None else own(self, node, body, args, kws)
+
+    names = [[_identity(function) for function in pair] for pair in replace.items()]
+    with patch.object(CodeGenerator, "call_Function", call):
+        yield hashlib.sha256(repr(sorted(names)).encode()).hexdigest() if names else ""
+
+
+def _identity(function: Any) -> str:
+    """The same in every process; of a triton.jit function with its source and all that it calls."""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
+    return f"{name} {getattr(function, 'cache_key', '')}"
+
+
+@contextmanager
+def _without_assembler(replaced: str) -> Iterator[None]:
     """Compilation ends with PTX: what ptxas makes of it is not run here, and takes longer than all before."""
     import triton
 
@@ -97,7 +162,7 @@ def _without_assembler() -> Iterator[None]:
         capability: Any = None,
     ) -> Any:
         if stages is None:
-            return "ptx only", "ptx only"
+            return f"ptx only {replaced}", f"ptx only {replaced}"
         stages["cubin"] = lambda source, metadata: b""
         return None
 
@@ -119,11 +184,15 @@ def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | 
         return
     elif str(t).startswith("tensordesc"):
         said = next(maps, None)
-        if said is None:
-            raise UnsupportedPtx("a tensor descriptor without TMA")
-        yield _tensor_map(value, said)
-        yield from (int(n) for n in value.shape)
-        yield from (int(n) for n in value.strides)
+        sizes = [int(n) for n in (*value.shape, *value.strides)]
+        if said is None:  # without TMA: triton.backends.driver.decompose_descriptor
+            yield value.base.data_ptr()
+            yield from sizes
+            yield int(value.padding == "nan")
+            yield from (int(value.round_f32_to_tf32) for _ in range(hasattr(value, "round_f32_to_tf32")))
+        else:
+            yield _tensor_map(value, said)
+        yield from sizes
     elif isinstance(value, Tensor):
         yield value.data_ptr()
     elif t in ("fp32", "f32", "fp64", "fp16"):

@@ -96,7 +96,7 @@ class HostWork:
             self.ended = True
             return
         seen = int(window.load(flag, nb, 1, thread, "acquire", "sys", HOST)[0, 0])
-        self.ended = (seen - work.value) % (1 << 8 * nb) < 1 << (8 * nb - 1)
+        self.ended = work.over(seen)
 
 
 class Machine:

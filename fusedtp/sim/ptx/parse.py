@@ -3,8 +3,9 @@
     .loc 2 97 12, function_name ..., inlined_at 1 67 12     line 97 of file 2, called at line 67 of file 1
     @!%p3 ld.global.v2.b32 {%r1, %r2}, [%rd4 + 16];         guard, opcode, operands
 
-Registers are numbered by width. Those of inline PTX in braces get numbers of their own, and so do its labels.
-PTX ISA 8.8: section 4 (syntax), 5.2 (types), 6 (operands), 11.5 (.loc).
+Registers are numbered by width. Those of inline PTX in braces get numbers of their own, and so do its labels: a name
+means what the innermost braces around it declare.
+PTX ISA 8.8: section 4 (syntax), 5.2 (types), 5.4.2 (vectors), 6 (operands), 11.5 (.loc).
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ Operand = Reg | Imm | Special | Symbol | Vector | Address
 
 @dataclass(frozen=True)
 class Instruction:
-    """op: the opcode with its modifiers; guard: the predicate under which it is executed, if any."""
+    """An instruction of a kernel.
+
+    op      the opcode with its modifiers
+    guard   the predicate under which it is executed, if any
+    note    of a call: the text that its first argument points to
+    """
 
     op: str
     args: tuple[Operand, ...]
@@ -78,6 +84,7 @@ class Instruction:
     guard: Reg | None = None
     negated: bool = False
     parts: tuple[str, ...] = field(default=(), compare=False)
+    note: str = ""
 
     @property
     def root(self) -> str:
@@ -129,6 +136,7 @@ def parse(text: str) -> Listing:
     reader = _Reader(entry[1], dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)))
     for statement in _statements(body):
         reader.read(statement)
+    reader.finish(_strings(text))
     return Listing(
         entry[1],
         list(_parameters(head)),
@@ -148,6 +156,15 @@ def _enclosed(text: str) -> str:
         if depth == 0:
             break
     return "\n".join(kept).strip()[1:-1]
+
+
+def _strings(text: str) -> dict[str, str]:
+    """The module's strings by name, such as what a device_assert says."""
+    found = re.findall(r"\.b8 (\w+)\[\d+\] = \{([\d, ]+)\}", text)
+    return {
+        name: bytes(int(n) for n in given.split(",")).decode(errors="replace").rstrip("\0")
+        for name, given in found
+    }
 
 
 def _parameters(head: str) -> Iterator[Parameter]:
@@ -188,10 +205,15 @@ class _Reader:
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
-        self.scopes: list[dict[str, Reg]] = [{}]
-        self.families: dict[str, tuple[int, int]] = {}  # "%r" -> width, index of its first
+        self.scopes: list[dict[str, Reg | Vector]] = [{}]
+        self.families: list[dict[str, tuple[int, int]]] = [
+            {}
+        ]  # of a scope: "%r" -> width, index of its first
         self.numbers = [0]  # of the open scopes
         self.opened = 0
+        self.jumps: list[
+            tuple[int, tuple[int, ...]]
+        ] = []  # instructions that name a label, and the scopes around it
         self.callers: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.site = Site("", 0, name, 0)
 
@@ -199,18 +221,63 @@ class _Reader:
         if statement == "{":
             self.opened += 1
             self.scopes.append({})
+            self.families.append({})
             self.numbers.append(self.opened)
         elif statement == "}":
             self.scopes.pop()
+            self.families.pop()
             self.numbers.pop()
         elif statement.startswith(".loc"):
             self._locate(statement)
         elif statement.startswith(".reg"):
             self._declare(statement)
         elif statement.endswith(":"):
-            self.labels[self._label(statement[:-1])] = len(self.instructions)
+            self.labels[_label(statement[:-1], self.numbers[-1])] = len(self.instructions)
         elif statement and not statement.startswith("."):
-            self.instructions.append(self._instruction(statement))
+            made = self._instruction(statement)
+            if made.root in ("bra", "brx"):
+                self.jumps.append((len(self.instructions), tuple(self.numbers)))
+            self.instructions += self._parts(made)
+
+    def finish(self, strings: dict[str, str]) -> None:
+        """Once all is read: each jump goes to the label of the innermost braces, each call knows its text."""
+        for at, scopes in self.jumps:
+            made = self.instructions[at]
+            (target,) = made.args
+            if isinstance(target, Symbol):
+                names = [_label(target.name, number) for number in reversed(scopes)]
+                name = next((each for each in names if each in self.labels), target.name)
+                self.instructions[at] = replace(made, args=(Symbol(name),))
+        for at, made in enumerate(self.instructions):
+            if made.root == "call":
+                self.instructions[at] = replace(made, note=strings.get(self._pointed_to(at), ""))
+
+    def _pointed_to(self, call: int) -> str:
+        """The variable whose address is the first argument of a call: what st.param, cvta and mov make of it."""
+        wanted: Operand | None = None
+        for made in reversed(self.instructions[max(0, call - 200) : call]):
+            if wanted is None:
+                if made.op.startswith("st.param") and made.args[0] == Address(Symbol("param0")):
+                    wanted = made.args[1]
+            elif made.args and made.args[0] == wanted:
+                wanted = made.args[1]
+            if isinstance(wanted, Symbol):
+                return wanted.name
+        return ""
+
+    def _parts(self, made: Instruction) -> list[Instruction]:
+        """A move of a vector register as one of each element."""
+        if made.root != "mov" or not made.has("v2", "v4"):
+            return [made]
+        d, a = made.args
+        if not isinstance(d, Vector):
+            raise made.unsupported("registers")
+        parts = tuple(part for part in made.parts if part not in ("v2", "v4"))
+        sources = a.items if isinstance(a, Vector) else (a,) * len(d.items)
+        return [
+            replace(made, op=".".join(parts), parts=parts, args=pair)
+            for pair in zip(d.items, sources, strict=True)
+        ]
 
     def _locate(self, statement: str) -> None:
         """Line 0 stands for no line: what came before holds on."""
@@ -232,20 +299,21 @@ class _Reader:
         )
 
     def _declare(self, statement: str) -> None:
-        found = re.match(r"\.reg\s+\.([a-z]+)(\d*)(?:x\d)?\s+(.*)", statement, re.S)
-        if found is None:
-            raise UnsupportedPtx(f"`{statement}` at {self.site}")
-        width = WIDTHS["pred" if found[1] == "pred" else found[2]]
-        for name in found[3].split(","):
-            if family := re.fullmatch(r"\s*([$%\w]+)<(\d+)>\s*", name):
-                self.families[family[1]] = width, self.counts[width]
+        found = re.match(r"\.reg\s+(?:\.v(\d)\s*)?\.([a-z]+)(\d*)(?:x\d)?\s+(.*)", statement, re.S)
+        if found is None or (found[2] != "pred" and found[3] not in WIDTHS):
+            raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}")
+        width = WIDTHS["pred" if found[2] == "pred" else found[3]]
+        for name in (each.strip() for each in found[4].split(",")):
+            if family := re.fullmatch(r"([$%\w]+)<(\d+)>", name):
+                self.families[-1][family[1]] = width, self.counts[width]
                 self.counts[width] += int(family[2])
-            else:
-                self.scopes[-1][name.strip()] = Reg(width, self.counts[width], name.strip())
-                self.counts[width] += 1
-
-    def _label(self, name: str) -> str:
-        return name if self.numbers[-1] == 0 else f"{name}@{self.numbers[-1]}"
+                continue
+            elements = [f"{name}.{part}" for part in "xyzw"[: int(found[1])]] if found[1] else [name]
+            made = [Reg(width, self.counts[width] + n, each) for n, each in enumerate(elements)]
+            self.counts[width] += len(made)
+            self.scopes[-1] |= {each.name: each for each in made}
+            if found[1]:
+                self.scopes[-1][name] = Vector(tuple(made))
 
     def _instruction(self, statement: str) -> Instruction:
         text, guard, negated = statement, None, False
@@ -253,33 +321,30 @@ class _Reader:
             word, statement = statement.split(None, 1)
             negated = word[1] == "!"
             found = self._register(word.lstrip("@!"))
-            assert found is not None, text
+            if not isinstance(found, Reg):
+                raise UnsupportedPtx(f"`{text}`: no predicate {word}, at {self.site}")
             guard = found
         matched = re.match(r"([a-z][\w.:]*)\s*(.*)", statement, re.S)
         if matched is None:
             raise UnsupportedPtx(f"`{text}` is no instruction, at {self.site}")
         op = matched[1]
         made = Instruction(op, (), self.site, " ".join(text.split()), guard, negated, tuple(op.split(".")))
-        jumps = made.root in ("bra", "call", "brx")
-        args = tuple(self._operand(each, jumps, made) for each in _split(matched[2]))
+        args = tuple(self._operand(each, made) for each in _split(matched[2]))
         return replace(made, args=args)
 
-    def _operand(self, text: str, jumps: bool, of: Instruction) -> Operand:
-        if text.startswith("{"):
-            return Vector(tuple(self._operand(each, jumps, of) for each in _split(text[1:-1])))
+    def _operand(self, text: str, of: Instruction) -> Operand:
+        if text[0] in "{(":
+            return Vector(tuple(self._operand(each, of) for each in _split(text[1:-1])))
         if text.startswith("["):
             return self._address(text[1:-1].strip(), of)
         if "|" in text:
-            return Vector(tuple(self._operand(each.strip(), jumps, of) for each in text.split("|")))
+            return Vector(tuple(self._operand(each.strip(), of) for each in text.split("|")))
         if (register := self._register(text)) is not None:
             return register
         if text.startswith("%"):
             return Special(text[1:])
         if re.match(r"[-\d]", text):
             return Imm(text)
-        if jumps:
-            own = self._label(text)
-            return Symbol(own if own in self.labels or self.numbers[-1] else text)
         return Symbol(text)
 
     def _address(self, text: str, of: Instruction) -> Address:
@@ -287,18 +352,23 @@ class _Reader:
         found = re.fullmatch(r"(\S+?)\s*(?:\+\s*(-?\w+))?", parts[0])
         if found is None:
             raise of.unsupported(f"address [{text}]")
-        rest = [self._operand(each, False, of) for each in parts[1:]]
+        rest = [self._operand(each, of) for each in parts[1:]]
         coordinates = tuple(x for each in rest for x in (each.items if isinstance(each, Vector) else (each,)))
-        return Address(self._operand(found[1], False, of), int(found[2] or "0", 0), coordinates)
+        return Address(self._operand(found[1], of), int(found[2] or "0", 0), coordinates)
 
-    def _register(self, text: str) -> Reg | None:
-        for scope in reversed(self.scopes):
+    def _register(self, text: str) -> Reg | Vector | None:
+        found = re.fullmatch(r"([$%_a-zA-Z]\w*?)(\d+)", text)
+        for scope, families in zip(reversed(self.scopes), reversed(self.families), strict=True):
             if text in scope:
                 return scope[text]
-        if (found := re.fullmatch(r"([$%_a-zA-Z]\w*?)(\d+)", text)) and found[1] in self.families:
-            width, first = self.families[found[1]]
-            return Reg(width, first + int(found[2]), text)
+            if found and found[1] in families:
+                width, first = families[found[1]]
+                return Reg(width, first + int(found[2]), text)
         return None
+
+
+def _label(name: str, scope: int) -> str:
+    return f"{name}@{scope}" if scope else name
 
 
 def _split(text: str) -> list[str]:

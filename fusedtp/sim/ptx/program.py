@@ -159,8 +159,9 @@ class Lanes:
         return np.broadcast_to(value, (self.count,))[::32].copy()
 
     def special(self, name: str) -> Any:
-        """PTX ISA 8.8, section 10. The clock stands still, so that no wait times out."""
+        """PTX ISA 8.8, section 10. A clock counts instructions: short pauses end, and no wait of seconds times out."""
         program = self.program
+        now = program.executed
         fixed = {
             "tid.x": self.ids.astype(np.uint32), "laneid": (self.ids & 31).astype(np.uint32),
             "warpid": (self.ids >> 5).astype(np.uint32), "ntid.x": np.uint32(program.threads),
@@ -169,7 +170,8 @@ class Lanes:
             "nctaid.y": np.uint32(program.grid[1]), "nctaid.z": np.uint32(program.grid[2]),
             "cluster_ctaid.x": np.uint32(0), "cluster_ctarank": np.uint32(0), "cluster_nctaid.x": np.uint32(1),
             "cluster_nctarank": np.uint32(1), "clusterid.x": np.uint32(program.index[0]),
-            "globaltimer": np.uint64(0), "globaltimer_lo": np.uint32(0), "clock": np.uint32(0), "clock64": np.uint64(0),
+            "globaltimer": np.uint64(now), "globaltimer_lo": np.uint32(now), "globaltimer_hi": np.uint32(0),
+            "clock": np.uint32(now), "clock64": np.uint64(now), "clock_hi": np.uint32(0),
             "smid": np.uint32(0), "nsmid": np.uint32(1),
         }  # fmt: skip
         if name in fixed:
@@ -194,6 +196,17 @@ class Lanes:
 
     def parameter_address(self, name: str) -> int:
         return PARAMETERS + list(self.program.parameters).index(name)
+
+    def chosen_parameter(self, at: Array, mask: Any, dtype: Any) -> Array:
+        """The parameter at an address that each lane computed."""
+        names = list(self.program.parameters)
+        found = np.zeros(self.count, dtype)
+        for lane in self.chosen(mask).tolist():
+            number = int(at[lane]) - PARAMETERS
+            if not 0 <= number < len(names):
+                raise UnsupportedPtx(f"a part of a parameter by its address, at {self.program.site}")
+            found[lane] = self.parameter(names[number], 0, dtype)
+        return found
 
     # -- global memory -----------------------------------------------------------------------------------------------
 
@@ -374,8 +387,8 @@ class Lanes:
         leader = np.repeat(active.argmax(1), 32).astype(np.uint32)
         return leader, (self.ids & 31) == leader
 
-    def trap(self, site: Site) -> None:
-        raise self.program.fault("raised", "trap, as a failed device_assert ends", "trap", site)
+    def trap(self, site: Site, said: str = "trap") -> None:
+        raise self.program.fault("raised", said, "trap", site)
 
 
 def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:

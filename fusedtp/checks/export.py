@@ -1,0 +1,66 @@
+"""The results of `fusedtp check` as one JSON document, for scripts and CI.
+
+{"exit_code": 1, "lint": [...], "cases": [{
+    "case", "world_size", "compiled"    what was checked; compiled: the target, "" for the kernel's text
+    "verdict"                           "ok", "refused", "raised", "out of time", or the rule of the fault
+    "schedules", "switches", "seconds"  what it took
+    "words"                             why it was refused, the traceback, or where the time was over; else ""
+    "fault"                             null, or rule, message, accesses, waits, mismatch and the schedule
+    "replay"                            the command that shows the fault again, else ""
+}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fusedtp.sim.faults import Access, Fault, Site, Wait
+from fusedtp.sim.report import replay
+
+from .workers import Result
+
+
+def as_json(results: Sequence[Result], lint: Sequence[str], code: int) -> dict[str, Any]:
+    """What json.dumps takes."""
+    return {"exit_code": code, "lint": list(lint), "cases": [_case(each) for each in results]}
+
+
+def _case(result: Result) -> dict[str, Any]:
+    found, part = result.found, result.part
+    fault = part.fault
+    return {
+        "case": found.name,
+        "world_size": found.world_size,
+        "compiled": found.compiled,
+        "verdict": result.verdict,
+        "schedules": result.schedules,
+        "switches": result.switches,
+        "seconds": round(result.seconds, 3),
+        "words": found.refused or part.refused or found.raised or part.raised or part.late,
+        "fault": None if fault is None else _fault(fault),
+        "replay": "" if fault is None else next(iter(replay(fault, found.name, found.asked)), ""),
+    }
+
+
+def _fault(fault: Fault) -> dict[str, Any]:
+    """All but the trace; sites as file, line and function, and the line of the kernel that led there."""
+    made = asdict(fault)
+    del made["trace"]
+    ends: dict[str, Sequence[Access | Wait]] = {"accesses": fault.accesses, "waits": fault.waits}
+    for key, each in ends.items():
+        for end, entry in zip(each, made[key], strict=True):
+            entry["site"] = _site(end.site)
+    return made
+
+
+def _site(site: Site) -> dict[str, Any]:
+    file, line = site.kernel_place
+    return {
+        "file": site.file,
+        "line": site.line,
+        "function": site.function,
+        "kernel_file": file,
+        "kernel_line": line,
+    }

@@ -1,0 +1,148 @@
+"""Launches as users write them, made plain: one kernel, a grid of three numbers, every argument by name.
+
+    autotune       the config that the launch names, or every config in turn: that of schedule `turn`
+    heuristics     computed from the arguments, as Triton does before a launch
+    grid           a function of the arguments, called
+    defaults       what the kernel's signature says of arguments that are not given
+    options        num_warps, num_stages and the like among the arguments go to the compiler
+    replace        device functions that have another body here, and what those know of the world: see nvshmem.py
+
+Raises UnsupportedKernel for what is no kernel of Triton's, ValueError for arguments or a grid that do not fit it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .case import Launch, Run, Work, inside, name_of
+from .faults import UnsupportedKernel
+from .memory import Memory
+
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+NOT_COMPILED = ("ir_override", "extern_libs")
+
+
+@dataclass(frozen=True)
+class Plain(Launch):
+    """A launch with nothing left to compute.
+
+    config        of an autotuned kernel, in words
+    environment   the values of %envreg0, %envreg1, ..., which the bodies in `replace` read
+    """
+
+    config: str = ""
+    environment: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{name_of(self.kernel)} [{self.config}]" if self.config else name_of(self.kernel)
+
+
+def plain(run: Run, turn: int = 0) -> Run:
+    """The same run of plain launches. turn: which config of an autotuned kernel, modulo their number."""
+    if not run.work:
+        raise ValueError("a run of no rank: it needs a list of work for each")
+    replaced = any(isinstance(work, Launch) and work.replace for of_rank in run.work for work in of_rank)
+    table = _table(run.memory, len(run.work)) if replaced else None
+    made: list[list[Work]] = []
+    for rank, of_rank in enumerate(run.work):
+        environment: tuple[int, ...] = ()
+        if table is not None:
+            address = table.tensors[rank].data_ptr()
+            environment = (rank, len(run.work), len(run.memory), address & 0xFFFFFFFF, address >> 32)
+        made.append([_plain(w, turn, environment) if isinstance(w, Launch) else w for w in of_rank])
+    return replace(run, work=made, memory=[*run.memory, *([table] if table else [])])
+
+
+def _table(memory: Sequence[Memory], world_size: int) -> Memory:
+    """int64 [memories, 1 + W] a rank: bytes of each memory, and its address on every rank."""
+    rows = [
+        [each.tensors[0].numel() * each.tensors[0].element_size(), *(t.data_ptr() for t in each.tensors)]
+        for each in memory
+    ]
+    tensors = tuple(torch.tensor(rows, dtype=torch.int64).view(-1, 1 + world_size) for _ in range(world_size))
+    return Memory("table of symmetric memory", tensors)
+
+
+def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
+    kernel, args, options = launch.kernel, dict(launch.args), dict(launch.options)
+    config = ""
+    while not (hasattr(kernel, "params") or hasattr(kernel, "rewrite")):
+        if hasattr(kernel, "configs"):
+            config = _tuned(kernel, args, options, launch.tuned, turn)
+        elif hasattr(kernel, "values") and hasattr(kernel, "fn"):
+            for name, function in kernel.values.items():
+                args[name] = function({**args, **options})
+        elif inside(kernel) is None or inspect.isfunction(kernel):
+            kind = "a plain function" if inspect.isfunction(kernel) else f"a {type(kernel).__name__}"
+            raise UnsupportedKernel(f"{name_of(kernel)!r} is {kind}: decorate it with triton.jit")
+        kernel = inside(kernel)
+    options |= {key: args.pop(key) for key in OPTIONS if key in args and key not in kernel.arg_names}
+    for key in NOT_COMPILED:
+        options.pop(key, None)
+    bound = _bound(kernel, args)
+    grid = _grid(launch.grid, {**bound, **options}, name_of(kernel))
+    return Plain(
+        kernel, grid, bound, launch.stream, options, launch.tuned, launch.replace, config, environment
+    )
+
+
+def _tuned(tuner: Any, args: dict[str, Any], options: dict[str, Any], named: Any, turn: int) -> str:
+    """Enters a config into arguments and options; its words where there are several."""
+    configs = list(tuner.configs)
+    if named is None:
+        prune = getattr(tuner, "early_config_prune", None)
+        if prune is not None:
+            tuner.nargs = dict(args)
+            configs = list(prune(configs, tuner.nargs)) or configs
+        chosen = configs[turn % len(configs)]
+    else:
+        chosen = configs[named] if isinstance(named, int) else named
+    given = chosen.all_kwargs()
+    both = sorted(set(given) & set(args))
+    if both:
+        raise ValueError(f"{name_of(tuner)!r}: {', '.join(both)} both given and chosen by autotune")
+    if chosen.pre_hook is not None:
+        chosen.pre_hook({**args, **given})
+    for key, value in given.items():
+        (options if key in (*OPTIONS, *NOT_COMPILED) else args)[key] = value
+    if len(configs) == 1:
+        return ""
+    return ", ".join(f"{key}={value}" for key, value in given.items() if (key, value) != ("num_ctas", 1))
+
+
+def _bound(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Every argument in the order of the signature. Raises ValueError for a missing or unknown one."""
+    function = getattr(kernel, "fn", kernel)
+    parameters = inspect.signature(function).parameters
+    unknown = [key for key in args if key not in parameters]
+    if unknown:
+        raise ValueError(
+            f"{name_of(kernel)!r} takes no {', '.join(unknown)}: it takes {', '.join(parameters)}"
+        )
+    missing = [key for key, each in parameters.items() if key not in args and each.default is each.empty]
+    if missing:
+        raise ValueError(f"{name_of(kernel)!r} is launched without {', '.join(missing)}")
+    return {key: args.get(key, each.default) for key, each in parameters.items()}
+
+
+def _grid(grid: Any, meta: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """1 to 3 numbers. Triton launches no other grid."""
+    made = grid(dict(meta)) if callable(grid) else grid
+    if isinstance(made, int):
+        made = (made,)
+    try:
+        sizes = tuple(operator.index(size) for size in made)
+    except TypeError:
+        raise ValueError(f"the grid of {name!r} is {made!r}; it must be 1 to 3 integers") from None
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"the grid of {name!r} has {len(sizes)} dimensions: {sizes}; it must have 1 to 3")
+    if min(sizes) < 0:
+        raise ValueError(f"the grid of {name!r} is {sizes}; no dimension may be negative")
+    return sizes

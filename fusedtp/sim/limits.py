@@ -1,0 +1,45 @@
+"""A limit in seconds on what a case does, whatever it does: compile, spin in one schedule, or be made smaller."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class OutOfTime(BaseException):
+    """Raised where the program stands when its time is over. No Exception, so that no case catches it by the way."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raises OutOfTime inside the body after so many seconds. None: no limit.
+
+    By the process's timer, which interrupts any loop of Python. Limits may be nested: the shorter one holds. A thread
+    other than the main one has no such timer, and no limit.
+    """
+    if (
+        seconds is None
+        or threading.current_thread() is not threading.main_thread()
+        or not hasattr(signal, "setitimer")
+    ):
+        yield
+        return
+    begin = time.monotonic()
+
+    def over(number: int, frame: Any) -> None:
+        raise OutOfTime
+
+    before, (left, _) = signal.signal(signal.SIGALRM, over), signal.getitimer(signal.ITIMER_REAL)
+    shorter = min(seconds, left) if left else seconds
+    signal.setitimer(signal.ITIMER_REAL, max(shorter, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begin), 1e-3))

@@ -1,0 +1,173 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+"""NVSHMEM's device functions as plain loads, stores and atomics, for `Launch(replace=...)`.
+
+    Launch(kernel, grid, args, replace={theirs.putmem: nvshmem.putmem, theirs.fence: nvshmem.fence})
+    Launch(kernel, grid, args, replace=nvshmem.of_torch())     # torch.distributed._symmetric_memory._nvshmem_triton
+
+Each body takes what the C function of its name takes: addresses (pointers or int64) in symmetric memory, sizes in
+bytes. Symmetric is what the case lists in `Run(work, memory)`; another rank's copy of an address lies as far from the
+beginning of that rank's tensor. An address in no such memory is out of bounds.
+
+All threads of a program call `putmem`, `getmem` and `putmem_signal`, the `_block` functions of NVSHMEM: a barrier
+stands before the transfer and after it. `signal_op`, `signal_wait_until` and `fence` are of each thread that calls.
+
+What NVSHMEM's specification leaves unordered is unordered here: `putmem` alone makes nothing visible elsewhere, a
+`fence` or `quiet` orders what came before it, `putmem_signal` releases its data by the signal, and a wait acquires.
+
+Source: NVSHMEM API documentation, "Remote Memory Access", "Signaling Operations", "Memory Ordering". The bodies know
+the rank, the world and the table of memories from %envreg0 to %envreg4 (PTX ISA 10, launching.plain).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import triton
+import triton.language as tl
+
+_CHUNK = tl.constexpr(1024)  # bytes that a program moves at once
+
+
+@triton.jit
+def _environment(NUMBER: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        f"mov.u32 $0, %envreg{NUMBER};", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def my_pe():
+    """This rank."""
+    return _environment(0)
+
+
+@triton.jit
+def n_pes():
+    """Ranks."""
+    return _environment(1)
+
+
+@triton.jit
+def ptr(address, pe):
+    """int64: where rank pe has what the own rank has at this address; 0 outside of symmetric memory."""
+    address = tl.cast(address, tl.int64)
+    low, high = _environment(3).to(tl.uint32, bitcast=True), _environment(4).to(tl.uint32, bitcast=True)
+    table = (low.to(tl.int64) | (high.to(tl.int64) << 32)).to(tl.pointer_type(tl.int64))
+    row_size = n_pes() + 1
+    found = address * 0
+    for memory in range(_environment(2)):
+        row = table + memory * row_size
+        at = address - tl.load(row + 1 + my_pe())
+        found = tl.where((at >= 0) & (at < tl.load(row)), tl.load(row + 1 + pe) + at, found)
+    return found
+
+
+@triton.jit
+def _move(to, source, nbytes):
+    tl.debug_barrier()
+    to, source = to.to(tl.pointer_type(tl.uint8)), tl.cast(source, tl.int64).to(tl.pointer_type(tl.uint8))
+    for first in range(0, nbytes, _CHUNK):
+        at = first + tl.arange(0, _CHUNK)
+        tl.store(to + at, tl.load(source + at, mask=at < nbytes), mask=at < nbytes)
+    tl.debug_barrier()
+
+
+@triton.jit
+def putmem(dest, source, nbytes, pe):
+    """nvshmemx_putmem_block, nvshmemx_putmem_nbi_block: own memory to rank pe's `dest`."""
+    _move(ptr(dest, pe), source, nbytes)
+    return 0
+
+
+@triton.jit
+def getmem(dest, source, nbytes, pe):
+    """nvshmemx_getmem_block, nvshmemx_getmem_nbi_block: rank pe's `source` to own memory."""
+    _move(tl.cast(dest, tl.int64), ptr(source, pe), nbytes)
+    return 0
+
+
+@triton.jit
+def putmem_signal(dest, source, nbytes, sig_addr, signal, sig_op, pe):
+    """nvshmemx_putmem_signal_block: the signal of rank pe changes once the data is there."""
+    _move(ptr(dest, pe), source, nbytes)
+    at, signal = ptr(sig_addr, pe).to(tl.pointer_type(tl.uint64)), tl.cast(signal, tl.uint64)
+    if (sig_op == 0) | (sig_op == 9):
+        tl.atomic_xchg(at, signal, sem="release", scope="sys")
+    else:
+        tl.atomic_add(at, signal, sem="release", scope="sys")
+    return 0
+
+
+@triton.jit
+def signal_op(sig_addr, signal, sig_op, pe):
+    """nvshmemx_signal_op, by every thread that calls it: rank pe's signal, in no order with the data.
+
+    sig_op: 0 and 9 set it, as torch documents NVSHMEM_SIGNAL_SET and as nvshmem.h has it; others add.
+    """
+    at, signal = ptr(sig_addr, pe), tl.cast(signal, tl.uint64)
+    if (sig_op == 0) | (sig_op == 9):
+        _of_each_thread("atom.global.sys.relaxed.exch.b64 $0, [$1], $2;", at, signal)
+    else:
+        _of_each_thread("atom.global.sys.relaxed.add.u64 $0, [$1], $2;", at, signal)
+    return 0
+
+
+@triton.jit
+def _of_each_thread(ASM: tl.constexpr, at, value):
+    return tl.inline_asm_elementwise(ASM, "=l,l,l", [at, value], dtype=tl.uint64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _holds(seen, cmp, value):
+    """seen `cmp` value, by NVSHMEM_CMP_EQ, NE, GT, LE, LT, GE: 0 to 5."""
+    less, equal = seen < value, seen == value
+    above = ((cmp == 1) & (seen != value)) | ((cmp == 2) & (seen > value)) | ((cmp == 5) & (seen >= value))
+    return ((cmp == 0) & equal) | above | ((cmp == 3) & (less | equal)) | ((cmp == 4) & less)
+
+
+@triton.jit
+def signal_wait_until(sig_addr, cmp, value):
+    """nvshmem_signal_wait_until, by every thread that calls it: polls the own signal and acquires."""
+    at, value = tl.cast(sig_addr, tl.int64), tl.cast(value, tl.uint64)
+    seen = _of_each_thread("ld.global.acquire.sys.u64 $0, [$1]; // $2", at, value)
+    while not _holds(seen, cmp, value):
+        seen = _of_each_thread("ld.global.acquire.sys.u64 $0, [$1]; // $2", at, value)
+    return seen
+
+
+@triton.jit
+def fence():
+    """nvshmem_fence, nvshmem_quiet, by every thread that calls it: puts before it are visible before what follows."""
+    tl.inline_asm_elementwise("fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    return 0
+
+
+quiet = fence
+
+
+def of_torch() -> Mapping[Any, Any]:
+    """`replace` for kernels that use torch.distributed._symmetric_memory._nvshmem_triton.
+
+    torch defines these functions only where it sees a GPU. Without one the module is loaded again as if there were.
+    """
+    from torch.distributed._symmetric_memory import _nvshmem_triton as theirs
+
+    if not hasattr(theirs, "signal_op"):
+        with patch("torch.utils._triton.has_triton", lambda: True):
+            importlib.reload(theirs)
+    bodies = {
+        "putmem_block_extern_wrapper": putmem,
+        "getmem_block_extern_wrapper": getmem,
+        "getmem_nbi_block_extern_wrapper": getmem,
+        "putmem_signal_block_extern_wrapper": putmem_signal,
+        "signal_wait_until_extern_wrapper": signal_wait_until,
+        "signal_op": signal_op,
+        "fence": fence,
+        "quiet": quiet,
+        "my_pe": my_pe,
+        "n_pes": n_pes,
+    }
+    return {getattr(theirs, name): body for name, body in bodies.items()}

@@ -1,0 +1,86 @@
+"""A case in a test: runs its schedules and raises for a finding.
+
+    from fusedtp.sim.testing import assert_no_finding
+    from ring import case_ring
+
+    def test_ring():
+        assert_no_finding(case_ring, world_size=3, schedules=50)
+
+By default what Triton compiles for sm_80 and sm_90 runs, in a process without TRITON_INTERPRET. `compiled=("",)` runs
+the kernels' text in place of it, in a process with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .case import Case, Run
+from .explore import Outcome, explore
+from .explore import schedules as schedules_of
+from .faults import SimulationFault
+from .ptx import TARGETS
+from .report import report
+from .strategies import DEFAULT
+
+
+class Finding(SimulationFault):
+    """A fault, told as `fusedtp check` tells it. `fault` holds it."""
+
+    def __init__(self, outcome: Outcome, world_size: int | None) -> None:
+        assert outcome.fault is not None
+        super().__init__(outcome.fault)
+        self.args = (report(outcome.fault, name=outcome.case, world_size=world_size),)
+
+
+def assert_no_finding(
+    case: Case | Callable[..., Any],
+    *,
+    world_size: int | None = None,
+    compiled: str | Sequence[str] = TARGETS,
+    schedules: int = 20,
+    seconds: float | None = None,
+    seed: int = 0,
+    strategies: Sequence[str] = DEFAULT,
+    residents: Sequence[Any] | None = None,
+) -> None:
+    """Runs a case under many schedules on each target, until one shows a fault.
+
+    case        a Case, or a function that returns a Run or a Case; it gets `world_size` if it takes one
+    compiled    targets whose compiled code runs; "": the kernels' text
+    schedules   on each target; seed: of the first
+    seconds     on each target; a schedule that does not end by then does not count
+
+    Raises Finding (a SimulationFault, an AssertionError) for a fault; AssertionError where no schedule ended in time;
+    UnsupportedKernel and ValueError for what cannot be checked; what the case itself raises as it is.
+    """
+    made = _case(case, world_size)
+    for target in (compiled,) if isinstance(compiled, str) else compiled:
+        chosen = schedules_of(schedules, strategies, first_seed=seed, residents=residents, compiled=target)
+        outcome = explore(made, chosen, seconds=seconds)
+        if outcome.raised is not None:
+            raise outcome.raised
+        if outcome.fault is not None:
+            raise Finding(outcome, world_size)
+        if not outcome.passed:
+            raise AssertionError(
+                f"{made.name}: no schedule ended in {seconds} s; the first stood at {outcome.late}"
+            )
+
+
+def _case(case: Case | Callable[..., Any], world_size: int | None) -> Case:
+    if isinstance(case, Case):
+        if world_size is not None:
+            raise ValueError(f"{case.name} is a Case: its world size is its own")
+        return case
+    takes = "world_size" in inspect.signature(case).parameters
+    if world_size is not None and not takes:
+        raise ValueError(f"{case.__name__} takes no world_size")
+    given = {} if world_size is None else {"world_size": world_size}
+    made = case(**given)
+    if isinstance(made, Case):
+        return made
+    if not isinstance(made, Run):
+        raise ValueError(f"{case.__name__} returned {type(made).__name__}; it must return a Case or a Run")
+    return Case(case.__name__, lambda: case(**given))

@@ -1,0 +1,114 @@
+"""`fusedtp check --compiled` over many cases at once: none takes another's result with it; exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from fusedtp.checks.command import CheckOptions, main, run_case
+from fusedtp.checks.workers import (
+    CRASHED,
+    DIED,
+    FAULTY,
+    REFUSED,
+    Found,
+    Part,
+    Result,
+    find,
+    pool,
+    run_part,
+)
+from fusedtp.sim import Fault
+from fusedtp.sim.explore import schedules
+
+CASES = """
+from tests.sim.ptx.user_cases import (
+    case_raises, case_does_not_compile, case_unknown_opcode, case_four_axes, case_empty_world, case_reference_raises,
+    case_three_axes, case_assertion_fails,
+)
+"""
+VERDICTS = {
+    "raises": "raised", "does_not_compile": "refused", "unknown_opcode": "refused", "four_axes": "refused",
+    "empty_world": "refused", "reference_raises": "raised", "three_axes": "ok", "assertion_fails": "raised",
+}  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file in the current folder, which is importable as a module too. Its first case raises."""
+    (tmp_path / "mine_of_many.py").write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    return "mine_of_many.py"
+
+
+def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--compiled", "sm_80", "--schedules", "2", "--seconds", "60", "--workers", "1"]
+    code = main([file, "nowhere.py", "--module", "mine_of_many:case_three_axes", *words, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    verdicts = {case["case"]: case["verdict"] for case in made["cases"]}
+    wanted = {f"{file}::case_{name}": verdict for name, verdict in VERDICTS.items()}
+    assert verdicts == wanted | {"nowhere.py": "refused", "mine_of_many:case_three_axes": "ok"}
+    assert code == made["exit_code"] == FAULTY
+    by_name = {case["case"].partition("case_")[2]: case for case in made["cases"]}
+    fault = by_name["assertion_fails"]["fault"]
+    assert "must be positive" in fault["message"] and fault["accesses"][0]["site"]["function"] == "asserts"
+    assert "--compiled sm_80" in by_name["assertion_fails"]["replay"]
+    assert (
+        "KeyError: 'mine'" in by_name["raises"]["words"]
+        and "only halves" in by_name["does_not_compile"]["words"]
+    )
+    assert "dp4a" in by_name["unknown_opcode"]["words"]
+
+
+def test_a_part_ends_with_its_time() -> None:
+    """--seconds reaches into a schedule: 500,000 polls would take half a minute."""
+    (found,) = find("tests.sim.ptx.user_cases:case_polls_and_counts", None, "sm_80")
+    part = run_part(found, list(schedules(3, compiled="sm_80")), 1.0)
+    assert part.late and part.schedules == 0 and part.fault is None
+    assert Result(found, 0, 0, 1.0, part).verdict == "out of time"
+
+
+FAULT = Fault("deadlock", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "part", "verdict", "code"),
+    [
+        (Found("a", None, 2), Part(3), "ok", 0),
+        (Found("a", None, 2), Part(3, fault=FAULT), "deadlock", FAULTY),
+        (Found("a", None, 2), Part(1, fault=Fault("raised", "device_assert")), "raised", FAULTY),
+        (Found("a", None, 2), Part(1, fault=Fault("raised", ""), raised="Traceback"), "raised", CRASHED),
+        (Found("a", None, 2, raised="Traceback"), Part(), "raised", CRASHED),
+        (Found("a", None, 2, refused="no such file"), Part(), "refused", REFUSED),
+        (Found("a", None, 2), Part(refused="brev.b32"), "refused", REFUSED),
+        (Found("a", None, 2), Part(late="kernel.py:3"), "out of time", REFUSED),
+    ],
+)
+def test_exit_codes(found: Found, part: Part, verdict: str, code: int) -> None:
+    """A fault, a crash and a refusal differ; a schedule that was cut off says nothing if another one ended."""
+    result = Result(found, part.schedules, 0, 1.0, part)
+    assert (result.verdict, result.code) == (verdict, code)
+    assert Result(found, 5, 0, 1.0, Part(5, late="kernel.py:3")).code in (0, REFUSED, CRASHED)
+    assert len({0, FAULTY, REFUSED, CRASHED}) == 4
+
+
+def die(found: Found, *arguments: Any) -> Part:
+    """A worker that takes its process with it, but for the case called "right"."""
+    if found.name != "right":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Part(len(arguments[0]))
+
+
+def test_a_worker_that_dies_takes_no_other_case_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedtp.checks.command.run_part", die)
+    options = CheckOptions(schedules=3)
+    with pool(1, interpret=False) as workers:
+        first, second = (
+            run_case(Found(n, None, 2), options, workers, lambda count: None) for n in ("dies", "right")
+        )
+    assert first.part.raised == DIED and first.code == CRASHED
+    assert second.verdict == "ok" and second.schedules == 3
