@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..case import Launch
 from ..launching import plain
 from .targets import target as target_named
 
@@ -104,7 +105,7 @@ def _launches(case: Any, options: dict[str, int], gpu: Any) -> list[tuple[Any, A
     if inspect.isfunction(case):
         case = case()
     run = plain(case.make() if hasattr(case, "make") else case)
-    launches = [(rank, w) for rank, work in enumerate(run.work) for w in work if hasattr(w, "kernel")]
+    launches = [(rank, w) for rank, work in enumerate(run.work) for w in work if isinstance(w, Launch)]
     owners: dict[int, set[int]] = {}
     for rank, launch in launches:
         for value in launch.args.values():
