@@ -1,8 +1,8 @@
 """Ranks of a run on a mesh, and gradients of a whole model against those of one process.
 
 Note [Meshes of tests]
-Each group of gloo has threads that wake up as long as it lives, some 15 for a mesh of four ranks. A worker makes a mesh
-once and its tests share it: a hundred meshes would keep a core busy with nothing.
+A mesh of four ranks has some 15 groups of gloo, each with threads of its own. A worker makes a mesh once and its tests
+share it.
 """
 
 from collections.abc import Mapping
