@@ -35,7 +35,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from fusedtp.train.timeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from fusedtp.train.stages import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 Pass = tuple[str, int, int]  # kind, stage, microbatch

@@ -39,16 +39,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedtp.nn import CausalLM, ModelConfig, init_
 from fusedtp.ops.operation import wanted
 from fusedtp.parallel import clip_grad_norm_
-from fusedtp.train import text
 from fusedtp.train.build import build
 from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import TrainConfig
-from fusedtp.train.data import Batches, Microbatch
+from fusedtp.train.data import Batches, Microbatch, build_tokens
 from fusedtp.train.loop import Saver, Trainer
 from fusedtp.train.metrics import Metrics, sinks_for
 from fusedtp.train.run import trainer_of
-from fusedtp.train.stages import Pipeline, stage_count, stages_of
-from fusedtp.train.timeline import Action
+from fusedtp.train.stages import Action, Pipeline, stage_count, stages_of
 from fusedtp.train.world import World
 
 from . import bubbles
@@ -199,7 +197,7 @@ def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Tr
     tokens = [folder]
     if rank.rank == 0:
         (folder / "book.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(20_000)))
-        tokens = [text.build((folder / "book.txt",), folder / "tokens")]
+        tokens = [build_tokens((folder / "book.txt",), folder / "tokens")]
         config.run.folder.mkdir(parents=True)
     dist.broadcast_object_list(tokens)
     batches = Batches(tokens[0], length=config.data.length, batch=config.data.batch)

@@ -11,15 +11,18 @@ import sys
 
 COMMANDS = {
     "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
-    "warmup": ("fusedtp.train.warmup", "compile what a configuration of train needs, before the job starts"),
+    "warmup": (
+        "fusedtp.train.launch:warmup_main",
+        "compile what a configuration of train needs, before it starts",
+    ),
     "generate": ("fusedtp.train.runs:generate_main", "let the model of a run go on with a text"),
     "checkpoints": ("fusedtp.train.runs", "list, verify or export the checkpoints of a run"),
     "report": (
-        "fusedtp.train.page",
+        "fusedtp.train.report",
         "write a run as one HTML page: curves, ranks, pipeline, checkpoints, incidents",
     ),
     "finetune": (
-        "fusedtp.train.finetune",
+        "fusedtp.train.launch:finetune_main",
         "train a causal language model of transformers on text, tensor parallel",
     ),
     "check": (
@@ -31,7 +34,7 @@ COMMANDS = {
         "say how a model would be split, from its configuration alone",
     ),
     "bench": ("fusedtp.bench.cli", "measure kernels and fused operations beside what others offer"),
-    "env": ("fusedtp.train.environment", "print what a bug report needs: versions, machine, devices"),
+    "env": ("fusedtp.environment", "print what a bug report needs: versions, machine, devices"),
 }
 
 

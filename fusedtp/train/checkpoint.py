@@ -353,6 +353,7 @@ class Checkpoints:
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
+        self._closed = False
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
@@ -361,8 +362,11 @@ class Checkpoints:
     def save(self, step: int, state: Stateful, **more: Any) -> None:
         """Begin to write the state after `step` steps; about.json also gets `more`. Waits for the save before.
 
-        Raises CheckpointError where the save before failed, or, unless asynchronous, where this one does.
+        Raises CheckpointError where the save before failed, or, unless asynchronous, where this one does; ValueError
+        after `close`.
         """
+        if self._closed:
+            raise ValueError(f"the checkpoints of {self.folder} are closed")
         begin = time.perf_counter()
         self.wait()
         staged = self._stager.stage(state.state_dict())
@@ -385,6 +389,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for a save that is on its way, and end the thread."""
+        self._closed = True
         try:
             self.wait()
         finally:

@@ -1,7 +1,8 @@
 """The configuration of a training run: the command line, config.json and the code all read it.
 
-`faults(config, dp, tp)` returns what is wrong with it, the options' own faults and those that need several of them, all
-messages at once, so that a user mends a command line in one go. Nothing here touches the disk or starts a process.
+Options are grouped by what they are about; each group lists its own faults. `faults(config, dp, tp)` adds those that
+need several of them, all messages at once, so that a user mends a command line in one go. Nothing here touches the disk
+or starts a process.
 """
 
 from __future__ import annotations
@@ -12,24 +13,418 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
 import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
-from fusedtp.train.options import (
-    BlockOptions,
-    CheckpointOptions,
-    DataOptions,
-    ForeignOptions,
-    ModelOptions,
-    OptimOptions,
-    ParallelOptions,
-    RunOptions,
-    WatchOptions,
-)
+from fusedtp.train.data import tokenizer_of
 from fusedtp.train.stages import V_SHAPED, pipeline_faults, two_passes
+
+# -- options, by what they are about -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Shape of the Llama-style model."""
+
+    width: int = 256
+    """Features of a token between the layers."""
+    layers: int = 4
+    """Transformer blocks."""
+    heads: int = 8
+    """Query heads of a block."""
+    kv_heads: int = 4
+    """Key and value heads of a block; each serves heads / kv_heads query heads."""
+    mlp_width: int = 704
+    """Features inside the SwiGLU MLP; need not divide by tp."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output projection too."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head."""
+    dropout: float = 0.0
+    """Probability of dropping a feature of the embedding and of each residual branch."""
+    experts: int = 0
+    """Experts in the place of each layer's MLP, split over the tensor-parallel ranks; 0: none."""
+    top_k: int = 2
+    """Experts that a token goes to."""
+    expert_width: int = 352
+    """Features inside each expert."""
+    shared_width: int = 0
+    """Features inside an expert that all tokens go to; 0: none."""
+    dense_layers: int = 0
+    """First layers that keep their MLP."""
+    balance: float = 0.01
+    """Coefficient of the loss that evens out the experts' load."""
+    balance_bias: float = 0.0
+    """Or without a loss: what an expert's bias changes by in a step in which it had more or less than its share."""
+    capacity: float | None = None
+    """Rows an expert takes, as a multiple of an even share; further ones are dropped. Default: all."""
+    recv_capacity: float | None = None
+    """Rows a rank's experts take at a time, as a multiple of an even share; further ones come in rounds after the
+    first. Default: all at once."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "width", "layers", "heads", "kv_heads", "mlp_width")
+        if found:
+            return found
+        if self.width % self.heads:
+            found.append(f"--width {self.width} does not divide into --heads {self.heads}")
+        elif self.head_dim % 2:
+            found.append(
+                f"--width {self.width} with --heads {self.heads} gives heads of {self.head_dim} "
+                "features; rotary positions need an even number"
+            )
+        if self.heads % self.kv_heads:
+            found.append(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
+        if not 0 <= self.dropout < 1:
+            found.append(f"--dropout {self.dropout} is not in [0, 1)")
+        return found + self._expert_faults()
+
+    def _expert_faults(self) -> list[str]:
+        found = [
+            f"--{name.replace('_', '-')} {getattr(self, name)} is negative"
+            for name in ("experts", "shared_width", "dense_layers", "balance", "balance_bias")
+            if not getattr(self, name) >= 0
+        ]
+        if found or not self.experts:
+            return found
+        found = _not_positive(self, "top_k", "expert_width")
+        if self.capacity is not None and not self.capacity > 0:
+            found.append(f"--capacity {self.capacity} is not positive")
+        if self.recv_capacity is not None and not self.recv_capacity > 0:
+            found.append(f"--recv-capacity {self.recv_capacity} is not positive")
+        if self.top_k > self.experts:
+            found.append(f"--top-k {self.top_k} of only {self.experts} --experts")
+        if self.dense_layers >= self.layers:
+            found.append(
+                f"--dense-layers {self.dense_layers} of {self.layers} --layers leaves none for experts"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class ForeignOptions:
+    """A model of transformers in the place of the library's own."""
+
+    model: str | None = None
+    """Folder of a checkpoint; or a config.json, or a model type such as llama, which starts small: random weights."""
+    lora: int = 0
+    """With --model: train adapters (PEFT's LoRA) of this rank on all linear layers instead of the weights; 0: none."""
+
+    def faults(self) -> list[str]:
+        if self.lora < 0:
+            return [f"--lora {self.lora} is negative"]
+        return ["--lora needs a --model"] if self.lora and self.model is None else []
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is trained on, and how much of it in a step."""
+
+    data: tuple[Path, ...] = ()
+    """Text files, token ids (.npy) or folders; default: the source of the Python standard library of this machine."""
+    tokenizer: Path | None = None
+    """Folder of a tokenizer of transformers; default: that of --model, or else a token is a byte."""
+    documents: Literal["joined", "separate"] = "joined"
+    """separate: attention, positions and labels of a sequence end where a document does."""
+    length: int = 256
+    """Tokens of a sequence."""
+    batch: int = 16
+    """Sequences of a step, over all ranks and accumulated microbatches."""
+    accumulate: int = 1
+    """Microbatches whose gradients are summed before a step."""
+    val_batches: int = 12
+    """Batches of held-out text that measure the validation loss."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "length", "batch", "accumulate", "val_batches")
+        try:
+            tokenizer_of(self.tokenizer)
+        except (ValueError, ModuleNotFoundError) as error:
+            found.append(str(error))
+        return found
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """AdamW with linear warm-up, a decay and clipping of the gradient's norm."""
+
+    steps: int = 80
+    """Optimizer steps."""
+    lr: float = 3e-3
+    """Highest learning rate, reached after the warm-up."""
+    warmup: int = 30
+    """Steps over which the learning rate rises linearly."""
+    decay: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How it falls after that; wsd: it stays, and falls linearly at the end."""
+    decay_share: float = 0.2
+    """wsd: share of all steps over which it falls."""
+    min_lr: float = 0.1
+    """Learning rate of the last step, as a share of the highest."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norm weights, biases) have none."""
+    beta1: float = 0.9
+    """Decay of AdamW's running mean of gradients."""
+    beta2: float = 0.95
+    """Decay of AdamW's running mean of squared gradients."""
+    adamw: Literal["fused", "foreach"] = "fused"
+    """torch's implementation of the step: one kernel, or one operation after the other over lists of parameters."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+    clip_norm: Literal["2", "inf"] = "2"
+    """Which norm: the square root of the sum of squares, or the largest absolute value."""
+    batch_rule: Literal["none", "linear", "sqrt"] = "none"
+    """What the learning rate is multiplied by, for a --batch of b times --base-batch: 1, b, or the square root of b."""
+    base_batch: int = 16
+    """The --batch that --lr is meant for."""
+    loss_scale: float = 65536.0
+    """fp16: what the loss is multiplied by at first; halved where gradients overflow, and that step is left out."""
+    loss_scale_window: int = 2000
+    """fp16: steps without overflow after which it is doubled."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "steps", "lr", "clip", "base_batch", "loss_scale", "loss_scale_window")
+        if self.warmup < 0:
+            found.append(f"--warmup {self.warmup} is negative")
+        if not 0 <= self.min_lr <= 1:
+            found.append(f"--min-lr {self.min_lr} is not in [0, 1]: it is a share of --lr")
+        if not 0 < self.decay_share <= 1:
+            found.append(f"--decay-share {self.decay_share} is not in (0, 1]: it is a share of --steps")
+        if not self.weight_decay >= 0:
+            found.append(f"--weight-decay {self.weight_decay} is negative")
+        found += [
+            f"--{name} {value} is not in [0, 1)"
+            for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
+            if not 0 <= value < 1
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """How the layers run, and what they keep for backward."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: all but matmuls, attention and communication, or whole layers
+    from their inputs."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    compile_backend: str = "inductor"
+    """torch.compile's backend."""
+    memory_budget: float = 1.0
+    """--compile: the share of activations to keep, from 0, layers' inputs alone, to 1; the compiler chooses which."""
+
+    def faults(self) -> list[str]:
+        found = []
+        if not 0 <= self.memory_budget <= 1:
+            found.append(f"--memory-budget {self.memory_budget} is not in [0, 1]")
+        elif self.memory_budget < 1 and not self.compile:
+            found.append(f"--memory-budget {self.memory_budget} needs --compile")
+        if self.compile and self.recompute == "selective":
+            found.append(
+                "--recompute selective with --compile: what is compiled is chosen from by --memory-budget"
+            )
+        if self.compile and self.compile_backend not in (known := torch.compiler.list_backends(())):
+            found.append(f"--compile-backend {self.compile_backend} is none of {', '.join(known)}")
+        return found
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How ranks share the model and the batch: pipeline x data parallel x tensor parallel on one device mesh."""
+
+    pp: int = 1
+    """Pipeline ranks; each holds some of the layers. --accumulate is the number of microbatches."""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "looped_bfs",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    """In which order stages take microbatches forward and backward."""
+    virtual_stages: int = 2
+    """Stages of a rank in the looped schedules: looped_bfs, interleaved_1f1b, interleaved_zero_bubble."""
+    record_step: int = 3
+    """With --pp: the step whose forward and backward passes are timed, one by one, for pipeline.json; 0: none."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
+    dp: int | None = None
+    """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
+    dp_replicate: int = 1
+    """Of those, groups that hold the same shards (HSDP)."""
+    data_parallel: Literal["zero3", "zero2", "zero1", "ddp"] | None = None
+    """What data-parallel ranks share out: optimizer state (zero1), and gradients (zero2), and parameters (zero3), or
+    nothing (ddp). Default: zero3; zero1 with --pp, whose schedules keep parameters and gradients whole in a step."""
+    param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype that sharded parameters are gathered in; bf16 halves the message, and gradients then come in bf16."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype that gradients are summed over data-parallel ranks in."""
+    ep: int | None = None
+    """Ranks that share the experts: the tensor-parallel ones of so many / tp data-parallel ranks; default: tp."""
+    expert_tp: int = 1
+    """Of those, ranks that share each expert."""
+    sequence_parallel: bool = True
+    """Shard the tokens between the sharded matmuls too."""
+    engine: Literal["auto", "collective", "chunked", "triton"] = "auto"
+    """Implementation of the fused operations."""
+    elastic: bool = False
+    """Under a torchrun of few to many nodes: dp follows the ranks that are there, --accumulate makes up for those that
+    are not, and the run goes on from its newest good checkpoint by itself."""
+
+    def faults(self) -> list[str]:
+        return [
+            f"--{name} {value} is not positive"
+            for name, value in (
+                ("pp", self.pp),
+                ("virtual-stages", self.virtual_stages),
+                ("dp-replicate", self.dp_replicate),
+                ("tp", self.tp),
+                ("dp", self.dp),
+                ("ep", self.ep),
+                ("expert-tp", self.expert_tp),
+            )
+            if value is not None and value < 1
+        ] + self._sharing_faults()
+
+    @property
+    def kind(self) -> Literal["zero3", "zero2", "zero1", "ddp"]:
+        """data_parallel, or its default."""
+        return self.data_parallel or ("zero1" if self.pp > 1 else "zero3")
+
+    def copies(self, dp: int) -> int:
+        """Data-parallel ranks that hold the same shards, of `dp`."""
+        return dp if self.kind == "ddp" else self.dp_replicate
+
+    def _sharing_faults(self) -> list[str]:
+        found = [f"--record-step {self.record_step} is negative"] if self.record_step < 0 else []
+        if self.pp > 1 and self.kind in ("zero2", "zero3"):
+            found.append(
+                f"--data-parallel {self.kind} with --pp {self.pp}: schedules keep parameters and gradients whole in a "
+                "step; use zero1 or ddp"
+            )
+        if self.kind == "ddp" and self.dp_replicate > 1:
+            found.append(f"--dp-replicate {self.dp_replicate} with --data-parallel ddp, which shards nothing")
+        return found
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The run itself: where it writes, what it proves, and what it draws."""
+
+    name: str = "main"
+    """Name of the run; its results replace those of an earlier run, its checkpoints only with --replace."""
+    runs: Path = Path("runs")
+    """Folder of all runs and of the token cache."""
+    seed: int = 0
+    """Seed of parameters, batches and the sample."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of activations and matmuls; parameters and optimizer stay fp32. fp16 scales the loss."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPUs if there are any."""
+    determinism: bool = False
+    """Two runs on the same machines give the same losses, bit for bit; slower. See docs/train.md."""
+    verify: bool = False
+    """Train the first steps again in one plain process and compare; exit 1 if they differ."""
+    verify_steps: int = 20
+    """Steps that --verify compares."""
+    val_every: int = 40
+    """Steps between validations; the last step always validates."""
+    sample: int = 200
+    """Tokens that the trained model writes at the end."""
+    resume: bool = False
+    """Go on from the newest good checkpoint of the run of this name, with its options; those given here come first."""
+    step: int | None = None
+    """With --resume: from the checkpoint of this step; newer ones are set aside."""
+    replace: bool = False
+    """Remove the checkpoints of an earlier run of this name."""
+    max_restarts: int = 0
+    """Where this command starts the ranks: how often it starts them again, from the newest checkpoint, if one dies."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "verify_steps", "val_every")
+        if not self.name or self.name != Path(self.name).name or self.name.startswith("."):
+            found.append(f"--name {self.name!r} is no plain folder name")
+        if not 0 <= self.seed < 2**63:
+            found.append(f"--seed {self.seed} is not in [0, 2**63)")
+        if self.sample < 0:
+            found.append(f"--sample {self.sample} is negative")
+        if self.max_restarts < 0:
+            found.append(f"--max-restarts {self.max_restarts} is negative")
+        if self.resume and self.replace:
+            found.append("--resume goes on with a run, --replace removes it: give one of them")
+        if self.step is not None and not self.resume:
+            found.append("--step says which checkpoint to go on from: it needs --resume")
+        return found
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.name
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What a run notices about itself."""
+
+    timeout: float = 600.0
+    """Seconds that a rank waits for others in a step; then the run ends and the rank that did not come is named."""
+    watch_every: int = 10
+    """Steps between two comparisons of all ranks' times."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradients are not finite ends the run, or is left out on all ranks. Where it began is named
+    in either case. Of fp16's gradients that overflow, the loss scale is the judge."""
+
+    def faults(self) -> list[str]:
+        return _not_positive(self, "timeout", "watch_every")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """When the state of a run is saved, and what stays of it."""
+
+    save: bool = True
+    """Save checkpoints; without them a run cannot be resumed."""
+    save_every: int | None = None
+    """Steps between two of them; default: as many as lose least time, by what a save takes and --failure-hours."""
+    failure_hours: float = 24.0
+    """Mean time between failures of the whole job."""
+    keep_last: int = 2
+    """How many of the newest stay."""
+    keep_every: int | None = None
+    """Of the older ones, those whose step divides by this stay too."""
+    async_save: bool = True
+    """Write while training goes on."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """What a save that fails does to the run; the last one, when training is done, fails the run in any case."""
+
+    def faults(self) -> list[str]:
+        found = _not_positive(self, "failure_hours", "keep_last")
+        return found + [
+            f"--{name.replace('_', '-')} {value} is not positive"
+            for name, value in (("save_every", self.save_every), ("keep_every", self.keep_every))
+            if value is not None and value < 1
+        ]
+
+
+def _not_positive(options: object, *names: str) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(options, name)} is not positive"
+        for name in names
+        if not getattr(options, name) > 0
+    ]
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
 
 CONFIG = "config.json"  # of a run's folder
 RETIRED = ("reshard",)  # options that older runs have in it

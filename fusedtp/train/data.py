@@ -1,7 +1,21 @@
-"""Batches of tokens in one global order: a function of (seed, number of the sample), the same on any layout of ranks.
+"""Text to tokens to batches.
 
-The text is cut into windows of `length` tokens, which an epoch visits once each in a random order of its own; where
-the cuts begin differs from epoch to epoch, so that the last tokens get their turn. Steps take samples as they come:
+    files --text_files--> candidates --_read--> texts --hold_out, encode--> train.*, held_out.*, index.json
+    Windows      a token file, memory-mapped, in windows of `length` tokens
+    Batches      what a data-parallel rank trains on, in one global order
+    FromLoader   the same from a loader of the user's
+
+Note [Token files]
+Documents follow each other in the sorted order of their files, each closed by the tokenizer's end; NAME.ends holds
+where each ends. Only UTF-8 text without NUL counts, and arrays of token ids (.npy), which are taken as they are; files
+in a folder that are something else are left out, and so are exact copies of another file, which could otherwise be
+trained on under one name and held out under the other. The split depends only on the files' content: about a twentieth,
+whole files in the order of their SHA-256.
+
+Note [Order]
+A sample is a function of (seed, its number), the same on any layout of ranks. The text is cut into windows of `length`
+tokens, which an epoch visits once each in a random order of its own; where the cuts begin differs from epoch to epoch,
+so that the last tokens get their turn. Steps take samples as they come:
 
     samples of a step [batch] = [accumulate, dp, batch / (accumulate * dp)]
 
@@ -11,12 +25,29 @@ goes on from it, on however many ranks, repeats and skips nothing.
 
 Documents are packed as they follow each other, so that a window may hold several. "separate" keeps them apart:
 attention, positions and labels end where a document does. A document that is longer than a window goes on in the next.
+
+Note [Loaders]
+FromLoader makes steps of any iterable of batches: a list, a torch DataLoader, torchdata's StatefulDataLoader. A batch
+is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
+
+    input_ids
+    labels          the token that follows each, -100 for none. Default: the next one of the row
+    positions, document_ids     where documents are kept apart
+
+The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
+else as the number of batches taken, and a resumed run reads and drops as many.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+import shutil
+import sysconfig
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +58,273 @@ import torch
 from torch import Tensor
 
 from fusedtp.train.clocks import Clocks
+from fusedtp.train.world import World
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+SEPARATOR = b"\0"  # ends a document of bytes; text that is read holds none
+
+
+class Tokenizer(ABC):
+    """vocab_size: ids are below it. dtype: of the token file. digest: differs where any id would.
+
+    end: the id that ends a document, where there is one.
+    """
+
+    vocab_size: int
+    dtype: str
+    digest: str
+    end: int | None
+
+    @abstractmethod
+    def encode(self, text: bytes) -> np.ndarray:
+        """The ids of a document, its end included."""
+
+    @abstractmethod
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class Bytes(Tokenizer):
+    """A token is a byte of the text."""
+
+    vocab_size, dtype, digest, end = 256, "uint8", "bytes", 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text + SEPARATOR, np.uint8)
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class FromFolder(Tokenizer):
+    """The tokenizer of a folder of transformers'. Raises ValueError where it cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._own: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"--tokenizer {folder}: {' '.join(str(error).split())}") from error
+        self.vocab_size = len(self._own)
+        self.dtype = "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+        self.end = self._own.eos_token_id
+        self.digest = _digest(folder)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        ids = self._own(text.decode(errors="ignore"), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(ids if self.end is None else [*ids, self.end], self.dtype)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._own.decode(ids))
+
+
+@lru_cache(4)
+def tokenizer_of(folder: Path | None) -> Tokenizer:
+    """That of a folder, or bytes. Raises ValueError."""
+    return Bytes() if folder is None else FromFolder(folder)
+
+
+def _digest(folder: Path) -> str:
+    """Of the small files that a tokenizer is made of."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".txt", ".model") and os.path.isfile(path):
+            digest.update(f"\n{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+# -- files to tokens ---------------------------------------------------------------------------------------------------
+
+HELD_OUT_SHARE = 20  # one byte in so many is held out
+TOKENS = ".npy"  # token ids of numpy: one dimension of integers
+_FORMAT = "2"  # part of the cache's key: change it with anything that changes the token files
+_PROGRESS_FROM = 1 << 25  # bytes of text
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file that can be trained on, and what decides whether it is held out. size: its bytes, or its token ids."""
+
+    path: Path
+    size: int
+    digest: str
+
+
+def standard_library() -> Path:
+    """Folder of the Python standard library's source on this machine."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def text_files(paths: tuple[Path, ...]) -> list[Path]:
+    """Candidate files of the given files and folders, each once, in an order that all machines share."""
+    if not paths:
+        return [path for path in _walk(standard_library()) if path.suffix == ".py"]
+    found: dict[Path, None] = {}
+    for path in paths:
+        for file in _walk(path) if path.is_dir() else [path]:
+            found.setdefault(file.resolve(), None)
+    return list(found)
+
+
+def text_faults(paths: tuple[Path, ...]) -> list[str]:
+    """What is wrong with the given paths; reads no more than it must."""
+    found = []
+    for path in paths or (standard_library(),):
+        if not path.exists():
+            found.append(f"--data {path} does not exist")
+        elif not os.access(path, os.R_OK):
+            found.append(f"--data {path} is not readable")
+        elif not (path.is_dir() or path.is_file()):
+            found.append(f"--data {path} is neither a file nor a folder")
+        elif path.is_dir():
+            candidates = text_files((path,) if paths else ())
+            if all(_read(each) is None for each in candidates):
+                found.append(f"--data {path} holds no UTF-8 text ({len(candidates)} files)")
+        elif not path.stat().st_size:
+            found.append(f"--data {path} is empty")
+        elif _read(path) is None:
+            kind = "one dimension of token ids" if path.suffix == TOKENS else "UTF-8 text"
+            found.append(f"--data {path} is not {kind}")
+    return found
+
+
+def hold_out(texts: list[Text]) -> tuple[set[Path], Path | None, int]:
+    """(files held out, the file whose tail is held out or None, bytes of that tail).
+
+    In the order of their digests, files that still fit into a twentieth of all bytes are held out. Where whole
+    files do not fill half of that (few files, or one large one), the tail of the largest makes up for it.
+    """
+    budget = sum(text.size for text in texts) // HELD_OUT_SHARE
+    held, left = set(), budget
+    for text in sorted(texts, key=lambda text: text.digest):
+        if text.size <= left:
+            held.add(text.path)
+            left -= text.size
+    if left <= budget // 2:
+        return held, None, 0
+    return held, max(texts, key=lambda text: (text.size, text.digest)).path, left
+
+
+def build_tokens(
+    paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | None = None, quiet: bool = True
+) -> Path:
+    """Folder under `cache` with the token files of these paths; written once, atomically, then reused.
+
+    Raises ValueError when there is nothing to train on, or token ids are no ids of this tokenizer.
+    """
+    tokenizer = Bytes() if tokenizer is None else tokenizer
+    candidates = text_files(paths)
+    folder = cache / _cache_key(candidates, tokenizer)
+    if folder.exists():
+        return folder
+    texts = list(_texts(candidates))
+    if not texts:
+        raise ValueError("no UTF-8 text in " + (", ".join(map(str, paths)) or str(standard_library())))
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache))
+    try:
+        _write_tokens(texts, draft, tokenizer, quiet)
+        draft.chmod(0o755)
+        os.rename(draft, folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process wrote the same files first
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool) -> None:
+    from rich.progress import track  # benchmarks on a bare box read nothing
+
+    held, tail_of, tail = hold_out(texts)
+    ends: dict[str, list[int]] = {"train": [], "held_out": []}
+    hidden = quiet or sum(text.size for text in texts) < _PROGRESS_FROM
+    with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as held_out:
+        files = {"train": train, "held_out": held_out}
+        for text in track(texts, "reading text", disable=hidden, transient=True):
+            content = _read(text.path)
+            assert content is not None
+            cut = 0 if text.path in held else len(content) - (tail if text.path == tail_of else 0)
+            for name, part in (("train", content[:cut]), ("held_out", content[cut:])):
+                if not len(part):
+                    continue
+                ids = _ids(part, text.path, tokenizer)
+                found = np.flatnonzero(ids == tokenizer.end) + 1 if isinstance(part, np.ndarray) else ()
+                before = files[name].tell() // ids.itemsize
+                files[name].write(ids.tobytes())
+                ends[name] += sorted({*(before + int(each) for each in found), before + len(ids)})
+    for name, each in ends.items():
+        np.array(each, np.int64).tofile(folder / f"{name}.ends")
+    index = {
+        "dtype": tokenizer.dtype,
+        "vocab_size": tokenizer.vocab_size,
+        "train": [str(text.path) for text in texts if text.path not in held],
+        "held_out": [str(text.path) for text in texts if text.path in held],
+        "tail_held_out": {"path": str(tail_of), "size": tail} if tail_of else None,
+    }
+    (folder / "index.json").write_text(json.dumps(index, indent=1))
+
+
+def _ids(part: bytes | np.ndarray, path: Path, tokenizer: Tokenizer) -> np.ndarray:
+    if not isinstance(part, np.ndarray):
+        return tokenizer.encode(part)
+    low, high = int(part.min()), int(part.max())
+    if low < 0 or high >= tokenizer.vocab_size:
+        raise ValueError(f"{path} holds ids from {low} to {high}, of a vocabulary of {tokenizer.vocab_size}")
+    return part.astype(tokenizer.dtype)
+
+
+def _texts(candidates: Iterable[Path]) -> Iterator[Text]:
+    seen = set()
+    for path in candidates:
+        content = _read(path)
+        if content is None:
+            continue
+        digest = hashlib.sha256(content if isinstance(content, bytes) else content.tobytes()).hexdigest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        yield Text(path, len(content), digest)
+
+
+def _read(path: Path) -> bytes | np.ndarray | None:
+    """Content of a file that can be trained on; None for anything else."""
+    try:
+        if path.suffix == TOKENS:
+            ids: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+            return ids if ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) else None
+        content = path.read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError, ValueError, EOFError):
+        return None
+    return content if content and SEPARATOR not in content else None
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Regular files below a folder, sorted; hidden ones, byte code and installed packages are left out."""
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and name not in ("__pycache__", "site-packages", "dist-packages")
+        )
+        for name in sorted(files):
+            if not name.startswith(".") and (path := Path(here, name)).is_file():
+                yield path
+
+
+def _cache_key(candidates: list[Path], tokenizer: Tokenizer) -> str:
+    """Hash that changes with the list of files, their contents and the tokenizer."""
+    digest = hashlib.sha256(f"{_FORMAT}\0{tokenizer.digest}".encode())
+    for path in candidates:
+        status = path.stat()
+        digest.update(f"\n{path}\0{status.st_size}\0{status.st_mtime_ns}".encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+# -- batches in one order ----------------------------------------------------------------------------------------------
 
 IGNORED = -100  # the label of a token that nothing is predicted for
 Documents = Literal["joined", "separate"]
@@ -192,3 +490,66 @@ class Batches:
                     self.device
                 )
             yield found
+
+
+# -- batches of another loader -----------------------------------------------------------------------------------------
+
+
+class FromLoader:
+    """What the trainer asks of data (see fusedtp.train.data.Batches), from an iterable.
+
+    accumulate   batches of a step
+    tokens       of the last step, over all data-parallel ranks
+    """
+
+    def __init__(self, loader: Iterable[Mapping[str, Tensor]], world: World, accumulate: int = 1) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate}, must be positive")
+        self.loader, self.world, self.accumulate, self.device = loader, world, accumulate, world.device
+        self.tokens, self.taken, self.clocks = 0, 0, Clocks()
+        self._batches: Iterator[Mapping[str, Tensor]] | None = None
+
+    def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
+        """The next step's microbatches. Collective over the data-parallel ranks, which count their labels together."""
+        with self.clocks("data"):
+            batches = [self._next() for _ in range(self.accumulate)]
+        labels = [_labels(batch) for batch in batches]
+        count = sum(int((each != IGNORED).sum()) for each in labels)
+        num_labels = max(1.0, self.world.mean(torch.tensor(count, device=self.device)))
+        self.tokens = self.world.dp * sum(each.numel() for each in labels)
+        for number, (batch, own) in enumerate(zip(batches, labels, strict=True)):
+            place = (number * self.world.dp + self.world.dp_rank) * own.numel()
+            yield Microbatch(
+                batch["input_ids"], own, place, num_labels / scale, batch.get("positions"),
+                batch.get("document_ids"),
+            ).to(self.device)  # fmt: skip
+
+    def _next(self) -> Mapping[str, Tensor]:
+        self.taken += 1
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            if (batch := next(self._batches, None)) is not None:
+                return batch
+            self._batches = None
+        raise ValueError("the data has no batch")
+
+    def state_dict(self) -> dict[str, Any]:
+        own = getattr(self.loader, "state_dict", None)
+        return {"taken": self.taken} if own is None else {"taken": self.taken, "loader": own()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._batches, taken = None, int(state_dict["taken"])
+        if "loader" in state_dict:
+            self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined]
+        else:
+            for _ in range(taken):
+                self._next()
+        self.taken = taken
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    if "labels" in batch:
+        return batch["labels"]
+    ids = batch["input_ids"]
+    return torch.cat([ids[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1)

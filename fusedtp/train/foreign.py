@@ -14,7 +14,7 @@ tokens, a plain tensor [T_r, H], where tensor parallelism splits tokens, else [T
 Note [Documents in transformers]
 transformers keeps documents apart where positions do not follow each other. Its masks do so for every row of a batch
 (eager, sdpa, flex_attention); flash attention only in a batch of one row (5.23). So rows are put one behind the other
-there. Whether a model's layers keep to it, foreign_build.py tries on a small copy.
+there. Whether a model's layers keep to it, build.py tries on a small copy.
 
 Dropout stays off: the model is never put into training mode, so that any mesh computes what one process does.
 """
@@ -235,6 +235,7 @@ class TransformersModel(nn.Module):
             + sum(p.numel() * (share if p.dim() > 2 else 1.0) for p in layer.parameters() if p.dim() > 1)
             for layer in getattr(at.base, at.layers)
         ]
+        found[0] += config.hidden_size
         return found, float(config.hidden_size * config.vocab_size)
 
     # -- writing -------------------------------------------------------------------------------------------------------

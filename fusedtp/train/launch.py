@@ -1,13 +1,34 @@
-"""`fusedtp train`: check everything, start the ranks, run one of them.
+"""`fusedtp train`, `finetune`, `warmup`: check everything, start the ranks, run one of them.
 
     fusedtp train ...            checks; then starts torchrun with one process a rank (none for a single rank)
       fusedtp train ... (rank)   the run itself; also what a torchrun of the user's starts on every node
 
 What can be known before a process starts is checked before it and reported together: options, shapes, data, run folder.
+
+Note [Warm-up]
+`fusedtp warmup`: compile once what a configuration needs, before many ranks need it at the same time.
+
+    TRITON_CACHE_DIR=/shared/triton fusedtp warmup OPTIONS      on one machine, with the options of `fusedtp train`
+    TRITON_CACHE_DIR=/shared/triton torchrun ... -m fusedtp train OPTIONS
+
+What is compiled depends on the ranks that share a layer and on the shapes that one of them sees, not on how many
+layers, stages or copies there are. So one group of these ranks trains on microbatches of the same rows a
+model of one layer of each kind, with the trainer's own step and validation. Nothing is kept but the caches; the run's
+folder is not touched. The token files are built too. On a CPU nothing is compiled, and the step shows only that the
+configuration trains.
+
+Note [Finetune]
+`fusedtp finetune`: `fusedtp train --model` with defaults for a short run on a model that is trained already.
+
+    --model llama --tp 2 --steps 30 --batch 8 --length 128 --weight-decay 0 --sample 0 --name finetune --replace
+    --lr       5e-5 for all weights of a folder, else 2e-3
+    --warmup   a tenth of the steps
+    --out      the folder that `fusedtp checkpoints export` writes at the end
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import logging
 import os
@@ -19,9 +40,11 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import tyro
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
@@ -29,32 +52,42 @@ from torch.distributed.elastic.multiprocessing.errors import (
     get_error_handler,
 )
 
+from fusedtp.environment import cores
 from fusedtp.ops.engines import interpreting
-from fusedtp.train import elastic, text
-from fusedtp.train.build import shard_faults
+from fusedtp.train import elastic, runs
+from fusedtp.train.build import build_stages, foreign_faults, shard_faults
 from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
-from fusedtp.train.config import TrainConfig, faults, layout, parse
-from fusedtp.train.data import Batches
-from fusedtp.train.determinism import deterministic
-from fusedtp.train.environment import cores
-from fusedtp.train.foreign_build import foreign_faults
-from fusedtp.train.hang import FLIGHT, HANG, RankHung, record_flight
-from fusedtp.train.nonfinite import NotFinite
+from fusedtp.train.config import (
+    DataOptions,
+    ForeignOptions,
+    OptimOptions,
+    ParallelOptions,
+    RunOptions,
+    TrainConfig,
+    faults,
+    layout,
+    parse,
+    with_tokenizer,
+)
+from fusedtp.train.data import Batches, build_tokens, text_faults, tokenizer_of
+from fusedtp.train.metrics import screen
 from fusedtp.train.run import (
     CHECKPOINTS,
     INCIDENTS,
     PIPELINE,
     SAVES,
+    batches_of,
+    deterministic,
     ended_in_order,
     misfits,
     note_incident,
     other_tokens,
     run,
+    trainer_of,
 )
-from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.verify import VerificationFailed
-from fusedtp.train.watch import RANKS
-from fusedtp.train.world import Place, device_type, torchrun_place, world_of
+from fusedtp.train.watch import FLIGHT, HANG, RANKS, NotFinite, RankHung, record_flight
+from fusedtp.train.world import Place, World, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
@@ -119,7 +152,7 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
         )
     if config.parallel.elastic:
         found += elastic.store_faults()
-    found += text.faults(config.data.data) + folder_faults(config.run.folder)
+    found += text_faults(config.data.data) + folder_faults(config.run.folder)
     return found + (checkpoint_faults(config) if (torchrun_place() or Place()).local_rank == 0 else [])
 
 
@@ -163,7 +196,7 @@ def resume_faults(config: TrainConfig, steps: Sequence[int], tokens: Path | None
 
 def data_faults(config: TrainConfig) -> list[str]:
     """What is wrong with the text itself, which is known when the token files are built; builds them."""
-    if config.data.faults() or text.faults(config.data.data) or folder_faults(config.run.folder):
+    if config.data.faults() or text_faults(config.data.data) or folder_faults(config.run.folder):
         return []  # these are reported; without them there is nothing to build
     try:
         tokens = prepare_data(config)
@@ -203,7 +236,7 @@ def prepare_data(config: TrainConfig) -> Path:
     """Folder of the token files, built if need be; raises ValueError where the text is too short."""
     data = config.data
     quiet = (torchrun_place() or Place()).local_rank != 0
-    folder = text.build(data.data, config.run.runs / ".tokens", tokenizer_of(data.tokenizer), quiet)
+    folder = build_tokens(data.data, config.run.runs / ".tokens", tokenizer_of(data.tokenizer), quiet)
     Batches(folder, length=data.length, batch=data.batch)
     return folder
 
@@ -349,3 +382,148 @@ def _recorded(failure: ProcessFailure) -> str | None:
 def report(faults: list[str], command: str = "train") -> None:
     for fault in faults:
         print(f"fusedtp {command}: error: {fault}", file=sys.stderr)
+
+
+# -- fusedtp warmup ----------------------------------------------------------------------------------------------------
+
+CACHES = {"TRITON_CACHE_DIR": "kernels", "TORCHINDUCTOR_CACHE_DIR": "attention with a mask of blocks"}
+
+
+def warmup_main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    config, place = parse(argv), torchrun_place()
+    here = default_ranks(replace(config, parallel=replace(config.parallel, dp=None, pp=1)))
+    _, tp = layout(config, here, here)
+    found = faults(config, config.parallel.dp or 1, tp)
+    if config.parallel.tp is None and config.parallel.dp is not None:
+        found.append("give --tp: with --dp alone it depends on the ranks of the whole job")
+    if not found:
+        config = of_one_group(config, tp)
+        dp = config.parallel.dp or 1
+        found = faults(config, dp, tp) + shard_faults(config, dp, tp)
+        ranks, local_ranks = place[2:] if place else (dp * tp, dp * tp)
+        found += machine_faults(config, dp, tp, ranks, local_ranks)
+        found += data_faults(config) if place is None else []
+    if found:
+        report(found, "warmup")
+        return WRONG_USAGE
+    if place is None and dp * tp > 1:
+        return launch(argv, dp * tp, "warmup")
+    with (
+        deterministic(config.run.determinism),
+        world_of(dp, tp, device_type(config.run.device), config.parallel.ep) as world,
+    ):
+        tokens = prepare_data(config)
+        before, begin = entries(), time.perf_counter()
+        warm_step(config, tokens, world)
+        world.wait_for_all()
+        console = screen(quiet=world.rank != 0)
+        console.print(warmed(config, world, before, time.perf_counter() - begin), highlight=False)
+    return 0
+
+
+def of_one_group(config: TrainConfig, tp: int) -> TrainConfig:
+    """The least that has all shapes of this configuration: the ranks that share a layer, a layer of each kind."""
+    model, data, parallel, run = config.model, config.data, config.parallel, config.run
+    dp = (parallel.ep or tp) // tp
+    dense = min(1, model.dense_layers) if model.experts else 0
+    pieces = (
+        1 if parallel.pp > 1 else data.accumulate
+    )  # a validation takes them at once where there are no stages
+    rows = data.batch // (data.accumulate * (parallel.dp or 1))
+    return replace(
+        config,
+        model=replace(model, layers=dense + 1, dense_layers=dense),
+        data=replace(data, batch=rows * dp * pieces, accumulate=pieces, val_batches=1),
+        optim=replace(config.optim, steps=1),
+        parallel=replace(parallel, pp=1, tp=tp, dp=dp, dp_replicate=1, elastic=False),
+        run=replace(run, replace=True, resume=False, step=None),  # of a run that is there, nothing counts
+    )
+
+
+def warm_step(config: TrainConfig, tokens: Path, world: World) -> None:
+    """One step of a model that is thrown away, and a validation."""
+    torch.manual_seed(config.run.seed)
+    model, pipeline = build_stages(config, world)
+    batches = batches_of(config, tokens, world)
+    trainer_of(config, world, batches, model, pipeline).train(config.optim.steps)
+
+
+def entries() -> dict[str, int]:
+    """Entries of each compiler's cache that the environment names."""
+    folders = {name: Path(os.environ[name]) for name in CACHES if name in os.environ}
+    return {name: len(list(path.iterdir())) if path.is_dir() else 0 for name, path in folders.items()}
+
+
+def warmed(config: TrainConfig, world: World, before: dict[str, int], seconds: float) -> str:
+    """What was done, and what a job will find."""
+    rows, length = config.data.batch // (world.dp * config.data.accumulate), config.data.length
+    did = (
+        f"trained one step, {rows} x {length} tokens at a time, on {world.size} ranks, {config.model.layers} layers, "
+        f"in {seconds:.1f} s; the token files are there"
+    )
+    if world.device.type == "cpu":
+        return did + "; on a CPU there is nothing to compile"
+    lines = [did]
+    for name, what in CACHES.items():
+        if name in before:
+            lines.append(f"{what}: {entries()[name] - before[name]} new entries in {os.environ[name]}")
+        else:
+            lines.append(
+                f"{what}: set {name} to a folder that all machines share; now each has a cache of its own"
+            )
+    return "\n".join(lines)
+
+
+# -- fusedtp finetune --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(TrainConfig):
+    """Train a causal language model of transformers on text."""
+
+    out: Path | None = None
+    """Folder for the trained model (or its adapters), as save_pretrained writes it; default: only checkpoints."""
+
+
+FINETUNE = FinetuneConfig(
+    data=DataOptions(length=128, batch=8, val_batches=2),
+    optim=OptimOptions(steps=30, weight_decay=0.0),
+    parallel=ParallelOptions(tp=2, dp=1),
+    run=RunOptions(name="finetune", verify_steps=5, sample=0),
+    foreign=ForeignOptions(model="llama"),
+)
+
+
+def finetune_main(argv: list[str]) -> int:
+    """Run the job, or one rank of it under torchrun; returns the exit code."""
+    config = parse_finetune(argv)
+    found = folder_faults(config.out) if config.out is not None else []
+    if found:
+        report(found, "finetune")
+        return WRONG_USAGE
+    code = start(config, argv, "finetune")
+    if code or config.out is None or torchrun_place() is not None:
+        return code
+    try:
+        return runs.export(runs.CheckpointsOptions("export", config.run.folder, config.out))
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"fusedtp finetune: error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def parse_finetune(argv: list[str]) -> FinetuneConfig:
+    """A command line, with the defaults that depend on it."""
+    first = _parse_finetune(argv, FINETUNE)
+    trained = Path(first.foreign.model or "").is_dir() and not first.foreign.lora
+    optim = dataclasses.replace(
+        FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10)
+    )
+    run = dataclasses.replace(FINETUNE.run, replace=not first.run.resume)
+    return with_tokenizer(_parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim, run=run)))
+
+
+def _parse_finetune(argv: list[str], default: FinetuneConfig) -> FinetuneConfig:
+    return tyro.cli(
+        tyro.conf.OmitArgPrefixes[FinetuneConfig], prog="fusedtp finetune", args=argv, default=default
+    )

@@ -6,15 +6,19 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fusedtp.nn import CausalLM, MoE
+from fusedtp.nn.balance import max_violation, update_bias_
+from fusedtp.nn.router import Routing
 from fusedtp.parallel import clip_grad_norm_
 from fusedtp.train.build import Model
 from fusedtp.train.checkpoint import (
@@ -26,17 +30,16 @@ from fusedtp.train.checkpoint import (
     save_interval,
 )
 from fusedtp.train.clocks import APART
-from fusedtp.train.data import Batches, Microbatch
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loader import FromLoader
+from fusedtp.train.data import Batches, FromLoader, Microbatch
 from fusedtp.train.metrics import Metrics
-from fusedtp.train.nonfinite import Guard
-from fusedtp.train.optim import set_learning_rate
-from fusedtp.train.precision import LossScale
+from fusedtp.train.optim import LossScale, set_learning_rate
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
-from fusedtp.train.watch import Watch
+from fusedtp.train.watch import Guard, Watch
 from fusedtp.train.world import World
+
+if TYPE_CHECKING:
+    pass
 
 FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
 
@@ -45,7 +48,7 @@ class Trainer:
     """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on.
 
     model       a fusedtp.nn.CausalLM, or a model of transformers in a TransformersModel; parallelized and sharded
-    batches     Batches, or any iterable of what fusedtp.train.loader says, `accumulate` of them a step
+    batches     Batches, or any iterable of what Note [Loaders] in fusedtp.train.data says, `accumulate` of them a step
     optimizer   torch's, over the model's parameters
     mesh        of all ranks, with the axes that there are of pp, dp (or dp_replicate, dp_shard) and tp; or a World
     pipeline    runs the model where the mesh has pp
@@ -313,3 +316,79 @@ class Saver:
             self._tell(str(error))
             if self.stop_on_error or always:
                 raise
+
+
+# -- the load of experts -----------------------------------------------------------------------------------------------
+
+
+class ExpertLoad:
+    """Choices that fell on each expert of each layer in a step; and the biases that follow them.
+
+    rate   what a router's bias changes by in a step, where it has one
+    """
+
+    def __init__(self, model: Model, world: World, rate: float) -> None:
+        named = {name: module.router for name, module in model.named_modules() if isinstance(module, MoE)}
+        routers = list(named.values())
+        self.layers = [int(name.split(".")[1]) for name in named]  # layers.N.mlp
+        some = world.pp_mesh is not None and isinstance(model, CausalLM) and model.config.moe is not None
+        self.pipeline = world.pp_mesh.get_group() if world.pp_mesh is not None and some else None
+        self.biases = [router.bias for router in routers if router.bias is not None]
+        self.group, self.rate = world.token_ranks(model.token_split[1] > 1), rate
+        experts = routers[0].num_experts if routers else 0
+        self.counts = torch.zeros(2, len(routers), experts, dtype=torch.int64, device=world.device)
+        # bound, most rows used, most rounds
+        self.recv_usage = torch.zeros(3, dtype=torch.int64, device=world.device)
+
+    def add(self, routings: Sequence[Routing]) -> None:
+        """What the routers decided in a microbatch, in the order of layers."""
+        for layer, routing in enumerate(routings):
+            self.counts[0, layer] += routing.tokens_per_expert
+            if routing.dropped is not None:
+                self.counts[1, layer] += routing.dropped
+            if routing.recv_usage is not None:
+                bound, used, rounds = routing.recv_usage
+                for i, value in enumerate((bound, used.max(), rounds)):
+                    self.recv_usage[i].clamp_(min=value)
+
+    def step(self) -> dict[str, Any]:
+        """After the optimizer: move the biases, and start anew. Collective. Empty of a model without experts.
+
+        expert_load      choices by layer and expert
+        max_violation    of the layer where the busiest expert has most beyond its even share, as a part of that
+        dropped_share    of all choices
+        expert_rows_bound, expert_rows_used, expert_rounds
+                         where experts take rounds: rows that a rank has room for, the most that one used in a
+                         microbatch, and in how many rounds
+        """
+        if self.group is not None and self.layers:
+            dist.all_reduce(self.counts, group=self.group)
+            dist.all_reduce(self.recv_usage, dist.ReduceOp.MAX, group=self.group)
+        if self.biases:
+            new = update_bias_(torch.stack(self.biases), self.counts[0], self.rate)
+            for bias, moved in zip(self.biases, new, strict=True):
+                bias.copy_(moved)
+        by_layer = dict(zip(self.layers, self.counts.unbind(1), strict=True))
+        usage = self.recv_usage
+        self.counts, self.recv_usage = torch.zeros_like(self.counts), torch.zeros_like(usage)
+        if self.pipeline is not None:
+            by_layer, usage = self._of_all_stages(by_layer, usage)
+        if not by_layer:
+            return {}
+        load, dropped = torch.stack([by_layer[layer] for layer in sorted(by_layer)], 1)
+        found = {
+            "expert_load": load.tolist(),
+            "max_violation": float(max_violation(load).max()),
+            "dropped_share": float(dropped.sum() / load.sum().clamp(min=1)),
+        }
+        bound, used, rounds = usage.tolist()
+        if bound:
+            found |= {"expert_rows_bound": bound, "expert_rows_used": used, "expert_rounds": rounds}
+        return found
+
+    def _of_all_stages(self, by_layer: dict[int, Tensor], usage: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        parts: list[Any] = [None] * dist.get_world_size(self.pipeline)
+        own = {layer: counts.tolist() for layer, counts in by_layer.items()}
+        dist.all_gather_object(parts, (own, usage.tolist()), group=self.pipeline)
+        every = {layer: torch.tensor(counts) for layers, _ in parts for layer, counts in layers.items()}
+        return every, torch.tensor([used for _, used in parts]).amax(0)

@@ -13,14 +13,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from fusedtp.train.config import TrainConfig
-from fusedtp.train.experts import heat_map
 from fusedtp.train.world import World
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 METRICS = "metrics.jsonl"
 
@@ -201,3 +205,33 @@ class Screen:
 
     def close(self) -> None:
         self.progress.stop()
+
+
+# -- the load of experts, drawn ----------------------------------------------------------------------------------------
+
+
+def heat_map(steps: Sequence[dict[str, Any]]) -> Figure:
+    """Every layer's load over the steps: an expert's share of the choices, 1 where all are alike."""
+    from matplotlib.figure import Figure
+
+    load = torch.tensor(
+        [record["expert_load"] for record in steps], dtype=torch.float64
+    )  # [steps, layers, E]
+    share: Tensor = load / load.mean(-1, keepdim=True).clamp(min=1e-30)
+    layers = share.shape[1]
+    figure = Figure(figsize=(8, 1 + 1.5 * layers), layout="constrained")
+    every = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
+    for layer, axes in enumerate(every):
+        image = axes.imshow(
+            share[:, layer].t().numpy(), aspect="auto", interpolation="nearest", cmap="coolwarm", vmin=0, vmax=2,
+            extent=(0.5, len(steps) + 0.5, share.shape[2] - 0.5, -0.5),
+        )  # fmt: skip
+        axes.set_ylabel(f"layer {layer}\nexpert")
+    every[-1].set_xlabel("step")
+    figure.colorbar(image, ax=list(every), label="load / even share", extend="max")
+    return figure
+
+
+def plot_experts(path: Path, steps: Sequence[dict[str, Any]]) -> None:
+    """The heat map as a PNG."""
+    heat_map(steps).savefig(path, dpi=120)

@@ -1,36 +1,52 @@
-"""A whole run on one rank: build, resume, train, verify, sample, and leave the results."""
+"""A whole run on one rank: build, resume, train, verify, sample, and leave the results.
+
+Note [Determinism]
+--determinism: two runs on the same machines give the same losses, bit for bit.
+
+    what could differ                           what keeps it
+    order of sums inside torch's operations     torch.use_deterministic_algorithms; one that has no such form raises
+    split of cuBLAS matmuls                     CUBLAS_WORKSPACE_CONFIG
+    NCCL's sums inside a switch                 NCCL_ALGO=^NVLS
+    order of sums over ranks                    fused operations sum in rank order, always
+    engines and kernel configurations           chosen by shapes and by tables on disk, never by a time of the run
+    random numbers, order of tokens             drawn from the seed and the step, always
+
+It does not cover another number of ranks or threads, another kind of device, other versions, other tables. Set before
+the first operation on a GPU: both variables are read once, and what the environment has already is left as it is.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch.distributed.fsdp import FSDPModule
 
-from fusedtp.train import elastic, experts, report
+from fusedtp.environment import environment
+from fusedtp.nn import CausalLM, generate
+from fusedtp.train import elastic
 from fusedtp.train.build import Model, build_stages, num_parameters
 from fusedtp.train.checkpoint import Checkpoints, Saved
 from fusedtp.train.config import CONFIG, TrainConfig
-from fusedtp.train.data import Batches
-from fusedtp.train.environment import environment
-from fusedtp.train.evaluate import sample, validation_loss
-from fusedtp.train.hang import Pulse
+from fusedtp.train.data import Batches, Microbatch, tokenizer_of
 from fusedtp.train.loop import Saver, Trainer
-from fusedtp.train.metrics import Metrics, records_of, screen, sinks_for
-from fusedtp.train.nonfinite import Guard
-from fusedtp.train.optim import adamw, for_batch, learning_rate
-from fusedtp.train.precision import loss_scale_of
-from fusedtp.train.stages import Pipeline
-from fusedtp.train.timeline import Action
-from fusedtp.train.tokenizer import tokenizer_of
-from fusedtp.train.verify import VerificationFailed, verify
-from fusedtp.train.watch import Watch
+from fusedtp.train.metrics import Metrics, plot_experts, records_of, screen, sinks_for
+from fusedtp.train.optim import adamw, for_batch, learning_rate, loss_scale_of
+from fusedtp.train.stages import Action, Pipeline
+from fusedtp.train.verify import Verification, VerificationFailed, verify
+from fusedtp.train.watch import Guard, Pulse, Watch
 from fusedtp.train.world import World, placement
 
 PROMPT_TOKENS = 160
@@ -51,7 +67,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     tokenizer = tokenizer_of(data.tokenizer)
     unit = "byte" if data.tokenizer is None else "token"
     console.print(
-        f"{parameters:,} parameters, {report.layout_in_words(world)} on {world.device.type}, "
+        f"{parameters:,} parameters, {layout_in_words(world)} on {world.device.type}, "
         f"{len(batches.train.tokens):,} {unit}s of text",
         highlight=False,
     )
@@ -72,9 +88,9 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
     earlier = resume(trainer, config, tokens, console) if config.run.resume else []
     if world.rank == 0:
-        report.write_json(folder / CONFIG, (asked or config).to_dict())
+        write_json(folder / CONFIG, (asked or config).to_dict())
         elastic.note_job(folder)
-        report.write_json(folder / "versions.json", environment())
+        write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
     pulse = Pulse(world, watch.clocks, lambda: trainer.step, folder)
     signals = saver.signals() if saver else nullcontext()
@@ -102,15 +118,15 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         )
         verification = verify(config, tokens, metrics.steps, world)
     if world.rank == 0:
-        summary = report.summarize(config, world, metrics, engines, parameters, verification)
-        report.write_json(folder / "summary.json", summary)
-        report.plot(folder / "loss.png", metrics, unit)
+        summary = summarize(config, world, metrics, engines, parameters, verification)
+        write_json(folder / "summary.json", summary)
+        plot_losses(folder / "loss.png", metrics, unit)
         if config.model.experts:
-            experts.plot(folder / "experts.png", metrics.steps)
-        report.show(console, summary, verification, unit)
+            plot_experts(folder / "experts.png", metrics.steps)
+        show(console, summary, verification, unit)
         console.print(watch.verdict(), highlight=False, soft_wrap=True)
         if written is not None:
-            report.show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
+            show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
         console.print(f"written to {folder}", highlight=False)
     world.wait_for_all()
     if verification is not None and not verification.passed:
@@ -123,7 +139,7 @@ def record_step(pipeline: Pipeline, config: TrainConfig, world: World) -> None:
     def tell(actions: Sequence[Action]) -> None:
         if world.rank == 0:
             found = {"step": step, "schedule": pipeline.schedule, "actions": actions}
-            report.write_json(config.run.folder / PIPELINE, found)
+            write_json(config.run.folder / PIPELINE, found)
 
     step = min(config.parallel.record_step, config.optim.steps) - 1
     if step >= 0:
@@ -293,3 +309,196 @@ def last_incident(folder: Path) -> str:
 def ended_in_order(folder: Path) -> bool:
     """Whether the last thing that a run noted is that it saved and ended when it was asked to."""
     return last_incident(folder) == IN_ORDER
+
+
+# -- what the model is worth -------------------------------------------------------------------------------------------
+
+TEMPERATURE = 0.8
+
+
+def validation_loss(
+    model: Model,
+    batches: Iterable[Microbatch],
+    world: World,
+    pipeline: Pipeline | None = None,
+    pieces: int = 1,
+) -> float:
+    """Mean loss in nats a token over this rank's batches, in `pieces` each, then over the data-parallel ranks."""
+    model.eval()
+    with torch.no_grad():
+        every = list(batches)
+        if pipeline is None:
+            losses = [model(**batch.arguments()).loss.float() for batch in every]
+        else:
+            losses = [pipeline.evaluate(every[i : i + pieces]) for i in range(0, len(every), pieces)]
+    model.train()
+    return world.mean(torch.stack(losses).sum() * pieces / len(every))
+
+
+def go_on(
+    model: Model, tokens: torch.Tensor, size: int, *, temperature: float, seed: int, max_context: int
+) -> torch.Tensor:
+    """tokens [1, P] and `size` more, drawn from the model; one of transformers ends where a document does."""
+    options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_context": max_context}
+    if isinstance(model, CausalLM):
+        return generate(model, tokens, size, **options)
+    return model.generate(tokens, size, **options)
+
+
+def sample(model: Model, prompt: list[int], size: int, *, length: int, seed: int) -> list[int]:
+    """`size` tokens that the model continues `prompt` with, seeing at most `length` at a time."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    if isinstance(model, FSDPModule):
+        model.unshard()  # writing calls parts of the model, around the hooks of its forward
+    tokens = go_on(model, tokens, size, temperature=TEMPERATURE, seed=seed, max_context=length)
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    written: list[int] = tokens[0, len(prompt) :].tolist()
+    return written
+
+
+# -- what is left of a run ---------------------------------------------------------------------------------------------
+
+
+def summarize(
+    config: TrainConfig,
+    world: World,
+    metrics: Metrics,
+    engines: dict[str, dict[str, int]],
+    parameters: int,
+    verification: Verification | None,
+) -> dict[str, Any]:
+    """The run in numbers. tokens_per_second and wait_share leave out the first step, which warms up.
+
+    wait_share is None where waiting is not measured.
+    """
+    steps, tokens = metrics.steps[1:] or metrics.steps, config.data.batch * config.data.length
+    seconds = sum(record["seconds"] for record in steps)
+    measured = all(record["wait_share"] is not None for record in steps)
+    return {
+        "loss_first": metrics.steps[0]["loss"],
+        "loss_last": metrics.steps[-1]["loss"],
+        "val_loss": metrics.validations[-1]["val_loss"],
+        "max_loss_difference": verification and verification.max_loss_difference,
+        "max_grad_norm_difference": verification and verification.max_grad_norm_difference,
+        "verified": verification and verification.passed,
+        "verified_steps": verification and verification.steps,
+        "tokens_per_second": tokens * len(steps) / seconds,
+        "wait_share": (
+            sum(record["wait_share"] * record["seconds"] for record in steps) / seconds if measured else None
+        ),
+        "seconds": sum(record["seconds"] for record in metrics.steps),
+        "steps": len(metrics.steps),
+        "tokens_per_step": tokens,
+        "parameters": parameters,
+        "world_size": world.size,
+        "pp": world.pp,
+        "dp": world.dp,
+        "tp": world.tp,
+        "layout": layout_in_words(world),
+        "device": world.device.type,
+        "dtype": config.run.dtype,
+        "loss_scale": metrics.steps[-1].get("loss_scale"),
+        "skipped": sum(record["grad_norm"] in (None, math.inf) for record in metrics.steps)
+        if config.run.dtype == "fp16"
+        else None,
+        "engines": engines,
+    }
+
+
+def layout_in_words(world: World) -> str:
+    """Such as: 2 pipeline x 1 data parallel x 2 tensor parallel."""
+    pipeline = f"{world.pp} pipeline x " if world.pp > 1 else ""
+    return f"{pipeline}{world.dp} data parallel x {world.tp} tensor parallel"
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def plot_losses(path: Path, metrics: Metrics, unit: str = "byte") -> None:
+    """Training and validation loss against steps, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        [r["step"] + 1 for r in metrics.steps], [r["loss"] for r in metrics.steps], lw=1, label="training"
+    )
+    if metrics.validations:
+        axes.plot(
+            [r["step"] + 1 for r in metrics.validations],
+            [r["val_loss"] for r in metrics.validations],
+            "o-",
+            ms=4,
+            label="held out",
+        )
+    axes.set(xlabel="step", ylabel=f"loss (nats/{unit})")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def show(
+    console: Console, summary: dict[str, Any], verification: Verification | None, unit: str = "byte"
+) -> None:
+    """The table at the end of a run."""
+    table = Table(show_header=False, title="training run", title_justify="left")
+    waiting = summary["wait_share"]
+    rows = {
+        "loss": f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats/{unit}",
+        "validation loss": f"{summary['val_loss']:.3f} nats/{unit}",
+        "speed": f"{summary['tokens_per_second']:,.0f} tokens/s",
+        "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
+        "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
+    }
+    if summary["skipped"] is not None:
+        rows["fp16"] = (
+            f"loss scale {summary['loss_scale']:g}, {summary['skipped']} steps left out: they overflowed"
+        )
+    rows |= {
+        name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
+        for name, engines in summary["engines"].items()
+    }
+    if verification is not None:
+        rows |= {f"against one process ({verification.steps} steps)": verification.in_words()}
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def show_sample(console: Console, prompt: str, written: str) -> None:
+    """A held-out prompt and what the model made of it."""
+    text = Text(_printable(prompt), style="dim")
+    text.append(_printable(written), style="bold")
+    console.print(Panel(text, title="prompt from held-out text (dim) and sample", title_align="left"))
+
+
+def _printable(text: str) -> str:
+    """The end of a file as a line's end; what a terminal would act on as a question mark."""
+    characters = text.replace("\0", "\n")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
+
+
+# -- determinism -------------------------------------------------------------------------------------------------------
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Within, this process runs nothing that could give other bits in another run, if that is wanted."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

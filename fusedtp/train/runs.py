@@ -36,9 +36,8 @@ from fusedtp.train.checkpoint import (
     steps_in,
 )
 from fusedtp.train.config import TrainConfig
-from fusedtp.train.evaluate import go_on
-from fusedtp.train.run import CHECKPOINTS
-from fusedtp.train.tokenizer import tokenizer_of
+from fusedtp.train.data import tokenizer_of
+from fusedtp.train.run import CHECKPOINTS, go_on
 from fusedtp.train.world import World
 
 

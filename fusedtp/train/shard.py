@@ -1,8 +1,13 @@
-"""Data parallelism: FSDP2 over the "dp" axis, after tensor parallelism has sharded over "tp" and experts over theirs.
+"""How blocks run, and how data-parallel ranks share their parameters.
 
-FSDP2 shards dim 0 of every rank's part; of experts dim 1, the features of each, where a rank has fewer of them than
-there are ranks to shard over. A rank whose shard would be empty hangs in its collectives, so such a model is refused by
-name before it is sharded.
+    forward --torch.compile--> compiled --recompute_--> checkpointed --FSDP2's hooks around it--> called
+
+Checkpointing is outside of the compiled code: inside, torch 2.13 cannot order what communicates.
+
+FSDP2 goes over the "dp" axis, after tensor parallelism has sharded over "tp" and experts over theirs. It shards dim 0
+of every rank's part; of experts dim 1, the features of each, where a rank has fewer of them than there are ranks to
+shard over. A rank whose shard would be empty hangs in its collectives, so such a model is refused by name before it is
+sharded.
 
 Experts that lie across data-parallel ranks have met the tokens of all of those by the time their gradient is there. So
 they are sharded over the other ranks only ("outer"), while their gradient is divided by as many as all others' is.
@@ -20,11 +25,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fusedtp.nn import TransformerBlock, recompute_
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.rows import split
 from fusedtp.parallel.placement import Way
-from fusedtp.train.blocks import blocks_of
-from fusedtp.train.options import ParallelOptions
+from fusedtp.train.config import BlockOptions, ParallelOptions
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The layers of either kind of model."""
+    found: Sequence[nn.Module] | None = getattr(model, "blocks", None)
+    return found or [module for module in model.modules() if isinstance(module, TransformerBlock)]
+
+
+def prepare_(model: nn.Module, options: BlockOptions, two_passes: bool = False) -> None:
+    """Compile and checkpoint a model's blocks as asked, in place; before FSDP2 shards them.
+
+    two_passes   of backward, as zero-bubble schedules have them
+    """
+    blocks = blocks_of(model)
+    if options.compile:
+        # Blocks share their code, so that each graph counts against the limit of one function.
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, 4 * len(blocks))
+        torch._functorch.config.activation_memory_budget = options.memory_budget
+        for block in blocks:
+            block.forward = torch.compile(block.forward, backend=options.compile_backend)
+    if options.recompute != "none":
+        recompute_(blocks, options.recompute, two_passes)
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

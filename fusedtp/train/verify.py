@@ -34,16 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedtp.train.build import build
-from fusedtp.train.config import TrainConfig
+from fusedtp.environment import cores
+from fusedtp.train.build import build, foreign_sizes
+from fusedtp.train.config import BlockOptions, TrainConfig
 from fusedtp.train.data import Batches
-from fusedtp.train.environment import cores
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.foreign_build import sizes
-from fusedtp.train.loop import backward
-from fusedtp.train.optim import adamw, for_batch, learning_rate, set_learning_rate
-from fusedtp.train.options import BlockOptions
-from fusedtp.train.precision import loss_scale_of
+from fusedtp.train.loop import ExpertLoad, backward
+from fusedtp.train.optim import adamw, for_batch, learning_rate, loss_scale_of, set_learning_rate
 from fusedtp.train.shard import DTYPES
 from fusedtp.train.world import World
 
@@ -106,7 +102,7 @@ def rounding(config: TrainConfig) -> float:
     model, data = config.model, config.data
     layers, width = model.layers, max(model.width, model.mlp_width)
     if config.foreign.model is not None:
-        layers, width, _ = sizes(config)
+        layers, width, _ = foreign_sizes(config)
     operations = 2 * (8 * layers + 4)
     terms = max(data.batch * data.length, width)
     return ROUNDOFF[coarsest(config)] + (operations * terms) ** 0.5 * ROUNDOFF["fp32"]

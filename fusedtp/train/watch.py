@@ -24,27 +24,62 @@
 
 They add up to the step. Times are the host's. On a GPU kernels wait, where no host sees it: what it sees there is data
 alone, and all other kinds are None.
+
+Note [Not finite]
+What to do with a step whose loss or gradients are not finite, and where that began.
+
+The norm of the gradients and the mean loss are the same on all ranks, so all take the same turn here. The step is
+computed once more, from the same samples with the same random numbers, and hooks on every module look at its output:
+
+    a parameter was not finite before the step       it is named, with the ranks that hold it
+    else a module made infinities out of finite inputs     the first one in the forward pass, with its ranks
+    else a gradient did                                    the first one in the backward pass
+    else                                                   the fault did not repeat: hardware, or a race
+
+A step costs nothing for this until one is bad. Source: the idea of running a suspicious step again is Megatron's
+(`rerun_state_machine`); names come from hooks here.
+
+Note [Hang]
+Which rank hangs, when the others time out.
+
+    rank 0    compute ... all_gather_matmul [waits for 1 ..... timeout] -> reads where all are -> RankHung names rank 1
+    rank 1    compute ... stuck in its own code                         (its thread goes on telling where it is)
+
+Every rank has a thread that writes once a second where the rank is into a store of the job's own: the kind of work that
+its clock books (clocks.py), since when, and its last call that communicated. The thread goes on while the rank hangs. A
+rank whose wait times out reads what the others wrote last: who is in no wait hangs; who has written nothing new is
+frozen or gone; and if all wait, they wait for different calls, which are named.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import socket
 import statistics
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from fusedtp.comm import PeerDied, SignalTimeout, communicator
 from fusedtp.train.clocks import OTHER, Clocks, time_fsdp
-from fusedtp.train.data import Batches
-from fusedtp.train.loader import FromLoader
+from fusedtp.train.data import Batches, FromLoader
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.world import World
 
@@ -356,3 +391,342 @@ class Watch:
             if (each.rank, each.kind) not in self._named:
                 self._tell(f"step {step + 1}: {each.in_words(self._hosts[each.rank])}")
         self._named = {(each.rank, each.kind) for each in found}
+
+
+# -- numbers that are not finite ---------------------------------------------------------------------------------------
+
+SKIPS_IN_A_ROW = 10  # steps in a row that are skipped before the run ends all the same
+
+
+class NotFinite(RuntimeError):
+    """A step's loss or gradients were not finite, and the run was to stop then."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that is not finite: a module's output, or the gradient of one.
+
+    order      how many modules had been called before, in that pass; the same on ranks with the same layers
+    made       whether what the module was given was finite
+    """
+
+    order: int
+    name: str
+    microbatch: int
+    made: bool = True
+
+
+@dataclass
+class Found:
+    """What a rank found in its part of the model."""
+
+    rank: int
+    host: str
+    parameters: list[str] = field(default_factory=list)
+    forward: Event | None = None
+    backward: Event | None = None
+    gradients: list[str] = field(default_factory=list)
+
+
+def finite(value: Any) -> bool:
+    """Whether every number in the tensors of a nested value is finite; shards of DTensors count as they lie here."""
+    tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
+    return all(bool(_local(each).isfinite().all()) for each in tensors)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def find_not_finite(model: nn.Module, again: Callable[[], Any], rank: int = 0) -> Found:
+    """Run a step's forward and backward again and look for the first value of this rank that is not finite.
+
+    Compiled blocks run eagerly for it. Gradients are cleared before and after. Collective where `again` is.
+    """
+    found = Found(rank, socket.gethostname())
+    found.parameters = [name for name, p in model.named_parameters() if not finite(p.detach())]
+    model.zero_grad()
+    with _hooked(model, found), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        again()
+    found.gradients = [
+        name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)
+    ]
+    model.zero_grad()
+    return found
+
+
+@contextmanager
+def _hooked(model: nn.Module, found: Found) -> Iterator[None]:
+    """Within, `found` hears of the first outputs and gradients of modules that are not finite."""
+    calls, orders = Counter[str](), Counter[str]()
+
+    def after(name: str, module: nn.Module, args: Any, options: Any, output: Any) -> None:
+        orders["forward"] += 1
+        calls[name] += 1
+        if found.forward is None and not finite(output):
+            made = finite((args, options))
+            found.forward = Event(orders["forward"], name, calls[name] - 1, made)
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(partial(back, name, calls[name] - 1))
+
+    def back(name: str, microbatch: int, gradient: Tensor) -> None:
+        orders["backward"] += 1
+        if found.backward is None and not finite(gradient):
+            found.backward = Event(orders["backward"], name, microbatch)
+
+    handles = [
+        module.register_forward_hook(partial(after, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def where_not_finite(found: Sequence[Found]) -> str:
+    """In words, what all ranks found together: the module or parameter at which it began, and the ranks."""
+    if any(each.parameters for each in found):
+        held = [
+            f"{_first(each.parameters)} of rank {each.rank} ({each.host})"
+            for each in found
+            if each.parameters
+        ]
+        return "parameters were not finite before the step: " + "; ".join(held)
+    for direction, what in (("forward", "the output of"), ("backward", "the gradient that arrives at")):
+        events = [(getattr(each, direction), each) for each in found]
+        events = [(event, each) for event, each in events if event is not None]
+        events = [(event, each) for event, each in events if event.made] or events
+        if not events:
+            continue
+        first = min(event.order for event, _ in events)
+        same = [(event, each) for event, each in events if event.order == first]
+        ranks = ", ".join(f"{each.rank} ({each.host})" for _, each in same)
+        of = "all ranks" if len(same) == len(found) > 1 else ("rank " if len(same) == 1 else "ranks ") + ranks
+        event = same[0][0]
+        return f"it began in {direction} with {what} {event.name}, microbatch {event.microbatch}, on {of}"
+    if any(each.gradients for each in found):
+        held = [f"{_first(each.gradients[::-1])} on rank {each.rank}" for each in found if each.gradients]
+        return "every module is finite, but these gradients are not: " + "; ".join(held)
+    return "computed again, the same step is finite: a fault of memory, of a link or of timing, not of the numbers"
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class Guard:
+    """Decides about steps that are not finite. tell: called on rank 0 with a line for each that is skipped."""
+
+    def __init__(
+        self,
+        world: World,
+        on_nan: Literal["stop", "skip"] = "stop",
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.world, self.on_nan = world, on_nan
+        self._tell = tell if world.rank == 0 else lambda line: None
+        self.skipped, self._row = 0, 0
+
+    def takes(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        model: nn.Module,
+        again: Callable[[], Any],
+        scaled: bool = False,
+    ) -> bool:
+        """Whether a step is as it should be; else it has no gradients any more. Raises NotFinite to stop.
+
+        loss, norm   of all ranks
+        again        runs the step's forward and backward once more
+        scaled       fp16: gradients alone that overflow are the loss scale's to judge
+        """
+        if math.isfinite(loss) and (scaled or math.isfinite(norm)):
+            self._row = 0
+            return True
+        self.skipped, self._row = self.skipped + 1, self._row + 1
+        found = self.world.gather_objects(find_not_finite(model, again, self.world.rank))
+        line = f"step {step + 1}: the loss is {loss:g}, the norm of the gradients {norm:g}; {where_not_finite(found)}"
+        if self.on_nan == "stop":
+            raise NotFinite(line + "; --on-nan skip would leave such steps out")
+        if self._row == SKIPS_IN_A_ROW:
+            raise NotFinite(f"{line}; {SKIPS_IN_A_ROW} steps in a row were left out")
+        self._tell(line + "; the step was left out")
+        return False
+
+
+# -- ranks that hang ---------------------------------------------------------------------------------------------------
+
+HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
+WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
+TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)  # what gloo and NCCL say of it
+
+
+class RankHung(RuntimeError):
+    """A wait for other ranks timed out; the message names the rank that did not come."""
+
+
+@dataclass
+class Position:
+    """Where a rank is. beat: counts how often it has said so; seconds: for how long it has been at `kind`.
+
+    call, calls   the last call that communicated, and how many there were of its sort
+    gave_up       whether its own wait has timed out
+    """
+
+    rank: int
+    host: str
+    beat: int = 0
+    step: int = 0
+    kind: str = ""
+    seconds: float = 0.0
+    call: str = ""
+    calls: int = 0
+    gave_up: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.gave_up or self.kind in WAITING
+
+    def in_words(self) -> str:
+        call = f"; its last call was {self.call} (number {self.calls})" if self.call else ""
+        at = f"in {self.kind} of step {self.step + 1} for {self.seconds:.0f} s"
+        return f"rank {self.rank} on {self.host} has been {at}{call}"
+
+
+class Pulse:
+    """Tells the other ranks where this one is, within `with`; an error that is a timeout leaves it as RankHung.
+
+    step     what step this rank is at
+    folder   where hang.json is written, by one of the ranks that are left; None: nowhere
+    beat     seconds from one word to the next
+    """
+
+    def __init__(
+        self,
+        world: World,
+        clocks: Clocks,
+        step: Callable[[], int],
+        folder: Path | None = None,
+        beat: float = 1.0,
+    ) -> None:
+        self.world, self.clocks, self.step, self.folder, self.beat = world, clocks, step, folder, beat
+        self._here = Position(world.rank, socket.gethostname())
+        self._ended, self._workspaces = threading.Event(), list[Any]()
+        self._store: Any = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Pulse:
+        """Collective: rank 0 makes the store, all connect."""
+        if self.world.size == 1:
+            return self
+        shared = [communicator(mesh) for mesh in self.world.shared_meshes]
+        self._workspaces = [comm.workspace for comm in shared if comm.has_workspace]
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        first = self.world.rank == 0
+        if first:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = next(filter(None, self.world.gather_objects(self._store.port if first else 0)))
+        if not first:
+            self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self._thread = threading.Thread(target=self._beat, name="fusedtp pulse", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        if error is None or not timed_out(error):
+            return
+        self._here.gave_up = True
+        self._write()
+        before = self._read()
+        time.sleep(3 * self.beat)
+        after = self._read()
+        told, hung = judge(before, after, self.world.size)
+        if self.folder is not None and self.world.rank == min(set(range(self.world.size)) - hung, default=0):
+            report = {"time": time.time(), "what": told, "ranks": [asdict(each) for each in after]}
+            (self.folder / HANG).write_text(json.dumps(report, indent=1) + "\n")
+        raise RankHung(f"{told}. {' '.join(str(error).split())}") from error
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self.beat):
+            self._look()
+            try:
+                self._write()
+            except RuntimeError:
+                return  # the rank that holds the store is gone
+
+    def _look(self) -> None:
+        here, clocks = self._here, self.clocks
+        here.beat, here.step, here.kind = here.beat + 1, self.step(), clocks.kind
+        here.seconds = time.perf_counter() - clocks.since
+        here.call, here.calls = clocks.last, clocks.calls
+        for workspace in self._workspaces:
+            here.call, here.calls = workspace.operation or here.call, workspace.number or here.calls
+            if (since := workspace.asleep_since) is not None:
+                here.kind, here.seconds = "tp_wait", time.monotonic() - since
+                break
+
+    def _write(self) -> None:
+        self._store.set(f"rank {self.world.rank}", json.dumps(asdict(self._here)))
+
+    def _read(self) -> list[Position]:
+        """Of every rank that has said anything."""
+        names = [f"rank {rank}" for rank in range(self.world.size)]
+        try:
+            return [
+                Position(**json.loads(self._store.get(name))) for name in names if self._store.check([name])
+            ]
+        except RuntimeError:
+            return []
+
+
+def record_flight(folder: Path) -> None:
+    """Have NCCL keep its last collectives and write them into the folder, a file a rank, when one times out.
+
+    Before the process groups are made. What the environment says already stays. `torchfrtrace` reads the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    where = str(folder.absolute() / "rank-")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", where)
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", where)  # its name before torch 2.9
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a wait for other ranks ended because one did not come; a rank that died is named by who started it.
+
+    torch's schedules raise an error of their own from that of a stage, so causes count.
+    """
+    if isinstance(error, SignalTimeout):
+        return not isinstance(error, PeerDied)
+    if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None:
+        return True
+    return error.__cause__ is not None and timed_out(error.__cause__)
+
+
+def judge(before: Sequence[Position], after: Sequence[Position], ranks: int) -> tuple[str, set[int]]:
+    """Who hangs, in words and by rank, from where all ranks were at two times that are some beats apart."""
+    if not after:
+        return "no rank says where it is: the one that kept note of it is gone", set()
+    beats = {each.rank: each.beat for each in before}
+    silent = set(range(ranks)) - {each.rank for each in after}
+    frozen = [each for each in after if not each.gave_up and beats.get(each.rank) == each.beat]
+    busy = [each for each in after if not each.waits and each not in frozen]
+    told = [f"{each.in_words()}, and it answers no more" for each in frozen]
+    told += [each.in_words() for each in busy]
+    told += [f"rank {rank} never said where it is" for rank in sorted(silent)]
+    if told:
+        return "; ".join(told), {each.rank for each in [*frozen, *busy]} | silent
+    return "all ranks wait, in different calls: " + "; ".join(each.in_words() for each in after), set()

@@ -11,8 +11,7 @@ from torch.distributed.pipelining import schedules
 
 from fusedtp.bench import bubbles
 from fusedtp.bench.bubbles import Costs, Together
-from fusedtp.train.stages import SCHEDULES, SINGLE, V_SHAPED, stage_count, stages_of
-from fusedtp.train.timeline import Action
+from fusedtp.train.stages import SCHEDULES, SINGLE, V_SHAPED, Action, stage_count, stages_of
 
 SECONDS = st.floats(0.01, 1.0)
 

@@ -14,7 +14,20 @@ from fusedtp.comm.constant import constant_to_compiler
 ROOT = Path(__file__).resolve().parents[2]
 
 # Lower layers first: a module may import from its own layer and from those before it.
-LAYERS = ("kernels", "comm", "ops", "nn", "parallel", "sim", "checks", "plan", "train", "bench", "cli")
+LAYERS = (
+    "kernels",
+    "comm",
+    "ops",
+    "nn",
+    "parallel",
+    "sim",
+    "checks",
+    "plan",
+    "environment",
+    "train",
+    "bench",
+    "cli",
+)
 BESIDE = ("kernels", "bench")  # folders at the root, mapped into the package
 
 # Makes the modules named in argv importable no more, then computes one operation on two ranks.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.train import text
+from fusedtp.train.data import build_tokens
 from tests.harness import pool
 
 
@@ -36,4 +36,4 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokens(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its token files; a token is a byte."""
-    return text.build((book,), tmp_path_factory.mktemp("tokens"))
+    return build_tokens((book,), tmp_path_factory.mktemp("tokens"))

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from fusedtp.train.build import build
-from fusedtp.train.config import TrainConfig, parse
+from fusedtp.train.config import BlockOptions, TrainConfig, parse
 from fusedtp.train.data import Batches
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loop import backward
-from fusedtp.train.options import BlockOptions
+from fusedtp.train.loop import ExpertLoad, backward
 from fusedtp.train.world import World
 from tests.train.support import assert_gradients
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from fusedtp.train.checkpoint import (
 from fusedtp.train.config import parse
 from fusedtp.train.optim import adamw
 from fusedtp.train.world import World
+from tests.harness import pool
+from tests.harness.messages import Failure
 from tests.harness.warm import warm_python
 from tests.train.killed_saver import ON_DISK, PHASES, Numbers
 from tests.train.support import MESHES, host_groups, ranks_of, world_on
@@ -195,6 +198,40 @@ def test_a_kill_in_any_phase_of_a_save_leaves_a_checkpoint_that_loads(tmp_path: 
     checkpoints.save(4, Numbers(4))
     checkpoints.close()
     assert checkpoints.steps() == [newest, 4]
+
+
+def die_on(group: Any, rank: int, phase: str, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, group=group)
+    for step in (1, 2):
+        checkpoints.save(step, Numbers(step))
+    checkpoints.wait()
+    with PHASES[phase]() if group.rank() == rank else nullcontext():
+        checkpoints.save(3, Numbers(3))
+        checkpoints.wait()
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"), [(1, "planned"), (1, "data written"), (0, "data fsynced"), (0, "rename"), (0, "prune")]
+)
+def test_one_of_two_ranks_killed_in_a_save_leaves_a_checkpoint_that_loads(
+    tmp_path: Path, rank: int, phase: str
+):
+    with pool.World(2) as ranks:
+        outcomes = ranks.outcomes(die_on, rank, phase, tmp_path, grace=30)
+    assert all(isinstance(each, Failure) for each in outcomes), outcomes
+    assert outcomes[rank].kinds[0] == "WorkerDied", outcomes[rank]
+    newest = 3 if phase in ON_DISK else 2
+    checkpoints, state = Checkpoints(tmp_path), Numbers()
+    assert checkpoints.load(state).step == state.step == newest
+    checkpoints.tidy()
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+
+
+def test_a_save_after_close_says_so(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.close()
+    with pytest.raises(ValueError, match="are closed"):
+        checkpoints.save(1, Numbers(1))
 
 
 def test_training_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_path: Path, monkeypatch):

@@ -12,16 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.train.build import model_config
-from fusedtp.train.config import TrainConfig, faults, layout, parse
-from fusedtp.train.optim import adamw, for_batch, learning_rate, set_learning_rate
-from fusedtp.train.options import (
+from fusedtp.train.config import (
     CheckpointOptions,
     DataOptions,
     ModelOptions,
     OptimOptions,
     ParallelOptions,
     RunOptions,
+    TrainConfig,
+    faults,
+    layout,
+    parse,
 )
+from fusedtp.train.optim import adamw, for_batch, learning_rate, set_learning_rate
 
 
 def test_the_defaults_are_without_fault():

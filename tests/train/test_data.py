@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 
 from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.init import init_
-from fusedtp.train import text
-from fusedtp.train.data import Batches, Windows
-from fusedtp.train.options import DataOptions
-from fusedtp.train.tokenizer import tokenizer_of
+from fusedtp.train.config import DataOptions
+from fusedtp.train.data import (
+    SEPARATOR,
+    Batches,
+    Windows,
+    build_tokens,
+    text_faults,
+    text_files,
+    tokenizer_of,
+)
 
 
 def write_corpus(folder: Path, files: int = 60, size: int = 400) -> Path:
@@ -28,12 +34,12 @@ def write_corpus(folder: Path, files: int = 60, size: int = 400) -> Path:
 
 
 def pieces(path: Path) -> list[bytes]:
-    return [piece for piece in path.read_bytes().split(text.SEPARATOR) if piece]
+    return [piece for piece in path.read_bytes().split(SEPARATOR) if piece]
 
 
 def test_every_byte_is_trained_on_or_held_out_and_none_is_both(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    tokens = text.build((corpus,), tmp_path / "cache")
+    tokens = build_tokens((corpus,), tmp_path / "cache")
     train, held_out = pieces(tokens / "train.bin"), pieces(tokens / "held_out.bin")
     assert sorted(train + held_out) == sorted(path.read_bytes() for path in corpus.rglob("*.txt"))
     assert not set(train) & set(held_out)
@@ -48,7 +54,7 @@ def test_the_split_follows_the_content_not_the_names(tmp_path):
     for i, path in enumerate(sorted(here.rglob("*.txt"), reverse=True)):
         (tmp_path / "there" / f"{i:03}").write_bytes(path.read_bytes())
     held_out = [
-        set(pieces(text.build((folder,), tmp_path / "cache") / "held_out.bin"))
+        set(pieces(build_tokens((folder,), tmp_path / "cache") / "held_out.bin"))
         for folder in (here, tmp_path / "there")
     ]
     assert held_out[0] == held_out[1]
@@ -58,17 +64,17 @@ def test_other_files_of_the_same_size_and_time_are_other_tokens(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name * 1000)
         os.utime(tmp_path / name, (1e9, 1e9))
-    tokens = [text.build((tmp_path / name,), tmp_path / "cache") for name in ("a", "b")]
+    tokens = [build_tokens((tmp_path / name,), tmp_path / "cache") for name in ("a", "b")]
     assert [pieces(folder / "train.bin") for folder in tokens] == [[b"a" * 950], [b"b" * 950]]
 
 
 def test_copies_of_a_file_count_once(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    plain = text.build((corpus,), tmp_path / "cache")
+    plain = build_tokens((corpus,), tmp_path / "cache")
     for path in list(corpus.rglob("*.txt")):
         (corpus / "zz").mkdir(exist_ok=True)
         (corpus / "zz" / path.name).write_bytes(path.read_bytes())
-    doubled = text.build((corpus, corpus, corpus / "part0"), tmp_path / "cache")
+    doubled = build_tokens((corpus, corpus, corpus / "part0"), tmp_path / "cache")
     assert doubled != plain
     assert (plain / "train.bin").read_bytes() == (doubled / "train.bin").read_bytes()
 
@@ -76,7 +82,7 @@ def test_copies_of_a_file_count_once(tmp_path):
 def test_a_single_file_is_cut(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(bytes(32 + i * 31 % 90 for i in range(10_000)))
-    tokens = text.build((path,), tmp_path / "cache")
+    tokens = build_tokens((path,), tmp_path / "cache")
     (train,), (held_out,) = pieces(tokens / "train.bin"), pieces(tokens / "held_out.bin")
     assert train + held_out == path.read_bytes()
     assert len(held_out) == 500
@@ -84,16 +90,16 @@ def test_a_single_file_is_cut(tmp_path):
 
 def test_a_changed_file_is_read_again(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    before = text.build((corpus,), tmp_path / "cache")
-    assert text.build((corpus,), tmp_path / "cache") == before
+    before = build_tokens((corpus,), tmp_path / "cache")
+    assert build_tokens((corpus,), tmp_path / "cache") == before
     (corpus / "new.txt").write_text("something else " * 10)
-    after = text.build((corpus,), tmp_path / "cache")
+    after = build_tokens((corpus,), tmp_path / "cache")
     assert b"something else" in (after / "train.bin").read_bytes() + (after / "held_out.bin").read_bytes()
 
 
 def test_what_is_not_text_is_left_out(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    plain = text.build((corpus,), tmp_path / "cache")
+    plain = build_tokens((corpus,), tmp_path / "cache")
     (corpus / "image.bin").write_bytes(b"\x89PNG\0\xff" * 50)
     (corpus / "nul.txt").write_bytes(b"text \0 " * 50)
     (corpus / "latin.txt").write_bytes(b"caf\xe9 " * 50)
@@ -101,15 +107,15 @@ def test_what_is_not_text_is_left_out(tmp_path):
     (corpus / ".hidden").write_text("hidden " * 50)
     (corpus / "__pycache__").mkdir()
     (corpus / "__pycache__" / "code.txt").write_text("byte code " * 50)
-    with_others = text.build((corpus,), tmp_path / "cache")
+    with_others = build_tokens((corpus,), tmp_path / "cache")
     assert (plain / "train.bin").read_bytes() == (with_others / "train.bin").read_bytes()
 
 
 def test_the_default_is_the_standard_librarys_source():
-    found = text.find(())
+    found = text_files(())
     assert {"this.py", "os.py", "heapq.py"} <= {path.name for path in found}
     assert not any("site-packages" in path.parts for path in found)
-    assert text.faults(()) == []
+    assert text_faults(()) == []
 
 
 def test_what_is_wrong_with_paths_is_said_together(tmp_path):
@@ -118,14 +124,14 @@ def test_what_is_wrong_with_paths_is_said_together(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "image.png").write_bytes(b"\x89PNG\0")
     names = ("missing.txt", "empty.txt", "image.png", "folder")
-    found = text.faults(tuple(tmp_path / name for name in names))
+    found = text_faults(tuple(tmp_path / name for name in names))
     wanted = ("does not exist", "is empty", "is not UTF-8 text", "holds no UTF-8 text (1 files)")
     assert found == [f"--data {tmp_path / name} {fault}" for name, fault in zip(names, wanted, strict=True)]
 
 
 def test_text_shorter_than_a_window_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("abc" * 100)
-    tokens = text.build((tmp_path / "short.txt",), tmp_path / "cache")
+    tokens = build_tokens((tmp_path / "short.txt",), tmp_path / "cache")
     with pytest.raises(ValueError, match=r"held_out text has 16 tokens; --length 64 needs 65"):
         Batches(tokens, length=64, batch=1)
 
@@ -133,7 +139,7 @@ def test_text_shorter_than_a_window_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    return text.build((write_corpus(folder / "corpus"),), folder / "cache")
+    return build_tokens((write_corpus(folder / "corpus"),), folder / "cache")
 
 
 def rows(batches: Batches, step: int) -> torch.Tensor:
@@ -322,7 +328,7 @@ def test_a_tokenizer_of_transformers_makes_the_tokens(words, tmp_path):
     tokenizer = tokenizer_of(words)
     for i in range(30):
         (tmp_path / f"{i:02}.txt").write_text("one two . " * (i + 1))
-    folder = text.build((tmp_path,), tmp_path / "cache", tokenizer)
+    folder = build_tokens((tmp_path,), tmp_path / "cache", tokenizer)
     index = json.loads((folder / "index.json").read_text())
     wide = tokenizer.vocab_size > 1 << 16
     assert index["dtype"] == ("uint32" if wide else "uint16") and index["vocab_size"] == tokenizer.vocab_size
@@ -331,7 +337,7 @@ def test_a_tokenizer_of_transformers_makes_the_tokens(words, tmp_path):
     assert (ids[ends - 1] == tokenizer.end).all() and (ids == tokenizer.end).sum() == len(ends)
     assert ends[-1] == len(ids) and set(ids.tolist()) == {0, 2, 3, 5}
     assert tokenizer.decode(ids[: ends[0] - 1].tolist()).split() == ["one", "two", "."] * (ends[0] // 3)
-    assert text.build((tmp_path,), tmp_path / "cache") != folder, "another tokenizer, other tokens"
+    assert build_tokens((tmp_path,), tmp_path / "cache") != folder, "another tokenizer, other tokens"
     (batch,) = Batches(folder, length=8, batch=2).step()
     assert batch.input_ids.max() < tokenizer.vocab_size
 
@@ -344,16 +350,16 @@ def test_a_folder_without_a_tokenizer_is_a_fault_of_the_options(tmp_path):
 def test_token_ids_are_taken_as_they_are(tmp_path):
     ids = np.arange(1000) % 7
     np.save(tmp_path / "ids.npy", ids)
-    folder = text.build((tmp_path / "ids.npy",), tmp_path / "cache")
+    folder = build_tokens((tmp_path / "ids.npy",), tmp_path / "cache")
     train, held_out = (np.fromfile(folder / f"{name}.bin", np.uint8) for name in ("train", "held_out"))
     assert np.array_equal(np.concatenate((train, held_out)), ids) and len(held_out) == 50
     ends = np.fromfile(folder / "train.ends", np.int64)
     assert ends.tolist() == [*range(1, 950, 7), 950], "id 0 ends a document"
     np.save(tmp_path / "large.npy", np.array([3, 256]))
     with pytest.raises(ValueError, match=r"large.npy holds ids from 3 to 256, of a vocabulary of 256"):
-        text.build((tmp_path / "large.npy",), tmp_path / "cache")
+        build_tokens((tmp_path / "large.npy",), tmp_path / "cache")
     np.save(tmp_path / "square.npy", np.zeros((2, 2), int))
-    assert text.faults((tmp_path / "square.npy",)) == [
+    assert text_faults((tmp_path / "square.npy",)) == [
         f"--data {tmp_path / 'square.npy'} is not one dimension of token ids"
     ]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import determinism
-from fusedtp.train.determinism import deterministic
+from fusedtp.train import run
 from fusedtp.train.optim import learning_rate
+from fusedtp.train.run import deterministic
 from tests.train.test_resume import arguments, trained
 
 
@@ -38,7 +38,7 @@ def test_a_run_switches_it_on_for_itself_alone(book, tmp_path, monkeypatch):
     def look(*given):
         cudnn, variables = (
             torch.backends.cudnn.benchmark,
-            [os.environ.get(each) for each in determinism.VARIABLES],
+            [os.environ.get(each) for each in run.DETERMINISTIC],
         )
         seen.append((torch.are_deterministic_algorithms_enabled(), cudnn, variables))
         return learning_rate(*given)

@@ -8,7 +8,8 @@ import torch
 
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
 from fusedtp.train.config import faults, layout, parse
-from fusedtp.train.experts import ExpertLoad, heat_map
+from fusedtp.train.loop import ExpertLoad
+from fusedtp.train.metrics import heat_map
 from fusedtp.train.world import World
 from tests.train.support import meshes_of
 from tests.train.test_run import TINY, command, summary_of

@@ -22,14 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fusedtp.parallel import clip_grad_norm_
-from fusedtp.train import text
 from fusedtp.train.build import build_stages, shard_faults
 from fusedtp.train.config import TrainConfig, faults, parse
-from fusedtp.train.data import Batches
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loop import backward
+from fusedtp.train.data import Batches, build_tokens, tokenizer_of
+from fusedtp.train.loop import ExpertLoad, backward
 from fusedtp.train.stages import SCHEDULES, stage_count
-from fusedtp.train.tokenizer import tokenizer_of
 from fusedtp.train.world import World
 from tests.train.support import assert_gradients, meshes_of
 
@@ -120,7 +117,7 @@ def tokens(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documents")
     for i in range(60):
         (folder / f"{i:02}.txt").write_text(" ".join(f"w{i * j % 10}" for j in range(2 + i % 9)) + " .")
-    return text.build((folder,), tmp_path_factory.mktemp("tokens"), tokenizer_of(words))
+    return build_tokens((folder,), tmp_path_factory.mktemp("tokens"), tokenizer_of(words))
 
 
 Step = tuple[float, dict[str, Tensor], float, float]  # loss, gradients, their norm, the largest of them

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import finetune, text, verify
-from fusedtp.train.data import Batches
-from fusedtp.train.tokenizer import tokenizer_of
+from fusedtp.train import launch, verify
+from fusedtp.train.data import Batches, build_tokens, tokenizer_of
 
 from .test_run import command
 
@@ -115,9 +114,9 @@ def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, 
 
 
 def test_text_is_that_of_the_folders_tokenizer(corpus, folder, tmp_path):
-    data = finetune.parse(["--model", str(folder), "--data", str(corpus)]).data
+    data = launch.parse_finetune(["--model", str(folder), "--data", str(corpus)]).data
     assert data.tokenizer == folder
-    tokens = text.build((corpus,), tmp_path, tokenizer_of(data.tokenizer))
+    tokens = build_tokens((corpus,), tmp_path, tokenizer_of(data.tokenizer))
     (batch,) = Batches(tokens, length=16, batch=3).step()
     assert batch.input_ids.shape == (3, 16)
     words = transformers.AutoTokenizer.from_pretrained(folder).decode(batch.input_ids[0].tolist())
@@ -126,7 +125,7 @@ def test_text_is_that_of_the_folders_tokenizer(corpus, folder, tmp_path):
 
 def test_defaults_are_of_what_is_trained(folder):
     def rate(*more: str) -> float:
-        return finetune.parse([*more]).optim.lr
+        return launch.parse_finetune([*more]).optim.lr
 
     assert (rate(), rate("--model", str(folder)), rate("--model", str(folder), "--lora", "2")) == (
         2e-3,
@@ -134,7 +133,7 @@ def test_defaults_are_of_what_is_trained(folder):
         2e-3,
     )
     assert rate("--model", str(folder), "--lr", "0.01") == 0.01
-    first, other = finetune.parse(["--steps", "50"]), finetune.parse(["--resume"])
+    first, other = launch.parse_finetune(["--steps", "50"]), launch.parse_finetune(["--resume"])
     assert first.optim.warmup == 5 and first.run.replace and first.parallel.tp == 2
     assert not other.run.replace and other.run.faults() == []
 
@@ -150,7 +149,7 @@ def refusing(monkeypatch, corpus, tmp_path):
     def refuse(*args, **kwargs):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(finetune.launch, "launch", refuse)
+    monkeypatch.setattr(launch, "launch", refuse)
     return ["--data", str(corpus), "--runs", str(tmp_path)]
 
 

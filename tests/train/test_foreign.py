@@ -11,14 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fusedtp import cli
-from fusedtp.train import text
-from fusedtp.train.build import build_stages
+from fusedtp.train.build import build_stages, foreign_faults
 from fusedtp.train.checkpoint import Checkpoints, TrainingState
 from fusedtp.train.config import faults, parse
-from fusedtp.train.data import Batches
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.foreign_build import foreign_faults
-from fusedtp.train.loop import backward
+from fusedtp.train.data import Batches, build_tokens
+from fusedtp.train.loop import ExpertLoad, backward
 from fusedtp.train.optim import adamw
 from fusedtp.train.runs import load_model
 from fusedtp.train.world import World
@@ -60,7 +57,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("book")
     for i in range(60):
         (folder / f"{i:02}.txt").write_text(f"{i} times {i} is {i * i}."[: 5 + i % 20])
-    return text.build((folder,), tmp_path_factory.mktemp("tokens"))
+    return build_tokens((folder,), tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,11 @@ from fusedtp.comm import SignalTimeout
 from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.init import init_
 from fusedtp.parallel import parallelize
-from fusedtp.train import loop, text
+from fusedtp.train import loop
 from fusedtp.train.build import build
 from fusedtp.train.config import parse
-from fusedtp.train.data import Batches, Microbatch
-from fusedtp.train.evaluate import validation_loss
-from fusedtp.train.loader import FromLoader
-from fusedtp.train.run import trainer_of
+from fusedtp.train.data import Batches, FromLoader, Microbatch, build_tokens
+from fusedtp.train.run import trainer_of, validation_loss
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
 from fusedtp.train.world import World
@@ -58,7 +56,7 @@ class Late:
 
 def test_a_failed_step_reaches_no_parameter(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("once upon a time " * 200)
-    tokens = text.build((tmp_path / "book.txt",), tmp_path / "tokens")
+    tokens = build_tokens((tmp_path / "book.txt",), tmp_path / "tokens")
     sizes = "--width 16 --mlp-width 8 --layers 1 --length 16 --batch 2 --steps 5 --warmup 0"
     config = parse(sizes.split())
     world = FailingWorld()

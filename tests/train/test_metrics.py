@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import torch
 from rich.console import Console
 
-from fusedtp.train import report, world
+from fusedtp.train import run, world
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.metrics import Metrics, sinks_for
 from fusedtp.train.world import World
@@ -26,8 +26,8 @@ def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
         for step in range(2):
             metrics.step(step, 10, loss=2.0, grad_norm=1.0, lr=0.1)
         metrics.validation(1, 2.0)
-    summary = report.summarize(config, where, metrics, {}, 10, None)
-    report.show(screen, summary, None)
+    summary = run.summarize(config, where, metrics, {}, 10, None)
+    run.show(screen, summary, None)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return json.loads(lines[1]), summary, screen.file.getvalue()
 

@@ -17,10 +17,9 @@ from fusedtp.train.build import build, build_stages
 from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.experts import ExpertLoad
-from fusedtp.train.loop import backward
+from fusedtp.train.loop import ExpertLoad, backward
 from fusedtp.train.metrics import JsonLines, records_of
-from fusedtp.train.precision import SMALLEST, LossScale
+from fusedtp.train.optim import SMALLEST, LossScale
 from fusedtp.train.run import trainer_of
 from fusedtp.train.verify import compare, reference_steps
 from fusedtp.train.world import World
@@ -161,6 +160,25 @@ def test_a_run_whose_first_steps_overflow_is_that_of_one_process(worlds, tokens:
     for own in (records, others):
         found = compare(config, own, *theirs)
         assert found.passed and found.steps > sum(skipped) + 1, found
+
+
+def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights_in_fp32(
+    worlds, tokens: Path
+):
+    options = "--dtype bf16 --param-dtype bf16 --data-parallel zero2 --steps 8"
+    config = parse(f"{SIZES} {options}".split())
+    for records, seen, _ in worlds(2).run(trained, "dp2", options, tokens):
+        theirs = [
+            reference_steps(config, tokens, len(records), torch.device("cpu"), shaken, records)
+            for shaken in (False, True)
+        ]
+        found = compare(config, records, *theirs)
+        assert found.passed and found.steps == 8, found
+        held = seen[
+            -2
+        ]  # before the last update; a validation, which comes after it, leaves parameters gathered
+        assert {each.dtype for each in held} == {torch.float32}
+        assert any(not torch.equal(each, each.bfloat16().float()) for each in held)
 
 
 def test_a_resumed_run_has_the_scale_that_it_had(worlds, tokens: Path, tmp_path: Path):

@@ -19,18 +19,19 @@ from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_, recompute_
 from fusedtp.nn.recompute import Recompute
 from fusedtp.ops import engines
 from fusedtp.parallel import clip_grad_norm_, parallelize
-from fusedtp.train.blocks import blocks_of
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
-from fusedtp.train.shard import shard
+from fusedtp.train.shard import blocks_of, shard
 from fusedtp.train.stages import (
     SCHEDULES,
     TWO_PASSES,
     V_SHAPED,
     Pipeline,
+    costs,
     cut,
     pipeline_faults,
     prune_,
+    stage_costs,
     stage_count,
     stages_of,
     two_passes,
@@ -271,6 +272,15 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(layers: list[float], head: int,
 
     every = combinations(range(1, len(layers)), stages - 1)
     assert dearest([part.stop for part in parts[:-1]]) == min(map(dearest, every))
+
+
+def test_the_first_layer_has_the_embedding_and_the_last_stage_the_head():
+    config = ModelConfig(
+        vocab_size=50, hidden_size=8, intermediate_size=6, num_hidden_layers=3, num_attention_heads=2
+    )
+    layers, head = costs(config, 4)
+    assert (layers[0] - layers[1], layers[1] - layers[2], head) == (8, 0, 50 * 8)
+    assert stage_costs(layers, head, [range(1), range(1, 3)]) == [layers[0], 2 * layers[1] + head]
 
 
 def test_more_stages_than_layers_are_refused():

@@ -12,8 +12,17 @@ import torch
 from fusedtp.nn import init_
 from fusedtp.train.config import parse
 from fusedtp.train.run import PIPELINE, record_step
-from fusedtp.train.stages import SCHEDULES, TWO_PASSES, Pipeline, cut, prune_, stage_count, stages_of
-from fusedtp.train.timeline import PASSES, Action
+from fusedtp.train.stages import (
+    PASSES,
+    SCHEDULES,
+    TWO_PASSES,
+    Action,
+    Pipeline,
+    cut,
+    prune_,
+    stage_count,
+    stages_of,
+)
 from fusedtp.train.world import World
 from tests.train.support import mesh_of
 from tests.train.test_stages import batches_of, model_of

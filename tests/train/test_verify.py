@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fusedtp.train.verify as verify
-from fusedtp.train import text
 from fusedtp.train.config import parse
+from fusedtp.train.data import build_tokens
 from fusedtp.train.verify import (
     LARGEST,
     ROUNDOFF,
@@ -49,7 +49,7 @@ def trained(tmp_path_factory) -> dict[str, tuple]:
     """Precision -> config, reference and shaken run of a tiny model over all steps, and other runs by name."""
     folder = tmp_path_factory.mktemp("verify")
     (folder / "book.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
-    tokens = text.build((folder / "book.txt",), folder / "tokens")
+    tokens = build_tokens((folder / "book.txt",), folder / "tokens")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     found = {}

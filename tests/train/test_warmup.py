@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusedtp import cli
-from fusedtp.train import launch, warmup
+from fusedtp.train import launch
 from fusedtp.train.build import build_stages
 from fusedtp.train.config import parse
 from fusedtp.train.run import batches_of, trainer_of
@@ -42,7 +42,7 @@ def shapes_of(config: Any, tokens: Path, here: World) -> set[tuple[str, tuple[in
 def on_mesh(group: Any, options: str, tokens: Path, dp: int, tp: int, ep: int, pp: int, reduced: bool) -> Any:
     config = parse(f"{SIZES} {options}".split())
     if reduced:
-        config = warmup.of_one_group(config, tp)
+        config = launch.of_one_group(config, tp)
     mesh, flat = meshes_of(dp, tp, ep, pp)
     return shapes_of(config, tokens, World(dp, tp, ep, group.rank(), torch.device("cpu"), mesh, flat, pp=pp))
 

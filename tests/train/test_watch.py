@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from functools import cache
@@ -21,20 +22,30 @@ from fusedtp.train.build import build_stages
 from fusedtp.train.clocks import APART, Clocks
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Windows
-from fusedtp.train.hang import HANG, Position, Pulse, judge, timed_out
 from fusedtp.train.loop import Trainer
-from fusedtp.train.nonfinite import PATIENCE, Event, Found, Guard, NotFinite, finite, where
 from fusedtp.train.run import trainer_of
 from fusedtp.train.watch import (
+    HANG,
     KINDS,
     RANKS,
+    SKIPS_IN_A_ROW,
+    Event,
+    Found,
+    Guard,
+    NotFinite,
+    Position,
+    Pulse,
     Reading,
     Spikes,
     Watch,
+    finite,
     in_words,
+    judge,
     peak_memory,
     stragglers,
+    timed_out,
     verdict,
+    where_not_finite,
 )
 from fusedtp.train.world import World, bound_waits, meshes
 from tests.harness import pool
@@ -364,20 +375,20 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
 
 def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
     first, _ = worlds(2).run(
-        train, "dp", f"--on-nan skip --steps {PATIENCE + 3}", tokens, Poison("weight", "norm")
+        train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, Poison("weight", "norm")
     )
-    assert first["error"].endswith(f"{PATIENCE} steps in a row were left out")
-    assert len(first["told"]) == len(first["steps"]) == PATIENCE - 1
+    assert first["error"].endswith(f"{SKIPS_IN_A_ROW} steps in a row were left out")
+    assert len(first["told"]) == len(first["steps"]) == SKIPS_IN_A_ROW - 1
 
 
 def test_a_run_ends_after_bad_steps_in_a_row_alone():
     guard, model = Guard(World(), "skip"), torch.nn.Linear(1, 1)
-    for step in range(3 * PATIENCE):
-        norm = 1.0 if step % PATIENCE == PATIENCE - 1 else math.nan
+    for step in range(3 * SKIPS_IN_A_ROW):
+        norm = 1.0 if step % SKIPS_IN_A_ROW == SKIPS_IN_A_ROW - 1 else math.nan
         assert guard.takes(step, 2.0, norm, model, lambda: None) == math.isfinite(norm)
-    for step in range(PATIENCE - 1):
+    for step in range(SKIPS_IN_A_ROW - 1):
         guard.takes(step, 2.0, math.nan, model, lambda: None)
-    with pytest.raises(NotFinite, match=f"{PATIENCE} steps in a row"):
+    with pytest.raises(NotFinite, match=f"{SKIPS_IN_A_ROW} steps in a row"):
         guard.takes(step, 2.0, math.nan, model, lambda: None)
 
 
@@ -387,10 +398,10 @@ def test_a_stage_that_was_given_nan_is_not_where_it_began():
     second = Found(1, "box-b", forward=Event(1, "layers.2.input_layernorm", 2, made=False))
     for found in ([first, second], [second, first]):
         assert (
-            where(found)
+            where_not_finite(found)
             == "it began in forward with the output of layers.1.mlp, microbatch 2, on rank 0 (box-a)"
         )
-    assert "layers.2" in where([Found(0, "box-a"), second])
+    assert "layers.2" in where_not_finite([Found(0, "box-a"), second])
 
 
 def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
@@ -405,10 +416,12 @@ def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
 # -- ranks that do not come --------------------------------------------------------------------------------------------
 
 
-def hang(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
-    """Rank 1 stops in the forward pass of step 2, until the other one has said so."""
+def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False) -> None:
+    """Rank 1 stops in the forward pass of step 2, until the other one has said so; or `frozen`, all of its process."""
 
     def stop(*given: Any) -> None:
+        if frozen and trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the world kills it
         while trainer.step == 2 and not (folder / HANG).exists():
             time.sleep(0.05)
 
@@ -442,6 +455,40 @@ def test_a_rank_that_hangs_is_named_by_the_others_with_its_last_call(tokens, tmp
     assert report["what"] in first.message
 
 
+def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(tokens, tmp_path):
+    with pool.World(2) as ranks:
+        first, _ = ranks.outcomes(hang, "dp", tokens, tmp_path, True, grace=5)
+    assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
+    assert re.search(r"rank 1 on \S+ has been in .*, and it answers no more", first.message)
+
+
+def out_of_order(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
+    """Rank 1 sums something up in the forward pass of step 2, which the other one does not."""
+
+    def more(*given: Any) -> None:
+        if trainer.step == 2:
+            dist.all_reduce(torch.ones(4), group=trainer.world.mesh[mesh].get_group())
+
+    trainer = made(group, mesh, "", tokens, timeout=3.0)
+    bound_waits(trainer.world, 3.0)
+    if group.rank() == 1:
+        first_layers(trainer.model)[0].register_forward_pre_hook(more)
+    with Pulse(trainer.world, trainer.watch.clocks, lambda: trainer.step, folder, beat=0.2):
+        trainer.train(5)
+
+
+@pytest.mark.parametrize("mesh", ["dp", "pp"])
+def test_ranks_whose_collectives_are_out_of_order_are_named_with_their_last_calls(tokens, tmp_path, mesh):
+    with pool.World(2) as ranks:
+        found = ranks.outcomes(out_of_order, mesh, tokens, tmp_path, grace=30)
+    for each in found:
+        assert isinstance(each, Failure) and each.kinds[0] == "RankHung", each
+        assert each.message.startswith("all ranks wait, in different calls: rank 0 on ")
+        assert re.search(
+            r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", each.message
+        )
+
+
 def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
     return Position(rank, "box", beat, 7, kind, 9.0, call=f"call of {rank}", **more)
 
@@ -461,6 +508,11 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
     assert judge([], [], 2)[1] == set()
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [
@@ -468,6 +520,11 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
         (RuntimeError("[pair.cc] Timed out waiting 3000ms for recv operation to complete"), True),
         (PeerDied("rank 1 ended"), False),
         (RuntimeError("Connection closed by peer"), False),
+        (
+            caused(RuntimeError("[Stage 1] failed to run forward"), RuntimeError("Timed out waiting 3 ms")),
+            True,
+        ),
+        (caused(RuntimeError("[Stage 1] failed to run forward"), PeerDied("rank 1 ended")), False),
         (ValueError("--timeout 0 is not positive: it timed out"), False),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 import fusedtp
-from fusedtp.train.environment import environment
+from fusedtp.environment import environment
 from tests.harness import WorldError, world
 
 from . import parity
