@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fusedtp.train.config import parse
 from fusedtp.train.world import World, meshes
 from tests.nn.support import roundings_of
+
+parse([])  # the first one of a process takes long: once, before ranks are forked
 
 # dp, tp, ep, pp: of a world of pp * dp * tp ranks
 MESHES = {
