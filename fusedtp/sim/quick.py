@@ -33,11 +33,17 @@ def quick(module: Any) -> Iterator[None]:
         for holder, name, faster in (
             (builder, "options", calm),
             (module, "_get_np_dtype", _remembered(module._get_np_dtype)),
+            (module.TensorHandle, "__init__", _held(module)),
+            (core.dtype, "__eq__", _same_first(core.dtype)),
+            (core.block_type, "__eq__", _same_first(core.block_type)),
             (core.tensor, "__init__", _shaped_once(core)),
             (core.block_type, "__init__", _blocks_once(core)),
             (core, "_unwrap_if_constexpr", _unwrapped(core)),
             (semantic, "computation_type_impl", _ruled_once(semantic)),
             (semantic, "binary_op_type_checking_impl", _alike(core, semantic)),
+            (semantic, "broadcast_impl_value", _shaped_alike(semantic)),
+            (semantic, "cast", _cast(module, semantic)),
+            (semantic, "scalar_constant", _constants_once(core, semantic)),
             (module, "_patch_attr", _direct(module)),
             (module, "_validate_np_data_size", _fits(module)),
         ):
@@ -47,19 +53,25 @@ def quick(module: Any) -> Iterator[None]:
         yield
 
 
+MADE = "made_by_quick"  # the entry of a type's __dict__ with what follows from it for a tensor: shape, numel
+
+
 def _shaped_once(core: Any) -> Callable[..., None]:
     """A tensor's constructor that builds what follows from its type once a type, not once an operation."""
     own = core.tensor.__init__
-    known: dict[Any, dict[str, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        key = (type.scalar.name, *type.shape) if type.is_block() else None
-        made = known.get(key)
+        of_type = type.__dict__
+        made = of_type.get(MADE)
+        if made:
+            self.__dict__.update(made, handle=handle, type=type, dtype=type.scalar)
+            return
+        own(self, handle, type)
+        rest = {k: v for k, v in vars(self).items() if k not in ("handle", "type", "dtype")}
         if made is None:
-            own(self, handle, type)
-            known[key] = {k: v for k, v in vars(self).items() if k not in ("handle", "type", "dtype")}
+            of_type[MADE] = rest
         else:
-            vars(self).update(made, handle=handle, type=type, dtype=type.scalar)
+            made.update(rest)  # for all types of this name
 
     return init
 
@@ -71,18 +83,36 @@ def _blocks_once(core: Any) -> Callable[..., None]:
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(getattr(shape, "values", shape))
-        if any(type(size) is not int for size in sizes):
-            own(self, element_ty, shape)
+        made = known.get((element_ty.name, sizes))
+        if made is not None:
+            self.__dict__.update(made, element_ty=element_ty)
             return
-        key = (element_ty.name, sizes)
-        made = known.get(key)
-        if made is None:
-            own(self, element_ty, shape)
-            known[key] = {k: v for k, v in vars(self).items() if k != "element_ty"}
-        else:
-            vars(self).update(made, element_ty=element_ty)
+        own(self, element_ty, shape)
+        if all(type(size) is int for size in sizes):
+            made = {k: v for k, v in vars(self).items() if k != "element_ty"} | {MADE: {}}
+            known[element_ty.name, sizes] = made
+            self.__dict__[MADE] = made[MADE]
 
     return init
+
+
+def _held(module: Any) -> Callable[..., None]:
+    """The constructor of an array with its element type: whether the two fit is asked once for each size and type."""
+    own, fits = module.TensorHandle.__init__, _fits(module)
+
+    def init(self: Any, data: Any, dtype: Any, *rest: Any, **named: Any) -> None:
+        if rest or named or not fits(data, dtype):
+            own(self, data, dtype, *rest, **named)
+        else:
+            self.data, self.dtype, self.attr = data, dtype, {}
+
+    return init
+
+
+def _same_first(kind: Any) -> Callable[[Any, Any], bool]:
+    """Equality of types that looks first whether they are one."""
+    own = kind.__eq__
+    return lambda self, other: self is other or own(self, other)
 
 
 def _unwrapped(core: Any) -> Callable[[Any], Any]:
@@ -159,20 +189,76 @@ def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
     return alike
 
 
+def _shaped_alike(semantic: Any) -> Callable[..., Any]:
+    """Two operands broadcast to one shape, which most of them have."""
+    own = semantic.broadcast_impl_value
+
+    def alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a is b or (a.is_block() and b.is_block() and a.shape == b.shape):
+            return lhs, rhs
+        return own(self, lhs, rhs)
+
+    return alike
+
+
+def _cast(module: Any, semantic: Any) -> Callable[..., Any]:
+    """A cast that finds out at once that there is nothing to do, or that one signed integer becomes another."""
+    own, handle_of, core = semantic.cast, module.TensorHandle, module.tl.core
+    numbers = {core.int32.name: np.int32, core.int64.name: np.int64}
+
+    def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
+            return input
+        number = numbers.get(target.name)
+        if number is None or source.name not in numbers or source.name == target.name or fp_downcast_rounding:
+            return own(self, input, dst_ty, fp_downcast_rounding)
+        type_ = input.type.with_element_ty(target) if input.type.is_block() else dst_ty
+        return self.make_tensor(handle_of(input.handle.data.astype(number), target), type_)
+
+    return cast
+
+
+def _constants_once(core: Any, semantic: Any) -> Callable[..., Any]:
+    """A constant integer as a tensor, made once for each value and type; read-only."""
+    own, names = semantic.scalar_constant, {core.int32.name, core.int64.name}
+    known: dict[tuple[int, str], Any] = {}
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        if type(value) is not int or dtype is None or dtype.name not in names:
+            return own(self, value, dtype)
+        key = value, dtype.name
+        made = known.get(key)
+        if made is None:
+            made = known[key] = own(self, value, dtype)
+            made.handle.data.flags.writeable = False
+        return made
+
+    return constant
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """Rounded towards zero, as the interpreter does it."""
+    return (a - np.fmod(a, b)) // b
+
+
 # What numpy computes is what the interpreter does: on signed integers and, the last two, on booleans.
-ARITHMETIC = {
+ARITHMETIC: dict[str, Callable[..., Any]] = {
     "__add__": np.add,
     "__radd__": np.add,
     "__sub__": np.subtract,
     "__mul__": np.multiply,
     "__rmul__": np.multiply,
+    "__floordiv__": _quotient,
+    "__mod__": np.fmod,
 }
 COMPARISONS = {
     "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal, "__eq__": np.equal,
     "__ne__": np.not_equal,
 }  # fmt: skip
 BITWISE = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
-OPERATORS = ARITHMETIC | COMPARISONS | BITWISE
+OPERATORS: dict[str, Callable[..., Any]] = ARITHMETIC | COMPARISONS | BITWISE
 
 
 def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,40 +274,50 @@ def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., 
     }
     limits = {int32.name: 2**31, int64.name: 2**63}
 
+    # of an integer result: everything of a tensor but its data, by element type and shape
+    known: dict[Any, dict[str, Any]] = {}
+
     def run(self: Any, other: Any, **named: Any) -> Any:
-        kind, mine = type(other), self.type
+        kind, mine, dtype = type(other), self.type, self.dtype
         if kind is tensor:
             its = other.type
-            if mine.is_block() and its.is_block() and len(mine.shape) != len(its.shape):
+            block = mine.is_block()
+            if block and its.is_block() and len(mine.shape) != len(its.shape):
                 return own(self, other, **named)
-            result = results.get((self.dtype.name, other.dtype.name))
+            result = results.get((dtype.name, other.dtype.name))
             try:
                 if result is not None:
-                    return made(compute(self.handle.data, other.handle.data), result, mine, its)
-                if name == "__add__" and self.dtype.is_ptr() and other.dtype.name in limits:
+                    data = compute(self.handle.data, other.handle.data)
+                    return made(data, result, block or its.is_block())
+                if name == "__add__" and dtype.is_ptr() and other.dtype.name in limits:
                     moved = semantic.builder.create_addptr(self.handle, other.handle)
-                    return typed(moved, self.dtype, mine, its)
-                if name in BITWISE and self.dtype.name == other.dtype.name == int1.name:
+                    block = block or its.is_block()
+                    return tensor(moved, block_type(dtype, list(moved.data.shape)) if block else dtype)
+                if name in BITWISE and dtype.name == other.dtype.name == int1.name:
                     a, b = self.handle.data, other.handle.data
                     if a.dtype == b.dtype == np.bool_:
-                        return typed(handle_of(compute(a, b), self.handle.dtype), int1, mine, its)
+                        return made(compute(a, b), self.handle.dtype, block or its.is_block(), int1)
             except ValueError:
                 pass  # shapes that do not fit: Triton says so
-        elif (
-            kind is int
-            and self.dtype.name in limits
-            and -limits[self.dtype.name] <= other < limits[self.dtype.name]
-        ):
-            return made(compute(self.handle.data, other), self.dtype, mine, mine)
+        elif kind is int and dtype.name in limits and -limits[dtype.name] <= other < limits[dtype.name]:
+            return made(compute(self.handle.data, other), dtype, mine.is_block())
         return own(self, other, **named)
 
-    def made(data: Any, dtype: Any, mine: Any, its: Any) -> Any:
-        # the handle of a comparison's result has the type of what was compared
-        return typed(handle_of(data, dtype), int1 if compares else dtype, mine, its)
-
-    def typed(handle: Any, dtype: Any, mine: Any, its: Any) -> Any:
-        block = mine.is_block() or its.is_block()
-        return tensor(handle, block_type(dtype, list(handle.data.shape)) if block else dtype)
+    def made(data: Any, held: Any, block: bool, scalar: Any = None) -> Any:
+        """A tensor of this data. held: the handle's type; that of a comparison's is that of what was compared."""
+        key = held.name, scalar is None, data.shape if block else None
+        rest = known.get(key)
+        if rest is None:
+            scalar = int1 if compares else scalar or held
+            whole = tensor(handle_of(data, held), block_type(scalar, list(data.shape)) if block else scalar)
+            known[key] = {k: v for k, v in vars(whole).items() if k != "handle"}
+            return whole
+        handle = object.__new__(handle_of)
+        handle.data, handle.dtype, handle.attr = data, held, {}
+        result = object.__new__(tensor)
+        result.__dict__.update(rest)
+        result.handle = handle
+        return result
 
     return run
 

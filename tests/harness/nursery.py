@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch._dynamo is what the first custom operation of a process imports
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "fusedtp", "hypothesis", "pytest")
+# torch._dynamo is what the first custom operation of a process imports, torch._inductor what the first compilation does
+PRELOAD = (
+    "torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "fusedtp", "hypothesis", "pytest",
+)  # fmt: skip
+# what a driver that has it will use in its workers
+WITH_DRIVER = ("transformers.modeling_utils", "transformers.generation", "accelerate", "peft")
 
 
 class Nursery:
@@ -35,9 +39,10 @@ class Nursery:
         self._socket, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        also = [name for name in WITH_DRIVER if name in sys.modules]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.nursery", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.harness.nursery", str(theirs.fileno()), *also],
                 env={**os.environ, **env, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -79,7 +84,7 @@ def main() -> None:
     """Imports, then forks on demand until the driver closes the socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    for module in PRELOAD:
+    for module in (*PRELOAD, *sys.argv[2:]):
         __import__(module)
     with _quick():
         gc.collect()

@@ -22,6 +22,7 @@ from tests.parallel.support import (
     assert_close,
     assert_same_gradients,
     batch,
+    beside,
     full,
     losses,
     make,
@@ -180,7 +181,7 @@ def across(
     shard(parallel, dp_mesh, outer)
     everyone = dist.group.WORLD if options.get("sequence_parallel", True) else dp_mesh.get_group()
     parallel.balance_group, parallel.data_parallel = communicator(everyone).name, dp
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1.0) for m in (plain, parallel)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1.0, fused=True) for m in (plain, parallel)]
     for step in range(3):
         ids, labels = batch(rows * dp, 5, seed=step)
         labels.fill_(3)  # as many labels on every rank
@@ -204,7 +205,7 @@ def across(
     state = {name: full(p).detach().clone() for name, p in parallel.named_parameters()}
     parallel.load_state_dict(state, strict=False)
     for name, parameter in parallel.named_parameters():
-        assert_same(f"{name}, loaded", full(parameter), state[name])
+        assert_same(f"{name}, loaded", *beside(parameter, state[name]))
 
 
 ACROSS = {

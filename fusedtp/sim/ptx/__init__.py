@@ -6,7 +6,9 @@
     tensor_core    mma, ldmatrix, stmatrix, wgmma
     copies         cp.async, tensor copies, mbarriers
     kernel         a kernel's blocks as Python functions
-    memory         named tensors at real addresses; what PTX lets others see late
+    clocks         happens-before of threads, by PTX's memory model
+    shadow         who accessed each piece of memory last: races
+    memory         named tensors at real addresses; what a read may return
     program        lanes, divergence, barriers of a program
     launch         Launch -> compiled kernel and the bits of its parameters
     machine        programs of all ranks, interleaved by a seed

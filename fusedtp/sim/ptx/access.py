@@ -14,12 +14,26 @@ ORDERS = {
     "acq_rel": "acq_rel",
     "relaxed": "relaxed",
     "volatile": "relaxed",
+    "mmio": "relaxed",
 }
+SCOPES = {
+    "cta": "cta",
+    "cluster": "cta",
+    "gpu": "gpu",
+    "gl": "gpu",
+    "sys": "sys",
+}  # a cluster is one program here
 
 
 def order_of(i: Instruction, default: str = "weak") -> str:
-    """A volatile access is a relaxed one of system scope: PTX ISA 8.4.1."""
+    """A volatile access is a relaxed one of system scope: PTX ISA 8.4.2."""
     return next((ORDERS[part] for part in i.parts if part in ORDERS), default)
+
+
+def scope_of(i: Instruction) -> str:
+    if i.has("volatile", "mmio"):
+        return "sys"
+    return next((SCOPES[part] for part in i.parts if part in SCOPES), "gpu")
 
 
 def is_strong(i: Instruction) -> bool:
@@ -60,7 +74,8 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
         read = f"S.load_shared({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
     else:
         order = order_of(i)
-        read = f"S.load({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {order!r}, {e.const(i.site)})"
+        how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
+        read = f"S.load({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
     return [f"v = {read}", *(line for n, x in enumerate(targets) for line in into(e, x, t, f"v[:, {n}]"))]
 
 
@@ -84,7 +99,8 @@ def _store(e: Emitter, i: Instruction) -> list[str] | None:
     if is_shared(i):
         return [f"S.store_shared({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
     order = order_of(i)
-    return [f"S.store({e.address(at, False)}, [{words}], {nb}, {e.mask}, {order!r}, {e.const(i.site)})"]
+    how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
+    return [f"S.store({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
 
 
 ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
@@ -108,10 +124,8 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
         if is_shared(i):
             call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
         else:
-            order = order_of(i, "relaxed")
-            call = (
-                f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {order!r}, {e.const(i.site)})"
-            )
+            how = f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}, {i.root == 'atom'}"
+            call = f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {how})"
         lines.append(f"v = {call}")
         if isinstance(targets[min(n, len(targets) - 1)], Reg):
             lines += into(e, targets[n], f"b{8 * nb}", "v")
@@ -120,10 +134,20 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("fence", "membar")
 def _fence(e: Emitter, i: Instruction) -> list[str] | None:
-    """Of proxies: what generic accesses did is visible to asynchronous ones at once, so they have nothing to order."""
-    if i.has("proxy", "mbarrier_init"):
+    """membar is fence.sc: PTX ISA 9.7.13.4. Shared memory is the same for all proxies here."""
+    if i.has("proxy"):
+        everywhere = i.has("async") and not any(part.startswith("shared") for part in i.parts)
+        return [f"S.fence_proxy({e.mask})"] if everywhere else []
+    if i.has("mbarrier_init"):
         return []
-    return [f"S.fence({e.mask})"]
+    order = "sc" if i.root == "membar" or i.has("sc") else order_of(i, "acq_rel")
+    return [f"S.fence({e.mask}, {order!r}, {scope_of(i)!r})"]
+
+
+@handles("bar", "barrier")
+def _warp(e: Emitter, i: Instruction) -> list[str] | None:
+    """bar.warp.sync. Other barriers end a block, see program.py."""
+    return [f"S.meet_warps({e.mask})"]
 
 
 @handles("shfl")

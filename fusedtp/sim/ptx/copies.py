@@ -16,6 +16,7 @@ import numpy as np
 from ..faults import Site
 from .access import is_shared
 from .alu import Emitter, handles
+from .clocks import ASYNC, Clock, Rows, joined
 from .parse import Address, Imm, Instruction
 from .tensor_core import swizzled
 
@@ -52,22 +53,23 @@ def _count(x: Any) -> int:
 
 
 class _Copy(NamedTuple):
-    """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0), seen."""
+    """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0).
+
+    issued   what the program's threads knew then
+    """
 
     lanes: Array
     groups: Array
     to: Array
     of: Array
     read: Array
-    seen: Array
+    issued: Rows
     size: int
     site: Site
 
     def part(self, chosen: Array) -> _Copy:
-        lanes, groups, to, of, read, seen, size, site = self
-        return _Copy(
-            lanes[chosen], groups[chosen], to[chosen], of[chosen], read[chosen], seen[chosen], size, site
-        )
+        lanes, groups, to, of, read, issued, size, site = self
+        return _Copy(lanes[chosen], groups[chosen], to[chosen], of[chosen], read[chosen], issued, size, site)
 
 
 class Copies:
@@ -83,8 +85,8 @@ class Copies:
     ) -> None:
         chosen = lanes.chosen(mask)
         read = np.broadcast_to(read, lanes.count)[chosen]
-        seen = lanes.window.seen[lanes.first + chosen]
-        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, seen, size, site)
+        issued = lanes.window.known.frozen()
+        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, size, site)
         if (read > 0).any():
             lanes.window.places(copy.of[read > 0], size, "cp.async", site)
         if self.late:
@@ -115,11 +117,10 @@ class Copies:
         words = np.zeros((len(copy.to), copy.size // 4), np.uint32)
         some = copy.read > 0
         if some.any():
-            threads = lanes.first + copy.lanes[some]
-            window, now = lanes.window, lanes.window.seen[threads].copy()
-            window.seen[threads] = copy.seen[some]  # it may read as early as it was issued
-            words[some] = window.load(copy.of[some], 4, copy.size // 4, threads, "weak", copy.site)
-            window.seen[threads] = now
+            threads, at = lanes.first + copy.lanes[some], copy.of[some]
+            words[some] = lanes.window.load(
+                at, 4, copy.size // 4, threads, "weak", "", copy.site, copy.issued
+            )
             inside = np.arange(copy.size) < copy.read[:, None]
             words = np.where(inside, words.view(np.uint8), 0).astype(np.uint8).view(np.uint32)
         lanes.write_shared(copy.to, words.view(np.uint8), copy.site)
@@ -130,16 +131,25 @@ class Copies:
 
 @dataclass
 class Barrier:
-    """count: arrivals that complete a phase; pending: those still missing; bytes: of copies that have not landed."""
+    """count: arrivals that complete a phase; pending: those still missing; bytes: of copies that have not landed.
+
+    clock, over   what arrivals of this phase, and of the one before, release: 9.7.13.15, semantics of mbarrier
+    """
 
     count: int
     pending: int
     bytes: int = 0
     phase: int = 0
+    clock: Clock | None = None
+    over: Clock | None = None
+
+    def arrive(self, clock: Clock) -> None:
+        self.clock = clock if self.clock is None else joined(self.clock, clock)
 
     def check(self) -> None:
         if self.pending == 0 and self.bytes == 0:
             self.pending, self.phase = self.count, self.phase ^ 1
+            self.over, self.clock = self.clock, None
 
 
 @handles("mbarrier")
@@ -210,7 +220,7 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("commit_group"):
         return [f"S.bulk.commit({e.mask})"]
     if i.has("wait_group"):
-        return [f"S.bulk.wait(S, {_count(i.args[0])}, {e.mask})"]
+        return [f"S.bulk.wait(S, {_count(i.args[0])}, {e.mask}, {i.has('read')})"]
     if not i.has("tensor") or i.has("im2col", "multicast::cluster", "prefetch"):
         return None
     loads = i.parts.index("global") > min(n for n, part in enumerate(i.parts) if part.startswith("shared"))
@@ -241,7 +251,7 @@ class BulkCopies:
             described = lanes.program.tensor_map(_of(tensor, lane))
             copy = TensorLoad(
                 described, _of(to, lane), tuple(_of(x, lane) for x in at), _of(barrier, lane), lanes.first + lane,
-                int(lanes.window.seen[lanes.first + lane]), site,
+                lanes.window.known.frozen(), site,
             )  # fmt: skip
             places = described.places(copy.to)[..., None] + np.arange(described.itemsize)
             if self.late:
@@ -255,19 +265,22 @@ class BulkCopies:
             described, thread = lanes.program.tensor_map(_of(tensor, lane)), lanes.first + lane
             start, coordinates = _of(of, lane), tuple(_of(x, lane) for x in at)
 
-            store = TensorStore(described, start, coordinates, thread, site)
-            if self.late:
-                self.stores.append((lane, int(self.groups[lane]), store))
-            else:
-                store.land(lanes.program)
+            store = TensorStore(described, start, coordinates, thread, lanes.window.known.frozen(), site)
+            if not self.late:
+                store.read(lanes.program)
+            self.stores.append((lane, int(self.groups[lane]), store))
 
     def commit(self, mask: Any) -> None:
         self.groups[... if mask is True else mask] += 1
 
-    def wait(self, lanes: Lanes, left: int, mask: Any) -> None:
+    def wait(self, lanes: Lanes, left: int, mask: Any, reads: bool) -> None:
+        """reads: only until shared memory is read, 9.7.9.25.5.2."""
         kept = []
         for lane, group, store in self.stores:
-            if (mask is True or mask[lane]) and group < self.groups[lane] - left:
+            over = (mask is True or mask[lane]) and group < self.groups[lane] - left
+            if over:
+                store.read(lanes.program)
+            if over and not reads:
                 store.land(lanes.program)
             else:
                 kept.append((lane, group, store))
@@ -285,23 +298,33 @@ def _of(value: Any, lane: int) -> int:
     return int(value[lane] if value.ndim else value)
 
 
-class TensorStore(NamedTuple):
-    """One tensor store on its way."""
+@dataclass
+class TensorStore:
+    """One tensor store on its way. words: what it has read of shared memory."""
 
     tensor: TensorMap
     of: int
     coordinates: tuple[int, ...]
     thread: int
+    issued: Rows
     site: Site
+    words: Array | None = None
+
+    def read(self, program: Program) -> None:
+        if self.words is None:
+            places = self.tensor.places(self.of)[..., None] + np.arange(self.tensor.itemsize)
+            self.words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
 
     def land(self, program: Program) -> None:
         """Elements outside of the tensor are not written."""
+        self.read(program)
+        assert self.words is not None
         where, inside = self.tensor.elements(self.coordinates)
-        places = self.tensor.places(self.of)[..., None] + np.arange(self.tensor.itemsize)
-        words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
         if inside.any():
             threads = np.full(int(inside.sum()), self.thread)
-            program.window.store(where[inside], words[inside][:, None], threads, "weak", self.site)
+            program.window.store(
+                where[inside], self.words[inside][:, None], threads, "weak", "", self.site, self.issued, ASYNC
+            )
 
 
 class TensorLoad(NamedTuple):
@@ -312,7 +335,7 @@ class TensorLoad(NamedTuple):
     coordinates: tuple[int, ...]
     barrier: int
     thread: int
-    seen: int
+    issued: Rows
     site: Site
 
     def land(self, program: Program) -> None:
@@ -322,14 +345,14 @@ class TensorLoad(NamedTuple):
         words = np.zeros(self.tensor.box, f"u{itemsize}")
         window, threads = program.window, np.full(int(inside.sum()), self.thread)
         if inside.any():
-            now = window.seen[self.thread]
-            window.seen[self.thread] = self.seen
-            words[inside] = window.load(where[inside], itemsize, 1, threads, "weak", self.site)[:, 0]
-            window.seen[self.thread] = now
+            words[inside] = window.load(
+                where[inside], itemsize, 1, threads, "weak", "", self.site, self.issued, ASYNC, engine=True
+            )[:, 0]
         places = self.tensor.places(self.to)[..., None] + np.arange(itemsize)
         program.write_shared(
             places.reshape(-1), np.ascontiguousarray(words).view(np.uint8).reshape(-1, 1), self.site
         )
         barrier = program.barriers[self.barrier]
         barrier.bytes -= self.tensor.nbytes
+        barrier.arrive(window.known.copied())
         barrier.check()

@@ -122,8 +122,7 @@ def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
                 raise run[0].unsupported()
             lines += made
         else:
-            if run[0].root not in BARRIERS:  # of a warp: lanes meet before they go on anyway
-                lines += emitter.guarded(run[0])
+            lines += emitter.guarded(run[0])
         at += len(run)
     return lines
 

@@ -3,8 +3,8 @@
     streams of a rank    work in order of issue; programs of a launch start in ascending order, at most `resident` of a
                          rank alive at once; the next work starts when all of them have ended
     turns                before every instruction that may see what other programs do, the strategy chooses who goes on
-    sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, stores
-                         that are on their way land; then every program polls on for a while; then it is a deadlock
+    sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, every
+                         program polls on for a while; then it is a deadlock
 
 The interface is that of sim.machine.Machine, which runs the kernels' Python text.
 """
@@ -20,15 +20,15 @@ import numpy as np
 from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
 from ..faults import Fault, Moment, SimulationFault, Site, Wait
 from ..strategies import Strategy
+from .clocks import Clock, Slot, joined
 from .copies import TensorMap
 from .kernel import Kernel
 from .launch import Compiler
-from .memory import NONE, Effects, Line, Window
+from .memory import UNSIGNED, Line, Window
 from .program import Program
 
 PATIENCE, LAST_PATIENCE = 3, 2000  # polls in vain before a program sleeps; and once all sleep
 MOST_TURNS = 500_000
-DRIFT = 0.05  # of the turns, some pending store lands by itself
 HOST = Site("host", 0, "host", 0)
 
 
@@ -51,15 +51,13 @@ class Stream:
         self.width = max((_programs(each) for each in work), default=1)
         self.todo: deque[tuple[Work, int]] = deque()
         self.alive = 0
-        self.ended: list[
-            Window
-        ] = []  # of work that has ended: its stores are visible to what comes next here
+        self.slots: dict[int, Slot] = {}  # of programs by number: those of one launch after those of another
+        self.before: Clock | None = None  # what happened before the work that runs now
+        self.after: Clock | None = None  # and before the next: the work that has ended too
 
-    def end(self) -> None:
-        """What its work stored is visible: the next work begins."""
-        for window in self.ended:
-            window.end()
-        self.ended.clear()
+    def end(self, clock: Clock) -> None:
+        """A program or other work has ended."""
+        self.after = clock if self.after is None else joined(self.after, clock)
 
 
 def _programs(work: Work) -> int:
@@ -79,24 +77,26 @@ class HostWork:
             self.pieces = [(at, min(at + size, nbytes), 0) for at in range(0, nbytes, size)]
 
     def turn(self) -> None:
+        """cuStreamWriteValue releases and cuStreamWaitValue acquires at system scope."""
         work, window, thread = self.work, self.window, np.zeros(1, np.int64)
-        window.acquire(thread)
         if isinstance(work, Copy):
             if self.pieces:
                 begin, end, _ = self.pieces.pop(0)
-                at = np.arange(begin, end)
+                nb = min(work.src.element_size(), 8)
+                at = np.arange(begin, end, nb)
                 threads = np.zeros(len(at), np.int64)
-                moved = window.load(work.src.data_ptr() + at, 1, 1, threads, "weak", HOST)
-                window.store(work.dst.data_ptr() + at, moved, threads, "release", HOST)
+                moved = window.load(work.src.data_ptr() + at, nb, 1, threads, "weak", "", HOST)
+                window.store(work.dst.data_ptr() + at, moved, threads, "weak", "", HOST)
             self.ended = not self.pieces
             return
-        flag, dtype = np.array([work.flag.data_ptr()]), np.dtype(f"i{work.flag.element_size()}")
+        nb, flag = work.flag.element_size(), np.array([work.flag.data_ptr()])
         if isinstance(work, Signal):
-            window.atomic(flag, thread, lambda n, old: work.value, dtype, "release", HOST)
+            value = np.array([[work.value]], f"i{nb}").view(UNSIGNED[nb])
+            window.store(flag, value, thread, "release", "sys", HOST)
             self.ended = True
             return
-        seen = int(window.atomic(flag, thread, lambda n, old: old, dtype, "acquire", HOST)[0])
-        self.ended = (seen - work.value) % (1 << 8 * dtype.itemsize) < 1 << (8 * dtype.itemsize - 1)
+        seen = int(window.load(flag, nb, 1, thread, "acquire", "sys", HOST)[0, 0])
+        self.ended = (seen - work.value) % (1 << 8 * nb) < 1 << (8 * nb - 1)
 
 
 class Machine:
@@ -104,7 +104,7 @@ class Machine:
 
     compiler    of the launches' kernels
     resident    programs of a rank alive at once; None: all; "varying": changes during the run
-    weak        late effects, see memory.Effects
+    weak        strong reads may return old values, asynchronous copies and products land at their wait
     fine        warp by warp, in place of all lanes in lockstep
     """
 
@@ -120,7 +120,7 @@ class Machine:
         fine: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
-        self.line = Line(memory_map(run), Effects() if weak else NONE)
+        self.line = Line(memory_map(run), self.rng, weak)
         self.strategy = strategy(self.rng, len(run.work))
         self.compiler, self.resident, self.lockstep, self.late = compiler, resident, not fine, weak
         self.limits = [self._drawn_limit() for _ in run.work]
@@ -158,18 +158,14 @@ class Machine:
         return self.switches
 
     def land(self) -> None:
-        """All stores arrive, also after a fault: what a kernel wrote down of its failure may be on its way."""
-        for stream in self.streams:
-            stream.end()
-        for actor in self.live:
-            actor.window.end()
+        """Tensors get what was written, also after a fault: a kernel may have written down its failure."""
         self.line.land()
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _awake(self, actor: Actor) -> bool:
         if actor.asleep_since >= 0 and actor.asleep_since != self.line.changes:
-            actor.asleep_since, actor.patience = -1, PATIENCE
+            actor.asleep_since, actor.patience, actor.window.vain = -1, PATIENCE, 0
         return actor.asleep_since < 0
 
     def _go_on(self, awake: list[Actor]) -> None:
@@ -177,31 +173,18 @@ class Machine:
         self.switches += chosen is not self.last
         self.last = chosen
         chosen.does.turn()
-        if self.late and self.rng.random() < DRIFT:
-            self.rng.choice(self._windows()).drift(self.rng)
         if chosen.does.ended:
             self._ended(chosen)
         elif chosen.window.vain >= chosen.patience:
             chosen.asleep_since = self.line.changes
 
     def _roused(self) -> bool:
-        """All sleep: land what is on its way, then let all poll on; whether there was anything to do."""
-        pending = [window for window in self._windows() if any(window.pending.values())]
-        if pending:
-            before = self.line.changes
-            while any(any(w.pending.values()) for w in pending) and self.line.changes == before:
-                self.rng.choice(pending).drift(self.rng)
-            if self.line.changes != before:
-                return True
+        """All sleep, one of them maybe between two polls of work that goes on: let all poll on, each time longer."""
         if all(actor.patience == LAST_PATIENCE for actor in self.live):
             return False
         for actor in self.live:
-            actor.asleep_since, actor.patience = -1, LAST_PATIENCE
+            actor.asleep_since, actor.patience = -1, min(8 * actor.patience, LAST_PATIENCE)
         return True
-
-    def _windows(self) -> list[Window]:
-        ended = [window for stream in self.streams for window in stream.ended]
-        return ended + [actor.window for actor in self.live]
 
     # -- beginning and end of work -----------------------------------------------------------------------------------
 
@@ -211,7 +194,7 @@ class Machine:
                 if not stream.todo:
                     if stream.alive or not stream.work:
                         break
-                    stream.end()
+                    stream.before = stream.after
                     work = stream.work.popleft()
                     stream.todo.extend((work, number) for number in range(_programs(work)))
                     if not stream.todo:
@@ -236,7 +219,8 @@ class Machine:
             if id(work) not in self.compiled:
                 self.compiled[id(work)] = self.compiler.compiled(work)
             kernel, parameters = self.compiled[id(work)]
-            window = Window(self.line, self.started, (stream.rank, work.name, number), kernel.listing.threads)
+            slot = self._slot(stream, number, kernel.listing.threads)
+            window = Window(self.line, self.started, (stream.rank, work.name, number), slot, stream.before)
             x, y, _ = work.shape
             index = (number % x, number // x % y, number // (x * y))
             does = Program(
@@ -250,18 +234,25 @@ class Machine:
                 late_copies=self.late,
             )
         else:
-            window = Window(self.line, self.started, (stream.rank, type(work).__name__.lower(), 0), 1)
+            where, slot = (stream.rank, type(work).__name__.lower(), 0), self._slot(stream, 0, 1)
+            window = Window(self.line, self.started, where, slot, stream.before)
             does = HostWork(work, window)
         self.live.append(Actor(stream, stream.first_slot + number, self.started, window, does))
         self.started += 1
         stream.alive += 1
 
+    def _slot(self, stream: Stream, number: int, threads: int) -> Slot:
+        """Coordinates of a program's threads: those of the one before it on the stream, if it has as many."""
+        slot = stream.slots.get(number)
+        if slot is None or slot.threads != threads:
+            slot = stream.slots[number] = Slot(self.line.space.take(threads + 1), threads)
+        return slot
+
     def _ended(self, actor: Actor) -> None:
         self.live.remove(actor)
         stream = actor.stream
         stream.alive -= 1
-        if any(actor.window.pending.values()):
-            stream.ended.append(actor.window)
+        stream.end(actor.window.end())
         if isinstance(actor.does, Program):
             self.executed += actor.does.executed
         if self.resident == "varying":
@@ -280,9 +271,7 @@ class Machine:
             place, site = polled
             name, index = self.line.element(place)
             seen = str(self.line.value(place))
-            waits.append(
-                Wait(rank, launch, program, site, name, index, seen, "all that was written is visible")
-            )
+            waits.append(Wait(rank, launch, program, site, name, index, seen, self.line.last_writer(place)))
         queued = sum(len(stream.todo) for stream in self.streams)
         more = f"; {queued} programs have not started" if queued else ""
         return Fault(

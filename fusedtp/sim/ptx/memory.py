@@ -1,28 +1,28 @@
-"""Memory as the machine's programs see it: named tensors at their real addresses, and late effects.
+"""Memory as the machine's programs see it: named tensors at their real addresses, and what a read may return.
 
 While a schedule runs, all tensors lie one after another on a line of bytes. An address becomes a place on the line by
 the tensor that holds it, so that no access leaves its tensor. `land` copies the line back into the tensors.
 
-Late effects: what PTX lets a program see later than it was written (PTX ISA 8.8, section 8, "Memory Consistency
-Model"). Each is an event that a plain machine would not have:
+One model holds, that of PTX (ISA 8.8, section 8, "Memory Consistency Model"), in these terms:
 
-    late stores   a store is pending in its program until a release orders it: of the thread that stored, or of any
-                  thread of the program after a barrier. Its own program sees it at once.
-    old loads     a plain load may give the value from before the last write of another program, unless its thread has
-                  acquired since that write, or met at a barrier a thread that has.
+    weak accesses     are checked for races by clocks (clocks.py, shadow.py). One without a race has one value that it
+                      may return, the newest. A race ends the schedule as a fault.
+    strong accesses   (relaxed, acquire, release, volatile, atomic) of a word may race with each other. A write is the
+                      newest of its word. A read returns, by the seed, any write of the word that is not older than
+                      the newest one that happened before or was read before (8.10.6, 8.10.7); an atomic, the newest.
+                      So relaxed operations are reordered, as others see it; acquires and fences end that.
+    wide reads        a vector of words is read by aligned units of 8 bytes, each by itself: the rest tears
 
-Both hold for programs, not for single threads: within a program stores are seen at once. Of a word's history the last
-value alone is kept. Atomics and strong loads read the newest value, so all order on one word is one order for all.
+Note [Allowed and not shown]. A read does not return what is written later in the schedule, so no load buffering; a
+write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept.
 
-Everything that a program does to memory goes through `Window`, with threads, order and scope, which is where clocks
-would see it.
+Everything that a program does to memory goes through `Window`, with threads, order and scope.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,52 +30,24 @@ import torch
 
 from ..faults import Access, Fault, SimulationFault, Site
 from ..memory import Allocation, Map
+from .clocks import GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
+from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 
 LINE = 128  # tensors begin on the line at a multiple of it, plus what their address has modulo it
-NEVER = -1  # no one has written this byte
+ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
+STALE = 0.4  # of the strong reads that may return an old value do
 Words = np.ndarray[Any, Any]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-@dataclass(frozen=True)
-class Effects:
-    """Which late effects a machine has. copies: asynchronous copies and products land at their wait, no earlier."""
+class Line:
+    """The bytes of all tensors, who used them, and the past of words that strong operations use.
 
-    stores: bool = True
-    loads: bool = True
-    copies: bool = True
-
-
-NONE = Effects(False, False, False)
-
-
-class Pending:
-    """A store that other programs do not see.
-
-    places, values   of each element, values of the width that was stored
-    threads          who stored each; None once a barrier came since
-    low, high        bytes that it touches lie in [low, high)
+    weak   whether strong reads may return old values
     """
 
-    __slots__ = ("high", "low", "places", "threads", "values")
-
-    def __init__(self, places: Words, values: Words, threads: Words | None) -> None:
-        self.places, self.values, self.threads = places, values, threads
-        self.low, self.high = int(places.min()), int(places.max()) + values.dtype.itemsize
-
-    def part(self, chosen: Words, threads: Words | None) -> Pending:
-        return Pending(self.places[chosen], self.values[chosen], threads)
-
-    def without(self, gone: Words) -> Pending:
-        assert self.threads is not None
-        return self.part(~gone, self.threads[~gone])
-
-
-class Line:
-    """The bytes of all tensors, and when each was last written."""
-
-    def __init__(self, tensors: Map, effects: Effects) -> None:
-        self.effects, self.allocations = effects, tensors.allocations
+    def __init__(self, tensors: Map, rng: random.Random, weak: bool) -> None:
+        self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
         self.starts: list[int] = []
         size = 0
         for each in self.allocations:
@@ -85,18 +57,18 @@ class Line:
         size = (-(-size // 8) + 1) * 8
         self.bytes = np.zeros(size, np.uint8)
         self.views = {nb: self.bytes.view(dtype) for nb, dtype in UNSIGNED.items()}
-        self.when = np.zeros(size, np.int32)
+        self.shadows: list[Shadow] = []
         for each, start in zip(self.allocations, self.starts, strict=True):
             self.bytes[start : start + each.nbytes] = _bytes_of(each)
-            if each.poisoned:
-                self.when[start : start + each.nbytes] = NEVER
-        self.old = self.bytes.copy() if effects.loads else self.bytes
-        self.who = np.full(size if effects.loads else 0, NEVER, np.int32)
+            self.shadows.append(Shadow(start, each.nbytes, each.poisoned))
         self.bases = np.array([each.base for each in self.allocations], np.int64)
         self.ends = np.array([each.base + each.nbytes for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
-        self.sequence = 0  # of writes that became visible
-        self.changes = 0  # those that changed a value
+        self.space = Space()
+        self.words: dict[int, Word] = {}  # by place
+        self.events: list[Event | None] = [None]
+        self.sequence = 0  # of strong writes
+        self.changes = 0  # writes that changed a value
 
     def land(self) -> None:
         """Copy the line back into the tensors."""
@@ -132,21 +104,10 @@ class Line:
         first = place - byte % size
         return torch.from_numpy(self.bytes[first : first + size].copy()).view(allocation.tensor.dtype).item()
 
-    def put(self, places: Words, values: Words, writer: int) -> None:
-        """Write what all shall see. Values of the width that is written."""
-        if not len(places):
-            return
+    def put(self, places: Words, values: Words) -> None:
+        """Values of the width that is written."""
         nb = values.dtype.itemsize
         view, at = self.views[nb], places >> (nb.bit_length() - 1)
-        self.sequence += 1
-        if self.effects.loads:
-            self.old.view(values.dtype)[at] = view[at]
-            for part in range(nb):
-                self.when[places + part] = self.sequence
-                self.who[places + part] = writer
-        elif (self.when[places] < 0).any():
-            for part in range(nb):
-                self.when[places + part] = 0
         if (view[at] != values).any():
             self.changes += 1
         view[at] = values
@@ -154,17 +115,41 @@ class Line:
     def newest(self, places: Words, nb: int) -> Words:
         return self.views[nb][places >> (nb.bit_length() - 1)]
 
-    def oldest(self, places: Words, nb: int, seen: Words, reader: int) -> Words:
-        """What a reader may still get that has acquired nothing since `seen`. seen: broadcasts to places."""
-        value = self.newest(places, nb)
-        if not self.effects.loads or self.sequence <= seen.min():
-            return value
-        parts = places[..., None] + np.arange(nb)
-        stale = (self.when[parts] > seen[..., None]) & (self.who[parts] != reader)
-        if not stale.any():
-            return value
-        mixed = np.where(stale, self.old[parts], value[..., None].view(np.uint8))
-        return np.ascontiguousarray(mixed).view(value.dtype)[..., 0]
+    def event(self, event: Event) -> int:
+        self.events.append(event)
+        return len(self.events) - 1
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def word(self, place: int, nb: int) -> Word:
+        """The word of a strong operation. Where others overlap it, it takes their place with their newest values."""
+        found = self.words.get(place)
+        if found is not None and found.nb == nb:
+            return found
+        word = Word(place, nb, self.space.take(1), self.newest(np.array(place), nb)[()])
+        for other in self.overlapping(place, nb):
+            word.operations.update(other.operations)
+            carried = dict(word.writes[0].carried)
+            carry(carried, other.writes[-1].carried.items())
+            word.reset(other.writes[-1].number, word.writes[0].value)
+            word.writes[0] = word.writes[0]._replace(carried=carried)
+            del self.words[other.place]
+        self.words[place] = word
+        return word
+
+    def last_writer(self, place: int) -> str:
+        """In words, of a word that strong operations use; "" where no one wrote it by one."""
+        word = self.words.get(place)
+        wrote = [o.event for (_, writes), o in word.operations.items() if writes] if word else []
+        event = self.events[max(wrote)] if wrote else None
+        if event is None:
+            return ""
+        rank, launch, program = event.where
+        return f"last written by rank {rank}, {launch}, program {program}"
+
+    def overlapping(self, place: int, nbytes: int) -> list[Word]:
+        found = [self.words[at] for at in range(place - 7, place + nbytes) if at in self.words]
+        return [word for word in found if word.place + word.nb > place]
 
 
 def _bytes_of(allocation: Allocation) -> Words:
@@ -181,13 +166,15 @@ class Window:
 
     number   of the program, among all
     where    (rank, launch, program), for reports
+    start    what happened before the program
     """
 
-    def __init__(self, line: Line, number: int, where: tuple[int, str, int], threads: int) -> None:
+    def __init__(
+        self, line: Line, number: int, where: tuple[int, str, int], slot: Slot, start: Clock | None = None
+    ) -> None:
         self.line, self.number, self.where = line, number, where
-        self.late = line.effects.stores
-        self.seen = np.full(threads, line.sequence)  # of each thread: writes up to here are seen
-        self.pending: dict[int, list[Pending]] = {}  # by allocation; -1: of several
+        self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
+        self.by_warp = False  # whether its warps run one at a time
         self.touched: set[int] = set()  # words that it polled since it last saw a change
         self.vain = 0  # polls of such words
         self.changes = -1
@@ -211,171 +198,209 @@ class Window:
                 "out of bounds", f"{what} of {nbytes} bytes, {words}", what, site, wrong
             ) from None
 
-    def load(self, addresses: Words, nb: int, count: int, threads: Words, order: str, site: Site) -> Words:
-        """[n] addresses -> [n, count] words of nb bytes. order: "weak", "relaxed" or "acquire"."""
-        places, within = self.places(addresses, nb * count, "load", site)
-        every = places[:, None] + np.arange(0, nb * count, nb)
-        if order != "weak":
-            self._polls(places, site)
-            self._show_own(within, every)
-            value = self.line.newest(every, nb)
-            if order == "acquire":
-                self.acquire(threads)
-            return value
-        own = self._overlapping(within, every) if self.pending else []
-        seen = self.seen[threads][:, None]
-        if own:
-            return self._read_own(own, lambda: self.line.oldest(every, nb, seen, self.number))
-        if (self.line.when[every] < 0).any():
-            self._never(every, site)
-        return self.line.oldest(every, nb, seen, self.number)
+    def load(
+        self, addresses: Words, nb: int, count: int, threads: Words, order: str, scope: str, site: Site,
+        issued: Rows | None = None, proxy: int = GENERIC, engine: bool = False,
+    ) -> Words:  # fmt: skip
+        """[n] addresses -> [n, count] words of nb bytes. order: "weak", "relaxed" or "acquire".
 
-    def store(self, addresses: Words, values: Words, threads: Words, order: str, site: Site) -> None:
+        issued   of an asynchronous copy: what its threads knew when they issued it
+        engine   the copy is not these threads' but their program's
+        """
+        places, within = self.places(addresses, nb * count, "load", site)
+        every = places[:, None] + np.arange(0, nb * count, nb) if count > 1 else places[:, None]
+        if order == "weak":
+            who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
+            self._weak(who, places, within, nb * count, Event(self.where, site, "load", False))
+            return self.line.newest(every, nb)
+        self._polls(places, site)
+        event = Event(self.where, site, f"load ({order}, {scope})", False)
+        number = self._beside_weak(places, within, nb * count, threads, event)
+        values = np.empty(every.shape, UNSIGNED[nb])
+        together = len(threads) > 1 and (places == places[0]).all() and self.known.same(threads)
+        for lanes in [slice(None)] if together else [slice(n, n + 1) for n in range(len(threads))]:
+            own, at = threads[lanes], every[lanes.start or 0].tolist()
+            words = [self._used(place, nb, own, scope, event, number) for place in at]
+            per = max(ATOMIC_BYTES // nb, 1)
+            for first in range(0, count, per):
+                unit = words[first : first + per]
+                values[lanes, first : first + per] = self._read(unit, own, order, scope)
+        return values
+
+    def store(
+        self, addresses: Words, values: Words, threads: Words, order: str, scope: str, site: Site,
+        issued: Rows | None = None, proxy: int = GENERIC, engine: bool = False,
+    ) -> None:  # fmt: skip
         """values [n, count] at [n] addresses."""
         nb, count = values.dtype.itemsize, values.shape[1]
         places, within = self.places(addresses, nb * count, "store", site)
-        every = places[:, None] + np.arange(0, nb * count, nb)
-        if order == "release":
-            self.release(threads)
-        if order != "weak":
-            self._show_own(within, every)
+        every = places[:, None] + np.arange(0, nb * count, nb) if count > 1 else places[:, None]
         self.vain = 0  # it gets on
-        flat, kept = every.reshape(-1), values.reshape(-1)
-        if self.late and order == "weak":
-            item = Pending(flat, kept.copy(), np.repeat(threads, count))
-            self.pending.setdefault(within, []).append(item)
-        else:
-            self.line.put(flat, kept, self.number)
+        if order == "weak":
+            who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
+            self._weak(who, places, within, nb * count, Event(self.where, site, "store", True))
+            self.line.put(every.reshape(-1), values.reshape(-1))
+            return
+        event = Event(self.where, site, f"store ({order}, {scope})", True)
+        number = self._beside_weak(places, within, nb * count, threads, event)
+        for lane, thread in enumerate(threads.tolist()):
+            carried = self.known.released(thread, order, scope)
+            for at, value in zip(every[lane].tolist(), values[lane], strict=True):
+                word = self._used(at, nb, threads[lane : lane + 1], scope, event, number)
+                self._write(word, thread, order, dict(carried), value)
 
     def atomic(
-        self,
-        addresses: Words,
-        threads: Words,
-        new: Callable[[int, Any], Any],
-        dtype: np.dtype[Any],
-        order: str,
-        site: Site,
-    ) -> Words:
-        """Each thread in turn: what stood there, replaced by new(number in the list, old)."""
+        self, addresses: Words, threads: Words, new: Callable[[int, Any], Any], dtype: np.dtype[Any], order: str,
+        scope: str, site: Site, what: str = "atomic", returns: bool = True,
+    ) -> Words:  # fmt: skip
+        """Each thread in turn: what stood there, replaced by new(number in the list, old); None leaves it."""
         nb = dtype.itemsize
-        places, within = self.places(addresses, nb, "atomic", site)
+        places, within = self.places(addresses, nb, what, site)
         self._polls(places, site)
-        self._show_own(within, places)
-        if (self.line.when[places] < 0).any():
-            self._never(places, site)
-        view = self.line.views[nb].view(dtype)
+        event = Event(self.where, site, f"{what} ({order}, {scope})", True)
+        number = self._beside_weak(places, within, nb, threads, event)
         old = np.empty(len(places), dtype)
-        for number, place in enumerate(places.tolist()):
-            if order in ("release", "acq_rel"):
-                self.release(threads[number : number + 1])
-            old[number] = now = view[place >> (nb.bit_length() - 1)]
-            value = np.array([new(number, now)], dtype)
-            if value[0] != now:
-                self.line.put(places[number : number + 1], value.view(UNSIGNED[nb]), self.number)
-            if order in ("acquire", "acq_rel"):
-                self.acquire(threads[number : number + 1])
+        for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
+            own = threads[lane : lane + 1]
+            word = self._used(place, nb, own, scope, event, number)
+            before = word.writes[-1]
+            old[lane] = now = np.array(before.value).view(dtype)[()]
+            made = new(lane, now)
+            self.known.observe(own, word.coordinate, before.number)
+            if returns:
+                self._acquire(word, own, order, scope, before)
+            if made is None:
+                continue
+            carried = self.known.released(thread, order, scope)
+            self._write(word, thread, order, carried, np.array(made, dtype).view(UNSIGNED[nb])[()], before)
         return old
+
+    def _weak(self, who: Accessor, places: Words, within: int, width: int, event: Event) -> None:
+        """Check a weak access against all earlier ones, and remember it."""
+        number = self.line.event(event)
+        for shadow, chosen in self._shadows(places, within):
+            part = who if chosen is None else who._replace(threads=who.threads[chosen])
+            own = places if chosen is None else places[chosen]
+            cells = shadow.cells(own, width)
+            found = shadow.conflict(part, cells, event.writes, self._again(event))
+            if found is not None:
+                raise self._race(shadow, found, event)
+            if shadow.strong:
+                self._beside_strong(part, own, width, event)
+            if not event.writes and shadow.poisoned:
+                self._never(shadow, cells, event)
+            shadow.note(part, cells, event.writes, number)
+
+    def _again(self, event: Event) -> Callable[[Words], Words] | None:
+        if not self.by_warp:
+            return None
+
+        def again(numbers: Words) -> Words:
+            line = [n for n in np.unique(numbers).tolist() if n and self._same(n, event)]
+            return np.isin(numbers, line)
+
+        return again
+
+    def _same(self, number: int, event: Event) -> bool:
+        earlier = self.line.events[number]
+        return earlier is not None and earlier.site == event.site and earlier.where == event.where
+
+    def _shadows(self, places: Words, within: int) -> list[tuple[Shadow, Words | None]]:
+        if within >= 0:
+            return [(self.line.shadows[within], None)]
+        each = np.array(self.line.starts).searchsorted(places, "right") - 1
+        return [(self.line.shadows[n], np.flatnonzero(each == n)) for n in np.unique(each).tolist()]
+
+    def _beside_strong(self, who: Accessor, places: Words, width: int, event: Event) -> None:
+        """A weak access to words that strong operations use."""
+        for place, thread in zip(places.tolist(), who.threads.tolist(), strict=True):
+            for word in self.line.overlapping(place, width):
+                found = word.conflict(who.known, who.rows, thread, None, place, width, event.writes)
+                if found is not None:
+                    raise self._race_of_word(word, found.event, event)
+                if event.writes:
+                    del self.line.words[word.place]
+
+    def _beside_weak(self, places: Words, within: int, width: int, threads: Words, event: Event) -> int:
+        """A strong access is checked against weak ones. Returns the number of its event."""
+        who = Accessor(self.known, self.known.now(), threads)
+        for shadow, chosen in self._shadows(places, within):
+            part = who if chosen is None else who._replace(threads=threads[chosen])
+            cells = shadow.cells(places if chosen is None else places[chosen], width)
+            shadow.strong = True
+            found = shadow.conflict(part, cells, event.writes)
+            if found is not None:
+                raise self._race(shadow, found, event)
+            if event.what.startswith("store"):
+                shadow.unwritten[cells] = False
+            elif shadow.poisoned:
+                self._never(shadow, cells, event)
+        return self.line.event(event)
+
+    # -- strong accesses ---------------------------------------------------------------------------------------------
+
+    def _used(self, place: int, nb: int, threads: Words, scope: str, event: Event, number: int) -> Word:
+        """The word that a strong access uses, checked against those of others. threads know the same."""
+        word, source = self.line.word(place, nb), self.known.source._replace(scope=scope)
+        thread = int(threads[0])
+        found = word.conflict(self.known, self.known.now(), thread, source, place, nb, event.writes)
+        if found is not None:
+            raise self._race_of_word(word, found.event, event, found.source.reaches(source))
+        operation = Operation(self.known.tick, source, place, nb, number)
+        for own in threads.tolist():
+            word.operations[self.known.first + own, event.writes] = operation
+        return word
+
+    def _read(self, words: list[Word], threads: Words, order: str, scope: str) -> list[Any]:
+        """Values of words that are read at once: of one moment in the past that the threads may still see."""
+        line, known = self.line, self.known
+        first = [word.oldest(known.newest(int(threads[0]), word.coordinate)) for word in words]
+        values = []
+        moment = line.sequence
+        if line.weak and line.rng.random() < STALE:
+            least = max(word.writes[at].number for word, at in zip(words, first, strict=True))
+            moments = {w.number for word in words for w in word.writes if w.number >= least}
+            moment = line.rng.choice(sorted(moments))
+        for word in words:
+            write = word.at(moment)
+            if write is not word.writes[-1]:
+                self.vain = 0  # the next poll may see more
+            known.observe(threads, word.coordinate, write.number)
+            self._acquire(word, threads, order, scope, write)
+            values.append(write.value)
+        return values
+
+    def _acquire(self, word: Word, threads: Words, order: str, scope: str, write: Write) -> None:
+        """What a read carries goes to the threads that acquire, else waits for a fence or an acquire of the word."""
+        acquires = order in ("acquire", "acq_rel")
+        for thread in threads.tolist():
+            pending = self.known.pending.get(thread, {})
+            if write.carried:
+                pending = self.known.pending.setdefault(thread, {})
+                carry(pending.setdefault(word.place, {}), write.carried.items())
+            if acquires and word.place in pending:
+                self.known.acquire(thread, pending[word.place], scope)
+
+    def _write(
+        self, word: Word, thread: int, order: str, carried: Carried, value: Any, before: Write | None = None
+    ) -> None:
+        """The newest write of a word. before: of an atomic, which carries on what it read."""
+        line, by = self.line, self.known.first + thread
+        if order in ("release", "acq_rel"):
+            word.released[by] = dict(carried)
+        elif by in word.released:
+            carry(carried, word.released[by].items())
+        if before is not None:
+            carry(carried, before.carried.items())
+        line.sequence += 1
+        word.write(Write(line.sequence, value, carried))
+        line.put(np.array([word.place]), np.array([value], UNSIGNED[word.nb]))
+        self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
     # -- order -------------------------------------------------------------------------------------------------------
 
-    def acquire(self, threads: Words) -> None:
-        """What was visible so far is seen by these threads."""
-        self.seen[threads] = self.line.sequence
-
-    def release(self, threads: Words) -> None:
-        """What these threads stored, and what the program stored before its last barrier, becomes visible."""
-        for items in self.pending.values():
-            kept = []
-            for item in items:
-                own = None if item.threads is None else np.isin(item.threads, threads)
-                if own is None or own.all():
-                    self._show(item)
-                    continue
-                if own.any():
-                    self._show(item.part(own, None))
-                    item = item.without(own)
-                kept.append(item)
-            items[:] = kept
-
-    def fence(self, threads: Words) -> None:
-        self.release(threads)
-        self.acquire(threads)
-
-    def barrier(self, threads: Words) -> None:
-        """These threads have met: each is ordered after what the others did and saw."""
-        self.seen[threads] = self.seen[threads].max()
-        for items in self.pending.values():
-            if len(threads) == len(self.seen):
-                for item in items:
-                    item.threads = None
-            else:
-                items[:] = [part for item in items for part in self._met(item, threads)]
-
-    @staticmethod
-    def _met(item: Pending, threads: Words) -> list[Pending]:
-        """After a barrier of some threads: their stores go with any release of the program."""
-        met = None if item.threads is None else np.isin(item.threads, threads)
-        if met is None or not met.any():
-            return [item]
-        if met.all():
-            item.threads = None
-            return [item]
-        return [item.part(met, None), item.without(met)]
-
-    def end(self) -> None:
-        """All stores become visible, as at the end of a launch."""
-        for items in self.pending.values():
-            for item in items:
-                self._show(item)
-        self.pending.clear()
-
-    def drift(self, rng: random.Random) -> None:
-        """Some pending store becomes visible, by itself; earlier ones to the same bytes before it."""
-        several = [items for items in self.pending.values() if items]
-        if not several:
-            return
-        items = rng.choice(several)
-        chosen = items[rng.randrange(len(items))]
-        for item in items[: items.index(chosen) + 1]:
-            if item.high > chosen.low and item.low < chosen.high:
-                self._show(item)
-                items.remove(item)
-
-    def _show(self, item: Pending) -> None:
-        self.line.put(item.places, item.values, self.number)
-
-    # -- own stores --------------------------------------------------------------------------------------------------
-
-    def _overlapping(self, within: int, places: Words) -> list[Pending]:
-        keys = list(self.pending) if within < 0 else [key for key in (within, -1) if key in self.pending]
-        if not any(self.pending[key] for key in keys):
-            return []
-        low, high = int(places.min()), int(places.max()) + 8
-        return [item for key in keys for item in self.pending[key] if item.high > low and item.low < high]
-
-    def _show_own(self, within: int, places: Words) -> None:
-        """Let the program's own stores to these places become visible, before it reads them by a strong operation."""
-        for item in self._overlapping(within, places):
-            self._show(item)
-            for items in self.pending.values():
-                if item in items:
-                    items.remove(item)
-
-    def _read_own(self, items: list[Pending], read: Callable[[], Words]) -> Words:
-        """What `read` gives with these pending stores in place."""
-        line, undo = self.line, []
-        for item in items:
-            nb = item.values.dtype.itemsize
-            view, at = line.views[nb], item.places >> (nb.bit_length() - 1)
-            parts = (item.places[:, None] + np.arange(nb)).reshape(-1)
-            undo.append((view, at, view[at], parts, line.when[parts]))
-            view[at] = item.values
-            line.when[parts] = 0
-        value = read()
-        for view, at, before, parts, when in reversed(undo):
-            view[at] = before
-            line.when[parts] = when
-        return value
+    def end(self) -> Clock:
+        return self.known.end()
 
     def _polls(self, places: Words, site: Site) -> None:
         self.polled = int(places[0]), site
@@ -388,13 +413,38 @@ class Window:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _never(self, places: Words, site: Site) -> None:
-        bad = places[self.line.when[places] < 0]
-        name, first = self.line.element(int(bad.min()))
-        last = self.line.element(int(bad.max()))[1]
-        access = Access(*self.where, site, "load", name, first, last, self.line.sequence)
-        said = f"{self._who()} loads {name} {list(first)}, which nobody wrote"
-        raise SimulationFault(Fault("never written", said, (access,)))
+    def _never(self, shadow: Shadow, cells: Words, event: Event) -> None:
+        fresh = shadow.unwritten[cells]
+        if fresh.any():
+            access = self._described(event, shadow.places(cells[fresh]))
+            said = f"{self._who()} loads {access.tensor} {list(access.first)}, which nobody wrote"
+            raise SimulationFault(Fault("never written", said, (access,)))
+
+    def _race(self, shadow: Shadow, found: Conflict, event: Event) -> SimulationFault:
+        return self._unordered(shadow.places(found.cells), found.event, event, proxy=found.proxy)
+
+    def _race_of_word(self, word: Word, earlier: int, event: Event, reaches: bool = True) -> SimulationFault:
+        return self._unordered(np.array([word.place]), earlier, event, "" if reaches else "scope")
+
+    def _unordered(
+        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False
+    ) -> SimulationFault:
+        before = self.line.events[earlier]
+        assert before is not None
+        a, b = self._described(before, places), self._described(event, places)
+        why = "are not ordered"
+        if proxy:
+            why = "are ordered, but no proxy fence lets an asynchronous copy see the first"
+        if rule == "scope":
+            why = "are not ordered, and their scopes do not reach each other"
+        rule = rule or ("write-write race" if before.writes and event.writes else "read-write race")
+        said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {why}"
+        return SimulationFault(Fault(rule, said, (a, b)))
+
+    def _described(self, event: Event, places: Words) -> Access:
+        name, first = self.line.element(int(places.min()))
+        last = self.line.element(int(places.max()))[1]
+        return Access(*event.where, event.site, event.what, name, first, last, len(self.line.events))
 
     def _nearest(self, address: int) -> str:
         line = self.line
@@ -411,5 +461,5 @@ class Window:
         return f"rank {rank}, {launch}, program {program}"
 
     def _fault(self, rule: str, said: str, what: str, site: Site, address: int) -> SimulationFault:
-        access = Access(*self.where, site, what, "memory", (address,), (address,), self.line.sequence)
+        access = Access(*self.where, site, what, "memory", (address,), (address,), len(self.line.events))
         return SimulationFault(Fault(rule, f"{self._who()}: {said}", (access,)))

@@ -59,7 +59,10 @@ class Lanes:
 
     @property
     def ready(self) -> bool:
-        return any(group.barrier is None for group in self.groups)
+        groups = self.groups
+        if len(groups) == 1:
+            return groups[0].barrier is None
+        return any(group.barrier is None for group in groups)
 
     def step(self) -> bool:
         """Run one block of one group. Whether the program shall pause before what comes next."""
@@ -84,7 +87,15 @@ class Lanes:
             self._arrive(group, block.end)
         if group in self.groups and group.at >= len(blocks):
             self.groups.remove(group)
-        return any(g.barrier is None and blocks[g.at].pauses for g in self.groups)
+        return self.pauses
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next block of some lanes may see what other programs do."""
+        blocks, groups = self.program.kernel.blocks, self.groups
+        if len(groups) == 1:
+            return groups[0].barrier is None and blocks[groups[0].at].pauses
+        return any(g.barrier is None and blocks[g.at].pauses for g in groups)
 
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
         taken, count, leaves = group.mask, group.size, end.root != "bra"
@@ -116,8 +127,9 @@ class Lanes:
             raise end.unsupported("guarded, or a reduction")
         group.at += 1
         if end.has("arrive"):
-            self.program.arrived[number] = self.program.arrived.get(number, 0) + int(group.mask.sum())
-            self.program.arrivals.setdefault(number, []).append(self.ids[group.mask])
+            self.program.arrived[number] = self.program.arrived.get(number, 0) + group.size
+            clock = self.window.known.together(self.ids[group.mask])
+            self.program.arrivals.setdefault(number, []).append(clock)
             return
         group.barrier, group.expected = number, expected
 
@@ -185,15 +197,16 @@ class Lanes:
 
     # -- global memory -----------------------------------------------------------------------------------------------
 
-    def load(self, at: Array, nb: int, count: int, mask: Any, order: str, site: Site) -> Array:
+    def load(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
         if mask is True:
-            return self.window.load(at, nb, count, self.ids, order, site)
-        return self.window.load(at[mask], nb, count, self.ids[mask], order, site)
+            return self.window.load(at, nb, count, self.ids, order, scope, site)
+        return self.window.load(at[mask], nb, count, self.ids[mask], order, scope, site)
 
-    def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, site: Site) -> None:
-        self.window.store(
-            self._of(at, mask), self._words(values, nb, mask), self._of(self.ids, mask), order, site
-        )
+    def store(
+        self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
+    ) -> None:
+        words, threads = self._words(values, nb, mask), self._of(self.ids, mask)
+        self.window.store(self._of(at, mask), words, threads, order, scope, site)
 
     @staticmethod
     def _of(value: Array, mask: Any) -> Array:
@@ -206,15 +219,26 @@ class Lanes:
         return words
 
     def atomic(
-        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, site: Site
-    ) -> Array:
+        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
+        site: Site, returns: bool,
+    ) -> Array:  # fmt: skip
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
-        old = self.window.atomic(self._of(at, mask), self._of(self.ids, mask), new, dtype, order, site)
+        places, threads = self._of(at, mask), self._of(self.ids, mask)
+        what = f"atomic_{operation}"
+        old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns)
         return old.view(UNSIGNED[dtype.itemsize])
 
-    def fence(self, mask: Any) -> None:
-        self.window.fence(self._of(self.ids, mask))
+    def fence(self, mask: Any, order: str, scope: str) -> None:
+        self.window.known.fence(self._of(self.ids, mask), order, scope)
+
+    def fence_proxy(self, mask: Any) -> None:
+        self.window.known.fence_proxy(self._of(self.ids, mask))
+
+    def meet_warps(self, mask: Any) -> None:
+        threads = self._of(self.ids, mask)
+        for warp in np.unique(threads // 32).tolist():
+            self.window.known.meet(threads[threads // 32 == warp])
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
@@ -251,7 +275,8 @@ class Lanes:
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
             old[number] = view[place]
-            view[place] = new(number, old[number])
+            made = new(number, old[number])
+            view[place] = old[number] if made is None else made
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
@@ -288,6 +313,8 @@ class Lanes:
         arrivals, nbytes = (np.broadcast_to(x, (self.count,)) for x in (arrivals, nbytes))
         for lane in self.chosen(mask).tolist():
             barrier = self.program.barrier_at(int(at[lane]), site)
+            if arrivals[lane]:
+                barrier.arrive(self.window.known.clock(self.first + lane))
             barrier.bytes += int(nbytes[lane])
             barrier.pending -= int(arrivals[lane])
             barrier.check()
@@ -300,7 +327,11 @@ class Lanes:
             barrier = self.program.barrier_at(place, site)
             if barrier.phase == wanted:
                 self.program.land_load(place)
-            done |= (at == place) & (parity == wanted) & (barrier.phase != wanted)
+            through = (at == place) & (parity == wanted) & (barrier.phase != wanted)
+            threads = self.ids[through if mask is True else through & mask]
+            if barrier.over is not None and len(threads):
+                self.window.known.join(threads, barrier.over)
+            done |= through
         if not done[self.chosen(mask)].all():
             self.window.vain += 1
         return done
@@ -348,7 +379,7 @@ class Lanes:
 
 
 def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
-    """new(number, old) of an atomic, and the type of the word. PTX ISA 9.7.13.5."""
+    """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
     from .alu import TYPES
     from .numerics import halves
 
@@ -358,7 +389,7 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
         return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
     if operation == "cas":
         swap = given[1]
-        return lambda n, old: swap[n] if old == a[n] else old, dtype
+        return lambda n, old: swap[n] if old == a[n] else None, dtype
     functions = {
         "exch": lambda n, old: a[n], "add": lambda n, old: old + a[n], "min": lambda n, old: min(old, a[n]),
         "max": lambda n, old: max(old, a[n]), "and": lambda n, old: old & a[n], "or": lambda n, old: old | a[n],
@@ -406,6 +437,7 @@ class Program:
         self.site = kernel.blocks[0].site
         width = self.threads if lockstep and not kernel.specialized else 32
         self.vectors = [Lanes(self, first, width) for first in range(0, self.threads, width)]
+        window.by_warp = len(self.vectors) > 1
 
     @property
     def ended(self) -> bool:
@@ -421,6 +453,8 @@ class Program:
                     self._finish()
                     return
                 self._meet()
+                if any(vector.pauses for vector in self.vectors):
+                    return
                 continue
             vector = ready[0] if len(ready) == 1 else self.rng.choice(ready)
             while vector.ready and self.executed < most:
@@ -441,17 +475,17 @@ class Program:
             for group in vector.groups:
                 assert group.barrier is not None
                 waiting.setdefault(group.barrier, []).append((vector, group))
-        gone = self.threads - sum(int(g.mask.sum()) for v in self.vectors for g in v.groups)
+        gone = self.threads - sum(g.size for v in self.vectors for g in v.groups)
         met = False
         for number, groups in waiting.items():
-            count = sum(int(group.mask.sum()) for _, group in groups) + self.arrived.get(number, 0)
+            count = sum(group.size for _, group in groups) + self.arrived.get(number, 0)
             expected = groups[0][1].expected
             if count < expected - (gone if expected == self.threads else 0):
                 continue
             met = True
-            threads = np.concatenate([v.ids[g.mask] for v, g in groups] + self.arrivals.pop(number, []))
+            threads = np.concatenate([v.ids[g.mask] for v, g in groups])
             self.arrived.pop(number, None)
-            self.window.barrier(threads)
+            self.window.known.meet(threads, self.arrivals.pop(number, []))
             for _, group in groups:
                 group.barrier = None
         if not met:
@@ -490,6 +524,6 @@ class Program:
     def fault(self, rule: str, said: str, what: str, site: Site) -> SimulationFault:
         rank, launch, program = self.window.where
         access = Access(
-            rank, launch, program, site, what, "shared memory", (0,), (0,), self.window.line.sequence
+            rank, launch, program, site, what, "shared memory", (0,), (0,), len(self.window.line.events)
         )
         return SimulationFault(Fault(rule, f"rank {rank}, {launch}, program {program}: {said}", (access,)))

@@ -11,13 +11,14 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import fusedtp
 from fusedtp.parallel.vocab_shard import VocabShard
-from tests.parallel.support import tp_mesh
+from tests.parallel.support import beside, tp_mesh
 
 from .families import model_of
 
@@ -75,16 +76,14 @@ def full(x: Any) -> Any:
 
 
 def difference(got: Tensor, want: Tensor, least: float) -> float:
-    """Relative to the largest value, or to `least`."""
-    whole = full(got)
-    assert whole.shape == want.shape, (whole.shape, want.shape)
-    own = [whole]
-    if isinstance(got, DTensor) and all(p.is_replicate() for p in got.placements):
-        own.append(got.to_local())  # full_tensor takes one rank's word for it
-    errors = [
-        float((each - want).abs().max() / want.abs().max().clamp(min=least)) for each in own if want.numel()
-    ]
-    return max((e if e == e else float("inf") for e in errors), default=0.0)
+    """Of what this rank holds, relative to the largest value of all, or to `least`."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    mine, wanted = beside(got, want)
+    assert mine.shape == wanted.shape, (mine.shape, wanted.shape)
+    if not wanted.numel():
+        return 0.0
+    error = float((mine - wanted).abs().max() / want.abs().max().clamp(min=least))
+    return error if error == error else float("inf")
 
 
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
@@ -99,6 +98,13 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 def _largest(x: Tensor) -> float:
     return float(full(x).abs().max())
+
+
+def worst(group: Any, found: dict[str, float]) -> dict[str, float]:
+    """Of each tensor the largest difference on any rank: each has compared what it holds."""
+    of_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_rank, found, group)
+    return {name: max(each.get(name, 0.0) for each in of_rank) for name in {n for e in of_rank for n in e}}
 
 
 def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -125,15 +131,15 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     want = results(plain, inputs)
     noise = errors(results(perturbed(plain), inputs), want)
     parallel._fusedtp.calls.clear()
-    off = errors(results(parallel, inputs), want)
+    off = worst(group, errors(results(parallel, inputs), want))
     excess = {key: error / max(LEAST, MARGIN * noise.get(key, 0.0)) for key, error in off.items()}
-    worst = max(excess, key=lambda key: excess[key])
+    most = max(excess, key=lambda key: excess[key])
     found = {
         "logits": off["logits"],
         "loss": off["loss"],
         "gradient": max(error for key, error in off.items() if key.startswith("gradient")),
-        "worst": worst,
-        "excess": excess[worst],
+        "worst": most,
+        "excess": excess[most],
         "gathered": {why: n for why, n in parallel._fusedtp.gathered.items() if why != "logits: full_tensor"},
         "calls": dict(parallel._fusedtp.calls),
         "whole": dict(parallel._fusedtp.whole),

@@ -136,7 +136,8 @@ def test_generation_gives_maps_of_all_heads():
 
 
 def compiled(group: Any) -> None:
-    parallel = fusedtp.parallelize(made("llama"), tp_mesh(group))
+    model = model_of("llama", attention="eager", num_hidden_layers=1)
+    parallel = fusedtp.parallelize(model, tp_mesh(group))
     parallel.compile(backend="aot_eager")
     with pytest.raises(ValueError, match="attentions: this rank's 2 of 4 heads"):
         parallel(batch()["input_ids"], output_attentions=True)

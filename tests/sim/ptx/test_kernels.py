@@ -258,8 +258,8 @@ def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
 
     assert explore(message_case("release"), chosen()).passed
     fault = explore(message_case("relaxed"), chosen()).fault
-    assert fault is not None and fault.rule == "never written" and fault.compiled == "sm_80"
-    access = fault.accesses[0]
+    assert fault is not None and fault.rule == "read-write race" and fault.compiled == "sm_80"
+    access = fault.accesses[1]
     lines, first = inspect.getsourcelines(receive.fn)
     load = first + next(n for n, line in enumerate(lines) if "tl.load(box + at)" in line)
     assert access.tensor == "box of rank 1" and access.site.file == __file__

@@ -1,0 +1,319 @@
+"""Happens-before between the machine's threads, by vector clocks: PTX ISA 8.8, section 8.9 ("base causality order").
+
+A clock is an array [2, C] of int32 with one coordinate a thread and one a word that strong operations use:
+
+    clock[0][thread]  what the thread did up to this tick of its program happened before
+    clock[0][word]    the newest write to the word that happened before, or that a read saw which happened before;
+                      nothing older may be read any more (8.9.5, causality order; 8.10.6, causality)
+    clock[1]          the same, of what a proxy fence lets asynchronous copies see (8.9.5, proxy-preserved)
+
+Edges between threads carry clocks: release patterns to acquire patterns (8.8), barriers, mbarriers, fence.sc,
+the end of work to the next on its stream. Where scopes do not reach both ways, there is no edge (8.7).
+
+Note [Threads share rows]. Clocks are of single threads: lanes of a warp are not ordered by the warp. Most threads of a
+program know the same, since they met at a barrier, so a program keeps a few rows and which of them each thread has; a
+thread gets a row of its own when it alone acquires something, until the next barrier. A thread's own coordinate is
+not in its row: it has always seen itself. One tick counts for all threads of a program; it goes on with each release,
+so a tick says exactly which accesses of a thread came before a release. So nothing is lost against a clock a thread,
+and a barrier costs one maximum over a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Clock = Array  # [2, C]
+GENERIC, ASYNC = 0, 1  # proxies
+
+
+class Space:
+    """Coordinates of all threads and words of a schedule, and what fences of sequential consistency have published."""
+
+    def __init__(self) -> None:
+        self.count, self.capacity = 1, 256  # coordinate 0 is no one's
+        self.fences: dict[Source, Clock] = {}
+
+    def take(self, count: int) -> int:
+        first = self.count
+        self.count += count
+        while self.count > self.capacity:
+            self.capacity *= 2
+        return first
+
+    def fitted(self, clock: Array) -> Array:
+        """With as many coordinates as there are now."""
+        missing = self.capacity - clock.shape[-1]
+        if not missing:
+            return clock
+        return np.concatenate([clock, np.zeros((*clock.shape[:-1], missing), np.int32)], axis=-1)
+
+
+class Source(NamedTuple):
+    """Who released, at which scope."""
+
+    rank: int
+    program: int
+    scope: str
+
+    def reaches(self, other: Source) -> bool:
+        """Whether each scope includes the other's threads: 8.7. Every rank is a device."""
+        if self.program == other.program and self.rank == other.rank:
+            return True
+        if "cta" in (self.scope, other.scope):
+            return False
+        return self.rank == other.rank or (self.scope == "sys" and other.scope == "sys")
+
+
+def joined(a: Clock, b: Clock) -> Clock:
+    """All that either clock knows."""
+    small, large = sorted((a, b), key=lambda c: c.shape[1])
+    large = large.copy()
+    np.maximum(large[:, : small.shape[1]], small, out=large[:, : small.shape[1]])
+    return large
+
+
+Carried = dict[Source, Clock]
+
+
+def carry(carried: Carried, more: Iterable[tuple[Source, Clock]]) -> None:
+    """Let a value carry more clocks."""
+    for source, clock in more:
+        known = carried.get(source)
+        carried[source] = clock if known is None or known is clock else joined(known, clock)
+
+
+@dataclass
+class Slot:
+    """Coordinates of a program's threads, and of its asynchronous copies after them. Programs in a row share them."""
+
+    first: int
+    threads: int
+    tick: int = 1
+
+
+class Rows(NamedTuple):
+    """Clocks of a program's threads at a moment."""
+
+    rows: Array  # [R, 2, C]
+    which: Array  # [threads]
+    used: int
+
+
+@dataclass
+class Published:
+    """The last fence that a thread executed, by scope."""
+
+    rows: Rows
+    tick: int
+
+
+@dataclass
+class Known:
+    """What each thread of a program knows.
+
+    pending    thread -> word -> what its relaxed reads of the word carried: a fence may acquire it later
+    fenced     thread -> scope -> its last fence that releases
+    """
+
+    space: Space
+    slot: Slot
+    source: Source
+    start: Clock | None = None
+    pending: dict[int, dict[int, Carried]] = field(default_factory=dict)
+    fenced: dict[int, dict[str, Published]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.first, self.threads = self.slot.first, self.slot.threads
+        self.slot.tick += 1
+        self.rows = np.zeros((2, 2, self.space.capacity), np.int32)
+        if self.start is not None:
+            self.rows[0, :, : self.start.shape[1]] = self.start
+        self.which, self.used = np.zeros(self.threads, np.intp), 1
+        self._frozen: Rows | None = None
+
+    @property
+    def tick(self) -> int:
+        return self.slot.tick
+
+    @property
+    def engine(self) -> int:
+        """The coordinate of its asynchronous copies."""
+        return self.first + self.threads
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def now(self) -> Rows:
+        return Rows(self.rows, self.which, self.used)
+
+    def frozen(self) -> Rows:
+        """As it is now, also later."""
+        if self._frozen is None:
+            self._frozen = Rows(self.rows[: self.used].copy(), self.which.copy(), self.used)
+        return self._frozen
+
+    def ticks(self, at: Rows, threads: Array, coordinates: Array, proxy: int) -> Array:
+        """How far each thread knows a coordinate. coordinates [n] or [n, k] of n threads."""
+        rows = at.rows if at.rows.shape[2] >= self.space.count else self.space.fitted(at.rows)
+        if at.used == 1:
+            found: Array = rows[0, proxy].take(coordinates)
+            return found
+        which = at.which[threads]
+        found = rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
+        return found
+
+    def clock(self, thread: int) -> Clock:
+        """All that a thread knows, itself included; what it does from here on is not in it."""
+        clock: Clock = self.rows[self.which[thread]].copy()
+        clock[GENERIC, self.first + thread] = self.slot.tick
+        self.slot.tick += 1
+        return clock
+
+    def together(self, threads: Array) -> Clock:
+        """All that these threads know, themselves included."""
+        clock: Clock = (
+            self.rows[np.unique(self.which[threads])].max(0) if self.used > 1 else self.rows[0].copy()
+        )
+        clock[GENERIC, self.first + threads] = self.slot.tick
+        self.slot.tick += 1
+        return clock
+
+    # -- edges -------------------------------------------------------------------------------------------------------
+
+    def join(self, threads: Array, clock: Clock) -> None:
+        """These threads know what `clock` does."""
+        self._fit()
+        width = clock.shape[1]
+        whose = self.which[threads]
+        for at in np.unique(whose).tolist():
+            if (clock <= self.rows[at, :, :width]).all():
+                continue
+            members = threads[whose == at]
+            if np.count_nonzero(self.which == at) > len(members):
+                at = self._copied(at)
+                self.which[members] = at
+            row = self.rows[at, :, :width]
+            np.maximum(row, clock, out=row)
+
+    def meet(self, threads: Array, others: Iterable[Clock] = ()) -> None:
+        """A barrier of these threads. others: of threads that have only arrived."""
+        self._fit()
+        clock = self.together(threads)
+        for other in others:
+            row = clock[:, : other.shape[1]]
+            np.maximum(row, other, out=row)
+        if len(threads) == self.threads:
+            self.rows[0], self.which[:], self.used = clock, 0, 1
+        else:
+            self.which[threads] = at = self._free()
+            self.rows[at] = clock
+
+    def newest(self, thread: int, word: int) -> int:
+        """Number of the newest write of a word that a thread knows."""
+        row = self.rows[self.which[thread], GENERIC]
+        return int(row[word]) if word < len(row) else 0
+
+    def same(self, threads: Array) -> bool:
+        """Whether these threads know the same, but for themselves."""
+        return self.used == 1 or bool((self.which[threads] == self.which[threads[0]]).all())
+
+    def observe(self, threads: Array, word: int, number: int) -> None:
+        """Threads that know the same have read or written this write of a word."""
+        if self.newest(int(threads[0]), word) < number:
+            self._fit()
+            at = int(self.which[threads[0]])
+            if np.count_nonzero(self.which == at) > len(threads):
+                self.which[threads] = at = self._copied(at)
+            self.rows[at, GENERIC, word] = number
+
+    def acquire(self, thread: int, carried: Carried, scope: str) -> None:
+        """What a value carries, as far as scopes reach."""
+        me = self.source._replace(scope=scope)
+        for source, clock in carried.items():
+            if source.reaches(me):
+                self.join(np.array([thread]), clock)
+
+    def fence(self, threads: Array, order: str, scope: str) -> None:
+        """order: "sc", "acq_rel", "acquire" or "release"."""
+        me = self.source._replace(scope=scope)
+        if order != "release":
+            for thread in [t for t in threads.tolist() if t in self.pending]:
+                for carried in self.pending[thread].values():
+                    self.acquire(thread, carried, scope)
+        if order == "sc":
+            for thread in threads.tolist():
+                self.acquire(thread, self.space.fences, scope)
+                carry(self.space.fences, [(me, self.clock(thread))])
+        if order != "acquire":
+            published = Published(self.frozen(), self.slot.tick)
+            self.slot.tick += 1
+            for thread in threads.tolist():
+                self.fenced.setdefault(thread, {})[scope] = published
+
+    def fence_proxy(self, threads: Array) -> None:
+        """What these threads know by ordinary accesses, asynchronous copies may see."""
+        self._fit()
+        for at in np.unique(self.which[threads]).tolist():
+            members = threads[self.which[threads] == at]
+            if np.count_nonzero(self.which == at) > len(members):
+                at = self._copied(at)
+                self.which[members] = at
+            row = self.rows[at]
+            np.maximum(row[ASYNC], row[GENERIC], out=row[ASYNC])
+            row[ASYNC, self.first + members] = self.slot.tick
+        self.slot.tick += 1
+
+    def released(self, thread: int, order: str, scope: str) -> Carried:
+        """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
+        carried: Carried = {}
+        if order in ("release", "acq_rel"):
+            carry(carried, [(self.source._replace(scope=scope), self.clock(thread))])
+        for of, published in self.fenced.get(thread, {}).items():
+            at = published.rows
+            clock = at.rows[at.which[thread]].copy()
+            clock[GENERIC, self.first + thread] = published.tick
+            carry(carried, [(self.source._replace(scope=of), clock)])
+        return carried
+
+    def copied(self) -> Clock:
+        """What the end of an asynchronous copy publishes: that alone, 8.9.1.1."""
+        clock = np.zeros((2, self.space.capacity), np.int32)
+        clock[:, self.engine] = self.slot.tick
+        self.slot.tick += 1
+        return clock
+
+    def end(self) -> Clock:
+        """What the end of the program publishes to what its stream does next: all, for every proxy."""
+        clock = self.together(np.arange(self.threads))
+        clock[GENERIC, self.engine] = self.slot.tick
+        self.slot.tick += 1
+        clock[ASYNC] = clock[GENERIC]
+        return clock
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _fit(self) -> None:
+        """Before a change: room for all coordinates, and no row that no thread has."""
+        self._frozen = None
+        if self.rows.shape[2] < self.space.count:
+            self.rows = self.space.fitted(self.rows)
+        if self.used > 8 and self.used == len(self.rows):
+            held = np.unique(self.which)
+            self.rows[: len(held)], self.which = self.rows[held], np.searchsorted(held, self.which)
+            self.used = len(held)
+
+    def _copied(self, at: int) -> int:
+        new = self._free()
+        self.rows[new] = self.rows[at]
+        return new
+
+    def _free(self) -> int:
+        """A row that no thread has."""
+        if self.used == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.used += 1
+        return self.used - 1

@@ -1,0 +1,266 @@
+"""Who wrote and who read each piece of memory last: where clocks do not order two accesses, they race.
+
+PTX ISA 8.8, section 8.7.1: two accesses that overlap race if one of them writes, they are not ordered by causality and
+not morally strong, that is both strong, each with a scope that reaches the other's thread, of the same bytes.
+
+A tensor is divided into cells, of 16 bytes at first and as small as the smallest access to it later. Weak accesses
+leave stamps (tick, thread) in cells: the last write, and for each slot of programs the last read. Strong ones are few;
+their words keep them by thread. The first race of a schedule is found exactly, but for these:
+
+    of a cell that several threads of one program read, the last reader alone is remembered
+    Note [Loads in every thread]. A compiler loads a scalar in every thread and uses one thread's (`bump_epoch` in
+    kernels/signals.py), so a thread may store to it before another warp has loaded. Within a program, a write after
+    a read is not judged; nor, warp by warp, a read of the line that read the cell before the write. Where it matters,
+    warps in random order show it in the numbers.
+
+Source: Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race Detection".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..faults import Site
+from .clocks import ASYNC, GENERIC, Carried, Known, Rows, Source
+
+Array = np.ndarray[Any, Any]
+THREAD = (1 << 32) - 1  # of a stamp: tick << 32 | coordinate of the thread
+MOST_WRITES = 16  # of a word, that are remembered
+
+
+class Event(NamedTuple):
+    """An access as reports name it. where: rank, launch, program."""
+
+    where: tuple[int, str, int]
+    site: Site
+    what: str
+    writes: bool
+
+
+class Conflict(NamedTuple):
+    """An earlier access that races with one now. lanes, cells: of the one now that overlap it."""
+
+    event: int
+    cells: Array
+    proxy: bool = False  # only a proxy fence is missing
+
+
+class Accessor(NamedTuple):
+    """Who accesses now: threads of a program with what they know, by a proxy; and the stamp that they leave."""
+
+    known: Known
+    rows: Rows
+    threads: Array
+    proxy: int = GENERIC
+    engine: bool = False  # its asynchronous copies do it, once they are complete
+
+    @property
+    def stamps(self) -> Array:
+        who = np.full(1, self.known.engine) if self.engine else self.known.first + self.threads
+        stamps: Array = who | (self.known.tick << 32)
+        return stamps
+
+
+class Shadow:
+    """Cells of one tensor. first: its first byte on the line."""
+
+    def __init__(self, first: int, nbytes: int, poisoned: bool) -> None:
+        self.first, self.nbytes, self.shift = first, nbytes, 4
+        self.begin, size = self._extent()
+        self.writes, self.write_events = np.zeros(size, np.int64), np.zeros(size, np.int32)
+        self.reads: dict[int, tuple[Array, Array]] = {}  # by the first coordinate of a slot: stamps, events
+        self.unwritten = np.full(size, poisoned)
+        self.poisoned, self.written, self.strong = poisoned, False, False
+        self.log: list[tuple[int, Array, Array, int]] = []  # reads before the first write
+        self.logged = 0
+
+    def _extent(self) -> tuple[int, int]:
+        begin = self.first >> self.shift
+        return begin, (self.first + max(self.nbytes, 1) - 1 >> self.shift) - begin + 1
+
+    def cells(self, places: Array, width: int) -> Array:
+        """Those that accesses of `width` bytes at these places touch: [n], or [n, k]."""
+        if width < 1 << self.shift:
+            self._refine(width.bit_length() - 1)
+        cells = (places >> self.shift) - self.begin
+        count = width >> self.shift
+        return cells if count == 1 else cells[:, None] + np.arange(count)
+
+    def places(self, cells: Array) -> Array:
+        """The first byte of each."""
+        return np.maximum((cells + self.begin) << self.shift, self.first)
+
+    def _refine(self, shift: int) -> None:
+        self._settle()
+        by = self.shift - shift
+        cut = (self.first >> shift) - (self.begin << by)
+        self.shift = shift
+        self.begin, size = self._extent()
+
+        def finer(cells: Array) -> Array:
+            return np.repeat(cells, 1 << by)[cut : cut + size]
+
+        self.writes, self.write_events = finer(self.writes), finer(self.write_events)
+        self.unwritten = finer(self.unwritten)
+        self.reads = {slot: (finer(stamps), finer(events)) for slot, (stamps, events) in self.reads.items()}
+
+    # -- weak accesses -----------------------------------------------------------------------------------------------
+
+    def conflict(
+        self, who: Accessor, cells: Array, writes: bool, again: Callable[[Array], Array] | None = None
+    ) -> Conflict | None:
+        """A weak access by others that this one races with, if any.
+
+        again   of events: whether each is a load of the line that loads now; None in lockstep
+        """
+        if self.written:
+            spared = None
+            if again is not None and not writes and who.known.first in self.reads:
+                spared = again(self.reads[who.known.first][1][cells])
+            found = self._unseen(who, cells, self.writes, self.write_events, False, spared)
+            if found is not None:
+                return found
+        if writes:
+            self._settle()
+            for stamps, events in self.reads.values():
+                found = self._unseen(who, cells, stamps, events, True)
+                if found is not None:
+                    return found
+        return None
+
+    @staticmethod
+    def _unseen(
+        who: Accessor, cells: Array, last: Array, events: Array, reads: bool, spared: Array | None = None
+    ) -> Conflict | None:
+        known, stamps = who.known, last[cells]
+        by, ticks = stamps & THREAD, stamps >> 32
+        unseen = known.ticks(who.rows, who.threads, by, GENERIC) < ticks
+        proxy = None
+        if who.proxy == ASYNC:
+            proxy = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
+        if not unseen.any() and (proxy is None or not proxy.any()):
+            return None
+        own = known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
+        same = by == own
+        if reads or spared is not None:  # Note [Loads in every thread]
+            inside = (by >= known.first) & (by < known.engine)
+            same |= inside if spared is None else inside & spared
+        unseen &= ~same
+        missing = False
+        if not unseen.any():
+            if proxy is None or reads:
+                return None
+            unseen, missing = proxy & (by != known.engine), True
+            if not unseen.any():
+                return None
+        event = int(events[cells[unseen][0]])
+        return Conflict(event, cells[unseen & (events[cells] == event)], missing)
+
+    def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
+        """This access has happened."""
+        stamps = who.stamps if cells.ndim == 1 else who.stamps[:, None]
+        if writes:
+            self._settle()
+            self.written = True
+            self.writes[cells], self.write_events[cells] = stamps, event
+            if self.poisoned:
+                self.unwritten[cells] = False
+        elif self.written:
+            self._read(who.known.first, cells, stamps, event)
+        else:
+            self.log.append((who.known.first, cells, stamps, event))
+            self.logged += cells.size
+            if self.logged > 4 * len(self.writes) + 4096:
+                self._settle()
+
+    def _read(self, slot: int, cells: Array, stamps: Array, event: int) -> None:
+        if slot not in self.reads:
+            size = len(self.writes)
+            self.reads[slot] = np.zeros(size, np.int64), np.zeros(size, np.int32)
+        last, events = self.reads[slot]
+        last[cells], events[cells] = stamps, event
+
+    def _settle(self) -> None:
+        for slot, cells, stamps, event in self.log:
+            self._read(slot, cells, stamps, event)
+        self.log.clear()
+        self.logged = 0
+
+
+# -- strong accesses ---------------------------------------------------------------------------------------------------
+
+
+class Write(NamedTuple):
+    """A write to a word: its number among all strong ones, the value, and the clocks that it releases."""
+
+    number: int
+    value: Any
+    carried: Carried
+
+
+class Operation(NamedTuple):
+    """The last strong read or write of a word by a thread."""
+
+    tick: int
+    source: Source
+    place: int
+    nb: int
+    event: int
+
+
+class Word:
+    """Bytes that strong operations use: what they may still read, in coherence order, and who used them.
+
+    coordinate   of clocks: the newest write that happened before
+    operations   (coordinate of a thread, whether it wrote) -> its last
+    released     coordinate of a thread -> what its last release here carries, also with its later writes (8.8)
+    """
+
+    __slots__ = ("coordinate", "nb", "operations", "place", "released", "writes")
+
+    def __init__(self, place: int, nb: int, coordinate: int, value: Any) -> None:
+        self.place, self.nb, self.coordinate = place, nb, coordinate
+        self.writes = [Write(0, value, {})]
+        self.operations: dict[tuple[int, bool], Operation] = {}
+        self.released: dict[int, Carried] = {}
+
+    def write(self, write: Write) -> None:
+        self.writes.append(write)
+        if len(self.writes) > MOST_WRITES:
+            del self.writes[0]
+
+    def reset(self, number: int, value: Any) -> None:
+        """A weak write, which everything since is ordered after or races with."""
+        self.writes = [Write(number, value, {})]
+        self.released.clear()
+
+    def oldest(self, known: int) -> int:
+        """Index of the first write that a thread may read which knows the writes up to this number."""
+        for at in range(len(self.writes) - 1, 0, -1):
+            if self.writes[at].number <= known:
+                return at
+        return 0
+
+    def at(self, number: int) -> Write:
+        """The last write up to this number."""
+        return next((w for w in reversed(self.writes) if w.number <= number), self.writes[0])
+
+    def conflict(
+        self, known: Known, at: Rows, thread: int, source: Source | None, place: int, nb: int, writes: bool
+    ) -> Operation | None:
+        """A strong operation of another thread that an access now races with. source: None if it is weak."""
+        for (by, wrote), operation in self.operations.items():
+            if not (writes or wrote) or by == known.first + thread:
+                continue
+            whole = operation.place == place and operation.nb == nb
+            if source is not None and whole and operation.source.reaches(source):
+                continue
+            if operation.place + operation.nb <= place or place + nb <= operation.place:
+                continue
+            seen = known.ticks(at, np.array([thread]), np.array([by]), GENERIC)
+            if seen[0] < operation.tick:
+                return operation
+        return None
