@@ -269,7 +269,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str 
         # only where it was imported for that: such ranks spawn.
         method = "spawn" if "cuda" in backend or interpreting() else "forkserver"
         if method == "forkserver":
-            mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed", "fusedtp"])
+            modules = {each.__module__ for each in (fn, *args) if callable(each)} - {"__main__"}
+            mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed", "fusedtp", *modules])
         start_processes(_enter, (fn, world_size, folder, args, backend), world_size, start_method=method)
         with open(os.path.join(folder, "result"), "rb") as f:
             return pickle.load(f)

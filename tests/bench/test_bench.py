@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedtp.bench import cli
 from fusedtp.bench.cases import OPERATIONS, Case, ways
 from fusedtp.bench.cpu import WAYS, Result, Row, measure_step
 from fusedtp.bench.machine import slug
@@ -121,13 +120,12 @@ def test_a_machine_names_its_folder() -> None:
     assert slug({"cpu": "AMD EPYC (x)", "capability": "AVX512", "cores": 2}) == "amd-epyc-x-avx512-2-cores"
 
 
-def test_host_time_of_every_call_and_pass_is_measured():
+def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "fusedtp", "bench", "host", "--rounds", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.strip().startswith("│")]
-    assert len(rows) == 4, done.stdout
+    assert cli.main(["host", "--rounds", "3"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.strip().startswith("│")]
+    assert len(rows) == 4, printed
     for row in rows:
         _, name, *figures, _ = (part.strip() for part in row.split("│"))
         assert name.startswith(("all_gather", "matmul")) and all(float(us) > 0 for us in figures), row

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fusedtp
 from fusedtp.bench import markdown
+from tests.harness import world
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_block_of_the_readme_runs_on_two_ranks(tmp_path: Path):
+def run_program(_group: Any, program: str) -> tuple[list[tuple[int, ...]], str]:
+    """The shapes of a split weight and of this rank's gradient, and what the program prints."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with redirect_stdout(StringIO()) as printed:
+        exec(compile(program, "split.py", "exec"), names)
+    weight = names["model"].model.layers[1].mlp.down_proj.weight
+    return [tuple(weight.shape), tuple(weight.grad.to_local().shape)], printed.getvalue()
+
+
+def test_the_block_of_the_readme_runs_on_two_ranks():
+    pytest.importorskip("transformers")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     (program,) = [b for b in blocks if "torchrun --nproc-per-node 2" in b]
-    # Each rank says so in a file of its own: what two of them print interleaves.
-    says = (
-        "import os, pathlib\nw = model.model.layers[1].mlp.down_proj.weight\n"
-        "pathlib.Path(os.environ['RANK']).write_text(f'{tuple(w.shape)} {tuple(w.grad.to_local().shape)}')\n"
-    )
-    (tmp_path / "split.py").write_text(program + "\n" + says)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "split.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["(256, 704) (256, 352)"] * 2
-    assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", done.stdout)
+    for shapes, printed in world(2).run(run_program, program):
+        assert shapes == [(256, 704), (256, 352)]
+        assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", printed)
 
 
 def saved_result() -> dict[str, Any]:

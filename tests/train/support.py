@@ -1,8 +1,8 @@
 """Ranks of a run on a mesh, and gradients of a whole model against those of one process.
 
 Note [Meshes of tests]
-Each group of gloo has threads that wake up as long as it lives, some 15 for a mesh of four ranks. A worker makes a mesh
-once and its tests share it: a hundred meshes would keep a core busy with nothing.
+A mesh of four ranks has some 15 groups of gloo, each with threads of its own. A worker makes a mesh once and its tests
+share it.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fusedtp.train.config import parse
 from fusedtp.train.world import World, meshes
 from tests.nn.support import roundings_of
+
+parse([])  # the first one of a process takes long: once, before ranks are forked
 
 # dp, tp, ep, pp: of a world of pp * dp * tp ranks
 MESHES = {

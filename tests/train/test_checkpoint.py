@@ -426,18 +426,17 @@ def whole(state: TrainingState) -> dict[str, torch.Tensor]:
 
 def save_on(group, mesh: str, options: str, folder: Path) -> dict[str, torch.Tensor]:
     state, _, own = on_mesh(group, mesh, options)
-    for step in range(2):
-        for name, parameter in state.model.named_parameters():
-            full = draw(f"{name}.{step}.gradient", (*parameter.shape, 1), 1, 1.0, 0)[..., 0]
-            mine = local_slice(full, parameter).clone()
-            if isinstance(parameter, DTensor):
-                parameter.grad = DTensor.from_local(
-                    mine, parameter.device_mesh, parameter.placements, run_check=False,
-                    shape=parameter.shape, stride=parameter.stride(),
-                )  # fmt: skip
-            else:
-                parameter.grad = mine
-        state.optimizer.step()
+    for name, parameter in state.model.named_parameters():
+        full = draw(f"{name}.gradient", (*parameter.shape, 1), 1, 1.0, 0)[..., 0]
+        mine = local_slice(full, parameter).clone()
+        if isinstance(parameter, DTensor):
+            parameter.grad = DTensor.from_local(
+                mine, parameter.device_mesh, parameter.placements, run_check=False,
+                shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+        else:
+            parameter.grad = mine
+    state.optimizer.step()
     checkpoints = Checkpoints(folder, group=own)
     checkpoints.save(2, state)
     checkpoints.close()

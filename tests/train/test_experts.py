@@ -11,7 +11,6 @@ from fusedtp.train.config import faults, layout, parse
 from fusedtp.train.loop import ExpertLoad
 from fusedtp.train.metrics import heat_map
 from fusedtp.train.world import World
-from tests.harness import pool
 from tests.train.support import meshes_of
 from tests.train.test_run import TINY, command, summary_of
 
@@ -103,9 +102,8 @@ def rooms(group) -> list[int]:
     return found
 
 
-def test_the_room_of_a_step_is_the_most_that_any_rank_used():
-    with pool.World(2) as ranks:
-        (few, first), (many, second) = ranks.run(rooms)
+def test_the_room_of_a_step_is_the_most_that_any_rank_used(worlds):
+    (few, first), (many, second) = worlds(2).run(rooms)
     assert few[1] < many[1], "rows that each rank used"
     assert first == second == [max(pair) for pair in zip(few, many)]
 

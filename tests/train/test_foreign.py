@@ -21,24 +21,32 @@ from fusedtp.train.runs import load_model
 from fusedtp.train.world import World
 from tests.train.support import assert_gradients, ranks_of, world_on
 from tests.train.test_checkpoint import whole
-from tests.train.test_resume import trained
+from tests.train.test_resume import MIDDLE, middle_of, trained
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
 SHAPE: dict[str, Any] = dict(
     vocab_size=256, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     num_hidden_layers=4, bos_token_id=0, eos_token_id=0, pad_token_id=None, tie_word_embeddings=False,
     max_position_embeddings=64, initializer_range=0.3,
 )  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama tied": {"tie_word_embeddings": True},
-    "qwen3": {},
-    "gemma2 tied": {"tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 8},
-    "gemma3_text tied": {
-        "sliding_window": 5,
-        "tie_word_embeddings": True,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
+# Classes, and not names: they are imported before ranks are forked.
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaForCausalLM, {}),
+    "llama tied": (transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3ForCausalLM, {}),
+    "gemma2 tied": (
+        transformers.Gemma2ForCausalLM,
+        {"tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3_text tied": (
+        transformers.Gemma3ForCausalLM,
+        {
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
 }
 SIZES = "--length 16 --batch 8 --accumulate 2 --documents separate --clip 1e9"
 
@@ -56,11 +64,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of every family."""
     found = {}
-    for name, more in FAMILIES.items():
-        kind = name.split()[0]
-        config = transformers.CONFIG_MAPPING[kind](**{**SHAPE, **more})
+    for name, (kind, more) in FAMILIES.items():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = kind(kind.config_class(**{**SHAPE, **more}))
         found[name] = tmp_path_factory.mktemp("model")
         model.save_pretrained(found[name])
     return found
@@ -196,15 +202,15 @@ def test_a_resumed_run_equals_one_that_never_stopped(
 ):
     ranks = worlds(4)
     options = f"--pp 2 --accumulate 2 --model {config_file(tmp_path, tie_word_embeddings=True)} {more}"
-    at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one", 6, False)
-    first = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 4, False)
-    then = ranks.run(trained, mesh, options, tokens, tmp_path / "two", 6, True)
+    at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one")
+    middle = middle_of(tmp_path / "one", tmp_path / "two")
+    then = ranks.run(trained, mesh, options, tokens, middle, True)
     for rank, (records, state, _, saved) in enumerate(then):
         wanted_records, wanted_state, _, _ = at_once[rank]
-        assert first[rank][0] + records == wanted_records and saved == [4, 6]
+        assert records == wanted_records[MIDDLE:] and saved == [2, 4]
         assert state.keys() == wanted_state.keys()
         assert [name for name in state if not torch.equal(state[name], wanted_state[name])] == []
-    assert records[0]["loss"] != first[0][0][-1]["loss"]
+    assert wanted_records[MIDDLE]["loss"] != wanted_records[MIDDLE - 1]["loss"]
 
 
 def arguments(folder: Path, tmp_path: Path, *more: str) -> list[str]:
@@ -253,8 +259,8 @@ def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp
 
 
 def test_a_checkpoint_of_a_pipeline_loads_in_one_process(worlds, folders, tokens: Path, tmp_path: Path):
-    options = f"--pp 2 --accumulate 2 --model {folders['llama tied']}"
-    ranks = worlds(4).run(trained, "pp2 tp2", options, tokens, tmp_path / "one", 2, False)
+    options = f"--pp 2 --accumulate 2 --steps 2 --model {folders['llama tied']}"
+    ranks = worlds(4).run(trained, "pp2 tp2", options, tokens, tmp_path / "one")
     config = parse(f"{SIZES} --model {folders['llama tied']}".split())
     model, _ = build_stages(config, World(), weights=False)
     state = TrainingState(model, adamw(model, config.optim))

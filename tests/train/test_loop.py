@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from fusedtp.train.run import trainer_of, validation_loss
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
 from fusedtp.train.world import World
-from tests.harness import pool
-from tests.train.support import meshes_of
+from tests.train.support import mesh_of, meshes_of
 from tests.train.test_stages import model_of
 
 
@@ -103,9 +103,8 @@ def validate(group) -> tuple[float, float]:
     return validation_loss(model, batches, world), validation_loss(model, batches, World())
 
 
-def test_the_validation_loss_is_the_mean_over_the_data_parallel_ranks():
-    with pool.World(2) as ranks:
-        (first, alone_0), (second, alone_1) = ranks.run(validate)
+def test_the_validation_loss_is_the_mean_over_the_data_parallel_ranks(worlds):
+    (first, alone_0), (second, alone_1) = worlds(2).run(validate)
     assert alone_0 != alone_1
     rounded = torch.tensor([alone_0, alone_1]).sum().item() / 2  # the sum in fp32, as it is reduced
     assert first == second == rounded
@@ -148,6 +147,7 @@ def own_model() -> CausalLM:
     return model_of(tied=False)
 
 
+@cache
 def plain_loop(steps: int, batches_a_step: int) -> list[tuple[float, float]]:
     """Losses and norms of torch's own loop over all batches of a step at once."""
     model = init_(own_model().to_empty(device="cpu"), 0, std=0.3)
@@ -167,7 +167,7 @@ def plain_loop(steps: int, batches_a_step: int) -> list[tuple[float, float]]:
 
 
 def own_trainer(group: Any, axis: str, accumulate: int, steps: int) -> list[tuple[float, float]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    mesh = mesh_of(**{axis: 2})
     model, pipeline, every = own_model(), None, own_batches(4 * steps)
     if axis == "tp":
         parallelize(model, mesh)

@@ -64,7 +64,7 @@ def run(model: CausalLM, kind: str, dp: int) -> None:
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_a_kind_gives_the_gradients_of_one_process_with_its_messages(worlds, kind: str):
-    ((_, wanted, wanted_norm, _),) = alone(False, [(MICROBATCHES, 8)])
+    ((_, wanted, wanted_norm, _),) = alone(False, ((MICROBATCHES, 8),))
     for gradients, norm, messages in worlds(2).run(trained, kind):
         assert gradients.keys() == wanted.keys()
         assert_gradients(gradients, wanted, layers=5)

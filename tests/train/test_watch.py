@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import PeerDied, SignalTimeout
 from fusedtp.train.build import build_stages
@@ -49,6 +51,7 @@ from fusedtp.train.watch import (
 from fusedtp.train.world import World, bound_waits, meshes
 from tests.harness import pool
 from tests.harness.messages import Failure
+from tests.train.support import host_groups
 
 SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --warmup 2 --val-every 99"
 
@@ -250,6 +253,12 @@ def steps_of(options: str) -> int:
     return parse(f"{SIZES} --steps 5 {options}".split()).optim.steps
 
 
+@cache
+def bounded_meshes(dp: int, tp: int, pp: int, timeout: float) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
+    """Whose groups wait so many seconds; see Note [Meshes of tests]."""
+    return meshes("cpu", dp, tp, tp, pp, timeout=timeout)
+
+
 def made(
     group: Any,
     mesh: str,
@@ -261,8 +270,8 @@ def made(
 ) -> Trainer:
     """A rank's trainer of two."""
     (pp, dp, tp), more = MESHES[mesh]
-    on, flat = meshes("cpu", dp, tp, tp, pp, timeout=timeout)
-    own = dist.new_group(backend="gloo")
+    on, flat = bounded_meshes(dp, tp, pp, timeout)
+    own = host_groups()[0]
     here = World(dp, tp, tp, group.rank(), torch.device("cpu"), on, flat, own, own, pp)
     config = parse(f"{SIZES} --steps 5 {more} {options}".split())
     batches = Batches(
