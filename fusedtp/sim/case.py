@@ -181,5 +181,6 @@ def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[Mi
             at = int(torch.argmax(differ.flatten().to(torch.uint8)))
             index = tuple(int(i) for i in np.unravel_index(at, tuple(g.shape) or (1,)))
             wanted, seen = w.flatten()[at].item(), g.flatten()[at].item()
-            found.append(Mismatch(name, rank, index, str(wanted), str(seen), int(differ.sum())))
+            address = g.data_ptr() + g.element_size() * sum(i * n for i, n in zip(index, g.stride()))
+            found.append(Mismatch(name, rank, index, str(wanted), str(seen), int(differ.sum()), address))
     return found

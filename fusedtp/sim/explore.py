@@ -175,6 +175,8 @@ def _execute(
     try:
         machine.run()
         fault = _recorded(run) or _wrong(run)
+        if fault is not None and fault.mismatch is not None and not isinstance(machine, Machine):
+            fault = replace(fault, accesses=machine.last_write(fault.mismatch.address))
         moments = machine.moments
     except SimulationFault as error:
         cause = error  # with the way to the kernel's line

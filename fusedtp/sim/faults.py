@@ -100,6 +100,7 @@ class Mismatch:
 
     name    of the tensor, on `rank`
     index   of the first element that differs, with what was wanted and seen there; count: how many differ
+    address of that element; 0: unknown
     """
 
     name: str
@@ -108,6 +109,7 @@ class Mismatch:
     wanted: str
     seen: str
     count: int
+    address: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         more = f" and {self.count - 1} more elements" if self.count > 1 else ""
@@ -155,7 +157,8 @@ class Fault:
     """One finding.
 
     rule      a key of RULES
-    accesses  the two ends of a race; the one access that is at fault by itself
+    accesses  the two ends of a race; the one access that is at fault by itself; of compiled code the last write of a
+              wrong value
     waits     those of a deadlock
     mismatch  the wrong value
     """

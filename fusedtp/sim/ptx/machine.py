@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
-from ..faults import Fault, Moment, SimulationFault, Site, Wait
+from ..faults import Access, Fault, Moment, SimulationFault, Site, Wait
 from ..strategies import Strategy
 from .clocks import Clock, Slot, joined
 from .copies import TensorMap
@@ -160,6 +160,10 @@ class Machine:
     def land(self) -> None:
         """Tensors get what was written, also after a fault: a kernel may have written down its failure."""
         self.line.land()
+
+    def last_write(self, address: int) -> tuple[Access, ...]:
+        """Who wrote this byte last: one access, or none."""
+        return self.line.last_write(address)
 
     # -- turns -------------------------------------------------------------------------------------------------------
 

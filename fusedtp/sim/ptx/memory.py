@@ -139,13 +139,31 @@ class Line:
 
     def last_writer(self, place: int) -> str:
         """In words, of a word that strong operations use; "" where no one wrote it by one."""
-        word = self.words.get(place)
-        wrote = [o.event for (_, writes), o in word.operations.items() if writes] if word else []
-        event = self.events[max(wrote)] if wrote else None
+        event = self._last_strong(self.words.get(place))
         if event is None:
             return ""
         rank, launch, program = event.where
         return f"last written by rank {rank}, {launch}, program {program}"
+
+    def last_write(self, address: int) -> tuple[Access, ...]:
+        """Who wrote this byte last: one access, or none."""
+        try:
+            places, within = self.locate(np.array([address]), 1)
+        except IndexError:
+            return ()
+        place, shadow = int(places[0]), self.shadows[within]
+        words = self.overlapping(place, 1)  # a weak write ends them
+        event = self._last_strong(words[0]) if words else None
+        if event is None:
+            event = self.events[int(shadow.write_events[(place >> shadow.shift) - shadow.begin])]
+        if event is None:
+            return ()
+        name, index = self.element(place)
+        return (Access(*event.where, event.site, event.what, name, index, index, len(self.events)),)
+
+    def _last_strong(self, word: Word | None) -> Event | None:
+        wrote = [o.event for (_, writes), o in word.operations.items() if writes] if word else []
+        return self.events[max(wrote)] if wrote else None
 
     def overlapping(self, place: int, nbytes: int) -> list[Word]:
         found = [self.words[at] for at in range(place - 7, place + nbytes) if at in self.words]

@@ -1,0 +1,146 @@
+# mypy: ignore-errors
+"""What all kernels of the corpus share: their arguments, the usual signals and waits, and how a case is made.
+
+boxes   int64 [W]   address of each rank's box, rows of N numbers that nobody has written
+flags   int64 [W]   address of each rank's words, int32, all 0 before the first call
+src     [rows, N]   of this call and rank; numbers tell rank, call and place
+dst     [rows, N]   of this call and rank
+BUG     the mistake that is made; "": none
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedtp.sim import Launch, Run, compare, symmetric
+
+N = 64
+kernel = triton.jit(do_not_specialize=("rank", "call"))  # compiled once for all ranks and calls
+
+
+@triton.jit
+def floats(table, rank):
+    return tl.load(table + rank).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def words(table, rank):
+    return tl.load(table + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def longs(table, rank):
+    return tl.load(table + rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def post(word, value, SEM: tl.constexpr = "release", SCOPE: tl.constexpr = "sys"):
+    """After all that this program did."""
+    tl.debug_barrier()
+    tl.atomic_xchg(word, value, sem=SEM, scope=SCOPE)
+
+
+@triton.jit
+def arrive(word, SEM: tl.constexpr = "release", SCOPE: tl.constexpr = "sys"):
+    """Counts this program, after all that it did."""
+    tl.debug_barrier()
+    tl.atomic_add(word, 1, sem=SEM, scope=SCOPE)
+
+
+@triton.jit
+def wait(word, value, SEM: tl.constexpr = "acquire", SCOPE: tl.constexpr = "sys"):
+    """Until the word is at least `value`."""
+    while tl.atomic_add(word, 0, sem=SEM, scope=SCOPE) < value:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def fence_sys():
+    tl.inline_asm_elementwise("fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fence_gpu():
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fence_sc():
+    tl.inline_asm_elementwise("fence.sc.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_relaxed(word):
+    """By every thread."""
+    return tl.inline_asm_elementwise(
+        "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_acquire(word):
+    """By every thread."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def store_relaxed(word, value):
+    """By every thread: the same value, or its own."""
+    tl.inline_asm_elementwise(
+        "st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [word, value], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_release(word, value):
+    """By every thread."""
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [word, value], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def thread():
+    return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+
+
+def case(
+    of, want, bug="", *, world=2, grid=1, calls=1, rows=1, out=None, box=1, dtype=torch.float32, poisoned=True,
+    count=8, num_warps=2,
+) -> Run:  # fmt: skip
+    """`calls` launches a rank, in a row on one stream.
+
+    want    src of all ranks, each [calls, rows, N] -> dst of all ranks, each [calls, out, N]
+    box     rows of the box; dtype of it; poisoned: reading what nobody wrote is a fault
+    count   of words a rank
+    """
+    boxes = symmetric("box", world, (box, N), dtype, poisoned=poisoned)
+    flags = symmetric("flag", world, (count,), torch.int32, poisoned=False)
+    numbers = torch.arange(calls * rows * N, dtype=torch.float32).view(calls, rows, N)
+    src = [numbers + 10000 * r for r in range(world)]
+    dst = [torch.full((calls, rows if out is None else out, N), -1.0) for _ in range(world)]
+    shared = dict(boxes=boxes.pointers, flags=flags.pointers, W=world, N=N, BUG=bug)
+
+    def launch(rank, call):
+        args = dict(src=src[rank][call], dst=dst[rank][call], rank=rank, call=call + 1)
+        return Launch(of, grid, args | shared, options=dict(num_warps=num_warps))
+
+    work = [[launch(r, c) for c in range(calls)] for r in range(world)]
+    return Run(work, [boxes, flags], lambda: compare("dst", dst, want(src)))
+
+
+def previous(src):
+    """Everyone gets what the rank before it has."""
+    return [src[r - 1] for r in range(len(src))]
+
+
+def total(src):
+    """Everyone gets the sum."""
+    return [sum(src[1:], src[0]) for _ in src]

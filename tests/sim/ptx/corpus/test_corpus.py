@@ -1,0 +1,80 @@
+"""Right kernels give no alarm, wrong ones are found by rule and line, each within a stated number of schedules.
+
+FUSEDTP_CORPUS_SCHEDULES=200 runs the proof in full: so many schedules of each right kernel, for sm_80 and sm_90; and
+each mistake from so many seeds / 40.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from fusedtp.sim import Case, explore
+from fusedtp.sim.explore import schedules
+from fusedtp.sim.faults import Fault
+from fusedtp.sim.report import report
+from tests.sim.ptx.corpus import right, wrong
+
+SCHEDULES = int(os.environ.get("FUSEDTP_CORPUS_SCHEDULES", "6"))
+RIGHT = [name for name in vars(right) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_kernels_give_no_alarm(name: str) -> None:
+    at = RIGHT.index(name)
+    targets = ("sm_80", "sm_90") if SCHEDULES >= 100 else ("sm_90",) if at % 4 == 3 else ("sm_80",)
+    for target in targets:
+        chosen = list(schedules(SCHEDULES, compiled=target))
+        outcome = explore(Case(name, getattr(right, name)), chosen, shrink=False)
+        assert outcome.fault is None, report(outcome.fault)
+        assert outcome.schedules == SCHEDULES
+
+
+@pytest.mark.parametrize("each", wrong.WRONG, ids=lambda each: each.name)
+def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if SCHEDULES < 100:  # deadlocks are told after fewer polls in vain
+        monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 50)
+    for first in range(max(1, SCHEDULES // 40)):
+        chosen = list(schedules(each.within, first_seed=1000 * first, compiled="sm_80"))
+        outcome = explore(Case(each.name, lambda: each.make(each.bug)), chosen, shrink=False)
+        assert outcome.fault is not None, f"not found in {each.within} schedules"
+        assert outcome.fault.rule in each.rules, str(outcome.fault)
+        for launch, place in named(outcome.fault):
+            assert each.bug in marks().get(place, {}).get(launch, ()), (
+                f"names {place[1]}, which is not marked\n{outcome.fault}"
+            )
+
+
+def named(fault: Fault) -> list[tuple[str, tuple[str, int]]]:
+    """The kernels' lines that a fault names, each with its kernel: one at least."""
+    ends = [(each.launch, each.site.kernel_place) for each in (*fault.accesses, *fault.waits)]
+    assert ends, str(fault)
+    return ends
+
+
+class Every:
+    """Contains every name."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+
+@cache
+def marks() -> dict[tuple[str, int], dict[str, Any]]:
+    """(file, line) -> kernel -> the mistakes whose report may name the line."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for module in (right, wrong):
+        function = ""
+        for line, text in enumerate(inspect.getsource(module).splitlines(), 1):
+            begins = re.match(r"def (\w+)", text)
+            function = begins[1] if begins else function
+            mark = re.search(r"# BUG(?:: (.*))?$", text)
+            if mark:
+                names = Every() if mark[1] is None else [name.strip() for name in mark[1].split(",")]
+                found[module.__file__ or "", line] = {function: names}
+    return found
