@@ -111,29 +111,39 @@ def thread():
     return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
 
 
-def case(
-    of, want, bug="", *, world=2, grid=1, calls=1, rows=1, out=None, box=1, dtype=torch.float32, poisoned=True,
-    count=8, num_warps=2,
-) -> Run:  # fmt: skip
-    """`calls` launches a rank, in a row on one stream.
+class World:
+    """The memory of a case and its launches.
 
-    want    src of all ranks, each [calls, rows, N] -> dst of all ranks, each [calls, out, N]
     box     rows of the box; dtype of it; poisoned: reading what nobody wrote is a fault
+    out     rows of dst; None: as many as of src
     count   of words a rank
     """
-    boxes = symmetric("box", world, (box, N), dtype, poisoned=poisoned)
-    flags = symmetric("flag", world, (count,), torch.int32, poisoned=False)
-    numbers = torch.arange(calls * rows * N, dtype=torch.float32).view(calls, rows, N)
-    src = [numbers + 10000 * r for r in range(world)]
-    dst = [torch.full((calls, rows if out is None else out, N), -1.0) for _ in range(world)]
-    shared = dict(boxes=boxes.pointers, flags=flags.pointers, W=world, N=N, BUG=bug)
 
-    def launch(rank, call):
-        args = dict(src=src[rank][call], dst=dst[rank][call], rank=rank, call=call + 1)
-        return Launch(of, grid, args | shared, options=dict(num_warps=num_warps))
+    def __init__(
+        self, bug="", *, world=2, grid=1, calls=1, rows=1, out=None, box=1, dtype=torch.float32, poisoned=True,
+        count=8, num_warps=2,
+    ):  # fmt: skip
+        self.ranks, self.calls, self.grid, self.options = range(world), calls, grid, dict(num_warps=num_warps)
+        self.boxes = symmetric("box", world, (box, N), dtype, poisoned=poisoned)
+        self.flags = symmetric("flag", world, (count,), torch.int32, poisoned=False)
+        numbers = torch.arange(calls * rows * N, dtype=torch.float32).view(calls, rows, N)
+        self.src = [numbers + 10000 * r for r in self.ranks]
+        self.dst = [torch.full((calls, rows if out is None else out, N), -1.0) for _ in self.ranks]
+        self.shared = dict(boxes=self.boxes.pointers, flags=self.flags.pointers, W=world, N=N, BUG=bug)
 
-    work = [[launch(r, c) for c in range(calls)] for r in range(world)]
-    return Run(work, [boxes, flags], lambda: compare("dst", dst, want(src)))
+    def launch(self, of, rank, call=0, **more):
+        args = dict(src=self.src[rank][call], dst=self.dst[rank][call], rank=rank, call=call + 1)
+        return Launch(of, self.grid, args | self.shared, options=self.options, **more)
+
+    def run(self, work, want) -> Run:
+        """want: src of all ranks, each [calls, rows, N] -> dst of all ranks, each [calls, out, N]"""
+        return Run(work, [self.boxes, self.flags], lambda: compare("dst", self.dst, want(self.src)))
+
+
+def case(of, want, bug="", **sizes) -> Run:
+    """Launches in a row on one stream of each rank."""
+    made = World(bug, **sizes)
+    return made.run([[made.launch(of, r, c) for c in range(made.calls)] for r in made.ranks], want)
 
 
 def previous(src):
