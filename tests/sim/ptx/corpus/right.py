@@ -523,7 +523,7 @@ def two_locks(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constex
     first, second = words(flags, 0), words(flags, 0) + 1
     if BUG == "the other order on rank 1":
         first, second = words(flags, 0) + rank, words(flags, 0) + 1 - rank
-    for e in range(4):
+    for _ in range(4):
         while tl.atomic_cas(first, 0, 1, sem="acquire", scope="sys") != 0:  # BUG: the other order on rank 1
             pass
         if BUG == "one lock for each":
@@ -831,7 +831,7 @@ def case_packed(bug=""):
 
 @kernel
 def seqlock(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Rank 0 changes a row four times, odd while it does; rank 1 reads until it has seen one even number all the while."""
+    """Rank 0 changes a row, with an odd number meanwhile; rank 1 reads until it saw one even number throughout."""
     at = tl.arange(0, N)
     number, row = words(flags, 0), words(boxes, 0)
     if rank == 0:
@@ -1285,11 +1285,11 @@ def three_slots(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.const
         elif BUG == "slots of four":
             wait(words(flags, rank) + 1, n - 3)
         else:
-            wait(words(flags, rank) + 1, n - 2)
+            wait(words(flags, rank) + 1, n - 2)  # BUG: numbers begin again
         tl.store(floats(boxes, to) + slot + at, tl.load(src + e * N + at))  # BUG
         if BUG == "numbers begin again":
             post(words(flags, to), e + 1)
-            wait(words(flags, rank), e + 1)
+            wait(words(flags, rank), e + 1)  # BUG: numbers begin again
         else:
             post(words(flags, to), n + 1)
             wait(words(flags, rank), n + 1)
@@ -1354,3 +1354,62 @@ def histogram(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constex
 
 def case_histogram(bug=""):
     return case(histogram, total, bug, world=3, poisoned=False)
+
+
+@kernel
+def stack(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """A stack of nodes 1 to 3: a head, with a number that every change raises, and a word for the next of each node.
+
+    Rank 0 takes two nodes and puts the first back, rank 1 takes one. None that was taken may be in the stack.
+    """
+    at = tl.arange(0, N)
+    head = words(flags, 0)
+    if rank == 0:
+        tl.atomic_xchg(head + 1, 2, sem="relaxed", scope="sys")
+        tl.atomic_xchg(head + 2, 3, sem="relaxed", scope="sys")
+        tl.atomic_xchg(head, 1, sem="relaxed", scope="sys")
+    meet(head + 6, W, W, "")
+    first = pop(head, BUG)
+    taken = first
+    if rank == 0:
+        taken = pop(head, BUG)
+        before = tl.atomic_add(head, 0, sem="acquire", scope="sys")
+        tl.atomic_xchg(head + first, before % 16, sem="relaxed", scope="sys")
+        now = tl.atomic_cas(head, before, raised(before, first, BUG), sem="acq_rel", scope="sys")
+        while now != before:
+            before = now
+            tl.atomic_xchg(head + first, before % 16, sem="relaxed", scope="sys")
+            now = tl.atomic_cas(head, before, raised(before, first, BUG), sem="acq_rel", scope="sys")
+    meet(head + 6, 2 * W, W, "")
+    node = tl.atomic_add(head, 0, sem="relaxed", scope="sys") % 16
+    found = 0
+    for _ in range(3):
+        if node > 0:
+            found += (node == taken).to(tl.int32)
+            node = tl.atomic_add(head + node, 0, sem="relaxed", scope="sys")
+    tl.store(dst + at, (found + at * 0).to(tl.float32))  # BUG
+
+
+@triton.jit
+def pop(head, BUG: tl.constexpr):
+    before = tl.atomic_add(head, 0, sem="acquire", scope="sys")
+    below = tl.atomic_add(head + before % 16, 0, sem="relaxed", scope="sys")
+    now = tl.atomic_cas(head, before, raised(before, below, BUG), sem="acq_rel", scope="sys")
+    while now != before:
+        before = now
+        below = tl.atomic_add(head + before % 16, 0, sem="relaxed", scope="sys")
+        now = tl.atomic_cas(head, before, raised(before, below, BUG), sem="acq_rel", scope="sys")
+    return before % 16
+
+
+@triton.jit
+def raised(before, node, BUG: tl.constexpr):
+    if BUG == "no number (ABA)":
+        word = node
+    else:
+        word = (before // 16 + 1) * 16 + node
+    return word
+
+
+def case_stack(bug=""):
+    return case(stack, lambda src: [each * 0 for each in src], bug)

@@ -51,10 +51,10 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
 
 
 def named(fault: Fault) -> list[tuple[str, tuple[str, int]]]:
-    """The kernels' lines that a fault names, each with its kernel: one at least."""
+    """The kernels' lines that a fault names, each with its kernel. What a stream does itself has no line."""
     ends = [(each.launch, each.site.kernel_place) for each in (*fault.accesses, *fault.waits)]
     assert ends, str(fault)
-    return ends
+    return [(launch, place) for launch, place in ends if place[0] != "host"]
 
 
 class Every:

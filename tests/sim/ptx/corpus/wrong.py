@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import triton
+import triton.language as tl
+
 from . import right
+from .parts import arrive, case, floats, kernel, longs, post, previous, total, wait, words
 
 RACE = ("read-write race", "never written")
 UPDATE = ("read-write race", "write-write race")
@@ -27,8 +32,254 @@ class Wrong:
 
     @property
     def name(self) -> str:
-        return f"{self.make.__name__.removeprefix('case_')}: {self.bug}"
+        return ": ".join([self.make.__name__.removeprefix("case_"), *filter(None, [self.bug])])
 
+
+# -- kernels that are wrong as a whole ---------------------------------------------------------------------------------
+
+
+@kernel
+def torn(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """As NCCL's LL128 without its warp-wide check: a word of 128 bits tears, its flag half may come first."""
+    at = tl.arange(0, N)
+    number = tl.load(src + at).to(tl.int64) + 1
+    put_pair(longs(boxes, 1 - rank) + 2 * at, number, number * 0 + 1)
+    got, flag = get_pair(longs(boxes, rank) + 2 * at)
+    while tl.min(flag) == 0:
+        got, flag = get_pair(longs(boxes, rank) + 2 * at)
+    tl.store(dst + at, (got - 1).to(tl.float32))  # BUG
+
+
+@triton.jit
+def put_pair(at, number, flag):
+    tl.inline_asm_elementwise(
+        "st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,l,l,l", [at, number, flag],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def get_pair(at):
+    return tl.inline_asm_elementwise(
+        "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [at], dtype=(tl.int64, tl.int64),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def case_torn(bug=""):
+    return case(torn, previous, box=2, dtype=torch.int64, poisoned=False)
+
+
+@kernel
+def plain_flag(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """The flag is a plain store, the poll a volatile load."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))
+    tl.debug_barrier()
+    tl.store(words(flags, 1 - rank), 1)  # BUG
+    while tl.load(words(flags, rank), volatile=True) == 0:  # BUG
+        pass
+    tl.store(dst + at, tl.load(floats(boxes, rank) + at))
+
+
+def case_plain_flag(bug=""):
+    return case(plain_flag, previous)
+
+
+@kernel
+def plain_poll(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Polls by plain loads that nothing uses: Triton removes the loop."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
+    post(words(flags, 1 - rank), 1)
+    while tl.load(words(flags, rank)) == 0:
+        pass
+    tl.store(dst + at, tl.load(floats(boxes, rank) + at))  # BUG
+
+
+def case_plain_poll(bug=""):
+    return case(plain_poll, previous)
+
+
+@kernel
+def polls_the_data(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Plain stores of data, polled until none of it is 0."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at) + 1)  # BUG
+    got = tl.load(floats(boxes, rank) + at, volatile=True)  # BUG
+    while tl.min(got) == 0:
+        got = tl.load(floats(boxes, rank) + at, volatile=True)  # BUG
+    tl.store(dst + at, got - 1)
+
+
+def case_polls_the_data(bug=""):
+    return case(polls_the_data, previous, poisoned=False)
+
+
+@kernel
+def two_widths(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """The flag is written with 64 bits and polled with 32: no synchronization (PTX 8.7.1)."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))
+    tl.debug_barrier()
+    tl.atomic_xchg(longs(flags, 1 - rank), tl.full((), 1, tl.int64), sem="release", scope="sys")  # BUG
+    wait(words(flags, rank), 1)  # BUG
+    tl.store(dst + at, tl.load(floats(boxes, rank) + at))
+
+
+def case_two_widths(bug=""):
+    return case(two_widths, previous)
+
+
+@kernel
+def rows_from_1(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """The row of a call, counted from 1, of a box that has rows from 0."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, rank) + call * N + at, tl.load(src + at))  # BUG
+    tl.store(dst + at, tl.load(floats(boxes, rank) + call * N + at))
+
+
+def case_rows_from_1(bug=""):
+    return case(rows_from_1, right.own, calls=2, box=2)
+
+
+@kernel
+def no_modulo(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """The last rank has no next one in the table of addresses."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, rank + 1) + at, tl.load(src + at))  # BUG
+    post(words(flags, rank + 1), 1)
+    wait(words(flags, rank), 1)
+    tl.store(dst + at, tl.load(floats(boxes, rank) + at))
+
+
+def case_no_modulo(bug=""):
+    return case(no_modulo, previous)
+
+
+@kernel
+def bytes_for_elements(
+    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
+):
+    """An offset in elements is added to an address in bytes."""
+    at = tl.arange(0, N)
+    begin = (tl.load(boxes + rank) + call * 2 + 1).to(tl.pointer_type(tl.float32))
+    tl.store(begin + at, tl.load(src + at))  # BUG
+    tl.store(dst + at, tl.load(src + at))
+
+
+def case_bytes_for_elements(bug=""):
+    return case(bytes_for_elements, right.own)
+
+
+@kernel
+def mask_one_too_long(
+    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
+):
+    """Two programs a rank, each with half of the row and the first number of the other half."""
+    half = N // 2
+    at = tl.program_id(0) * half + tl.arange(0, N)
+    mine = at <= tl.minimum((tl.program_id(0) + 1) * half, N - 1)
+    tl.store(floats(boxes, rank) + at, tl.load(src + at, mask=mine), mask=mine)  # BUG
+    tl.store(dst + at, tl.load(src + at, mask=mine), mask=at < (tl.program_id(0) + 1) * half)
+
+
+def case_mask_one_too_long(bug=""):
+    return case(mask_one_too_long, right.own, grid=2)
+
+
+@kernel
+def barrier_of_programs(
+    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
+):
+    """All programs of a rank meet: they need not all be there at once."""
+    at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
+    tl.store(floats(boxes, rank) + row * N + at, tl.load(src + row * N + at))
+    arrive(words(flags, rank), "acq_rel", "gpu")
+    wait(words(flags, rank), programs, "acquire", "gpu")  # BUG
+    tl.store(dst + row * N + at, tl.load(floats(boxes, rank) + row * N + at))
+
+
+def case_barrier_of_programs(bug=""):
+    return case(barrier_of_programs, right.own, grid=3, rows=3, box=3)
+
+
+@kernel
+def leaves_early(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """A rank without rows signals no one: the others wait for it."""
+    at = tl.arange(0, N)
+    if rank != 1:
+        tl.store(floats(boxes, rank) + at, tl.load(src + at))
+        arrive(words(flags, 0))
+        wait(words(flags, 0), W)  # BUG
+        tl.store(dst + at, tl.load(floats(boxes, (rank + 1) % W) + at))
+
+
+def case_leaves_early(bug=""):
+    return case(leaves_early, total, world=3)
+
+
+@kernel
+def own_counters(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Each rank counts itself, not its peers, and so meets no one."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, rank) + at, tl.load(src + at))  # BUG
+    for _ in range(W):
+        arrive(words(flags, rank))
+    wait(words(flags, rank), W)
+    sum = tl.zeros((N,), tl.float32)
+    for peer in range(W):
+        sum += tl.load(floats(boxes, peer) + at)  # BUG
+    tl.store(dst + at, sum)
+
+
+def case_own_counters(bug=""):
+    return case(own_counters, total)
+
+
+@kernel
+def ring_of_waits(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Each first waits for the rank before it, then tells the next."""
+    at, to = tl.arange(0, N), (rank + 1) % W
+    tl.store(floats(boxes, to) + at, tl.load(src + at))
+    wait(words(flags, rank), 1)  # BUG
+    post(words(flags, to), 1)
+    tl.store(dst + at, tl.load(floats(boxes, rank) + at))
+
+
+def case_ring_of_waits(bug=""):
+    return case(ring_of_waits, previous, world=3)
+
+
+@kernel
+def boxes_of_halves(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Two senders share a box; the second begins a few numbers too early."""
+    at = tl.arange(0, N)
+    tl.store(floats(boxes, 0) + rank * (N - 4) + at, tl.load(src + at))  # BUG
+    tl.store(dst + at, tl.load(src + at))
+
+
+def case_boxes_of_halves(bug=""):
+    return case(boxes_of_halves, right.own, box=2)
+
+
+@kernel
+def reset_by_all(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Everyone sets the counter back after the barrier: the slow still wait for it, or it forgets who is early."""
+    at = tl.arange(0, N)
+    for e in range(3):
+        tl.store(floats(boxes, rank) + e * N + at, tl.load(src + e * N + at))
+        arrive(words(flags, 0))
+        wait(words(flags, 0), W)  # BUG
+        tl.atomic_xchg(words(flags, 0), 0, sem="release", scope="sys")
+        tl.store(dst + e * N + at, tl.load(floats(boxes, (rank + 1) % W) + e * N + at))
+
+
+def case_reset_by_all(bug=""):
+    return case(reset_by_all, right.following, rows=3, box=3)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
 
 WRONG = [
     Wrong(right.case_message, "wrong peer told", RACE),
@@ -138,7 +389,7 @@ WRONG = [
     Wrong(right.case_packed, "one lane's flag", ("wrong value",)),
     Wrong(right.case_packed, "any flag, one row", ("wrong value",)),
     Wrong(right.case_packed, "loads again", ("wrong value",)),
-    Wrong(right.case_seqlock, "writer does not fence", ("wrong value",)),
+    Wrong(right.case_seqlock, "writer does not fence", ("wrong value",), 120),
     Wrong(right.case_seqlock, "does not look again", ("wrong value",)),
     Wrong(right.case_seqlock, "takes odd numbers", ("wrong value",)),
     Wrong(right.case_one_shot, "one row"),
@@ -174,4 +425,40 @@ WRONG = [
     Wrong(right.case_queue, "one slot further", (*RACE, "deadlock")),
     Wrong(right.case_flags_as_a_vector, "one flag will do"),
     Wrong(right.case_flags_as_a_vector, "no fence"),
+    Wrong(right.case_receiver, "waits relaxed"),
+    Wrong(right.case_receiver, "flag on another stream"),
+    Wrong(right.case_receiver, "flag before the copy"),
+    Wrong(right.case_sender, "flag before the store"),
+    Wrong(right.case_sender, "told relaxed"),
+    Wrong(right.case_sender, "waits for 0"),
+    Wrong(right.case_sender, "does not wait"),
+    Wrong(right.case_launches_in_a_row, "on two streams"),
+    Wrong(right.case_barrier_launches, "meets for the first time each time"),
+    Wrong(right.case_barrier_launches, "no barrier at the end"),
+    Wrong(right.case_barrier_launches, "barrier on another stream", (*RACE, "deadlock")),
+    Wrong(right.case_three_slots, "credits of this launch alone"),
+    Wrong(right.case_three_slots, "slots of four"),
+    Wrong(right.case_three_slots, "numbers begin again", (*RACE, "deadlock")),
+    Wrong(right.case_reduce_scatter, "one slot for all steps"),
+    Wrong(right.case_reduce_scatter, "one flag, always 1"),
+    Wrong(right.case_reduce_scatter, "adds the part of the step before", ("wrong value",)),
+    Wrong(right.case_histogram, "adds without atomics", UPDATE),
+    Wrong(right.case_histogram, "adds at gpu scope", ("scope",)),
+    Wrong(right.case_histogram, "arrives relaxed"),
+    Wrong(right.case_histogram, "reads before the last"),
+    Wrong(case_torn, "", ("wrong value",)),
+    Wrong(case_plain_flag, ""),
+    Wrong(case_plain_poll, ""),
+    Wrong(case_polls_the_data, ""),
+    Wrong(case_two_widths, ""),
+    Wrong(case_rows_from_1, "", ("out of bounds",)),
+    Wrong(case_no_modulo, "", ("out of bounds",)),
+    Wrong(case_bytes_for_elements, "", ("misaligned",)),
+    Wrong(case_mask_one_too_long, "", ("write-write race",)),
+    Wrong(case_barrier_of_programs, "", ("deadlock",)),
+    Wrong(case_leaves_early, "", ("deadlock",)),
+    Wrong(case_own_counters, ""),
+    Wrong(case_ring_of_waits, "", ("deadlock",)),
+    Wrong(case_boxes_of_halves, "", ("write-write race",)),
+    Wrong(case_reset_by_all, "", ("deadlock",)),
 ]
