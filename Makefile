@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check corpus lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ finetune: venv ## train a Hugging Face model on text, two tensor-parallel ranks,
 
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)
+
+corpus: venv ## small right and wrong kernels through `check --compiled`: 200 schedules of each right one, two targets
+	FUSEDTP_CORPUS_SCHEDULES=200 $(BIN)/python -m pytest tests/sim/ptx/corpus $(ARGS)
 
 lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules
 	$(BIN)/python -m fusedtp.checks.lint $(ARGS)

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """Kernels of several ranks that are right by the memory model of PTX, and the mistakes that wrong.py makes in them.
 
-A line with `# BUG: name, name` is one that the report of these mistakes may name; `# BUG` alone: of every mistake of
-the kernel. Both lines of a race are such lines.
+A line that ends in `# BUG`, a colon and names is one that the report of these mistakes may name; with `# BUG` alone, of
+every mistake of the kernel. Such a comment on a line of its own stands for the next line. Both lines of a race are
+marked.
 """
 
 from __future__ import annotations
@@ -394,9 +395,8 @@ def sense_reversing(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.c
                 tl.atomic_xchg(words(flags, 0), 0, sem="relaxed", scope="sys")
                 post(words(flags, 0) + 1, sense)
         else:
-            while (
-                tl.atomic_add(words(flags, 0) + 1, 0, sem="acquire", scope="sys") != sense
-            ):  # BUG: no reset, turns before it resets
+            # BUG: no reset, turns before it resets
+            while tl.atomic_add(words(flags, 0) + 1, 0, sem="acquire", scope="sys") != sense:
                 pass
         tl.debug_barrier()
 
@@ -416,9 +416,8 @@ def epochs_of_calls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.c
         wait(words(flags, rank), 1)
     elif BUG == "equal to the call":
         post(words(flags, to), call)
-        while (
-            tl.atomic_add(words(flags, rank), 0, sem="acquire", scope="sys") != call
-        ):  # BUG: equal to the call
+        # BUG: equal to the call
+        while tl.atomic_add(words(flags, rank), 0, sem="acquire", scope="sys") != call:
             pass
         tl.debug_barrier()
     elif BUG == "toggles":
@@ -495,9 +494,8 @@ def lock(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, B
                 pass
             tl.atomic_xchg(word, 1, sem="acquire", scope="sys")
         elif BUG != "no lock":
-            while (
-                tl.atomic_cas(word, 0, 1, sem=TAKES, scope=SCOPE) != 0
-            ):  # BUG: lock at gpu scope, never given back
+            # BUG: lock at gpu scope, never given back
+            while tl.atomic_cas(word, 0, 1, sem=TAKES, scope=SCOPE) != 0:
                 pass
         tl.debug_barrier()
         row = tl.load(floats(boxes, 0) + at) + tl.load(src + e * N + at)  # BUG
@@ -529,9 +527,8 @@ def two_locks(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constex
         if BUG == "one lock for each":
             pass
         else:
-            while (
-                tl.atomic_cas(second, 0, 1, sem="acquire", scope="sys") != 0
-            ):  # BUG: the other order on rank 1
+            # BUG: the other order on rank 1
+            while tl.atomic_cas(second, 0, 1, sem="acquire", scope="sys") != 0:
                 pass
         tl.debug_barrier()
         tl.store(floats(boxes, 0) + at, tl.load(floats(boxes, 0) + at) + tl.load(src + at) / 4)
@@ -674,9 +671,8 @@ def chain(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, 
     if BUG == "waits relaxed":
         wait(words(flags, rank), turn, "relaxed", "gpu")
     elif BUG != "no wait":
-        wait(
-            words(flags, rank), turn, "acquire", "gpu"
-        )  # BUG: begins with the last program, passes it on to itself
+        # BUG: begins with the last program, passes it on to itself
+        wait(words(flags, rank), turn, "acquire", "gpu")
     sum = tl.load(src + row * N + at)
     if turn > 0:
         sum += tl.load(floats(boxes, rank) + at)  # BUG

@@ -76,5 +76,6 @@ def marks() -> dict[tuple[str, int], dict[str, Any]]:
             mark = re.search(r"# BUG(?:: (.*))?$", text)
             if mark:
                 names = Every() if mark[1] is None else [name.strip() for name in mark[1].split(",")]
-                found[module.__file__ or "", line] = {function: names}
+                alone = text.lstrip().startswith("#")
+                found[module.__file__ or "", line + alone] = {function: names}
     return found
