@@ -333,7 +333,10 @@ def barrier_reused(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.co
     at = tl.arange(0, N)
     for e in range(3):
         tl.store(floats(boxes, rank) + at, tl.load(src + e * N + at))  # BUG
-        meet(words(flags, 0), (2 * e + 1) * W, W, BUG)  # BUG: counter past the last, gpu scope
+        if BUG == "no second barrier":
+            meet(words(flags, 0), (e + 1) * W, W, BUG)
+        else:
+            meet(words(flags, 0), (2 * e + 1) * W, W, BUG)  # BUG: counter past the last, gpu scope
         tl.store(dst + e * N + at, tl.load(floats(boxes, (rank + 1) % W) + at))  # BUG
         if BUG != "no second barrier":
             meet(words(flags, 0), (2 * e + 2) * W, W, BUG)
