@@ -527,12 +527,9 @@ def two_locks(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constex
     for _ in range(4):
         while tl.atomic_cas(first, 0, 1, sem="acquire", scope="sys") != 0:  # BUG: the other order on rank 1
             pass
-        if BUG == "one lock for each":
+        # BUG: the other order on rank 1
+        while tl.atomic_cas(second, 0, 1, sem="acquire", scope="sys") != 0:
             pass
-        else:
-            # BUG: the other order on rank 1
-            while tl.atomic_cas(second, 0, 1, sem="acquire", scope="sys") != 0:
-                pass
         tl.debug_barrier()
         tl.store(floats(boxes, 0) + at, tl.load(floats(boxes, 0) + at) + tl.load(src + at) / 4)
         post(second, 0)

@@ -326,6 +326,7 @@ WRONG = [
     Wrong(right.case_double_buffer, "reads the other slot"),
     Wrong(right.case_double_buffer, "credit before the read"),
     Wrong(right.case_double_buffer, "credit is relaxed"),
+    Wrong(right.case_double_buffer, "credit to the wrong rank", (*RACE, "wrong value", "deadlock")),
     Wrong(right.case_double_buffer, "two credits at once", (*RACE, "wrong value")),
     Wrong(right.case_barrier_reused, "counter one too low"),
     Wrong(right.case_barrier_reused, "counter past the last", ("deadlock",)),
