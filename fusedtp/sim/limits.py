@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+AGAIN_SECONDS = 0.5
+
 
 class OutOfTime(BaseException):
     """Raised where the program stands when its time is over. No Exception, so that no case catches it by the way."""
@@ -18,8 +20,9 @@ class OutOfTime(BaseException):
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raises OutOfTime inside the body after so many seconds. None: no limit.
 
-    By the process's timer, which interrupts any loop of Python. Limits may be nested: the shorter one holds. A thread
-    other than the main one has no such timer, and no limit.
+    By the process's timer, which interrupts any loop of Python; again and again, since Python drops what is raised in a
+    callback of its garbage collector. Limits may be nested: the shorter one holds. A thread other than the main one has
+    no such timer, and no limit.
     """
     if (
         seconds is None
@@ -30,16 +33,21 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         return
     begin = time.monotonic()
 
+    inside = True
+
     def over(number: int, frame: Any) -> None:
-        raise OutOfTime
+        if inside:
+            raise OutOfTime
 
     before, (left, _) = signal.signal(signal.SIGALRM, over), signal.getitimer(signal.ITIMER_REAL)
     shorter = min(seconds, left) if left else seconds
-    signal.setitimer(signal.ITIMER_REAL, max(shorter, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(shorter, 1e-3), AGAIN_SECONDS)
     try:
         yield
     finally:
+        inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begin), 1e-3))
+            rest = max(left - (time.monotonic() - begin), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, rest, AGAIN_SECONDS)

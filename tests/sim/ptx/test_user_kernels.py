@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from fusedtp.sim import (
     explore,
 )
 from fusedtp.sim.explore import schedules
+from fusedtp.sim.limits import OutOfTime, time_limit
 from fusedtp.sim.report import report
 from fusedtp.sim.testing import assert_no_finding
 from tests.sim.ptx import user_cases as cases
@@ -202,6 +204,20 @@ def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.Mo
     assert not outcome.passed
     if outcome.fault is None:
         assert f"in {name}" in outcome.late
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_holds_where_its_first_interrupt_is_lost() -> None:
+    """Python drops what is raised in a callback of its garbage collector."""
+    begin = time.monotonic()
+    gc.callbacks.append(lambda phase, info: time.sleep(0.2))
+    try:
+        with pytest.raises(OutOfTime), time_limit(0.1):
+            gc.collect()
+            while time.monotonic() < begin + 10:
+                pass
+    finally:
+        gc.callbacks.pop()
 
 
 @pytest.mark.parametrize("name", cases.ENDLESS)
