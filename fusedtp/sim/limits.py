@@ -31,9 +31,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     ):
         yield
         return
-    begin = time.monotonic()
-
-    inside = True
+    begin, inside = time.monotonic(), True
 
     def over(number: int, frame: Any) -> None:
         if inside:
