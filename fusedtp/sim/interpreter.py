@@ -18,7 +18,7 @@ import numpy as np
 
 from .clocks import Order
 from .faults import SimulationFault, UnsupportedKernel
-from .quick import quick
+from tests.harness.quick import quick
 from .sites import raised_at, site
 
 EXTERN = "a call of an external library"

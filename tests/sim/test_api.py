@@ -27,8 +27,8 @@ from fusedtp.sim import (
     symmetric,
 )
 from fusedtp.sim.explore import schedules, trace
+from tests.interpreting import interpreted
 from tests.sim import exchange
-from tests.sim.support import interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
 

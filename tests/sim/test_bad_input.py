@@ -14,7 +14,7 @@ import triton.language as tl
 from fusedtp.checks.workers import Part, find, run_part
 from fusedtp.sim import Launch, Run, Schedule, UnsupportedKernel, run_schedule
 from fusedtp.sim.explore import schedules
-from tests.sim.support import interpreted
+from tests.interpreting import interpreted
 
 HEADER = """
 import torch

@@ -9,7 +9,7 @@ from fusedtp.checks.cases import fused_case
 from fusedtp.checks.dense import Call
 from fusedtp.sim import Case, Copy, Launch, Run, explore
 from fusedtp.sim.case import Await, Signal
-from tests.sim.support import interpreted
+from tests.interpreting import interpreted
 
 GATHERS = ["all_gather_matmul", "all_gather_wgrad"]
 

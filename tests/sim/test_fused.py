@@ -24,10 +24,10 @@ from fusedtp.ops.operation import OPERATIONS
 from fusedtp.sim import Fault, Outcome, Run, Schedule, SimulationFault, explore, run_schedule
 from fusedtp.sim.explore import schedules as schedules_in_turn
 from tests.harness import world
+from tests.interpreting import interpreted
 from tests.mutants.trials import OPERATIONS as TRIED
 from tests.mutants.trials import schedules as out_of_step
 from tests.sampling import examples
-from tests.sim.support import interpreted
 from tests.sim.test_machine import schedules
 
 KERNELS = [*DECLARED, "mixed"]

@@ -26,8 +26,8 @@ from fusedtp.sim import (
     run_schedule,
     symmetric,
 )
+from tests.interpreting import interpreted
 from tests.sim import exchange
-from tests.sim.support import interpreted
 
 schedules = st.builds(
     Schedule,

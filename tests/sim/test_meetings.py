@@ -6,8 +6,8 @@ import pytest
 
 from fusedtp.checks.cases import meeting_case
 from fusedtp.sim import Case, Launch, explore
+from tests.interpreting import interpreted
 from tests.mutants.trials import schedules as out_of_step
-from tests.sim.support import interpreted
 
 
 def without_meeting(world_size: int, which: int) -> Case:

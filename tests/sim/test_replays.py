@@ -8,8 +8,8 @@ from fusedtp.checks import cases
 from fusedtp.checks.cases import exchange_cases, graph_cases, replayed_case
 from fusedtp.checks.dense import Call
 from fusedtp.sim import explore
+from tests.interpreting import interpreted
 from tests.sampling import examples
-from tests.sim.support import interpreted
 
 
 def faults(world_size: int, schedules: int) -> list[tuple[str, int, str]]:

@@ -15,8 +15,8 @@ from fusedtp.sim import Access, Case, Fault, Moment, Schedule, SimulationFault, 
 from fusedtp.sim.explore import trace
 from fusedtp.sim.report import ROWS, interleaving, relevant, replay, report
 from fusedtp.sim.timeline import KINDS, html, segments
+from tests.interpreting import interpreted
 from tests.sim import exchange
-from tests.sim.support import interpreted
 
 FILE = Path(exchange.__file__)
 FAULTY = {

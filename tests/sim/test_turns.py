@@ -13,7 +13,7 @@ from fusedtp.checks.dense import Call
 from fusedtp.checks.experts import ROUTINGS
 from fusedtp.sim import Fault, Schedule, explore
 from tests.harness import world
-from tests.sim.support import interpreted
+from tests.interpreting import interpreted
 from tests.sim.test_fused import fault_of
 from tests.sim.test_machine import schedules
 
