@@ -14,7 +14,6 @@ import triton.language as tl
 from fusedtp.checks.workers import Part, find, run_part
 from fusedtp.sim import Launch, Run, Schedule, UnsupportedKernel, run_schedule
 from fusedtp.sim.explore import schedules
-from tests.interpreting import interpreted
 
 HEADER = """
 import torch
@@ -176,13 +175,13 @@ REFUSED = {
 def test_what_cannot_be_checked_is_refused_in_one_line(name, tmp_path):
     source, words = REFUSED[name]
     path = written(tmp_path, source)
-    kind, said = interpreted(outcome, f"{path}::case_{name}")
+    kind, said = outcome(f"{path}::case_{name}")
     assert kind == "refused" and "\n" not in said
     assert re.search(words, said), said
 
 
 def test_assembly_behind_a_guard_is_fine(tmp_path):
-    assert interpreted(outcome, f"{written(tmp_path, ASM)}::case_guarded") == ("ok", "")
+    assert outcome(f"{written(tmp_path, ASM)}::case_guarded") == ("ok", "")
 
 
 @pytest.mark.parametrize(
@@ -193,18 +192,18 @@ def test_assembly_behind_a_guard_is_fine(tmp_path):
     ],
 )
 def test_a_name_that_stands_for_nothing_says_so(name, words):
-    kind, said = interpreted(outcome, name)
+    kind, said = outcome(name)
     assert kind == "refused" and words in said
 
 
 def test_a_file_without_a_case_says_how_to_name_one(tmp_path):
     path = written(tmp_path, "def mine(): pass")
-    kind, said = interpreted(outcome, str(path))
+    kind, said = outcome(str(path))
     assert kind == "refused" and said.endswith(f"name one: {path}::NAME")
 
 
 def test_a_world_size_for_a_case_that_takes_none_is_refused(tmp_path):
-    kind, said = interpreted(outcome, f"{written(tmp_path, ASM)}::case_guarded", 2)
+    kind, said = outcome(f"{written(tmp_path, ASM)}::case_guarded", 2)
     assert kind == "refused" and "takes no world_size" in said
 
 
@@ -219,7 +218,7 @@ def test_a_world_size_for_a_case_that_takes_none_is_refused(tmp_path):
 )
 def test_what_the_users_code_raises_keeps_its_traceback(name, line, error, tmp_path):
     path = written(tmp_path, RAISES)
-    kind, said = interpreted(outcome, f"{path}::case_{name}")
+    kind, said = outcome(f"{path}::case_{name}")
     assert kind == "raised" and said.startswith("Traceback (most recent call last):")
     assert f'File "{path}"' in said and line in said and error in said
     first = next(text for text in said.splitlines() if text.startswith("  File "))
@@ -228,7 +227,7 @@ def test_what_the_users_code_raises_keeps_its_traceback(name, line, error, tmp_p
 
 def test_a_file_that_does_not_import_keeps_its_traceback(tmp_path):
     path = written(tmp_path, "import nothing_of_this_name")
-    kind, said = interpreted(outcome, str(path))
+    kind, said = outcome(str(path))
     assert kind == "raised" and f'File "{path}"' in said and "ModuleNotFoundError" in said
 
 
@@ -239,7 +238,7 @@ def with_version(version: str, name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("version", ["3.5.1", "4.0.0"])
 def test_an_unknown_triton_is_refused(version, tmp_path):
-    kind, said = interpreted(with_version, version, f"{written(tmp_path, ASM)}::case_guarded")
+    kind, said = with_version(version, f"{written(tmp_path, ASM)}::case_guarded")
     assert kind == "refused" and said == f"the simulator knows Triton 3.6 to 3.9, not {version}"
 
 

@@ -1,6 +1,6 @@
 """The library's kernels as Triton compiles them, and faults seeded into their PTX.
 
-CI runs a sample; `fusedtp check --compiled sm_80 sm_90` runs every kernel under as many schedules as one likes.
+CI runs a sample; `fusedtp check --target sm_80 sm_90` runs every kernel under as many schedules as one likes.
 """
 
 from __future__ import annotations
@@ -254,17 +254,17 @@ def message_case(sem: str) -> Case:
 
 def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
     def chosen() -> Iterator[Schedule]:
-        return schedules(8, compiled="sm_80")
+        return schedules(8, target="sm_80")
 
     assert explore(message_case("release"), chosen()).passed
     fault = explore(message_case("relaxed"), chosen()).fault
-    assert fault is not None and fault.rule == "read-write race" and fault.compiled == "sm_80"
+    assert fault is not None and fault.rule == "read-write race" and fault.target == "sm_80"
     access = fault.accesses[1]
     lines, first = inspect.getsourcelines(receive.fn)
     load = first + next(n for n, line in enumerate(lines) if "tl.load(box + at)" in line)
     assert access.tensor == "box of rank 1" and access.site.file == __file__
     assert access.site.line == load
-    assert "--compiled sm_80" in report(fault, name="message.py::case")
+    assert "--target sm_80" in report(fault, name="message.py::case")
     with pytest.raises(SimulationFault) as again:
         run_schedule(message_case("relaxed").make(), schedule_of(fault))
     assert again.value.fault.key() == fault.key()
