@@ -65,7 +65,9 @@ def found(operation: str, world_size: int, schedules: int, fault: str = "") -> t
     """The rule and the text of the fault that exploring finds."""
     case = case_of(operation, world_size)
     if fault == "nobody arrives":
-        outcome = explore(replaced(case, {all_gather_matmul.arrive_for_copies: None}), schedules, shrink=False)
+        outcome = explore(
+            replaced(case, {all_gather_matmul.arrive_for_copies: None}), schedules, shrink=False
+        )
     elif fault == "the other slot":
         with patch("fusedtp.checks.cases.beside_copies", other_slot()):
             outcome = explore(case, schedules, shrink=False)

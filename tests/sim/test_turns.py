@@ -60,7 +60,7 @@ def one_buffer(peers, rank):
     [
         ("slot", "read-write race"),
         ("wait_all_arrivals", "read-write race"),
-        ("wait_chunks", "never written"),
+        ("wait_chunks", "read-write race"),
         ("arrive", "deadlock"),
     ],
 )
