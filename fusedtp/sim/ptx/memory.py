@@ -22,6 +22,7 @@ Everything that a program does to memory goes through `Window`, with threads, or
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ class Line:
             self.bytes[start : start + each.nbytes] = _bytes_of(each)
             self.shadows.append(Shadow(start, each.nbytes, each.poisoned))
         self.bases = np.array([each.base for each in self.allocations], np.int64)
+        self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.base + each.nbytes for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
         self.space = Space()
@@ -77,10 +79,11 @@ class Line:
 
     def locate(self, addresses: Words, nbytes: int) -> tuple[Words, int]:
         """int64 addresses -> places, and the allocation if it is one; else -1. Raises IndexError(bad element)."""
-        low, high = int(addresses.min()), int(addresses.max())
-        index = int(self.bases.searchsorted(low, "right")) - 1
-        if index >= 0 and high + nbytes <= self.ends[index]:
-            return addresses + self.shifts[index], index
+        index = bisect_right(self.first_bytes, int(addresses[0])) - 1
+        if index >= 0:
+            within = addresses - self.first_bytes[index]  # as unsigned: huge where it is negative
+            if int(np.maximum.reduce(within.view(np.uint64))) + nbytes <= self.allocations[index].nbytes:
+                return within + self.starts[index], index
         each = self.bases.searchsorted(addresses, "right") - 1
         wrong = (each < 0) | (addresses + nbytes > self.ends[each])
         if wrong.any():
@@ -202,7 +205,7 @@ class Window:
 
     def places(self, addresses: Words, nbytes: int, what: str, site: Site) -> tuple[Words, int]:
         """Where addresses lie. Raises SimulationFault for one outside of all tensors, or not aligned."""
-        if (addresses & (nbytes - 1)).any():
+        if int(np.bitwise_or.reduce(addresses)) & (nbytes - 1):
             wrong = int(addresses[(addresses & (nbytes - 1)) != 0][0])
             raise self._fault(
                 "misaligned", f"{what} at {wrong:#x}, no multiple of {nbytes} bytes", what, site, wrong
