@@ -31,6 +31,7 @@ import torch
 
 from ..faults import Access, Fault, SimulationFault, Site
 from ..memory import Allocation, Map
+from .cause import cause
 from .clocks import GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 
@@ -442,13 +443,17 @@ class Window:
             raise SimulationFault(Fault("never written", said, (access,)))
 
     def _race(self, shadow: Shadow, found: Conflict, event: Event) -> SimulationFault:
-        return self._unordered(shadow.places(found.cells), found.event, event, proxy=found.proxy)
+        line, why = self.line, ""
+        if not found.proxy:
+            words = list(line.words.values())
+            why = cause(words, line.events, self.known, found.event, found.by, found.tick, event)
+        return self._unordered(shadow.places(found.cells), found.event, event, proxy=found.proxy, cause=why)
 
     def _race_of_word(self, word: Word, earlier: int, event: Event, reaches: bool = True) -> SimulationFault:
         return self._unordered(np.array([word.place]), earlier, event, "" if reaches else "scope")
 
     def _unordered(
-        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False
+        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False, cause: str = ""
     ) -> SimulationFault:
         before = self.line.events[earlier]
         assert before is not None
@@ -460,7 +465,7 @@ class Window:
             why = "are not ordered, and their scopes do not reach each other"
         rule = rule or ("write-write race" if before.writes and event.writes else "read-write race")
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {why}"
-        return SimulationFault(Fault(rule, said, (a, b)))
+        return SimulationFault(Fault(rule, said, (a, b), cause=cause))
 
     def _described(self, event: Event, places: Words) -> Access:
         name, first = self.line.element(int(places.min()))
