@@ -160,6 +160,7 @@ class Fault:
     accesses  the two ends of a race; the one access that is at fault by itself; the last write of a wrong value
     waits     those of a deadlock
     mismatch  the wrong value
+    cause     of a race: what of a signal between the two is missing
     target    whose compiled code ran
     switches  between programs, of the shortest schedule found that shows it
     """
@@ -169,6 +170,7 @@ class Fault:
     accesses: tuple[Access, ...] = ()
     waits: tuple[Wait, ...] = ()
     mismatch: Mismatch | None = None
+    cause: str = ""
     strategy: str = ""
     seed: int = 0
     resident: str = ""
@@ -211,6 +213,7 @@ class Fault:
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
+        lines += [f"  cause: {self.cause}"] if self.cause else []
         lines += [f"  {text}" for access in self.accesses for text in str(access).splitlines()]
         lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
         if self.mismatch is not None:
