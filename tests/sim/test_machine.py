@@ -13,6 +13,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.checks.workers import case_of
 from fusedtp.sim import (
     DEFAULT,
     Case,
@@ -129,6 +130,20 @@ def site_words(folder: str) -> tuple[Fault, str]:
         return raised.value.fault, str(raised.value.fault.accesses[0].site)
     finally:
         os.chdir(before)
+
+
+def test_the_same_text_in_two_files_is_named_by_its_own(tmp_path):
+    """Though Triton's cache takes the second kernel for the first."""
+    for name in ("one.py", "two.py"):
+        path = tmp_path / name
+        path.write_text(
+            "import torch, triton\nimport triton.language as tl\nfrom fusedtp.sim import Launch, Run\n"
+            "@triton.jit\ndef kernel(x):\n    tl.store(x + 1, 1.0)\n"
+            "def case_past(): return Run([[Launch(kernel, 1, dict(x=torch.zeros(1)))]], (), lambda: ())\n"
+        )
+        with pytest.raises(SimulationFault) as raised:
+            run_schedule(case_of(f"{path}::case_past").make(), Schedule())
+        assert raised.value.fault.accesses[0].site.file == str(path)
 
 
 def line_with(file: Path, text: str) -> int:

@@ -90,7 +90,9 @@ class Compiler:
         """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
         import triton
 
-        with _environment(), _replaced(replace) as key, _without_assembler(key):
+        # Triton's cache knows a kernel by its text, not its place: another file's entry names that file's lines
+        file = source.fn.fn.__code__.co_filename
+        with _environment(), _replaced(replace) as key, _without_assembler(f"{key} {file}"):
             made = triton.compile(source, target=gpu, options=dict(options))
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
