@@ -9,7 +9,6 @@ A process that interprets kernels cannot compile them: TRITON_INTERPRET must not
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +19,8 @@ from torch import Tensor
 
 from ..case import Launch
 from ..faults import UnsupportedKernel
-from ..lint.compiler import cache_dir
-from ..lint.targets import target as target_named
-from ..lint.worker import specialised
+from ..lint.compiler import environment, specialised
+from ..lint.compiler import target as target_named
 from . import TARGETS
 from .copies import TensorMap
 from .kernel import Kernel, translated
@@ -60,7 +58,7 @@ class Compiler:
                 f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}"
             )
         try:
-            with _environment():
+            with environment():
                 source, options = specialised(kernel, launch.args, {**launch.options, **CHECKED}, gpu)
             chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
             replaced = tuple((id(theirs), id(ours)) for theirs, ours in launch.replace.items())
@@ -96,20 +94,11 @@ class Compiler:
         """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
         import triton
 
-        with _environment(), _replaced(replace) as key, _without_assembler(key):
+        with environment(), _replaced(replace) as key, _without_assembler(key):
             made = triton.compile(source, target=gpu, options=dict(options))
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
         return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps)
-
-
-def _environment() -> Any:
-    """As the lint's compilers have it."""
-    chosen = {
-        "TRITON_CACHE_DIR": str(cache_dir(os.environ.get("TRITON_CACHE_DIR"))),
-        "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
-    }
-    return patch.dict(os.environ, chosen)
 
 
 def _said(error: BaseException) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedtp.checks.cases import compiled_cases, fused_case
 from fusedtp.checks.dense import Call
@@ -210,6 +212,66 @@ def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
     for outside, stages, expected in ((True, 3, 0), (False, 1, 0), (False, 3, 3)):
         found = [once(make(outside, stages), target, seed) for seed in range(3)]
         assert sum(fault is not None for fault in found) == expected, (outside, stages, found)
+
+
+# -- laws that the lint of compiled code leaves to execution -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "two_shot_all_reduce", "moe_combine", "meet"])
+def test_a_wait_for_a_lost_peer_ends(name: str) -> None:
+    """Rank 0 launches nothing. Each loop of rank 1 that polls for it has a second exit: no deadlock, but a record."""
+    case = case_of(name, 2, "sm_80")
+
+    def alone() -> Run:
+        run = case.make()
+        launches = [each for each in run.work[1] if isinstance(each, Launch)]
+        for each in launches:
+            if "peers" in each.args:
+                each.args["peers"] = each.args["peers"]._replace(timeout_ns=1)
+        garbage = [
+            replace(each, poisoned=False) for each in run.memory
+        ]  # after a timeout anything may be read
+        return replace(run, work=[[], launches], memory=garbage)
+
+    fault = once(Case(name, alone), "sm_80")
+    assert fault is not None and fault.rule == "timed out", fault
+    assert "status of rank 1" in str(fault)
+
+
+@triton.jit
+def send_block(x, out, flag):
+    """By a TMA store; descriptors from the host."""
+    out.store([0, 0], x.load([0, 0]))
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+def block_case() -> Case:
+    def make() -> Run:
+        box, flag = (
+            symmetric("box", 2, (32, 64), torch.float16),
+            symmetric("flag", 2, (1,), torch.int32, poisoned=False),
+        )
+        x, y = torch.randn(32, 64).half(), torch.full((32 * 64,), torch.nan, dtype=torch.float16)
+        blocks = [TensorDescriptor.from_tensor(each, [32, 64]) for each in (x, box.tensors[1])]
+        send = Launch(send_block, 1, dict(x=blocks[0], out=blocks[1], flag=flag.tensors[1]))
+        take = Launch(receive, 1, dict(dst=y, box=box.tensors[1], flag=flag.tensors[1], N=32 * 64))
+        return Run([[send], [take]], [box, flag], lambda: compare("y", [y], [x.flatten()]))
+
+    return Case("block", make)
+
+
+def wait_to_reuse(text: str) -> str:
+    """As Triton before 3.8: until the source may be reused, not until the data have landed."""
+    changed = re.sub(r"(cp\.async\.bulk\.wait_group)(\s)", r"\1.read\2", text)
+    assert changed != text or "cp.async.bulk" not in text
+    return changed
+
+
+def test_a_tensor_store_has_landed_when_its_flag_is_released() -> None:
+    assert [once(block_case(), "sm_90", seed) for seed in range(3)] == [None] * 3
+    found = [once(block_case(), "sm_90", seed, edit=wait_to_reuse) for seed in range(3)]
+    assert sum(fault is not None for fault in found) >= 2, found
 
 
 # -- products in every layout ------------------------------------------------------------------------------------------
