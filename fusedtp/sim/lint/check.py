@@ -10,8 +10,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
+from ..targets import target
 from . import ordering, resources, speed
-from .compiler import CompileCase, Compiled, CompileError, compiled, target
+from .compiler import CompileCase, Compiled, CompileError, compiled
 from .listing import Finding
 
 Rule = Callable[[Compiled], Iterator[Finding]]

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .compiler import TENSOR_COLUMNS, Compiled
+from ..targets import TENSOR_COLUMNS
+from .compiler import Compiled
 from .listing import Finding
 
 
@@ -51,7 +52,7 @@ def spills(made: Compiled) -> Iterator[Finding]:
 
 
 def shared_memory(made: Compiled) -> Iterator[Finding]:
-    """A program's shared memory (and Blackwell's tensor memory) fits the target. Source: see compiler.py."""
+    """A program's shared memory (and Blackwell's tensor memory) fits the target. Source: see targets.py."""
     if made.shared_bytes > made.target.shared_limit:
         said = (
             f"{made.shared_bytes} bytes of shared memory, {made.target.name} has {made.target.shared_limit}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from .compiler import Compiled
-from .listing import DOTS, Finding, Instruction, Op, behind
+from .listing import DOTS, Finding, Instruction, Op, Value, behind
 
 VECTOR_BYTES = 16
 UNITS = {"mma": r"mma\.sync", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mfma": r"v_mfma"}
@@ -83,16 +83,15 @@ def tensor_core(made: Compiled) -> Iterator[Finding]:
         want = {"gfx942": "mfma", "sm_90": "wgmma", "sm_100": "tcgen05"}.get(made.target.name, "mma")
         want = want if wide or want == "mfma" else "mma"
         if not made.listing.of(op, UNITS[want]):
-            have = [name for name, each in UNITS.items() if made.listing.of(op, each)] or [
-                "plain multiply-adds"
-            ]
+            have = [name for name, each in UNITS.items() if made.listing.of(op, each)]
+            have = have or ["plain multiply-adds"]
             said = f"{', '.join(have)} where {made.target.name} has {want}"
             yield Finding("tensor-core", said, op.text, op.frames)
 
 
-def _widened(operand: object) -> bool:
+def _widened(operand: Value) -> bool:
     """Whether an operand was made by widening a 16-bit tile."""
-    makers = (v.op.text for v in behind(operand, ("tt.load", "tt.dot", "arith.extf")) if v.op)  # type: ignore[arg-type]
+    makers = (v.op.text for v in behind(operand, ("tt.load", "tt.dot", "arith.extf")) if v.op)
     return any("arith.extf" in text and re.search(r"x(bf16|f16)\b.* to tensor<", text) for text in makers)
 
 
@@ -120,10 +119,7 @@ def pipelined(made: Compiled) -> Iterator[Finding]:
         found = listing.of(op, r"cp\.async\.bulk\.tensor" if by_tma else copies)
         inside = products[id(op.loops[0])]
         ahead = any(
-            loop in inside and listing.ahead(one, loop)
-            for one in found
-            for loop in listing.loops(one)[:1]
-            if loop
+            loop and listing.ahead(one, loop) for one in found for loop in inside & {listing.loops(one)[0]}
         )
         if not found and made.target.backend == "cuda":
             said = "by descriptor, but no TMA copy" if by_tma else "no asynchronous copy"

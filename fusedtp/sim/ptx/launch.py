@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..case import Launch
 from ..faults import UnsupportedKernel
-from ..lint.compiler import environment, specialised
-from ..lint.compiler import target as target_named
+from ..targets import environment, specialised
+from ..targets import target as target_named
 from . import TARGETS
 from .copies import TensorMap
 from .kernel import Kernel, translated
