@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 KIB = 1024
 TENSOR_COLUMNS = 512
@@ -90,18 +92,25 @@ def target(name: str) -> Target:
 def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu: Any) -> tuple[Any, Any]:
     """(source, options) that a launch with these arguments would compile: the same specialisation of them."""
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
 
-    backend = make_backend(gpu)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    backend, binder = _binder(kernel, gpu)
     bound, specialization, chosen = binder(**args, **options)
     packed = kernel._pack_args(backend, {"debug": False, **options}, bound, specialization, chosen)
     chosen, signature, constants, attributes = packed
     return ASTSource(kernel, signature, constants, attributes), chosen.__dict__
 
 
-def environment() -> Any:
+@lru_cache
+def _binder(kernel: Any, gpu: Any) -> tuple[Any, Any]:
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(gpu)
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+@contextmanager
+def environment() -> Iterator[None]:
     """While entered: FP fusion as every supported Triton does it by default, and a cache of this checkout's own.
 
     Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files.
@@ -109,9 +118,16 @@ def environment() -> Any:
     given = os.environ.get("TRITON_CACHE_DIR")
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
     chosen = {
-        "TRITON_CACHE_DIR": str(
-            whole / ("lint-" + hashlib.sha256(str(Path(__file__)).encode()).hexdigest()[:16])
-        ),
+        "TRITON_CACHE_DIR": str(whole / ("lint-" + hashlib.sha256(__file__.encode()).hexdigest()[:16])),
         "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
     }
-    return patch.dict(os.environ, chosen)
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
