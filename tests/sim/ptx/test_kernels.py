@@ -218,8 +218,9 @@ def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "two_shot_all_reduce", "moe_combine", "meet"])
-def test_a_wait_for_a_lost_peer_ends(name: str) -> None:
+def test_a_wait_for_a_lost_peer_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 launches nothing. Each loop of rank 1 that polls for it has a second exit: no deadlock, but a record."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 30_000)
     case = case_of(name, 2, "sm_80")
 
     def alone() -> Run:
