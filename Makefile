@@ -42,7 +42,7 @@ finetune: venv ## train a Hugging Face model on text, two tensor-parallel ranks,
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)
 
-corpus: venv ## small right and wrong kernels through `check --compiled`: 200 schedules of each right one, two targets
+corpus: venv ## small right and wrong kernels through `fusedtp check`: 200 schedules of each right one, two targets
 	FUSEDTP_CORPUS_SCHEDULES=200 $(BIN)/python -m pytest tests/sim/ptx/corpus $(ARGS)
 
 lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules

@@ -13,7 +13,7 @@ COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv be
     "compare": ("compare", "two results of one machine: exit code 1 where the second is slower"),
     "gpu": ("gpu", "GPU tests, then all suites in the virtual world, in nine minutes: make gpu"),
     "cpu": ("cpu", "operations and a training step on this machine's CPU: the tables of docs/measured.md"),
-    "sim": ("sim", "what simulating a kernel costs beside interpreting it"),
+    "sim": ("sim", "what a schedule of the simulator costs: compiling, in step, warp by warp"),
     "host": ("host", "host time of eager fused calls, launches stubbed"),
     "hf": ("hf", "models of transformers as they stand, against transformers and torch: tokens a second"),
     "timeline": ("cpu --timeline", "draw one call of each operation on CPU ranks"),

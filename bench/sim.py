@@ -1,76 +1,88 @@
-"""fusedtp bench sim, or python -m bench.sim: what simulating a kernel costs beside interpreting it.
+"""fusedtp bench sim, or python -m bench.sim: what a schedule of the simulator costs.
 
-The same launches of one rank (nobody to wait for), interleaved: as Triton's interpreter runs them, and as a schedule of
-the simulator, with the race detector and without. Then schedules a second of every fused kernel at W = 4.
+    compile        of every kernel of a case, from an empty cache, with the first schedule
+    lockstep       a schedule with the warps of a program in step, as the machine runs two of three
+    weak           the same with all late effects
+    warp by warp   weak, one warp at a time
+    schedules/s    of `fusedtp check`, which mixes them, after compiling
+
+For every fused kernel on simulated ranks, by one process. The median of several schedules each, interleaved.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
 import json
+import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from fusedtp.checks.cases import fused_cases
-from fusedtp.sim import Case, Launch, Schedule, explore, run_schedule
+from fusedtp.checks.cases import compiled_cases
+from fusedtp.sim import Case, Schedule, explore, run_schedule
+from fusedtp.sim.explore import TARGET, compiler_for, schedules
 
 from . import machine
+
+WAYS = {"lockstep": dict(weak=False), "weak": dict(weak=True), "warp by warp": dict(weak=True, fine=True)}
 
 
 @dataclass(frozen=True)
 class Options:
     """Cost of simulation, on one core."""
 
-    rounds: int = 9
-    """Interleaved repetitions of each way."""
-    schedules: int = 30
-    """Schedules of each kernel at W = 4."""
+    rounds: int = 3
+    """Schedules of each way."""
+    schedules: int = 12
+    """Schedules as `fusedtp check` mixes them."""
+    world_size: int = 4
+    """Simulated ranks."""
+    target: str = TARGET
+    """Whose compiled code runs."""
+    kernels: tuple[str, ...] = ()
+    """Cases by name. Default: all of the library's own."""
     save: bool = False
     """Keep the result in the repository."""
 
 
-def plainly(case: Case) -> None:
-    """All launches of the one rank, in order, by Triton's interpreter alone."""
-    made = case.make()
-    (work,) = made.work
-    for each in work:
-        assert isinstance(each, Launch)
-        each.kernel[each.shape](**each.args)
-    assert made.check is not None and not made.check()
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """While entered, kernels are compiled anew."""
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        compiler_for.cache_clear()
+        yield
 
 
-def simulated(case: Case, detect: bool) -> None:
-    run_schedule(case.make(), Schedule("run_to_block"), detect=detect)
+def costs(case: Case, options: Options) -> dict[str, float]:
+    """Seconds of the first schedule (which compiles) and of each way; schedules a second."""
 
+    def seconds(seed: int, **way: Any) -> float:
+        run = case.make()
+        begin = time.perf_counter()
+        run_schedule(run, Schedule("random", seed, target=options.target, **way))
+        return time.perf_counter() - begin
 
-def overhead(case: Case, rounds: int) -> dict[str, float]:
-    """Median seconds of each way."""
-    ways: dict[str, Callable[[], None]] = {
-        "interpreted": lambda: plainly(case),
-        "simulated": lambda: simulated(case, True),
-        "simulated, no race detector": lambda: simulated(case, False),
-    }
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, run in ways.items():
-            begin = time.perf_counter()
-            run()
-            if turn:  # the first warms up
-                times[way].append(time.perf_counter() - begin)
-    return {way: statistics.median(seconds) for way, seconds in times.items()}
+    with nothing_compiled():
+        first = seconds(0)
+        times = [{way: seconds(seed, **how) for way, how in WAYS.items()} for seed in range(options.rounds)]
+        outcome = explore(case, schedules(options.schedules, target=options.target))
+    outcome.raise_fault()
+    medians = {way: statistics.median(each[way] for each in times) for way in WAYS}
+    return {
+        "compile": max(first - medians["lockstep"], 0.0), **medians,
+        "schedules_per_second": outcome.schedules / outcome.seconds,
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,30 +92,23 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     command = shlex.join(["fusedtp", "bench", "sim", *argv])
     about = machine.describe(1, list(argv)) | {"command": command}
-    table = Table(
-        "kernel", "interpreted", "simulated", "overhead", "without detector", "schedules/s at W = 4"
-    )
-    rows: dict[str, Any] = {}
-    for one, four in zip(fused_cases(1), fused_cases(4), strict=True):
-        seconds = overhead(one, options.rounds)
-        outcome = explore(four, options.schedules)
-        outcome.raise_fault()
-        plain = seconds["interpreted"]
-        rate = outcome.schedules / outcome.seconds
-        rows[one.name] = {"seconds": seconds, "schedules_per_second": rate, "schedules": outcome.schedules}
-        table.add_row(
-            one.name,
-            f"{1e3 * plain:.0f} ms",
-            f"{1e3 * seconds['simulated']:.0f} ms",
-            f"{seconds['simulated'] / plain:.2f}x",
-            f"{seconds['simulated, no race detector'] / plain:.2f}x",
-            f"{rate:.2f}",
-        )
+    cases = {case.name: case for case in compiled_cases(options.world_size, options.target)}
+    table = Table("kernel", "compile", *WAYS, "schedules/s")
+    rows: dict[str, dict[str, float]] = {}
+    for name in options.kernels or cases:
+        if name not in cases:
+            raise SystemExit(f"no case is called {name!r}: it must be one of {', '.join(cases)}")
+        rows[name] = found = costs(cases[name], options)
+        times = [f"{found[way]:.2f} s" for way in ("compile", *WAYS)]
+        table.add_row(name, *times, f"{found['schedules_per_second']:.2f}")
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     console.print(table)
     folder = machine.folder_of(about, options.save)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sim.json").write_text(json.dumps({"machine": about, "kernels": rows}, indent=1) + "\n")
+    given = {"world_size": options.world_size, "target": options.target}
+    (folder / "sim.json").write_text(
+        json.dumps({"machine": about, **given, "kernels": rows}, indent=1) + "\n"
+    )
     console.print(f"{folder / 'sim.json'}")
     return 0
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch.config import HOST, Machine
+from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.rows import split
 from fusedtp.sim.case import Case, Copy, Launch, Mismatch, Run, Work, compare
 
 from . import dense, experts
-from .dense import DECLARED, TILE, Call, Operands, SimulatedWorld, beside_copies, launches, meeting
+from .dense import DECLARED, GPU, TILE, Call, Operands, SimulatedWorld, beside_copies, launches, meeting
 from .experts import ROUTINGS, Routed
 
 Given = Operands | Routed
@@ -78,7 +78,7 @@ def issue(
     return made
 
 
-def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Machine = HOST) -> Case:
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Machine = GPU) -> Case:
     """A case of these calls, one after another on one workspace, planned for `machine`."""
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
@@ -116,7 +116,7 @@ def checker(
 
 
 def fused_cases(
-    world_size: int = 4, dtype: torch.dtype = torch.float32, machine: Machine = HOST
+    world_size: int = 4, dtype: torch.dtype = torch.float32, machine: Machine = GPU
 ) -> list[Case]:
     """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
 
@@ -155,7 +155,7 @@ def compiled_cases(world_size: int, target: str) -> list[Case]:
 
     On sm_90 the 16-bit calls have tiles that wgmma takes, and TMA; the others are by pointers and mma.sync.
     """
-    machine = Machine("cuda", 3, 160 * 1024, capability=int(target.removeprefix("sm_")))
+    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
     fused = fused_cases(world_size, machine=machine)
     return [*fused, turns_case(world_size, machine), meeting_case(world_size, machine=machine)]
 
@@ -163,7 +163,7 @@ def compiled_cases(world_size: int, target: str) -> list[Case]:
 # -- meetings ----------------------------------------------------------------------------------------------------------
 
 
-def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = HOST) -> Case:
+def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = GPU) -> Case:
     """Gathers by copies, of even, ragged and few rows, with two fused gathers among them.
 
         stream of a rank     copy x to the own slot | meet | copy peers' slots out | meet
@@ -259,7 +259,7 @@ def turns(world_size: int) -> list[Call]:
     ]
 
 
-def turns_case(world_size: int, machine: Machine = HOST) -> Case:
+def turns_case(world_size: int, machine: Machine = GPU) -> Case:
     """Those calls on one workspace.
 
     What a slot holds changes from call to call: own tokens, which peers read, or rows that peers push, of many ranks,
@@ -274,7 +274,7 @@ def turns_case(world_size: int, machine: Machine = HOST) -> Case:
 
 def replayed_case(
     captured: Sequence[Call], eager: Sequence[Call | None], *, counted: bool = True, seed: int = 0,
-    machine: Machine = HOST,
+    machine: Machine = GPU,
 ) -> Case:  # fmt: skip
     """A graph of the calls `captured`, replayed once for each entry of `eager`, which then runs if it is a call.
 

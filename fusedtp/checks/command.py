@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fusedtp.sim.explore import Schedule, schedules
+from fusedtp.sim.explore import TARGET, Schedule, schedules
 from fusedtp.sim.faults import Fault
 from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.report import WIDTH, replay, report
@@ -88,17 +88,17 @@ class CheckOptions:
     """Who runs next, in turn."""
     resident: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{all,varying,N}...")] = ()
     """Programs of a rank that are alive at once, in turn. Default: all 1 varying 2."""
+    target: tuple[str, ...] = (TARGET,)
+    """GPUs whose code Triton compiles and this runs, without having them: sm_80, sm_90. Each takes the same time, so
+    one is the default; the other's code has other instructions for copies and products."""
     weak: Literal["no", "yes", "both"] = "both"
-    """Whether stores reach other programs late and in any order until a release; both: in turn."""
+    """Whether other programs see late all that PTX lets them see late; both: in three schedules of four."""
     fine: bool = False
-    """Switch at every memory access, not only at atomics."""
+    """Run a warp at a time, in random order, in every schedule. Default: in one of three."""
     exhaust: int | None = None
     """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
     workers: int | None = None
     """Processes. Default: one a core."""
-    compiled: tuple[str, ...] = ()
-    """Instead of the kernels' text run the PTX that Triton compiles for these GPUs (sm_80, sm_90), thread by thread,
-    without having them. --weak: all that PTX may let others see late; --fine: a warp at a time, in random order."""
     lint: bool = True
     """Compile the kernels for several kinds of GPU, without having them, and check the memory order and the
     instructions of the result. Default: only where no case is named."""
@@ -121,10 +121,10 @@ class CheckOptions:
             if value is not None and value < (0 if name == "exhaust" else 1e-9):
                 found.append(f"--{name} {value} is too small")
         found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
-        found += [f"--compiled {name!r} must be one of {', '.join(TARGETS)}" for name in self.compiled
+        found += [f"--target {name!r} must be one of {', '.join(TARGETS)}" for name in self.target
                   if name not in TARGETS]  # fmt: skip
-        if self.compiled and (self.exhaust is not None or self.timeline is not None):
-            found.append("--compiled does not go with --exhaust or --timeline")
+        if not self.target:
+            found.append("--target names none")
         if not self.strategies:
             found.append("--strategies names none")
         if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
@@ -139,10 +139,10 @@ class CheckOptions:
     def residents(self) -> tuple[int | str | None, ...] | None:
         return tuple(resident_of(word) for word in self.resident) or None
 
-    def chosen(self, compiled: str = "") -> Iterator[Schedule]:
-        """The schedules of a case, without end. compiled: the target whose code runs."""
+    def chosen(self, target: str = TARGET) -> Iterator[Schedule]:
+        """The schedules of a case, without end."""
         for schedule in schedules(
-            1 << 40, self.strategies, first_seed=self.seed, residents=self.residents(), compiled=compiled
+            1 << 40, self.strategies, first_seed=self.seed, residents=self.residents(), target=target
         ):
             weak = {"no": False, "yes": True, "both": schedule.weak}[self.weak]
             yield replace(schedule, fine=self.fine or schedule.fine, weak=weak)
@@ -161,12 +161,11 @@ def main(argv: list[str]) -> int:
     if wrong:
         return _refuse(wrong)
     try:
-        with pool(options.workers or cores(), interpret=not options.compiled) as workers:
+        with pool(options.workers or cores()) as workers:
             results = check(options, workers)
-        # after the workers: while they live the environment says to interpret
         codes = [result.code for result in results]
         findings: list[str] = []
-        if options.lint and not options.compiled:
+        if options.lint:
             codes.append(_lint([result.found for result in results], options, findings))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -186,7 +185,7 @@ def check(options: CheckOptions, workers: Pool) -> list[Result]:
     """Check every case that the options name, and print the table and the reports, unless they go to JSON."""
     asked = [
         (name, world_size, target)
-        for target in options.compiled or ("",)
+        for target in options.target
         for world_size in options.world_size or (None,)
         for name in options.names()
     ]
@@ -250,7 +249,7 @@ def _late(result: Result) -> str:
 
 
 def _label(found: Found) -> str:
-    return f"{found.name} ({found.compiled})" if found.compiled else found.name
+    return f"{found.name} ({found.target})"
 
 
 def _console() -> Console:
@@ -295,8 +294,7 @@ def _words(result: Result, options: CheckOptions, width: int) -> str:
         lines = replay(part.fault, found.name, found.asked, command)
         return "\n".join([part.raised, "Replay:", *(f"  {line}" for line in lines)])
     return report(
-        part.fault, name=found.name, world_size=found.asked, without=part.without, width=max(width, WIDTH),
-        command=command,
+        part.fault, name=found.name, world_size=found.asked, width=max(width, WIDTH), command=command,
     )  # fmt: skip
 
 
@@ -330,7 +328,7 @@ def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callab
     if options.exhaust is not None:
         parts = _exhaustive(options)
     else:
-        parts = _parts(options, workers.workers, found.compiled)
+        parts = _parts(options, workers.workers, found.target)
     running: dict[Future[Part], int] = {}
     done: dict[int, Part] = {}
     number = itertools.count()
@@ -368,8 +366,8 @@ def _ending(done: dict[int, Part]) -> list[Part]:
     return [part for _, part in sorted(done.items()) if part.ends]
 
 
-def _parts(options: CheckOptions, workers: int, compiled: str) -> Iterator[tuple[Any, ...]]:
-    limit, chosen = options.limit(), options.chosen(compiled)
+def _parts(options: CheckOptions, workers: int, target: str) -> Iterator[tuple[Any, ...]]:
+    limit, chosen = options.limit(), options.chosen(target)
     size, given = 1, 0
     while limit is None or given < limit:
         share = size if limit is None else min(size, -(-(limit - given) // workers))
@@ -389,7 +387,7 @@ def _exhaust_command(found: Found, options: CheckOptions) -> str:
     if options.exhaust is None:
         return ""
     size = "" if found.asked is None else f" --world-size {found.asked}"
-    return f"fusedtp check {found.name}{size} --exhaust {options.exhaust}"
+    return f"fusedtp check {found.name}{size} --exhaust {options.exhaust} --target {found.target}"
 
 
 def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> None:
@@ -397,7 +395,10 @@ def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> Non
 
     assert options.timeline is not None
     fault: Fault | None = result.part.fault
-    schedule = next(options.chosen()) if fault is None or fault.strategy == "replay" else schedule_of(fault)
+    if fault is None or fault.strategy == "replay":
+        schedule = next(options.chosen(result.found.target))
+    else:
+        schedule = schedule_of(fault)
     moments = (
         fault.trace if fault and fault.trace else workers.submit(run_trace, result.found, schedule).result()
     )

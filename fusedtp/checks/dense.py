@@ -23,12 +23,13 @@ from fusedtp.comm.copies import Part, parts
 from fusedtp.comm.device_view import meet_options, peers_of
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch.config import HOST, Machine
+from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.operation import OPERATIONS, FusedKernel, OnRank, Operation, Shared
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Await, Copy, Launch, Signal, Work
 from fusedtp.sim.memory import Memory, symmetric
 
+GPU = Machine("cuda", 3, 160 * 1024, capability=90)  # of three SMs
 TILE = 16
 STREAM = "copy"
 DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
@@ -48,7 +49,7 @@ class SimulatedWorld:
     """
 
     def __init__(
-        self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = HOST
+        self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = GPU
     ) -> None:
         w = world_size
         self.machine = machine
@@ -163,18 +164,17 @@ class Call:
         return Rows(self.sizes, self.batch)
 
     def config(self, machine: Machine) -> Config:
-        """Three stages where the kernel is compiled: what the software pipeliner does shall show."""
+        """Three stages: what the software pipeliner does shall show."""
         senders, others = self.programs
-        compiled = machine.clock != "host"
         return Config(
             self.tile,
             self.tile,
             self.block_k,
-            num_stages=3 if compiled else 1,
+            num_stages=3,
             send_programs=senders,
             other_programs=others,
             chunk=self.chunk,
-            tma=self.tma and (machine.capability >= 90 or not compiled),
+            tma=self.tma and machine.capability >= 90,
         )
 
 

@@ -1,7 +1,7 @@
 """The results of `fusedtp check` as one JSON document, for scripts and CI.
 
 {"exit_code": 1, "lint": [...], "cases": [{
-    "case", "world_size", "compiled"    what was checked; compiled: the target, "" for the kernel's text
+    "case", "world_size", "target"      what was checked, and the target whose compiled code ran
     "verdict"                           "ok", "refused", "raised", "out of time", or the rule of the fault
     "schedules", "switches", "seconds"  what it took
     "words"                             why it was refused, the traceback, or where the time was over; else ""
@@ -33,7 +33,7 @@ def _case(result: Result) -> dict[str, Any]:
     return {
         "case": found.name,
         "world_size": found.world_size,
-        "compiled": found.compiled,
+        "target": found.target,
         "verdict": result.verdict,
         "schedules": result.schedules,
         "switches": result.switches,

@@ -9,9 +9,9 @@
 A function with a parameter `world_size` gets it. A case that cannot be checked, or that raises, says so in its own
 `Found` or `Part`; the others go on.
 
-A worker interprets kernels. The calling process never does, so that it can compile. A fork server imports this module,
-which does not import triton, once for all workers; each sets TRITON_INTERPRET before it imports triton. What comes back
-are plain values; an exception of the user's code comes back as its traceback.
+A fork server imports this module, which does not import triton, once for all workers; each unsets TRITON_INTERPRET
+before it imports triton, so that it compiles kernels. What comes back are plain values; an exception of the user's code
+comes back as its traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 
 import fusedtp.sim
 from fusedtp.sim.case import Case, Launch, Run
-from fusedtp.sim.explore import Schedule, exhaust, explore, trace
+from fusedtp.sim.explore import TARGET, Outcome, Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
 
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
@@ -49,14 +49,14 @@ DIED = "a worker process died; the kernel may have used up memory (try --workers
 # -- cases by name -----------------------------------------------------------------------------------------------------
 
 
-def names_of(name: str = "", world_size: int | None = None, compiled: str = "") -> list[str]:
+def names_of(name: str = "", world_size: int | None = None, target: str = TARGET) -> list[str]:
     """Full names of the cases that `name` stands for; "" for all of the library's own.
 
-    compiled: the target they are compiled for. Raises ValueError where it stands for none. What importing the user's
+    target: they are compiled for. Raises ValueError where it stands for none. What importing the user's
     code raises passes.
     """
     if not _is_users(name):
-        return [case.name for case in _own(name, world_size, compiled)]
+        return [case.name for case in _own(name, world_size, target)]
     place, mark, wanted = _parts_of(name)
     module = _load(place) if mark == "::" else _import(place)
     if not wanted:
@@ -74,10 +74,10 @@ def names_of(name: str = "", world_size: int | None = None, compiled: str = "") 
 
 
 @lru_cache
-def case_of(name: str, world_size: int | None = None, compiled: str = "") -> Case:
+def case_of(name: str, world_size: int | None = None, target: str = TARGET) -> Case:
     """The one case of this name: what a report tells you to replay. What the user's code raises passes."""
     if not _is_users(name):
-        (case,) = _own(name, world_size, compiled)
+        (case,) = _own(name, world_size, target)
         return case
     (full,) = names_of(name)
     place, mark, wanted = _parts_of(full)
@@ -108,12 +108,10 @@ def _import(name: str) -> ModuleType:
 
 
 @lru_cache
-def _own(name: str, world_size: int | None, compiled: str) -> tuple[Case, ...]:
-    from .cases import compiled_cases, fused_cases, meeting_case, turns_case
+def _own(name: str, world_size: int | None, target: str) -> tuple[Case, ...]:
+    from .cases import compiled_cases
 
-    w = world_size or WORLD_SIZE
-    made = compiled_cases(w, compiled) if compiled else [*fused_cases(w), turns_case(w), meeting_case(w)]
-    cases = {case.name: case for case in made}
+    cases = {case.name: case for case in compiled_cases(world_size or WORLD_SIZE, target)}
     if name and name not in cases:
         raise ValueError(
             f"no fused kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case, "
@@ -189,7 +187,7 @@ class Found:
 
     asked      the world size that was asked for
     kernels    those that it launches
-    compiled   the target whose compiled code runs; "": the kernels' text
+    target     whose compiled code runs
     refused    why it cannot be checked, in a line; raised: what its own code raised, a traceback
     """
 
@@ -197,7 +195,7 @@ class Found:
     asked: int | None
     world_size: int
     kernels: tuple[str, ...] = ()
-    compiled: str = ""
+    target: str = TARGET
     refused: str = ""
     raised: str = ""
 
@@ -212,7 +210,6 @@ class Part:
     """What became of some schedules of a case.
 
     fault      of the first that showed one
-    without    the fault's schedule again without the race detector: what becomes of its result
     raised     traceback, where the user's code raised
     refused    why the case cannot be checked, or not on this target
     late       where a schedule stood when the time was over
@@ -221,7 +218,6 @@ class Part:
     schedules: int = 0
     switches: int = 0
     fault: Fault | None = None
-    without: Fault | None = None
     raised: str = ""
     refused: str = ""
     late: str = ""
@@ -269,32 +265,32 @@ class UserError(Exception):
     """The user's code raised; the message is its own traceback."""
 
 
-def find(name: str, world_size: int | None, compiled: str = "") -> list[Found]:
+def find(name: str, world_size: int | None, target: str = TARGET) -> list[Found]:
     """The cases that this name stands for, in a worker. What cannot be checked is among them, and says why."""
     found = []
     try:
         with _told_apart():
-            names = names_of(name, world_size, compiled)
+            names = names_of(name, world_size, target)
     except (BadInput, UserError) as error:
-        return [_failed(name, world_size, compiled, error)]
+        return [_failed(name, world_size, target, error)]
     for each in names:
         try:
             with _told_apart():
-                found.append(_described(case_of(each, world_size, compiled), world_size, compiled))
+                found.append(_described(case_of(each, world_size, target), world_size, target))
         except (BadInput, UserError) as error:
-            found.append(_failed(each, world_size, compiled, error))
+            found.append(_failed(each, world_size, target, error))
     return found
 
 
-def _failed(name: str, asked: int | None, compiled: str, error: BadInput | UserError) -> Found:
+def _failed(name: str, asked: int | None, target: str, error: BadInput | UserError) -> Found:
     refused, raised = (str(error), "") if isinstance(error, BadInput) else ("", str(error))
-    return Found(name, asked, asked or 0, (), compiled, refused, raised)
+    return Found(name, asked, asked or 0, (), target, refused, raised)
 
 
-def _described(case: Case, asked: int | None, compiled: str) -> Found:
+def _described(case: Case, asked: int | None, target: str) -> Found:
     work = case.make().work
     kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
-    return Found(case.name, asked, len(work), tuple(kernels), compiled)
+    return Found(case.name, asked, len(work), tuple(kernels), target)
 
 
 def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None = None) -> Part:
@@ -304,34 +300,30 @@ def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None 
 
 def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak: bool) -> Part:
     """Every schedule of a case with at most so many preemptions, in a worker."""
-    return _part(found, lambda case: exhaust(case, preemptions, limit=limit, resident=resident, weak=weak))
+
+    def run(case: Case) -> Outcome:
+        return exhaust(case, preemptions, limit=limit, resident=resident, weak=weak, target=found.target)
+
+    return _part(found, run)
 
 
-def _part(found: Found, run: Callable[[Case], Any]) -> Part:
+def _part(found: Found, run: Callable[[Case], Outcome]) -> Part:
     try:
         with _told_apart():
-            case = case_of(found.name, found.asked, found.compiled)
+            case = case_of(found.name, found.asked, found.target)
             outcome = run(case)
     except BadInput as error:
         return Part(refused=str(error))
     except UserError as error:
         return Part(raised=str(error))
-    fault, raised = outcome.fault, ""
-    without = None
-    if outcome.raised is not None:
-        raised = _users_traceback(outcome.raised)
-    elif fault is not None and fault.accesses and fault.strategy != "replay" and not fault.compiled:
-        try:
-            without = trace(case.make(), schedule_of(fault), detect=False)[1]
-        except Exception:
-            without = None  # what a race did to an address may raise anything
-    return Part(outcome.schedules, outcome.switches, fault, without, raised, "", outcome.late)
+    raised = "" if outcome.raised is None else _users_traceback(outcome.raised)
+    return Part(outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late)
 
 
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:
     """What every program did in one schedule, in a worker."""
     with _told_apart():
-        return trace(case_of(found.name, found.asked, found.compiled).make(), schedule)[0]
+        return trace(case_of(found.name, found.asked, found.target).make(), schedule)[0]
 
 
 def cores() -> int:
@@ -342,7 +334,7 @@ def cores() -> int:
 def schedule_of(fault: Fault) -> Schedule:
     """The schedule that shows it."""
     resident = resident_of(fault.resident)
-    return Schedule(fault.strategy, fault.seed, resident, fault.weak, fault.fine, fault.compiled)
+    return Schedule(fault.strategy, fault.seed, resident, fault.weak, fault.fine, fault.target)
 
 
 def resident_of(word: str) -> int | str | None:
@@ -357,17 +349,15 @@ def resident_of(word: str) -> int | str | None:
 class Pool:
     """Worker processes, started when they are needed."""
 
-    def __init__(self, workers: int, interpret: bool = True) -> None:
-        self.workers, self._interpret = workers, interpret
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self.start()
 
     def start(self) -> None:
         """Anew, where a worker died."""
-        self._executor = ProcessPoolExecutor(
-            self.workers, self._context, initializer=_begin, initargs=(self._interpret,)
-        )
+        self._executor = ProcessPoolExecutor(self.workers, self._context, initializer=_begin)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._executor.submit(function, *arguments)
@@ -381,9 +371,9 @@ class Pool:
 
 
 @contextmanager
-def pool(workers: int, interpret: bool = True) -> Iterator[Pool]:
-    """Workers that interpret kernels, or compile them; ended at once where the body raises."""
-    made = Pool(workers, interpret)
+def pool(workers: int) -> Iterator[Pool]:
+    """Workers; ended at once where the body raises."""
+    made = Pool(workers)
     try:
         yield made
     except BaseException:
@@ -392,12 +382,9 @@ def pool(workers: int, interpret: bool = True) -> Iterator[Pool]:
     made.close(now=False)
 
 
-def _begin(interpret: bool) -> None:
+def _begin() -> None:
     assert "triton" not in sys.modules, "triton reads TRITON_INTERPRET when it is imported"
-    if interpret:
-        os.environ["TRITON_INTERPRET"] = "1"
-    else:
-        os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
 

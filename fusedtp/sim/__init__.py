@@ -1,7 +1,6 @@
-"""Simulated ranks: every schedule of a multi-rank Triton kernel on one CPU, with its races and deadlocks found.
+"""Simulated ranks: schedules of a multi-rank Triton kernel on one CPU, with its races and deadlocks found.
 
-Kernels must be decorated under TRITON_INTERPRET=1 if their text runs, and without it if what Triton compiled of them
-runs (`Schedule(compiled=...)`, `testing`, `nvshmem`). See docs/checking-kernels.md.
+What Triton compiles of a kernel runs (ptx/), so TRITON_INTERPRET must not be set. See docs/checking-kernels.md.
 """
 
 from .case import Await, Case, Copy, Launch, Run, Signal, compare

@@ -21,11 +21,11 @@ class Launch:
     kernel    of triton.jit, under triton.autotune and triton.heuristics or not
     grid      1 to 3 numbers, or a function of the arguments that returns them
     args      by name, tensors on the CPU
-    options   of the compiler (num_warps, num_stages, maxnreg); the interpreter has none
+    options   of the compiler (num_warps, num_stages, maxnreg)
     tuned     the config of an autotuned kernel: a triton.Config, or its number; None: every config in turn, a
               schedule each
     replace   device function -> what is called in its place, of triton.jit or the language, or None for nothing: for
-              external libraries, which do not exist on a CPU (nvshmem.py has some bodies). Compiled kernels only.
+              external libraries, which do not exist on a CPU (nvshmem.py has some bodies)
     """
 
     kernel: Any

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,15 +22,14 @@ from .case import Case, Launch, Run
 from .faults import Fault, Moment, SimulationFault, Site, UnsupportedKernel
 from .launching import plain
 from .limits import OutOfTime, time_limit
-from .machine import Machine
 from .memory import Memory
+from .ptx import TARGETS
+from .ptx.launch import Compiler
+from .ptx.machine import Machine
 from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
 
-if TYPE_CHECKING:
-    from .ptx.launch import Compiler
-    from .ptx.machine import Machine as CompiledMachine
-
-SHRINK_SCHEDULES, FEW_SCHEDULES = 40, 8
+TARGET = "sm_90"  # the default
+SHRINK_SCHEDULES = 8
 SHRINK_SECONDS = 120.0  # that a found fault is made smaller for, at most
 SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
 
@@ -39,9 +38,10 @@ SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
 class Schedule:
     """Everything that decides a schedule.
 
-    compiled   the target whose compiled code runs (ptx.TARGETS); "": the kernels' text, interpreted
-    weak       late stores; compiled: all late effects of ptx.memory and ptx.copies
-    fine       switch at every memory access; compiled: a warp at a time, in random order
+    resident   programs of a rank that are alive at once; None: all; "varying": changes during the run
+    weak       with all late effects: old values of flags (ptx.memory), copies and products that land at their wait
+    fine       a warp at a time, in random order; else the warps of a program in step
+    target     whose compiled code runs, one of ptx.TARGETS
     """
 
     strategy: str = "random"
@@ -49,11 +49,16 @@ class Schedule:
     resident: int | str | None = None
     weak: bool = False
     fine: bool = False
-    compiled: str = ""
+    target: str = TARGET
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is {self.strategy!r}; it must be one of {', '.join(STRATEGIES)}")
+        if self.target not in TARGETS:
+            raise ValueError(f"target is {self.target!r}; it must be one of {', '.join(TARGETS)}")
+        number = self.resident if isinstance(self.resident, int) else 1
+        if self.resident not in (None, "varying", number) or number < 1:
+            raise ValueError(f"resident is {self.resident!r}; it must be None, 'varying' or at least 1")
 
 
 @dataclass
@@ -92,17 +97,16 @@ def run(
     strategy: str = "random",
     weak: bool = False,
     fine: bool = False,
+    target: str = TARGET,
     memory: Sequence[Memory] = (),
 ) -> int:
     """One schedule of one launch a rank; returns the number of context switches.
 
-        kernel         a triton.jit function, decorated under TRITON_INTERPRET=1
+        kernel         a triton.jit function
         grid           programs of a rank
         args_of_rank   rank -> arguments by name, or a list of those; tensors on the CPU
         memory         what kernels reach through addresses, see `symmetric`
-        resident       how many programs of a rank are alive at once; "varying": changes during the run
-        weak           plain stores reach other programs late and in any order, until a release
-        fine           switch at every memory access, not only at atomics
+        resident, strategy, weak, fine, target   as `Schedule` has them
 
     Raises SimulationFault (an AssertionError) for a race, a deadlock, a read of never-written memory or an access
     outside every allocation; ValueError where ranks' arguments do not fit together; UnsupportedKernel.
@@ -110,7 +114,7 @@ def run(
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
     check_arguments(given, world_size)
     work = [[Launch(kernel, grid, args)] for args in given]
-    return run_schedule(Run(work, memory), Schedule(strategy, seed, resident, weak, fine))
+    return run_schedule(Run(work, memory), Schedule(strategy, seed, resident, weak, fine, target))
 
 
 def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
@@ -141,41 +145,32 @@ def check_run(run: Run) -> None:
                 check_arguments([each.args for each in together], len(run.work))
 
 
-def run_schedule(
-    run: Run, schedule: Schedule, *, strategy: Callable[..., Strategy] | None = None, detect: bool = True
-) -> int:
+def run_schedule(run: Run, schedule: Schedule) -> int:
     """One schedule of a run, its result checked; returns the number of switches. Raises as `run` does."""
-    return _execute(run, schedule, strategy or STRATEGIES[schedule.strategy], detect, trace=False).switches
+    return _execute(run, schedule).switches
 
 
-def trace(run: Run, schedule: Schedule, *, detect: bool = True) -> tuple[tuple[Moment, ...], Fault | None]:
+def trace(run: Run, schedule: Schedule) -> tuple[tuple[Moment, ...], Fault | None]:
     """What every program did in one schedule of a run, up to its end or its fault: what a timeline draws."""
     try:
-        machine = _execute(run, schedule, STRATEGIES[schedule.strategy], detect, trace=True)
-        return machine.moments, None
+        return _execute(run, schedule, trace=True).moments, None
     except SimulationFault as error:
         return error.fault.trace, error.fault
 
 
 def _execute(
-    run: Run, schedule: Schedule, strategy: Callable[..., Strategy], detect: bool, trace: bool
-) -> Machine | CompiledMachine:
+    run: Run, schedule: Schedule, strategy: Callable[..., Strategy] | None = None, trace: bool = False
+) -> Machine:
     run = plain(run, schedule.seed)
-    given: dict[str, Any] = dict(
-        seed=schedule.seed, resident=schedule.resident, weak=schedule.weak, fine=schedule.fine
-    )
-    machine: Machine | CompiledMachine
-    if schedule.compiled:
-        from .ptx.machine import Machine as OfCompiled
-
-        machine = OfCompiled(run, strategy, compiler_for(schedule.compiled), **given)
-    else:
-        machine = Machine(run, strategy, detect=detect, trace=trace, **given)
+    machine = Machine(
+        run, strategy or STRATEGIES[schedule.strategy], compiler_for(schedule.target), seed=schedule.seed,
+        resident=schedule.resident, weak=schedule.weak, fine=schedule.fine, trace=trace,
+    )  # fmt: skip
     cause = None
     try:
         machine.run()
         fault = _recorded(run) or _wrong(run)
-        if fault is not None and fault.mismatch is not None and not isinstance(machine, Machine):
+        if fault is not None and fault.mismatch is not None:
             fault = replace(fault, accesses=machine.last_write(fault.mismatch.address))
         moments = machine.moments
     except SimulationFault as error:
@@ -188,7 +183,7 @@ def _execute(
     raise SimulationFault(
         fault.found_by(
             schedule.strategy, schedule.seed, str(schedule.resident), schedule.weak, schedule.fine, machine.switches,
-            moments, schedule.compiled,
+            moments, schedule.target,
         )
     ) from cause  # fmt: skip
 
@@ -196,8 +191,6 @@ def _execute(
 @lru_cache
 def compiler_for(target: str) -> Compiler:
     """One for all schedules of a process: each kernel is compiled once."""
-    from .ptx.launch import Compiler
-
     return Compiler(target)
 
 
@@ -221,21 +214,19 @@ def schedules(
     *,
     first_seed: int = 0,
     residents: Sequence[Any] | None = None,
-    compiled: str = "",
+    target: str = TARGET,
 ) -> Iterator[Schedule]:
-    """`count` schedules: strategies in turn; all resident, one resident and a varying number in turn; weak and not.
+    """`count` schedules: strategies in turn; all resident, one, a varying number and two in turn.
 
-    Of compiled code three of four are weak, and every third goes warp by warp.
+    Three of four are weak and one of three goes warp by warp, in turn for each strategy and residency.
     """
     residents = (None, 1, "varying", 2) if residents is None else residents
     for i in range(count):
         name = strategies[i % len(strategies)]
         turn = i // len(strategies)
-        resident, weak = residents[turn % len(residents)], turn // len(residents) % 2 == 1
-        if compiled:
-            yield Schedule(name, first_seed + i, resident, i % 4 != 0, i % 3 == 2, compiled)
-        else:
-            yield Schedule(name, first_seed + i, resident, weak)
+        resident, at = residents[turn % len(residents)], i % len(strategies)
+        weak, fine = (at + turn // len(residents)) % 4 != 0, (at + turn) % 3 == 2
+        yield Schedule(name, first_seed + i, resident, weak, fine, target)
 
 
 def explore(
@@ -309,8 +300,7 @@ def attempt(
     if outcome.schedules == 0:
         check_run(made)
     try:
-        machine = _execute(made, schedule, strategy or STRATEGIES[schedule.strategy], True, trace=False)
-        outcome.switches += machine.switches
+        outcome.switches += _execute(made, schedule, strategy).switches
         return None
     except SimulationFault as error:
         return error.fault
@@ -320,7 +310,7 @@ def attempt(
         outcome.raised = error
         return Fault(
             "raised", f"{type(error).__name__}: {error}", strategy=schedule.strategy, seed=schedule.seed,
-            resident=str(schedule.resident), weak=schedule.weak, fine=schedule.fine, compiled=schedule.compiled,
+            resident=str(schedule.resident), weak=schedule.weak, fine=schedule.fine, target=schedule.target,
         )  # fmt: skip
 
 
@@ -329,7 +319,7 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
     best, found, alike = schedule, fault, fault.rule == "wrong value"
     try:
         with time_limit(seconds):
-            for seed in range(FEW_SCHEDULES if schedule.compiled else SHRINK_SCHEDULES):
+            for seed in range(SHRINK_SCHEDULES):
                 name = ("run_to_block", "pct")[seed % 2]
                 other = replace(schedule, strategy=name, seed=seed)
                 again = attempt(case, other, Outcome(case.name))
@@ -340,7 +330,7 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
                 return replace(
                     found, message=f"{found.message}, the same in every schedule that was tried", trace=()
                 )
-            _execute(case.make(), best, STRATEGIES[best.strategy], True, trace=True)
+            _execute(case.make(), best, trace=True)
     except SimulationFault as error:
         return error.fault
     except (Exception, OutOfTime):
@@ -355,14 +345,16 @@ def exhaust(
     limit: int = 10_000,
     resident: int | str | None = None,
     weak: bool = False,
+    target: str = TARGET,
 ) -> Outcome:
     """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
 
+    Programs switch before what may see others' doing. weak: late effects too, drawn from one seed, not all of them.
     Stops after `limit` schedules. Source: Musuvathi and Qadeer 2007, "Iterative Context Bounding".
     """
     begin = time.monotonic()
     outcome = Outcome(case.name)
-    schedule = Schedule("replay", 0, resident, weak)
+    schedule = Schedule("replay", 0, resident, weak, target=target)
     todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
     while todo and outcome.schedules < limit:
         choices, left = todo.pop()

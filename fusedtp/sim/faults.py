@@ -157,11 +157,12 @@ class Fault:
     """One finding.
 
     rule      a key of RULES
-    accesses  the two ends of a race; the one access that is at fault by itself; of compiled code the last write of a
-              wrong value
+    accesses  the two ends of a race; the one access that is at fault by itself; the last write of a wrong value
     waits     those of a deadlock
     mismatch  the wrong value
-    cause     of a race in compiled code: what of a signal between the two is missing
+    cause     of a race: what of a signal between the two is missing
+    target    whose compiled code ran
+    switches  between programs, of the shortest schedule found that shows it
     """
 
     rule: str
@@ -175,8 +176,8 @@ class Fault:
     resident: str = ""
     weak: bool = False
     fine: bool = False
-    compiled: str = ""  # the target, of a schedule of compiled code
-    switches: int = 0  # context switches of the shortest schedule found that shows it
+    target: str = ""
+    switches: int = 0
     trace: tuple[Moment, ...] = field(default=(), repr=False)
 
     @property
@@ -197,21 +198,18 @@ class Fault:
         fine: bool,
         switches: int,
         trace: tuple[Moment, ...],
-        compiled: str = "",
+        target: str,
     ) -> Fault:
         """The same finding with the schedule that shows it."""
         return replace(
             self, strategy=strategy, seed=seed, resident=resident, weak=weak, fine=fine, switches=switches,
-            trace=trace, compiled=compiled,
+            trace=trace, target=target,
         )  # fmt: skip
 
     def key(self) -> tuple[object, ...]:
         """Equal for the same fault in another schedule: rule and source lines."""
         sites = [a.site for a in self.accesses] or [w.site for w in self.waits]
         return self.rule, *sorted({(s.file, s.line) for s in sites})
-
-    def _target(self) -> str:
-        return f", compiled={self.compiled!r}" if self.compiled else ""
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
@@ -223,7 +221,8 @@ class Fault:
         if self.strategy:
             lines.append(
                 f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "
-                f"weak={self.weak}, fine={self.fine}{self._target()}; {self.switches} context switches"
+                f"weak={self.weak}, fine={self.fine}, target={self.target!r}; "
+                f"{self.switches} context switches"
             )
         return "\n".join(lines)
 
@@ -237,4 +236,4 @@ class SimulationFault(AssertionError):
 
 
 class UnsupportedKernel(ValueError):
-    """The simulator cannot run this: inline assembly, an extern call, a version of Triton it does not know."""
+    """The simulator cannot run this: an opcode that it does not know, an external call, what does not compile."""

@@ -73,7 +73,12 @@ def _table(memory: Sequence[Memory], world_size: int) -> Memory:
 def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
     kernel, args, options = launch.kernel, dict(launch.args), dict(launch.options)
     config = ""
-    while not (hasattr(kernel, "params") or hasattr(kernel, "rewrite")):
+    while not hasattr(kernel, "params"):
+        if hasattr(kernel, "rewrite"):  # an InterpretedFunction
+            raise UnsupportedKernel(
+                f"{name_of(kernel)!r} was decorated to be interpreted; what is compiled runs here: unset "
+                "TRITON_INTERPRET before triton is imported"
+            )
         if hasattr(kernel, "configs"):
             config = _tuned(kernel, args, options, launch.tuned, turn)
         elif hasattr(kernel, "values") and hasattr(kernel, "fn"):

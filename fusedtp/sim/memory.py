@@ -1,16 +1,15 @@
 """The memory of a simulated world: named allocations, and where an address lies among them.
 
-Every tensor that a kernel may touch is an allocation with a name and a rank. All of them together form one line of
-bytes, the shadow, on which the race detector keeps who touched what; `Map.locate` turns addresses into places there.
-Addresses are the tensors' own: one that runs out of its tensor far enough to land in another, past the guards of
-`symmetric`, is taken for an access to that other.
+Every tensor that a kernel may touch is an allocation with a name and a rank. Addresses are the tensors' own: one that
+runs out of its tensor far enough to land in another, past the guards of `symmetric`, is taken for an access to that
+other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +60,7 @@ def symmetric(
 
 @dataclass(frozen=True)
 class Allocation:
-    """A tensor's bytes and where they stand in the shadow."""
+    """A tensor's bytes. place: of the first among the bytes of all tensors."""
 
     name: str
     rank: int
@@ -69,7 +68,7 @@ class Allocation:
     poisoned: bool
     base: int
     nbytes: int
-    place: int  # of its first byte in the shadow
+    place: int
 
     @property
     def label(self) -> str:
@@ -77,19 +76,11 @@ class Allocation:
         return f"{self.name} of rank {self.rank}"
 
     def index_of(self, place: int) -> tuple[int, ...]:
-        """The element that holds this byte of the shadow, as an index of the tensor (of its storage if strided)."""
+        """The element that holds this byte, as an index of the tensor (of its storage if strided)."""
         element = (place - self.place) // self.tensor.element_size()
         if not self.tensor.is_contiguous() or self.tensor.dim() == 0:
             return (element,)
         return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape)))
-
-
-class Span(NamedTuple):
-    """Elements of one tensor, as reports name them."""
-
-    tensor: str
-    first: tuple[int, ...]
-    last: tuple[int, ...]
 
 
 class Map:
@@ -99,7 +90,7 @@ class Map:
         self._found: dict[int, Allocation] = {}
         self.size = 0
         self._sorted: list[Allocation] = []
-        self._bases = self._ends = self._places = np.zeros(0, np.int64)
+        self._bases = self._ends = np.zeros(0, np.int64)
 
     def add(self, name: str, rank: int, tensor: Tensor, poisoned: bool = False) -> None:
         """Register the storage behind `tensor`, unless it is known."""
@@ -136,7 +127,6 @@ class Map:
         self._sorted = sorted(self._found.values(), key=lambda a: a.base)
         self._bases = np.array([a.base for a in self._sorted], np.int64)
         self._ends = np.array([a.base + a.nbytes for a in self._sorted], np.int64)
-        self._places = np.array([a.place for a in self._sorted], np.int64)
         self._sorted = [replace(a, name=self._name_of_table(a)) for a in self._sorted]
 
     def _name_of_table(self, a: Allocation) -> str:
@@ -157,35 +147,6 @@ class Map:
     def allocations(self) -> list[Allocation]:
         """Sorted by address."""
         return self._sorted
-
-    def locate(self, addresses: np.ndarray, itemsize: int) -> tuple[np.ndarray, int | None]:
-        """int64 addresses [n] -> places in the shadow of their first bytes [n], and which is out of bounds or None."""
-        low = int(np.searchsorted(self._bases, addresses[0], side="right")) - 1
-        lowest, highest = int(addresses.min()), int(addresses.max())
-        if low >= 0 and lowest >= self._bases[low] and highest + itemsize <= self._ends[low]:
-            return addresses - (self._bases[low] - self._places[low]), None
-        found = np.searchsorted(self._bases, addresses, side="right") - 1
-        wrong = (found < 0) | (addresses + itemsize > self._ends[found])
-        if wrong.any():
-            return addresses, int(np.argmax(wrong))
-        return addresses - self._bases[found] + self._places[found], None
-
-    def at(self, place: int) -> Allocation:
-        """The allocation that holds this byte of the shadow."""
-        return next(a for a in self._sorted if a.place <= place < a.place + a.nbytes)
-
-    def span(self, places: np.ndarray) -> Span:
-        """From the lowest of these bytes to the highest that lies in the same allocation."""
-        low, high = int(places.min()), int(places.max())
-        a = self.at(low)
-        return Span(a.label, a.index_of(low), a.index_of(min(high, a.place + a.nbytes - 1)))
-
-    def value(self, place: int) -> str:
-        """What stands there now; "" in a tensor whose elements do not lie in order."""
-        a = self.at(place)
-        if not (a.tensor.dim() and a.tensor.is_contiguous()):
-            return ""
-        return str(a.tensor.view(-1)[(place - a.place) // a.tensor.element_size()].item())
 
     def nearest(self, address: int) -> str:
         """Words for an address outside: how far past which allocation."""

@@ -19,13 +19,11 @@ WIDTH = 110
 
 
 def report(
-    fault: Fault, *, name: str = "", world_size: int | None = None, without: Fault | None = None, width: int = WIDTH,
-    command: str = "",
+    fault: Fault, *, name: str = "", world_size: int | None = None, width: int = WIDTH, command: str = "",
 ) -> str:  # fmt: skip
     """Everything known of a fault, as text.
 
     name, world_size   of the case, as `fusedtp check` takes them
-    without            what the same schedule ends with where races are not looked for
     command            that replays it, where a seed alone does not
     """
     lines = [f"{fault.rule}: {fault.message}", f"({RULES.get(fault.rule, '')})"]
@@ -36,13 +34,6 @@ def report(
         lines += ["", *_wait(wait)]
     if fault.mismatch is not None:
         lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"]
-    if without is not None:
-        lines += [
-            "",
-            f"Where nobody looks for races this schedule ends with a {without.rule}: {without.message}",
-        ]
-        if without.mismatch is not None:
-            lines.append(f"wanted {without.wanted}, seen {without.seen}")
     rows = relevant(fault)
     if rows:
         lines += [
@@ -50,8 +41,6 @@ def report(
             f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:",
         ]
         lines += interleaving(rows, width).splitlines()
-        if fault.weak:
-            lines.append("A store is on its way from its row on; until a release others may not see it.")
     if fault.strategy:
         lines += ["", "Replay:", *(f"  {line}" for line in replay(fault, name, world_size, command))]
     return "\n".join(lines)
@@ -103,18 +92,18 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     ]
     words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
     words += ["--fine"] if fault.fine else []
-    words += ["--compiled", fault.compiled] if fault.compiled else []
+    words += ["--target", fault.target]
     if fault.strategy == "replay":
         return [command] if command else []
     value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
-    target = f", compiled={fault.compiled!r}" if fault.compiled else ""
+    target = f"target={fault.target!r}"
     schedule = (
-        f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}{target})"
+        f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {target})"
     )
-    case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}{target})"
+    case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}, {target})"
     return [
         shlex.join(words),
-        "or in Python:" if fault.compiled else "or in Python, with TRITON_INTERPRET=1 in the environment:",
+        "or in Python:",
         "  from fusedtp.sim import Schedule, run_schedule",
         "  from fusedtp.checks.workers import case_of",
         f"  run_schedule({case}.make(), {schedule})",

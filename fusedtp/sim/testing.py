@@ -6,8 +6,7 @@
     def test_ring():
         assert_no_finding(case_ring, world_size=3, schedules=50)
 
-By default what Triton compiles for sm_80 and sm_90 runs, in a process without TRITON_INTERPRET. `compiled=("",)` runs
-the kernels' text in place of it, in a process with TRITON_INTERPRET=1.
+What Triton compiles for sm_80 and sm_90 runs, in a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def assert_no_finding(
     case: Case | Callable[..., Any],
     *,
     world_size: int | None = None,
-    compiled: str | Sequence[str] = TARGETS,
+    targets: str | Sequence[str] = TARGETS,
     schedules: int = 20,
     seconds: float | None = None,
     seed: int = 0,
@@ -48,7 +47,7 @@ def assert_no_finding(
     """Runs a case under many schedules on each target, until one shows a fault.
 
     case        a Case, or a function that returns a Run or a Case; it gets `world_size` if it takes one
-    compiled    targets whose compiled code runs; "": the kernels' text
+    targets     whose compiled code runs
     schedules   on each target; seed: of the first
     seconds     on each target; a schedule that does not end by then does not count
 
@@ -56,8 +55,8 @@ def assert_no_finding(
     UnsupportedKernel and ValueError for what cannot be checked; what the case itself raises as it is.
     """
     made = _case(case, world_size)
-    for target in (compiled,) if isinstance(compiled, str) else compiled:
-        chosen = schedules_of(schedules, strategies, first_seed=seed, residents=residents, compiled=target)
+    for target in (targets,) if isinstance(targets, str) else targets:
+        chosen = schedules_of(schedules, strategies, first_seed=seed, residents=residents, target=target)
         outcome = explore(made, chosen, seconds=seconds)
         if outcome.raised is not None:
             raise outcome.raised

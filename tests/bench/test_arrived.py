@@ -19,7 +19,7 @@ from fusedtp.bench.suites import fused
 from fusedtp.ops.operation import OPERATIONS
 from fusedtp.ops.rows import Rows
 from tests.harness import world
-from tests.sim.support import interpreted
+from tests.interpreting import interpreted
 
 CPU = torch.device("cpu")
 

@@ -263,7 +263,7 @@ def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_suite_and_command_has_its_module() -> None:
-    """Not imported: `sim` sets how kernels run for the whole process."""
+    """Found, not imported: some import much."""
     assert all(f"  {name} " in cli.usage() for name in (*SUITES, *cli.COMMANDS, "all"))
     assert not set(SUITES) & set(cli.COMMANDS)
     for command, _ in cli.COMMANDS.values():

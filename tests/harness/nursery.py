@@ -98,7 +98,7 @@ def _quick() -> AbstractContextManager[None]:
         return nullcontext()
     from triton.runtime import interpreter
 
-    from fusedtp.sim.quick import quick
+    from tests.harness.quick import quick
 
     return quick(interpreter)
 

@@ -32,7 +32,7 @@ from fusedtp.ops.launch.run import check, machine_for
 from fusedtp.ops.matmul_all_reduce import all_reduce_slot_bytes, is_one_shot, plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, scatter_slot_bytes
 from fusedtp.ops.rows import Rows
-from fusedtp.sim.quick import quick
+from tests.harness.quick import quick
 
 SLOT = 1 << 19
 FLAGS = 4096

@@ -16,6 +16,7 @@ from fusedtp.ops import launch
 from fusedtp.ops.launch import Config, plain
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import describable
+from tests.interpreting import run_program
 from tests.nn.support import assert_within
 
 E = torch.finfo(torch.float32).eps
@@ -156,20 +157,13 @@ def sparse(elements: int) -> Tensor:
 
 def far_result_law() -> None:
     """The last tile of a y of over 2^31 elements: one program of as many as there are tiles."""
-    from fusedtp.sim.interpreter import Builder, arguments, call, interpreted
-
     m, n, k, block = 3, 2**30 + 8, 8, 16
     x, w = torch.ones(m, k).half(), torch.full((1, k), 2.0).half().expand(n, k)
     tiles = -(-n // block)
     y = sparse(m * n).view(m, n)
     config = Config(block, block, block, group=1)
     one, _ = plain.plan_matmul(x[:0], w, None, x.dtype, config, "ieee", HOST)
-    builder = Builder()
-    builder.stand_at(tiles - 1, (tiles, 1, 1))
-    function = interpreted(one.kernel)
-    language = builder.module._patch_lang(function)
-    call(function, arguments(one.kernel, one.args | dict(x=x, y=y, M=m)))
-    language.restore()
+    run_program(one.kernel, tiles - 1, (tiles, 1, 1), one.args | dict(x=x, y=y, M=m))
     assert torch.equal(y[-1, -8:], torch.full((8,), 16.0).half())
 
 

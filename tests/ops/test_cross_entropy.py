@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.ops import cross_entropy
+from tests.interpreting import interpreted
 from tests.ops.cross_entropy_laws import exact_law, gradient_law, loss_law, odd_law, stats_law
 from tests.ops.pointwise_laws import Draw
-from tests.sim.support import interpreted
 
 pytest.importorskip("triton")
 

@@ -11,9 +11,9 @@ from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.moe import grouped as engines
 from fusedtp.ops.operation import LocalOperation
 from fusedtp.ops.pointwise import ACTIVATIONS
+from tests.interpreting import interpreted
 from tests.ops import grouped_laws as laws
 from tests.ops.grouped_laws import LAYOUTS, Draw
-from tests.sim.support import interpreted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SKEWS = ("ragged", "empty", "one", "none")

@@ -9,9 +9,9 @@ from fusedtp.ops.launch import matmul, scaled_matmul
 from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.launch.plain import quantize_rows
+from tests.interpreting import interpreted
 from tests.ops import plain_matmul_laws as laws
 from tests.ops.plain_matmul_laws import LAYOUTS, Draw
-from tests.sim.support import interpreted
 
 pytest.importorskip("triton")
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.ops import pointwise
+from tests.interpreting import interpreted
 from tests.ops.pointwise_laws import Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
-from tests.sim.support import interpreted
 
 pytest.importorskip("triton")
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from fusedtp.sim import Await, Copy, Launch, Memory, Run, Signal, compare, symmetric
+from fusedtp.sim import Await, Case, Copy, Launch, Memory, Run, Signal, compare, symmetric
 
 N = 16
 
 
+def replaced(case: Case, bodies: dict[Any, Any]) -> Case:
+    """The case whose kernels call other device functions; None: a call does nothing."""
+
+    def make() -> Run:
+        run = case.make()
+        work = [
+            [replace(w, replace=bodies) if isinstance(w, Launch) else w for w in of_rank]
+            for of_rank in run.work
+        ]
+        return replace(run, work=work)
+
+    return replace(case, make=make)
+
+
 @triton.jit
-def ring(src, inbox, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr,
+def ring(src, inbox, flags, dst, rank, W, N: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr,
          ACQUIRE: tl.constexpr, WAIT: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     """Send to the next rank, wait for the one before, keep what came."""
     at = tl.arange(0, N)
@@ -184,11 +201,13 @@ def table_run(world_size: int = 2) -> Run:
 @triton.jit
 def by_descriptor(x, y, z, N: tl.constexpr, PEER: tl.constexpr):
     """Each of two programs copies its half of x to y, and what PEER programs further there to z."""
-    half, mine = N // 2, tl.program_id(0)
+    half: tl.constexpr = N // 2
+    mine = tl.program_id(0)
     source = tl.make_tensor_descriptor(x, [N], [1], [half])
     middle = tl.make_tensor_descriptor(y, [N], [1], [half])
     target = tl.make_tensor_descriptor(z, [N], [1], [half])
     middle.store([mine * half], source.load([mine * half]))
+    tl.debug_barrier()
     there = (mine + PEER) % 2 * half
     target.store([there], middle.load([there]))
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpretedFunction
 
 from fusedtp.sim import (
     DEFAULT,
     Case,
     Fault,
+    Launch,
     Mismatch,
     Run,
     Schedule,
     SimulationFault,
+    UnsupportedKernel,
     compare,
     exhaust,
     explore,
@@ -28,9 +29,6 @@ from fusedtp.sim import (
 )
 from fusedtp.sim.explore import schedules, trace
 from tests.sim import exchange
-from tests.sim.support import interpreted
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_ring(sem: str, seed: int, as_list: bool) -> tuple[int, str]:
@@ -52,11 +50,11 @@ def run_ring(sem: str, seed: int, as_list: bool) -> tuple[int, str]:
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_run_is_one_schedule_that_its_seed_decides(as_list):
-    first = [interpreted(run_ring, "release", seed, as_list) for seed in range(4)]
-    assert first == [interpreted(run_ring, "release", seed, as_list) for seed in range(4)]
+    first = [run_ring("release", seed, as_list) for seed in range(4)]
+    assert first == [run_ring("release", seed, as_list) for seed in range(4)]
     assert all(switches > 3 and not rule for switches, rule in first)
     assert len({switches for switches, _ in first}) > 1
-    assert interpreted(run_ring, "relaxed", 0, as_list)[1] == "read-write race"
+    assert run_ring("relaxed", 0, as_list)[1] == "read-write race"
 
 
 def traces_of(schedule: Schedule) -> list[tuple]:
@@ -65,7 +63,7 @@ def traces_of(schedule: Schedule) -> list[tuple]:
 
 @pytest.mark.parametrize("strategy", DEFAULT)
 def test_a_schedule_is_decided_by_its_seed_down_to_every_access(strategy):
-    once, again = interpreted(traces_of, Schedule(strategy, 5, "varying", weak=True, fine=True))
+    once, again = traces_of(Schedule(strategy, 5, "varying", weak=True, fine=True))
     assert once == again and len(once) > 20
 
 
@@ -79,14 +77,16 @@ def explore_ring(sem: str, count: int) -> tuple[int, list[int], str]:
 
 
 def test_explore_runs_all_schedules_of_a_right_kernel_and_stops_at_a_fault():
-    assert interpreted(explore_ring, "release", 14) == (14, list(range(1, 15)), "")
-    count, seen, rule = interpreted(explore_ring, "relaxed", 14)
+    assert explore_ring("release", 14) == (14, list(range(1, 15)), "")
+    count, seen, rule = explore_ring("relaxed", 14)
     assert rule == "read-write race" and count == len(seen) < 14
 
 
-def test_schedules_take_every_strategy_with_every_residency_both_weak_and_not():
-    made = list(schedules(2 * 4 * len(DEFAULT)))
-    assert len({(s.strategy, s.resident, s.weak) for s in made}) == len(made)
+def test_schedules_take_every_strategy_with_every_residency_weak_or_not_by_warp_or_not():
+    made = list(schedules(12 * 4 * len(DEFAULT)))
+    kinds = {(s.strategy, s.resident, s.weak, s.fine) for s in made}
+    assert len(kinds) == 4 * len(DEFAULT) * 2 * 2
+    assert sum(s.weak for s in made) == 3 / 4 * len(made) and sum(s.fine for s in made) == len(made) / 3
     assert [s.seed for s in made] == list(range(len(made)))
 
 
@@ -96,9 +96,9 @@ def exhaust_ring(sem: str) -> tuple[int, str]:
 
 
 def test_exhaust_goes_through_all_preemptions_and_finds_a_fault_by_itself():
-    count, rule = interpreted(exhaust_ring, "release")
+    count, rule = exhaust_ring("release")
     assert count > 5 and rule == ""
-    assert interpreted(exhaust_ring, "relaxed")[1] == "read-write race"
+    assert exhaust_ring("relaxed")[1] == "read-write race"
 
 
 def wrong_values() -> Fault | None:
@@ -115,7 +115,7 @@ def wrong_values() -> Fault | None:
 
 
 def test_a_wrong_value_comes_with_its_tensor_index_and_values():
-    fault = interpreted(wrong_values)
+    fault = wrong_values()
     assert fault.rule == "wrong value"
     assert fault.mismatch == Mismatch("dst", 2, (10,), wanted="111.0", seen="110.0", count=6)
     assert (fault.wanted, fault.seen) == ("111.0", "110.0")
@@ -123,50 +123,47 @@ def test_a_wrong_value_comes_with_its_tensor_index_and_values():
     assert fault.message == f"{differ}, the same in every schedule that was tried"
 
 
-def without_check() -> None:
-    run_schedule(exchange.masked_run(5), Schedule(strategy="clever"))
+drawn = st.builds(Schedule, st.sampled_from(DEFAULT), st.integers(0, 99))
 
 
-def test_an_unknown_strategy_is_refused_with_those_that_there_are():
-    with pytest.raises(Exception, match=r"strategy is 'clever'; it must be one of random"):
-        interpreted(without_check)
+@settings(max_examples=20, database=None, derandomize=True)
+@given(drawn)
+def test_hypothesis_draws_schedules_that_a_right_kernel_passes(schedule):
+    run_schedule(exchange.ring_run(2), schedule)
 
 
-TEST_FILE = """
-from hypothesis import given, settings, strategies as st
-from fusedtp.sim import DEFAULT, Schedule, run_schedule
-from tests.sim.exchange import ring_run
-
-schedules = st.builds(Schedule, st.sampled_from(DEFAULT), st.integers(0, 99))
-
-@settings(max_examples=20, database=None, derandomize=True, deadline=None)
-@given(schedules)
-def test_right(schedule):
-    run_schedule(ring_run(2), schedule)
-
-@settings(max_examples=20, database=None, derandomize=True, deadline=None)
-@given(schedules)
-def test_wrong(schedule):
-    run_schedule(ring_run(2, sem="relaxed"), schedule)
-"""
+@settings(max_examples=20, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+@given(drawn)
+def relaxed(schedule):
+    run_schedule(exchange.ring_run(2, sem="relaxed"), schedule)
 
 
-def plain_pytest(folder: Path) -> str:
-    """What pytest prints of the tests in a folder, interpreting, in a process of its own."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": f"{ROOT}:{folder}",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=400)
-    return done.stdout + done.stderr
+def test_hypothesis_shrinks_schedules():
+    with pytest.raises(SimulationFault) as raised:
+        relaxed()
+    (shown,) = [note for note in raised.value.__notes__ if "schedule=" in note]
+    assert re.search(r"schedule=(Schedule\(.*?\))", re.sub(r"\s", "", shown))[1] == "Schedule('random',0)"
 
 
-def test_hypothesis_draws_and_shrinks_schedules_in_plain_pytest(tmp_path):
-    (tmp_path / "test_ring.py").write_text(TEST_FILE)
-    printed = plain_pytest(tmp_path)
-    assert "1 failed, 1 passed" in printed, printed
-    shrunk = re.search(r"test_wrong\(E?schedule=(Schedule\(.*?\))", re.sub(r"\s", "", printed))
-    assert shrunk and shrunk[1] == "Schedule('random',0)", printed
+def test_interpreted_kernels_are_refused_with_what_to_do():
+    words = "'kernel' was decorated to be interpreted; .* unset TRITON_INTERPRET before triton is imported"
+    with pytest.raises(UnsupportedKernel, match=words):
+        run_schedule(Run([[Launch(InterpretedFunction(kernel), 1, {})]]), Schedule())
+
+
+def kernel():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (dict(strategy="clever"), "strategy is 'clever'; it must be one of random"),
+        (dict(target="sm_70"), "target is 'sm_70'; it must be one of sm_80, sm_90"),
+        (dict(resident=0), "resident is 0; it must be None, 'varying' or at least 1"),
+        (dict(resident="some"), "resident is 'some'; it must be None"),
+    ],
+)
+def test_a_schedule_that_there_is_not_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Schedule(**wrong)

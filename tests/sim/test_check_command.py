@@ -16,6 +16,7 @@ from fusedtp.checks.workers import Found, Part
 from fusedtp.cli import main as fusedtp
 from fusedtp.sim import Fault, Schedule
 from fusedtp.sim.lint import TARGETS
+from fusedtp.sim.ptx import TARGETS as TARGETS_RUN
 
 CASES = """
 from fusedtp.sim import Case
@@ -58,8 +59,8 @@ def test_a_file_is_checked_case_by_case_and_faults_are_reported(file, capsys, tm
     results = {name: row(out, name) for name in ("right", "relaxed", "unanswered", "raises", "object_case")}
     assert [cells[-1] for cells in results.values()] == ["ok", "read-write race", "deadlock", "raised", "ok"]
     assert results["right"][1:3] == ["2", "8"] and results["object_case"][1:3] == ["1", "8"]
-    assert "::case_relaxed on 2 ranks" in out and "::case_unanswered on 2 ranks" in out
-    assert "::case_right on" not in out
+    assert "::case_relaxed (sm_90) on 2 ranks" in out and "::case_unanswered (sm_90) on 2 ranks" in out
+    assert "::case_right (sm_90) on" not in out
     assert 'raise KeyError("mine")' in out and "Traceback (most recent call last)" in out
     assert "case_relaxed on 2 ranks" in page.read_text()
 
@@ -85,7 +86,7 @@ def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys
     words = (f"{file}::case_relaxed", "--exhaust", 1, "--resident", "all", "--weak", "no")
     code, out, _ = check(capsys, *words)
     assert code == 1 and "read-write race" in row(out, "case_relaxed")[-1]
-    assert f"fusedtp check {file}::case_relaxed --exhaust 1" in out
+    assert f"fusedtp check {file}::case_relaxed --exhaust 1 --target sm_90" in out
 
 
 @pytest.mark.slow
@@ -96,9 +97,19 @@ def test_lint_compiles_the_same_case_for_every_target(file, capsys):
     assert {words[0] for words in compiled if words[0] in TARGETS and words[-1] == "ok"} == set(TARGETS)
 
 
-def test_a_fused_kernel_goes_by_its_name(capsys):
-    code, out, _ = check(capsys, "two_shot_all_reduce", "--world-size", 2, "--schedules", 2)
-    assert code == 0 and row(out, "two_shot_all_reduce")[1:3] == ["2", "2"]
+def test_a_fused_kernel_goes_by_its_name_and_by_target(capsys):
+    code, out, _ = check(
+        capsys, "moe_dispatch", "--world-size", 2, "--schedules", 2, "--target", "sm_80", "sm_90"
+    )
+    assert code == 0
+    for target in TARGETS_RUN:
+        assert row(out, f"moe_dispatch ({target})")[1:3] == ["2", "2"]
+
+
+def test_workers_compile_though_the_caller_interprets(file, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, out, _ = check(capsys, f"{file}::case_right", "--schedules", 1)
+    assert code == 0 and row(out, "case_right")[-1] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +120,7 @@ def test_a_fused_kernel_goes_by_its_name(capsys):
         (["--schedules", "0"], "--schedules 0 is too small"),
         (["--seconds", "-1"], "--seconds -1.0 is too small"),
         (["--world-size", "0"], "--world-size 0 must be at least 1"),
+        (["--target", "sm_70"], "--target 'sm_70' must be one of sm_80, sm_90"),
         (["--timeline", "/no/such/folder/x.html"], "no such folder"),
     ],
 )
@@ -132,7 +144,7 @@ def test_what_cannot_be_checked_ends_with_two_and_one_line(capsys):
 )
 def test_every_schedule_is_run_once_whatever_the_number_of_workers(count, workers, seed, resident, weak):
     options = CheckOptions(schedules=count, seed=seed, resident=resident, weak=weak)
-    run = [schedule for _, part in _parts(options, workers, "") for schedule in part]
+    run = [schedule for _, part in _parts(options, workers, "sm_90") for schedule in part]
     assert run == list(itertools.islice(options.chosen(), count))
     assert [schedule.seed for schedule in run] == list(range(seed, seed + count))
 

@@ -7,9 +7,10 @@ import pytest
 
 from fusedtp.checks.cases import fused_case
 from fusedtp.checks.dense import Call
+from fusedtp.kernels import all_gather_matmul
 from fusedtp.sim import Case, Copy, Launch, Run, explore
 from fusedtp.sim.case import Await, Signal
-from tests.sim.support import interpreted
+from tests.sim.exchange import replaced
 
 GATHERS = ["all_gather_matmul", "all_gather_wgrad"]
 
@@ -64,13 +65,9 @@ def found(operation: str, world_size: int, schedules: int, fault: str = "") -> t
     """The rule and the text of the fault that exploring finds."""
     case = case_of(operation, world_size)
     if fault == "nobody arrives":
-        from fusedtp.kernels import all_gather_matmul, all_gather_wgrad
-
-        with (
-            patch.object(all_gather_matmul, "arrive_for_copies", lambda *arguments: None),
-            patch.object(all_gather_wgrad, "arrive_for_copies", lambda *arguments: None),
-        ):
-            outcome = explore(case, schedules, shrink=False)
+        outcome = explore(
+            replaced(case, {all_gather_matmul.arrive_for_copies: None}), schedules, shrink=False
+        )
     elif fault == "the other slot":
         with patch("fusedtp.checks.cases.beside_copies", other_slot()):
             outcome = explore(case, schedules, shrink=False)
@@ -99,7 +96,7 @@ def other_slot():
     ("operation", "world_size", "schedules"), [(GATHERS[0], 2, 12), (GATHERS[0], 4, 4), (GATHERS[1], 3, 8)]
 )
 def test_no_schedule_shows_a_fault(operation, world_size, schedules):
-    assert interpreted(found, operation, world_size, schedules, timeout=300) == ("", "")
+    assert found(operation, world_size, schedules) == ("", "")
 
 
 RACES = {"read-write race", "write-write race", "never written"}
@@ -115,14 +112,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_order_is_needed(fault):
-    rule, text = interpreted(found, "all_gather_matmul", 3, 60, fault, timeout=300)
+    rule, text = found("all_gather_matmul", 3, 60, fault)
     assert rule in FAULTS[fault], (rule, text)
     assert "slots of rank" in text or rule == "deadlock", text
 
 
 def test_every_launch_sends_nothing_itself():
     """Where a rank's rows travel by copies no program of its launch is a sender."""
-    counts = interpreted(senders)
+    counts = senders()
     assert counts == [[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]
 
 

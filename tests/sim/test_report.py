@@ -16,7 +16,6 @@ from fusedtp.sim.explore import trace
 from fusedtp.sim.report import ROWS, interleaving, relevant, replay, report
 from fusedtp.sim.timeline import KINDS, html, segments
 from tests.sim import exchange
-from tests.sim.support import interpreted
 
 FILE = Path(exchange.__file__)
 FAULTY = {
@@ -33,8 +32,8 @@ def explored(maker: str, options: dict) -> Fault | None:
 
 
 @pytest.fixture(scope="module")
-def faults() -> dict[str, Fault]:
-    return {name: interpreted(explored, *how) for name, how in FAULTY.items()}
+def faults(impatient) -> dict[str, Fault]:
+    return {name: explored(*how) for name, how in FAULTY.items()}
 
 
 @pytest.fixture(params=FAULTY)
@@ -98,7 +97,7 @@ def traces(draw) -> Fault:
     return Fault("write-write race", "not ordered", tuple(race), trace=tuple(moments))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(traces())
 def test_a_long_trace_keeps_both_accesses_and_nothing_beside_the_point(fault):
     rows = relevant(fault)
@@ -130,7 +129,7 @@ def test_the_python_call_of_a_report_shows_the_same_fault_again(faults, tmp_path
     path.write_text(f"from tests.sim.exchange import *\n{cases}\n")
     for name, fault in faults.items():
         words = replay(fault, f"{path}::{name}", None)
-        assert interpreted(rerun, name, words) == f"{fault.rule}: {fault.message}"
+        assert rerun(name, words) == f"{fault.rule}: {fault.message}"
 
 
 def traced(maker: str, options: dict, schedule: Schedule) -> tuple[tuple[Moment, ...], Fault | None]:
@@ -142,8 +141,8 @@ def traced(maker: str, options: dict, schedule: Schedule) -> tuple[tuple[Moment,
     [("ring_run", {}), ("streams_run", {}), ("unanswered_run", {})],
     ids=lambda x: str(x),
 )
-def test_segments_tell_when_each_program_lived_waited_and_copied(maker, options):
-    moments, fault = interpreted(traced, maker, options, Schedule("round_robin", 0))
+def test_segments_tell_when_each_program_lived_waited_and_copied(impatient, maker, options):
+    moments, fault = traced(maker, options, Schedule("round_robin", 0))
     drawn = segments(moments, fault)
     lanes = {(m.rank, m.program, m.launch) for m in moments}
     assert {s.lane for s in drawn if s.kind == "alive"} == lanes

@@ -13,8 +13,7 @@
     launch         Launch -> compiled kernel and the bits of its parameters
     machine        programs of all ranks, interleaved by a seed
 
-`Schedule(compiled="sm_90")` chooses it in `run_schedule` and `explore`; `fusedtp check --compiled sm_90` does. What it
-proves and what not: docs/checking-kernels.md.
+What it proves and what not: docs/checking-kernels.md.
 """
 
 TARGETS = ("sm_80", "sm_90")  # that the machine runs

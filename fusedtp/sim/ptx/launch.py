@@ -2,8 +2,6 @@
 
 Kernels are compiled with what device_assert checks, and without what device_print prints. A device function that the
 launch replaces is compiled with the body that stands in for it.
-
-A process that interprets kernels cannot compile them: TRITON_INTERPRET must not be set here.
 """
 
 from __future__ import annotations
@@ -49,10 +47,6 @@ class Compiler:
         chosen = target_named(self.target)
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
         kernel: Any = launch.kernel
-        if not hasattr(kernel, "fn") or not hasattr(kernel, "signature"):
-            raise UnsupportedPtx(
-                f"{launch.name} is interpreted: unset TRITON_INTERPRET to run what is compiled"
-            )
         if launch.options.get("num_ctas", 1) > 1:
             raise UnsupportedPtx(
                 f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}"

@@ -1,12 +1,10 @@
 """One schedule of one run, of compiled kernels: the programs of all ranks, interleaved by a seed.
 
-    streams of a rank    work in order of issue; programs of a launch start in ascending order, at most `resident` of a
-                         rank alive at once; the next work starts when all of them have ended
-    turns                before every instruction that may see what other programs do, the strategy chooses who goes on
-    sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, every
-                         program polls on for a while; then it is a deadlock
-
-The interface is that of sim.machine.Machine, which runs the kernels' Python text.
+streams of a rank    work in order of issue; programs of a launch start in ascending order, at most `resident` of a
+                     rank alive at once; the next work starts when all of them have ended
+turns                before every instruction that may see what other programs do, the strategy chooses who goes on
+sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, every
+                     program polls on for a while; then it is a deadlock
 """
 
 from __future__ import annotations
@@ -106,6 +104,7 @@ class Machine:
     resident    programs of a rank alive at once; None: all; "varying": changes during the run
     weak        strong reads may return old values, asynchronous copies and products land at their wait
     fine        warp by warp, in place of all lanes in lockstep
+    trace       keep `moments`
     """
 
     def __init__(
@@ -118,9 +117,10 @@ class Machine:
         resident: int | str | None = None,
         weak: bool = True,
         fine: bool = False,
+        trace: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
-        self.line = Line(memory_map(run), self.rng, weak)
+        self.line = Line(memory_map(run), self.rng, weak, trace)
         self.strategy = strategy(self.rng, len(run.work))
         self.compiler, self.resident, self.lockstep, self.late = compiler, resident, not fine, weak
         self.limits = [self._drawn_limit() for _ in run.work]
@@ -134,7 +134,11 @@ class Machine:
         self.live: list[Actor] = []
         self.last: Actor | None = None
         self.started = self.switches = self.executed = 0
-        self.moments: tuple[Moment, ...] = ()
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """What happened so far, where `trace` was asked for."""
+        return tuple(self.line.trace or ())
 
     def run(self) -> int:
         """Returns the number of switches."""
@@ -170,6 +174,7 @@ class Machine:
     def _awake(self, actor: Actor) -> bool:
         if actor.asleep_since >= 0 and actor.asleep_since != self.line.changes:
             actor.asleep_since, actor.patience, actor.window.vain = -1, PATIENCE, 0
+            self._note("wake", "wakes", actor)
         return actor.asleep_since < 0
 
     def _go_on(self, awake: list[Actor]) -> None:
@@ -181,6 +186,7 @@ class Machine:
             self._ended(chosen)
         elif chosen.window.vain >= chosen.patience:
             chosen.asleep_since = self.line.changes
+            self._note("wait", "waits", chosen)
 
     def _roused(self) -> bool:
         """All sleep, one of them maybe between two polls of work that goes on: let all poll on, each time longer."""
@@ -188,7 +194,20 @@ class Machine:
             return False
         for actor in self.live:
             actor.asleep_since, actor.patience = -1, min(8 * actor.patience, LAST_PATIENCE)
+            self._note("wake", "wakes", actor)
         return True
+
+    def _note(self, kind: str, what: str, actor: Actor) -> None:
+        """A moment of a program as a whole; of one that waits with what it polls."""
+        if self.line.trace is None:
+            return
+        moment = Moment(len(self.line.events), *actor.window.where, what, kind=kind)
+        if kind == "wait" and actor.window.polled is not None:
+            place, site = actor.window.polled
+            name, index = self.line.element(place)
+            said = f"waits, sees {self.line.value(place)}"
+            moment = moment._replace(what=said, site=site, tensor=name, first=index, last=index)
+        self.line.trace.append(moment)
 
     # -- beginning and end of work -----------------------------------------------------------------------------------
 
@@ -239,9 +258,11 @@ class Machine:
             )
         else:
             where, slot = (stream.rank, type(work).__name__.lower(), 0), self._slot(stream, 0, 1)
-            window = Window(self.line, self.started, where, slot, stream.before)
+            words = ("copy reads", "copy writes")
+            window = Window(self.line, self.started, where, slot, stream.before, words)
             does = HostWork(work, window)
         self.live.append(Actor(stream, stream.first_slot + number, self.started, window, does))
+        self._note("start", "starts", self.live[-1])
         self.started += 1
         stream.alive += 1
 
@@ -254,6 +275,7 @@ class Machine:
 
     def _ended(self, actor: Actor) -> None:
         self.live.remove(actor)
+        self._note("end", "ends", actor)
         stream = actor.stream
         stream.alive -= 1
         stream.end(actor.window.end())
@@ -276,8 +298,13 @@ class Machine:
             name, index = self.line.element(place)
             seen = str(self.line.value(place))
             waits.append(Wait(rank, launch, program, site, name, index, seen, self.line.last_writer(place)))
-        queued = sum(len(stream.todo) for stream in self.streams)
-        more = f"; {queued} programs have not started" if queued else ""
+        queued = [
+            f"{len(s.todo)} programs of rank {s.rank}"
+            + (f" (at most {self.limits[s.rank]} resident)" if self.resident else "")
+            for s in self.streams
+            if s.todo
+        ]
+        more = f"; not started yet: {', '.join(queued)}" if queued else ""
         return Fault(
             "deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits)
         )

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..faults import Access, Fault, SimulationFault, Site
+from ..faults import Access, Fault, Moment, SimulationFault, Site
 from ..memory import Allocation, Map
 from .cause import cause
 from .clocks import GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
@@ -38,6 +39,7 @@ from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 LINE = 128  # tensors begin on the line at a multiple of it, plus what their address has modulo it
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
+MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
 Words = np.ndarray[Any, Any]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -45,11 +47,13 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class Line:
     """The bytes of all tensors, who used them, and the past of words that strong operations use.
 
-    weak   whether strong reads may return old values
+    weak    whether strong reads may return old values
+    trace   whether to keep what every program does, for reports and timelines
     """
 
-    def __init__(self, tensors: Map, rng: random.Random, weak: bool) -> None:
+    def __init__(self, tensors: Map, rng: random.Random, weak: bool, trace: bool = False) -> None:
         self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
+        self.nearest = tensors.nearest
         self.starts: list[int] = []
         size = 0
         for each in self.allocations:
@@ -72,6 +76,7 @@ class Line:
         self.events: list[Event | None] = [None]
         self.sequence = 0  # of strong writes
         self.changes = 0  # writes that changed a value
+        self.trace: deque[Moment] | None = deque(maxlen=MOST_MOMENTS) if trace else None
 
     def land(self) -> None:
         """Copy the line back into the tensors."""
@@ -122,6 +127,24 @@ class Line:
     def event(self, event: Event) -> int:
         self.events.append(event)
         return len(self.events) - 1
+
+    def note(self, event: Event, number: int, places: Words, kind: str, said: str = "") -> None:
+        """Keep a moment, where somebody asks for a trace. places: of one tensor."""
+        if self.trace is None:
+            return
+        name, first = self.element(int(places.min()))
+        last = self.element(int(places.max()))[1]
+        what = event.what + said
+        self.trace.append(
+            Moment(number, *event.where, what, event.site, kind=kind, tensor=name, first=first, last=last)
+        )
+
+    def shown(self, place: int, word: Any) -> str:
+        """A word as the tensor there has its elements."""
+        tensor, raw = self._holder(place)[0].tensor, np.asarray(word)
+        if raw.dtype.itemsize != tensor.element_size():
+            return str(raw)
+        return str(torch.from_numpy(raw.reshape(1).view(np.uint8).copy()).view(tensor.dtype).item())
 
     # -- words -------------------------------------------------------------------------------------------------------
 
@@ -189,12 +212,14 @@ class Window:
     number   of the program, among all
     where    (rank, launch, program), for reports
     start    what happened before the program
+    words    for its weak reads and writes
     """
 
     def __init__(
-        self, line: Line, number: int, where: tuple[int, str, int], slot: Slot, start: Clock | None = None
-    ) -> None:
-        self.line, self.number, self.where = line, number, where
+        self, line: Line, number: int, where: tuple[int, str, int], slot: Slot, start: Clock | None = None,
+        words: tuple[str, str] = ("load", "store"),
+    ) -> None:  # fmt: skip
+        self.line, self.number, self.where, self.words = line, number, where, words
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
         self.by_warp = False  # whether its warps run one at a time
         self.touched: set[int] = set()  # words that it polled since it last saw a change
@@ -215,7 +240,7 @@ class Window:
             return self.line.locate(addresses, nbytes)
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
-            words = self._nearest(wrong)
+            words = self.line.nearest(wrong)
             raise self._fault(
                 "out of bounds", f"{what} of {nbytes} bytes, {words}", what, site, wrong
             ) from None
@@ -233,7 +258,7 @@ class Window:
         every = places[:, None] + np.arange(0, nb * count, nb) if count > 1 else places[:, None]
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
-            self._weak(who, places, within, nb * count, Event(self.where, site, "load", False))
+            self._weak(who, places, within, nb * count, Event(self.where, site, self.words[0], False))
             return self.line.newest(every, nb)
         self._polls(places, site)
         event = Event(self.where, site, f"load ({order}, {scope})", False)
@@ -247,6 +272,9 @@ class Window:
             for first in range(0, count, per):
                 unit = words[first : first + per]
                 values[lanes, first : first + per] = self._read(unit, own, order, scope)
+        if self.line.trace is not None:
+            said = f" reads {self.line.shown(int(places[0]), values[0, 0])}"
+            self.line.note(event, number, places[:1], "atomic", said)
         return values
 
     def store(
@@ -260,7 +288,7 @@ class Window:
         self.vain = 0  # it gets on
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
-            self._weak(who, places, within, nb * count, Event(self.where, site, "store", True))
+            self._weak(who, places, within, nb * count, Event(self.where, site, self.words[1], True))
             self.line.put(every.reshape(-1), values.reshape(-1))
             return
         event = Event(self.where, site, f"store ({order}, {scope})", True)
@@ -270,6 +298,9 @@ class Window:
             for at, value in zip(every[lane].tolist(), values[lane], strict=True):
                 word = self._used(at, nb, threads[lane : lane + 1], scope, event, number)
                 self._write(word, thread, order, dict(carried), value)
+        if self.line.trace is not None:
+            said = f" writes {self.line.shown(int(places[0]), values[0, 0])}"
+            self.line.note(event, number, places[:1], "atomic", said)
 
     def atomic(
         self, addresses: Words, threads: Words, new: Callable[[int, Any], Any], dtype: np.dtype[Any], order: str,
@@ -295,6 +326,13 @@ class Window:
                 continue
             carried = self.known.released(thread, order, scope)
             self._write(word, thread, order, carried, np.array(made, dtype).view(UNSIGNED[nb])[()], before)
+        if self.line.trace is not None:
+            place = int(places[0])
+            now, before = self.line.newest(places[:1], nb)[0], old[:1].view(UNSIGNED[nb])[0]
+            said = f" reads {self.line.shown(place, before)}"
+            if now != before:
+                said += f", writes {self.line.shown(place, now)}"
+            self.line.note(event, number, places[:1], "atomic", said)
         return old
 
     def _weak(self, who: Accessor, places: Words, within: int, width: int, event: Event) -> None:
@@ -312,6 +350,7 @@ class Window:
             if not event.writes and shadow.poisoned:
                 self._never(shadow, cells, event)
             shadow.note(part, cells, event.writes, number)
+            self.line.note(event, number, own, event.what.partition(" ")[0])
 
     def _again(self, event: Event) -> Callable[[Words], Words] | None:
         if not self.by_warp:
@@ -457,7 +496,7 @@ class Window:
     ) -> SimulationFault:
         before = self.line.events[earlier]
         assert before is not None
-        a, b = self._described(before, places), self._described(event, places)
+        a, b = self._described(before, places, earlier), self._described(event, places)
         why = "are not ordered"
         if proxy:
             why = "are ordered, but no proxy fence lets an asynchronous copy see the first"
@@ -467,20 +506,12 @@ class Window:
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {why}"
         return SimulationFault(Fault(rule, said, (a, b), cause=cause))
 
-    def _described(self, event: Event, places: Words) -> Access:
+    def _described(self, event: Event, places: Words, number: int | None = None) -> Access:
+        """number: of the event; that of one that happens now is higher than all."""
         name, first = self.line.element(int(places.min()))
         last = self.line.element(int(places.max()))[1]
-        return Access(*event.where, event.site, event.what, name, first, last, len(self.line.events))
-
-    def _nearest(self, address: int) -> str:
-        line = self.line
-        if not len(line.bases):
-            return f"address {address:#x}; the case names no memory"
-        gaps = np.minimum(np.abs(line.bases - address), np.abs(line.ends - address))
-        best = line.allocations[int(gaps.argmin())]
-        if address >= best.base:
-            return f"{address - best.base - best.nbytes + 1} bytes past the end of {best.label}"
-        return f"{best.base - address} bytes before {best.label}"
+        step = len(self.line.events) if number is None else number
+        return Access(*event.where, event.site, event.what, name, first, last, step)
 
     def _who(self) -> str:
         rank, launch, program = self.where

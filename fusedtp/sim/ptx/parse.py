@@ -10,9 +10,12 @@ PTX ISA 8.8: section 4 (syntax), 5.2 (types), 5.4.2 (vectors), 6 (operands), 11.
 
 from __future__ import annotations
 
+import ast
+import linecache
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..faults import Site
@@ -177,6 +180,24 @@ def _strings(text: str) -> dict[str, str]:
     }
 
 
+@lru_cache(1 << 16)
+def function_at(file: str, line: int) -> str:
+    """The innermost function of a Python file around this line; "" where there is none. PTX names the kernel alone."""
+    around = [each for each in _functions(file) if each[0] <= line <= each[1]]
+    return max(around)[2] if around else ""
+
+
+@lru_cache
+def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
+    """First and last line and name of each."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    made = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return tuple((node.lineno, node.end_lineno or node.lineno, node.name) for node in made)
+
+
 def _parameters(head: str) -> Iterator[Parameter]:
     for line in head.splitlines():
         if found := re.search(r"\.param .*?\.([a-z])(\d+)\s.*?(\w+_param_\d+)(?:\[(\d+)\])?", line):
@@ -304,9 +325,8 @@ class _Reader:
             kernel, steps = self.callers[kernel], steps + 1
         file = self.files.get(here[0], "")
         of_kernel = self.files.get(kernel[0], "")
-        self.site = Site(
-            file, int(here[1]), self.name, int(kernel[1]), "" if of_kernel == file else of_kernel
-        )
+        function = function_at(file, int(here[1])) or self.name
+        self.site = Site(file, int(here[1]), function, int(kernel[1]), "" if of_kernel == file else of_kernel)
 
     def _declare(self, statement: str) -> None:
         found = re.match(r"\.reg\s+(?:\.v(\d)\s*)?\.([a-z]+)(\d*)(?:x\d)?\s+(.*)", statement, re.S)

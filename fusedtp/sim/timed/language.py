@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..clocks import Order
 from ..faults import UnsupportedKernel
 from .account import Account
 from .masks import Mask, broadcast
@@ -42,7 +41,7 @@ class Runtime(Protocol):
         address: int,
         dtype: np.dtype,
         change: Callable[[int], int],
-        order: Order,
+        releases: bool,
         posted: bool,
     ) -> int: ...
 
@@ -204,7 +203,7 @@ class Language(Shapes):
     def _atomic(
         self, name: str, pointer: Tile, value: Any, change: Callable, mask: Any, options: dict
     ) -> Any:
-        order = Order(options.get("sem") or "acq_rel", options.get("scope") or "gpu")
+        releases = (options.get("sem") or "acq_rel") in ("release", "acq_rel")
         posted = bool(options.get("_posted"))
         count, rank, first, _last = self._extent(f"atomic_{name}", pointer, mask)
         element = pointer.dtype.element_ty
@@ -218,7 +217,7 @@ class Language(Shapes):
             if not count:
                 return 0
             return self._runtime.atomic(
-                name, first, numpy_type, lambda old: change(old, value), order, posted
+                name, first, numpy_type, lambda old: change(old, value), releases, posted
             )
         values = np.broadcast_to(value.dense() if isinstance(value, Tile) else value, pointer.shape)
         keep = np.broadcast_to(mask.dense() if isinstance(mask, Mask) else True, pointer.shape)
@@ -226,7 +225,7 @@ class Language(Shapes):
         addresses = pointer.dense()
         for at in zip(*np.nonzero(keep), strict=True):
             one = partial(_swapped, change, int(values[at]))
-            out[at] = self._runtime.atomic(name, int(addresses[at]), numpy_type, one, order, posted)
+            out[at] = self._runtime.atomic(name, int(addresses[at]), numpy_type, one, releases, posted)
         return Tile(pointer.shape, element, data=out)
 
     def atomic_add(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ..case import Launch
-from ..clocks import Order
 from ..faults import Access, Fault, SimulationFault
 from .account import Account
 from .actor import Actor
@@ -141,14 +140,14 @@ class Programs:
 
     def poll(self, address: int, dtype: np.dtype) -> int:
         """A volatile load."""
-        return self.atomic("load", address, dtype, lambda old: old, Order("relaxed", "sys"), False)
+        return self.atomic("load", address, dtype, lambda old: old, False, False)
 
     def atomic(
-        self, name: str, address: int, dtype: np.dtype, change: Callable[[int], int], order: Order, posted: bool
+        self, name: str, address: int, dtype: np.dtype, change: Callable[[int], int], releases: bool, posted: bool
     ) -> int:  # fmt: skip
         """The word as it was. `posted`: the result is unused, so the program goes on at once."""
         me, turns = self._turns.me, self._turns
-        if order.releases:
+        if releases:
             self._land()
         self._flush()
         me.account.met += 1

@@ -1,7 +1,4 @@
-"""The library's kernels as Triton compiles them, and faults seeded into their PTX.
-
-CI runs a sample; `fusedtp check --compiled sm_80 sm_90` runs every kernel under as many schedules as one likes.
-"""
+"""Faults seeded into the PTX of the library's kernels, and products in every layout."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedtp.checks.cases import compiled_cases, fused_case
+from fusedtp.checks.cases import fused_case
 from fusedtp.checks.dense import Call
 from fusedtp.checks.workers import schedule_of
 from fusedtp.ops.launch.config import Machine as Gpu
@@ -35,38 +32,9 @@ from fusedtp.sim import (
 )
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.report import report
-from tests.sim.ptx.running import compiler_of, once
+from tests.sim.ptx.running import once
 
 Edit = Callable[[str], str]
-
-
-def case_of(name: str, world_size: int, target: str) -> Case:
-    return next(case for case in compiled_cases(world_size, target) if case.name == name)
-
-
-@pytest.mark.parametrize(
-    "name, world_size, target",
-    [
-        ("all_gather_matmul", 2, "sm_80"),
-        ("two_shot_all_reduce", 4, "sm_80"),
-        ("moe_combine", 2, "sm_80"),
-        ("matmul_reduce_scatter", 2, "sm_90"),
-        ("all_gather_wgrad", 1, "sm_90"),
-    ],
-)
-def test_kernels_equal_the_formula(name: str, world_size: int, target: str) -> None:
-    """In lockstep and warp by warp, with all late effects."""
-    case = case_of(name, world_size, target)
-    for seed in range(3):
-        fault = once(case, target, seed, fine=seed == 2)
-        assert fault is None, fault
-
-
-def test_sm_90_multiplies_by_wgmma_from_tensor_copies() -> None:
-    """What the cases of sm_90 are there to run is in the code."""
-    assert once(case_of("all_gather_wgrad", 1, "sm_90"), "sm_90") is None
-    texts = [text for text, *_ in compiler_of("sm_90")._made.values()]
-    assert any("wgmma.mma_async" in text and "cp.async.bulk.tensor" in text for text in texts)
 
 
 # -- seeded faults -----------------------------------------------------------------------------------------------------
@@ -350,17 +318,17 @@ def message_case(sem: str) -> Case:
 
 def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
     def chosen() -> Iterator[Schedule]:
-        return schedules(8, compiled="sm_80")
+        return schedules(8, target="sm_80")
 
     assert explore(message_case("release"), chosen()).passed
     fault = explore(message_case("relaxed"), chosen()).fault
-    assert fault is not None and fault.rule == "read-write race" and fault.compiled == "sm_80"
+    assert fault is not None and fault.rule == "read-write race" and fault.target == "sm_80"
     access = fault.accesses[1]
     lines, first = inspect.getsourcelines(receive.fn)
     load = first + next(n for n, line in enumerate(lines) if "tl.load(box + at)" in line)
     assert access.tensor == "box of rank 1" and access.site.file == __file__
     assert access.site.line == load
-    assert "--compiled sm_80" in report(fault, name="message.py::case")
+    assert "--target sm_80" in report(fault, name="message.py::case")
     with pytest.raises(SimulationFault) as again:
         run_schedule(message_case("relaxed").make(), schedule_of(fault))
     assert again.value.fault.key() == fault.key()

@@ -193,7 +193,7 @@ def test_residency_decides_whether_a_wait_ends() -> None:
     work = [[Launch(Text(body, 1), 2, dict(flag=torch.zeros(1, dtype=torch.int32)))]]
     run_all(work, resident=2)
     work[0][0].args["flag"].zero_()
-    with pytest.raises(SimulationFault, match="1 programs have not started"):
+    with pytest.raises(SimulationFault, match="not started yet: 1 programs of rank 0"):
         run_all(work, resident=1)
 
 

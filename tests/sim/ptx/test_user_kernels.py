@@ -38,7 +38,7 @@ BOTH = ("sm_80", "sm_90")
 def tried(
     make: Callable[[], Run], count: int = 4, target: str = "sm_90", seconds: float | None = None
 ) -> Outcome:
-    chosen = list(schedules(count, compiled=target))
+    chosen = list(schedules(count, target=target))
     return explore(Case("user", make), chosen, seconds=seconds)
 
 
@@ -101,12 +101,12 @@ def test_a_config_that_is_wrong_is_found_and_named() -> None:
     seen = []
     for seed in range(2):
         outcome = explore(
-            Case("one", cases.case_wrong_in_one_config), [Schedule("random", seed, compiled="sm_80")]
+            Case("one", cases.case_wrong_in_one_config), [Schedule("random", seed, target="sm_80")]
         )
         seen.append(outcome.fault)
     assert seen[0] is None and seen[1] is not None and seen[1].rule == "wrong value"
     named = explore(
-        Case("named", lambda: cases.case_tuned(config=2)), [Schedule("random", 0, compiled="sm_80")]
+        Case("named", lambda: cases.case_tuned(config=2)), [Schedule("random", 0, target="sm_80")]
     )
     assert named.passed
 
@@ -246,7 +246,7 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
     with pytest.raises(
         AssertionError, match=r"no schedule ended in 0.5 s; the first stood at .*polls_and_counts"
     ):
-        assert_no_finding(cases.case_polls_and_counts, seconds=0.5, compiled="sm_80")
+        assert_no_finding(cases.case_polls_and_counts, seconds=0.5, targets="sm_80")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_right_kernels_give_no_alarm(name: str) -> None:
     at = RIGHT.index(name)
     targets = ("sm_80", "sm_90") if SCHEDULES >= 100 else ("sm_90",) if at % 4 == 3 else ("sm_80",)
     for target in targets:
-        chosen = list(schedules(SCHEDULES, compiled=target))
+        chosen = list(schedules(SCHEDULES, target=target))
         outcome = explore(Case(name, getattr(right, name)), chosen, shrink=False)
         assert outcome.fault is None, report(outcome.fault)
         assert outcome.schedules == SCHEDULES
@@ -66,7 +66,7 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
     if SCHEDULES < 100:  # deadlocks are told after fewer polls in vain
         monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 50)
     for first in range(max(1, SCHEDULES // 40)):
-        chosen = list(schedules(each.within, first_seed=1000 * first, compiled="sm_80"))
+        chosen = list(schedules(each.within, first_seed=1000 * first, target="sm_80"))
         outcome = explore(Case(each.name, lambda: each.make(each.bug)), chosen, shrink=False)
         assert outcome.fault is not None, f"not found in {each.within} schedules"
         assert outcome.fault.rule in each.rules, str(outcome.fault)

@@ -1,4 +1,4 @@
-"""`fusedtp check --compiled` over many cases at once: none takes another's result with it; exit codes."""
+"""`fusedtp check` over many cases at once: none takes another's result with it; exit codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--compiled", "sm_80", "--schedules", "2", "--seconds", "60", "--workers", "1"]
+    words = ["--target", "sm_80", "--schedules", "2", "--seconds", "60", "--workers", "1"]
     code = main([file, "nowhere.py", "--module", "mine_of_many:case_three_axes", *words, "--json"])
     made = json.loads(capsys.readouterr().out)
     verdicts = {case["case"]: case["verdict"] for case in made["cases"]}
@@ -56,7 +56,7 @@ def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[
     by_name = {case["case"].partition("case_")[2]: case for case in made["cases"]}
     fault = by_name["assertion_fails"]["fault"]
     assert "must be positive" in fault["message"] and fault["accesses"][0]["site"]["function"] == "asserts"
-    assert "--compiled sm_80" in by_name["assertion_fails"]["replay"]
+    assert "--target sm_80" in by_name["assertion_fails"]["replay"]
     assert (
         "KeyError: 'mine'" in by_name["raises"]["words"]
         and "only halves" in by_name["does_not_compile"]["words"]
@@ -67,7 +67,7 @@ def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[
 def test_a_part_ends_with_its_time() -> None:
     """--seconds reaches into a schedule: 500,000 polls would take half a minute."""
     (found,) = find("tests.sim.ptx.user_cases:case_polls_and_counts", None, "sm_80")
-    part = run_part(found, list(schedules(3, compiled="sm_80")), 1.0)
+    part = run_part(found, list(schedules(3, target="sm_80")), 1.0)
     assert part.late and part.schedules == 0 and part.fault is None
     assert Result(found, 0, 0, 1.0, part).verdict == "out of time"
 
@@ -106,7 +106,7 @@ def die(found: Found, *arguments: Any) -> Part:
 def test_a_worker_that_dies_takes_no_other_case_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedtp.checks.command.run_part", die)
     options = CheckOptions(schedules=3)
-    with pool(1, interpret=False) as workers:
+    with pool(1) as workers:
         first, second = (
             run_case(Found(n, None, 2), options, workers, lambda count: None) for n in ("dies", "right")
         )

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 BOTH_WAYS = """
 import itertools, operator
@@ -15,7 +18,7 @@ import torch, triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from fusedtp.sim.quick import quick
+from tests.harness.quick import quick
 
 DTYPES = [tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.bfloat16,
           tl.float32, tl.float64, tl.float8e5]
@@ -74,6 +77,6 @@ for quicker in twice:
 def test_every_operation_on_numbers_gives_the_same_as_without(tmp_path):
     script = tmp_path / "both_ways.py"  # the interpreter reads a kernel's source
     script.write_text(BOTH_WAYS)
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -21,7 +21,7 @@ _entered: set[Any] = set()
 def quick(module: Any) -> Iterator[None]:
     """While entered, `module`, which is triton.runtime.interpreter, computes what follows from types once a type.
 
-    Entered again inside, it changes nothing: what is remembered serves every schedule of a process.
+    Entered again inside, it changes nothing: what is remembered serves every kernel of a process.
     """
     if module in _entered:
         yield

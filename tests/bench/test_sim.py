@@ -1,0 +1,24 @@
+"""`fusedtp bench sim` compiles anew, runs every way, and writes what the table shows."""
+
+import json
+
+import pytest
+
+from fusedtp.bench import machine, sim
+
+
+def test_a_kernel_is_compiled_and_run_in_every_way(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(machine, "folder_of", lambda about, save: tmp_path)
+    words = ["--kernels", "moe_dispatch", "--world-size", "2", "--rounds", "1", "--schedules", "2"]
+    assert sim.main(words) == 0
+    written = json.loads((tmp_path / "sim.json").read_text())
+    (row,) = written["kernels"].values()
+    assert row.keys() == {"compile", *sim.WAYS, "schedules_per_second"} and min(row.values()) > 0
+    shown = capsys.readouterr().out
+    assert "moe_dispatch" in shown and f"{row['warp by warp']:.2f} s" in shown
+    assert row["compile"] > row["lockstep"], "kernels came from a cache"
+
+
+def test_a_kernel_that_there_is_not_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"no case is called 'gather': it must be one of all_gather_matmul"):
+        sim.main(["--kernels", "gather"])
