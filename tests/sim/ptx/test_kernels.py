@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedtp.checks.cases import fused_case
+from fusedtp.checks.cases import compiled_cases, fused_case
 from fusedtp.checks.dense import Call
 from fusedtp.checks.workers import schedule_of
 from fusedtp.ops.launch.config import Machine as Gpu
@@ -189,7 +189,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
 def test_a_wait_for_a_lost_peer_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 launches nothing. Each loop of rank 1 that polls for it has a second exit: no deadlock, but a record."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 30_000)
-    case = case_of(name, 2, "sm_80")
+    (case,) = [case for case in compiled_cases(2, "sm_80") if case.name == name]
 
     def alone() -> Run:
         run = case.make()
