@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusedtp.checks.command import CheckOptions, main
-from tests.mutants.__main__ import Options as MutantOptions
+from tests.seeded.__main__ import Options as SeededOptions
 from tests.sim.test_api import plain_pytest
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "checking-kernels.md"
@@ -97,7 +97,7 @@ def test_every_option_that_the_page_names_exists():
     assert len(commands) >= 6
     for command in commands:
         tyro.cli(CheckOptions, args=shlex.split(command)[2:])
-    options = (CheckOptions, MutantOptions)
+    options = (CheckOptions, SeededOptions)
     fields = {f"--{name.replace('_', '-')}" for kind in options for name in kind.__dataclass_fields__}
     named = set(re.findall(r"(--[a-z][a-z-]+)", DOC.read_text()))
     assert named <= fields, named - fields

@@ -24,9 +24,8 @@ from fusedtp.ops.operation import OPERATIONS
 from fusedtp.sim import Fault, Outcome, Run, Schedule, SimulationFault, explore, run_schedule
 from fusedtp.sim.explore import schedules as schedules_in_turn
 from tests.harness import world
-from tests.mutants.trials import OPERATIONS as TRIED
-from tests.mutants.trials import schedules as out_of_step
 from tests.sampling import examples
+from tests.seeded.trials import FUSED
 from tests.sim.support import interpreted
 from tests.sim.test_machine import schedules
 
@@ -43,13 +42,13 @@ def test_checks_follow_from_what_operations_declare():
     assert fused == {operation.name for operation, _ in DECLARED.values()}
     assert set(DECLARED) <= {case.name for case in fused_cases(2)}
     functions = {kernel.function for _, kernel in DECLARED.values()}
-    assert functions <= set(OWN) and functions <= set(TRIED)
+    assert functions <= set(OWN) and functions <= set(FUSED)
 
 
 def share_of_schedules(group, name: str, world_size: int, count: int) -> Outcome:
     """Each process takes its part: together every strategy, residency and lateness of stores where count is 6."""
     (case,) = [case for case in fused_cases(world_size) if case.name == name]
-    return explore(case, out_of_step(count)[group.rank() :: group.size()])
+    return explore(case, [*schedules_in_turn(count)][group.rank() :: group.size()])
 
 
 @pytest.mark.parametrize(("world_size", "count"), [(2, 12), (4, 6), (8, 1)])

@@ -6,7 +6,6 @@ import pytest
 
 from fusedtp.checks.cases import meeting_case
 from fusedtp.sim import Case, Launch, explore
-from tests.mutants.trials import schedules as out_of_step
 from tests.sim.support import interpreted
 
 
@@ -35,7 +34,7 @@ def without_meeting(world_size: int, which: int) -> Case:
 def outcome_of(world_size: int, schedules: int, left_out: int | None) -> tuple[str, str]:
     """The fault that exploring finds, as its rule and text."""
     if left_out is None:
-        outcome = explore(meeting_case(world_size), out_of_step(schedules))
+        outcome = explore(meeting_case(world_size), schedules)
     else:
         outcome = explore(without_meeting(world_size, left_out), schedules)
     assert outcome.fault is not None or outcome.schedules == schedules
