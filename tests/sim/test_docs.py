@@ -15,6 +15,7 @@ import pytest
 
 from fusedtp.checks.command import CheckOptions, main
 from fusedtp.sim.lint import TARGETS
+from tests.seeded.__main__ import Options as SeededOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "docs" / "checking-kernels.md"
@@ -104,7 +105,8 @@ def test_every_option_that_the_page_names_exists():
     assert len(commands) >= 6
     for command in commands:
         tyro.cli(CheckOptions, args=shlex.split(command)[2:])
-    fields = {f"--{name.replace('_', '-')}" for name in CheckOptions.__dataclass_fields__}
+    options = (CheckOptions, SeededOptions)
+    fields = {f"--{name.replace('_', '-')}" for kind in options for name in kind.__dataclass_fields__}
     named = set(re.findall(r"(--[a-z][a-z-]+)", DOC.read_text()))
     assert named <= fields, named - fields
 
