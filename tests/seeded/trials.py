@@ -54,7 +54,7 @@ class Trial:
         for i in range(count):
             strategy, alive = ("random", "pct", "run_to_block")[i % 3], (None, "varying", 1, 2)[i // 2 % 4]
             alive, fine = self.resident or alive, i % 2 == 1
-            yield Schedule(strategy, i, alive, weak=True, fine=fine, compiled=self.target)
+            yield Schedule(strategy, i, alive, weak=True, fine=fine, target=self.target)
 
 
 def gpu(target: str) -> Machine:
@@ -170,7 +170,7 @@ def local(name: str, halves: bool, target: str) -> Case:
         return Launch(launch.kernel, launch.programs, launch.args, options=launch.options), outs
 
     launch, wanted = made()
-    run_schedule(Run([[launch]]), Schedule(compiled=target))
+    run_schedule(Run([[launch]]), Schedule(target=target))
 
     def make() -> Run:
         launch, outs = made()
