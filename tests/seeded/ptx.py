@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .source import functions
@@ -16,7 +16,7 @@ def later(found: re.Match[str]) -> str:
 
 # wgmma.fence is left alone: the machine does not model the registers of products under way
 # operator -> what it looks for in a line, and what it puts there
-OPERATORS = {
+OPERATORS: dict[str, tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = {
     "ptx: weaken acquire": (re.compile(r"\.acquire\b"), ".relaxed"),
     "ptx: weaken release": (re.compile(r"\.release\b"), ".relaxed"),
     "ptx: narrow system scope": (re.compile(r"\.sys\b"), ".gpu"),

@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     function: str
     text: str
     kernels: frozenset[str]  # that reach the function
-    index: int  # of the function among `functions()`
+    at: int  # of the function among `functions()`
     source: str  # of the function, with the fault
 
 
@@ -59,7 +59,7 @@ def kernels() -> list[str]:
 @contextmanager
 def put(fault: Fault) -> Iterator[None]:
     """While entered, what this process compiles anew has the fault."""
-    function, before = functions()[fault.index], functions()[fault.index].src
+    function, before = functions()[fault.at], functions()[fault.at].src
     try:
         function._unsafe_update_src(fault.source)
         _forget()

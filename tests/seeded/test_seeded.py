@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ def test_every_kernel_is_tried_and_every_operator_has_a_site() -> None:
 def test_each_fault_changes_its_function_and_is_python() -> None:
     for fault in faults():
         compile(fault.source, fault.text, "exec")
-        assert fault.source != functions()[fault.index].src, fault
+        assert fault.source != functions()[fault.at].src, fault
 
 
 MEET, GATHER, MATMUL = "meet_kernel", "all_gather_matmul_kernel", "matmul_kernel"
@@ -68,7 +70,7 @@ def test_the_table_must_be_right_both_ways(monkeypatch: pytest.MonkeyPatch) -> N
         assert survived.right == (not where) and not replace(FOUND, result="crashed").right
 
 
-def test_the_command(capsys, monkeypatch, tmp_path) -> None:
+def test_the_command(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for result, code in (("found", 0), ("survived", 1)):
         monkeypatch.setattr("tests.seeded.__main__.run", lambda *given, r=result: [replace(FOUND, result=r)])
         assert main(["--only", "drop", "--workers", "1"]) == code
@@ -78,7 +80,7 @@ def test_the_command(capsys, monkeypatch, tmp_path) -> None:
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_run_goes_on_where_it_was_broken_off(tmp_path) -> None:
+def test_a_run_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     keep, (task, *_) = tmp_path / "verdicts", tasks("weaken order")
     first = trying.run([task], 1, keep, lambda done: None)
     asked: trying.Task = (task[0], pytest.fail, ("tried again",))

@@ -49,12 +49,12 @@ class Trial:
     target: str
     resident: int | None = None
 
-    def schedules(self, count: int) -> Iterator[Schedule]:
-        """All late effects; strategies and residencies in turn, each second a warp at a time."""
+    def schedules(self, count: int, fine: bool) -> Iterator[Schedule]:
+        """All late effects; strategies and residencies in turn, each second a warp at a time; with `fine` all."""
         for i in range(count):
             strategy, alive = ("random", "pct", "run_to_block")[i % 3], (None, "varying", 1, 2)[i // 2 % 4]
-            alive, fine = self.resident or alive, i % 2 == 1
-            yield Schedule(strategy, i, alive, weak=True, fine=fine, target=self.target)
+            alive, warps = self.resident or alive, fine or i % 2 == 1
+            yield Schedule(strategy, i, alive, weak=True, fine=warps, target=self.target)
 
 
 def gpu(target: str) -> Machine:
@@ -111,11 +111,11 @@ def case_of(what: str, made: list[Call], target: str) -> Case:
 
 
 def pipelined(name: str, target: str) -> Case:
-    """Two calls of two ranks, whose steps over K are whole: on sm_90 by TMA and by pointers."""
+    """Calls of two ranks, whose steps over K are whole: on sm_90 by TMA and by pointers. The last has one step."""
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
     first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
-    return case_of("pipelined calls", [first, call], target)
+    return case_of("pipelined calls", [first, call, replace(call, k=32)], target)
 
 
 def wrapping(case: Case) -> Case:

@@ -29,7 +29,7 @@ from .equivalent import EQUIVALENT
 from .source import OPERATORS, Fault, faults, functions, put
 from .trials import KERNELS, Trial, trials
 
-SCHEDULES = 4  # of each trial
+SCHEDULES, WARPS = 4, 16  # of each trial; of a barrier in PTX, which warps show that run one at a time
 MOST_TURNS = 30_000  # of a schedule, which then has no end
 
 
@@ -69,14 +69,18 @@ class Verdict:
         )
 
 
-def shown(chosen: Sequence[Trial], compilers: Callable[[str], Compiler], count: int) -> tuple[str, str, int]:
+def shown(
+    chosen: Sequence[Trial], compilers: Callable[[str], Compiler], fine: bool = False
+) -> tuple[str, str, int]:
     """(result, what was said, schedules) of trials until one shows a fault. compilers: target -> its compiler."""
     done = 0
     for trial in chosen:
         patched = patch.multiple("fusedtp.sim.explore", compiler_for=compilers)
         try:
             with patched, patch("fusedtp.sim.ptx.machine.MOST_TURNS", MOST_TURNS):
-                outcome = explore(trial.case, trial.schedules(count), shrink=False)
+                outcome = explore(
+                    trial.case, trial.schedules(WARPS if fine else SCHEDULES, fine), shrink=False
+                )
         except Exception as error:
             kind = "does not compile" if isinstance(error, UnsupportedKernel) else type(error).__name__
             return "crashed", f"{kind} in {trial.case.name}: {str(error)[-300:]}", done
@@ -94,13 +98,13 @@ def in_source(fault: Fault) -> list[Verdict]:
     """A fault in the source."""
     chosen = [*trials(fault.kernels)]  # what those of one rank must give is found without the fault
     with put(fault):
-        got = shown(chosen, cache(Compiler), SCHEDULES)
+        got = shown(chosen, cache(Compiler))
     return [Verdict(*fault[:3], "", *got)]
 
 
 def without(kernel: str) -> list[Verdict]:
     """The kernel as it is, in all that faults in it are tried in."""
-    got = shown([*trials([kernel])], cache(Compiler), SCHEDULES)
+    got = shown([*trials([kernel])], cache(Compiler))
     return [Verdict("none", kernel, "all trials", "", *got)]
 
 
@@ -109,7 +113,7 @@ def in_ptx(kernel: str, target: str, only: str = "") -> Iterator[Verdict]:
     where, last = f"{kernel} {target}", dict[ptx.Site, Verdict]()
     for trial in trials([kernel], target):
         base = Compiler(target)
-        clean = shown([trial], {target: base}.__getitem__, 2)
+        clean = shown([trial], {target: base}.__getitem__)
         if clean[0] != "survived":
             yield Verdict("none", kernel, trial.case.name, where, *clean)
         own = {text for text, *_ in base._made.values() if f".entry {kernel}(" in text}
@@ -118,7 +122,8 @@ def in_ptx(kernel: str, target: str, only: str = "") -> Iterator[Verdict]:
                 other = Compiler(target)
                 for key, (text, shared, maps) in base._made.items():
                     other._made[key] = ptx.edited(text, site) if text in own else text, shared, maps
-                last[site] = Verdict(*site, where, *shown([trial], {target: other}.__getitem__, SCHEDULES))
+                got = shown([trial], {target: other}.__getitem__, site[0] == "ptx: drop barrier")
+                last[site] = Verdict(*site, where, *got)
     yield from last.values()
 
 
