@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check corpus lint-kernels mutants faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check corpus lint-kernels seeded faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,8 +48,8 @@ corpus: venv ## small right and wrong kernels through `fusedtp check`: 200 sched
 lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules
 	$(BIN)/python -m fusedtp.checks.lint $(ARGS)
 
-mutants: venv $(VENV)-triton-3.6.0/installed ## seed faults into the kernels, see that each is found
-	$(BIN)/python -m tests.mutants --oldest-python $(VENV)-triton-3.6.0/bin/python $(ARGS)
+seeded: venv ## put faults into the kernels one at a time, see that a schedule of the compiled code shows each
+	$(BIN)/python -m tests.seeded $(ARGS)
 
 faults: venv ## seed known faults into the library, see that its tests find each; ARGS=ops names an area
 	$(BIN)/python -m tests.faults.run --jobs 2 $(ARGS)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,6 +45,7 @@ from .workers import (
     Pool,
     Result,
     UserError,
+    case_of,
     cores,
     find,
     pool,
@@ -419,9 +421,7 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
     own = [name for name in OWN if name in names]
     files = dict.fromkeys(each.name for each in found if each.of_a_file)
     cases = [
-        CompileCase(
-            name.rpartition("::")[2], target, path=name.rpartition("::")[0], launch=name.rpartition("::")[2]
-        )
+        CompileCase(name.rpartition(":")[2], target, partial(case_of, name))
         for name in files
         for target in TARGETS
     ]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,12 +30,12 @@ from fusedtp.ops.moe import combine, dispatch, grouped
 from fusedtp.ops.moe.plan import Exchange, combine_index, index_size, unpacked
 from fusedtp.ops.operation import OnRank
 from fusedtp.ops.rows import Rows
-from fusedtp.sim.lint import TARGETS, CompileCase, Compiler, Report, Target, check_cases, table
-from fusedtp.sim.lint.targets import target as target_named
+from fusedtp.sim.case import Launch as Compiles
+from fusedtp.sim.lint import TARGETS, CompileCase, Report, Target, check_cases, table
+from fusedtp.sim.lint import target as target_named
 
 from .dense import DECLARED
 
-PLANNER = "fusedtp.checks.lint:planned"
 FUSED = {kernel.function: kernel for _, kernel in DECLARED.values()}
 OWN = (
     *FUSED,
@@ -60,9 +61,7 @@ OWN = (
     "rms_norm_wide_backward_kernel",
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
-EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel", "moe_matmul_combine_kernel")  # nothing comes by TMA
-ARRIVING = ("moe_dispatch_matmul_kernel",)  # products of rows that travel
-RETURNING = ("moe_matmul_combine_kernel",)  # and that travel home
+EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
 LOCAL = ("matmul_kernel",)  # of one device: in more variants
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
@@ -102,116 +101,94 @@ class Variant:
         return all(extent % VECTOR == 0 for extent in (*self.widths, self.k))
 
 
+def named(*variants: Variant) -> dict[str, Variant]:
+    return {variant.name: variant for variant in variants}
+
+
 # Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
 # or none, even and odd K, two ranks and eight; last, widths whose alignment the compiler does not know.
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant("bf16", "bfloat16", 8, 8192, (4096, 2048), 4096, bias=True, keep=True),
-        Variant("fp16-odd", "float16", 2, 68, (1008, 496), 4112, bias=True, grads="float32"),
-        Variant("fp32", "float32", 2, 8192, (4096,), 4096),
-        Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
-    )
-}
+VARIANTS = named(
+    Variant("bf16", "bfloat16", 8, 8192, (4096, 2048), 4096, bias=True, keep=True),
+    Variant("fp16-odd", "float16", 2, 68, (1008, 496), 4112, bias=True, grads="float32"),
+    Variant("fp32", "float32", 2, 8192, (4096,), 4096),
+    Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
+)
 
 # Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
-FUSED_VARIANTS = VARIANTS | {
-    variant.name: variant
-    for variant in (
-        replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
-        replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
-    )
-}
+FUSED_VARIANTS = VARIANTS | named(
+    replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
+    replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
+)
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
-LOCAL_VARIANTS = VARIANTS | {
-    variant.name: variant
-    for variant in (
-        Variant("bf16-pointers", "bfloat16", 1, 8192, (4096,), 4096, targets=("sm_90", "sm_100"), tma=False),
-        Variant("tf32", "float32", 1, 8192, (4096,), 4096, bias=True, precision="tf32", activation="gelu"),
-        Variant("fp8", "float8_e4m3fn", 1, 8192, (4096,), 4096, bias=True, targets=("sm_90", "sm_100")),
-        Variant("fp8-fnuz", "float8_e4m3fnuz", 1, 8192, (4096,), 4096, bias=True, targets=("gfx942",)),
-        Variant("fp8-few", "float8_e4m3fn", 1, 16, (4096,), 4096, targets=("sm_90", "sm_100")),
-        Variant("bf16-few", "bfloat16", 1, 16, (4096,), 4096, bias=True, activation="gelu_pytorch_tanh"),
-    )
-}
+LOCAL_VARIANTS = VARIANTS | named(
+    Variant("bf16-pointers", "bfloat16", 1, 8192, (4096,), 4096, targets=("sm_90", "sm_100"), tma=False),
+    Variant("tf32", "float32", 1, 8192, (4096,), 4096, bias=True, precision="tf32", activation="gelu"),
+    Variant("fp8", "float8_e4m3fn", 1, 8192, (4096,), 4096, bias=True, targets=("sm_90", "sm_100")),
+    Variant("fp8-fnuz", "float8_e4m3fnuz", 1, 8192, (4096,), 4096, bias=True, targets=("gfx942",)),
+    Variant("fp8-few", "float8_e4m3fn", 1, 16, (4096,), 4096, targets=("sm_90", "sm_100")),
+    Variant("bf16-few", "bfloat16", 1, 16, (4096,), 4096, bias=True, activation="gelu_pytorch_tanh"),
+)
 
 # By pointers whatever the target, and no fp8; without a bias, the products of two weights, transposed as in dgrad.
-GROUPED_VARIANTS = {
-    variant.name: variant
-    for variant in (
-        *(v for v in LOCAL_VARIANTS.values() if v.tma and not v.dtype.startswith("float8")),
-        Variant("bf16-pair", "bfloat16", 1, 8192, (4096,), 4096),
-        Variant("tf32-pair", "float32", 1, 8192, (4096,), 4096, precision="tf32"),
-    )
-}
+GROUPED_VARIANTS = named(
+    *(v for v in LOCAL_VARIANTS.values() if v.tma and not v.dtype.startswith("float8")),
+    Variant("bf16-pair", "bfloat16", 1, 8192, (4096,), 4096),
+    Variant("tf32-pair", "float32", 1, 8192, (4096,), 4096, precision="tf32"),
+)
 
 # Gated where there are two weights.
-ARRIVING_VARIANTS = VARIANTS | {
-    variant.name: variant
-    for variant in (
-        Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
-        Variant("tf32-pair", "float32", 2, 8192, (4096, 4096), 4096, precision="tf32", activation="gelu"),
-    )
-}
+ARRIVING_VARIANTS = VARIANTS | named(
+    Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
+    Variant("tf32-pair", "float32", 2, 8192, (4096, 4096), 4096, precision="tf32", activation="gelu"),
+)
 
 # With weights where there is a bias; else the sum of two products, without.
-PAIR = Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096)
-RETURNING_VARIANTS = VARIANTS | {PAIR.name: PAIR}
+RETURNING_VARIANTS = VARIANTS | named(Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096))
 
-ELEMENTWISE_VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant("bf16", "bfloat16", 1, 8192, (14336,), 4096),
-        Variant("fp32", "float32", 1, 8192, (14336,), 8192),  # the widest rows
-        Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
-    )
-}
+ELEMENTWISE_VARIANTS = named(
+    Variant("bf16", "bfloat16", 1, 8192, (14336,), 4096),
+    Variant("fp32", "float32", 1, 8192, (14336,), 8192),  # the widest rows
+    Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
+)
 
 EVERY_VARIANT = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
 
 
 def variants_of(kernel: str) -> dict[str, Variant]:
     """In which variants a kernel is compiled."""
+    if kernel in SIGNALS:
+        return {}
     if kernel in ELEMENTWISE:
         return ELEMENTWISE_VARIANTS
     if kernel in GROUPED:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
-    if kernel in RETURNING:
-        return RETURNING_VARIANTS
-    if kernel in EXCHANGES:
-        return VARIANTS
-    if kernel in ARRIVING:
-        return ARRIVING_VARIANTS
-    return LOCAL_VARIANTS if kernel in LOCAL else FUSED_VARIANTS
+    of = {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
+    of |= {"moe_dispatch_matmul_kernel": ARRIVING_VARIANTS} | dict.fromkeys(EXCHANGES, VARIANTS)
+    return of.get(kernel, FUSED_VARIANTS)
 
 
 def own_cases(
     kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
 ) -> Iterator[CompileCase]:
     """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
-    every = EVERY_VARIANT
-    for asked, known, what in ((kernels, OWN, "kernel"), (variants, every, "variant")):
+    for asked, known, what in ((kernels, OWN, "kernel"), (variants, EVERY_VARIANT, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:
             raise ValueError(f"no {what} {', '.join(unknown)}: there are {', '.join(known)}")
     for target in targets:
         for kernel in kernels or OWN:
-            if kernel in SIGNALS:
-                yield _case(kernel, target, "", Variant("", "bfloat16", 8, 16, (16,), 16))
-                continue
-            known = variants_of(kernel)
-            for name in variants or known:
-                if name in known and target in (known[name].targets or targets):
-                    yield _case(kernel, target, name, known[name])
+            of = variants_of(kernel) or named(Variant("", "bfloat16", 8, 16, (16,), 16))
+            for variant in of.values():
+                wanted = not variant.name or variant.name in (variants or of)
+                if wanted and target in (variant.targets or targets):
+                    yield _case(kernel, target, variant)
 
 
-def _case(kernel: str, target: str, name: str, variant: Variant) -> CompileCase:
-    given = dict(variant=asdict(variant))
-    return CompileCase(
-        kernel, target, name, PLANNER, given, shared=(), aligned_rows=bool(name) and variant.aligned_rows
-    )
+def _case(kernel: str, target: str, variant: Variant) -> CompileCase:
+    made = partial(planned, kernel, variant, machine_of(TARGETS[target]))
+    return CompileCase(kernel, target, made, variant.name, bool(variant.name) and variant.aligned_rows)
 
 
 def check(
@@ -219,22 +196,18 @@ def check(
     targets: Sequence[str] | None = None,
     *,
     variants: Sequence[str] | None = None,
-    package: str | None = None,
-    python: str | None = None,
-    using: Compiler | None = None,
     done: Callable[[Report], None] | None = None,
 ) -> list[Report]:
     """Compile the library's kernels for GPUs that need not be here, and judge them. All of each where None.
 
-    kernels, targets, variants   names of OWN, lint.TARGETS, EVERY_VARIANT
-    package, python, using, done as in `check_cases`
+    kernels, targets, variants   names of OWN, TARGETS, EVERY_VARIANT
+    done                         called with each report as it is ready
     Raises ValueError for an unknown name, CompileError for a kernel that the compiler refuses.
     """
     names = list(targets or TARGETS)
     for name in names:
         target_named(name)
-    cases = list(own_cases(kernels, names, variants))
-    return check_cases(cases, package=package, python=python, using=using, done=done)
+    return check_cases(list(own_cases(kernels, names, variants)), done=done)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -246,29 +219,24 @@ def machine_of(target: Target) -> Machine:
     return Machine(target.backend, target.processors, target.shared_limit, capability=capability)
 
 
-def planned(kernel: str, target: str, variant: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """(kernel, arguments, options) of the library's own launch, as rank 1."""
-    return planned_for(kernel, Variant(**variant), machine_of(target_named(target)))
-
-
-def planned_for(
-    kernel: str, variant: Variant, machine: Machine
-) -> tuple[Any, dict[str, Any], dict[str, int]]:
+def planned(kernel: str, variant: Variant, machine: Machine) -> Compiles:
+    """The library's own launch, as rank 1."""
     if kernel not in LOCAL and not variant.tma:  # as on a GPU that has none
         machine = replace(machine, capability=0)
     if kernel in SIGNALS:
         return _signal(kernel, variant.world_size, machine.clock)
+    made = _planned(kernel, variant, machine)
+    return Compiles(made.kernel, 1, made.args, options=made.options)
+
+
+def _planned(kernel: str, variant: Variant, machine: Machine) -> Launch:
     if kernel in ELEMENTWISE:
-        launch = _elementwise(kernel, variant, machine)
-        return launch.kernel, launch.args, launch.options
+        return _elementwise(kernel, variant, machine)
     if kernel in GROUPED:
-        launch = _grouped(kernel, variant, machine)
-        return launch.kernel, launch.args, launch.options
+        return _grouped(kernel, variant, machine)
     if kernel in LOCAL:
-        launch = _local(variant, machine)
-        return launch.kernel, launch.args, launch.options
-    launch = _fused(kernel, variant, machine) if kernel in FUSED else _exchange(kernel, variant, machine)
-    return launch.kernel, launch.args, launch.options
+        return _local(variant, machine)
+    return _fused(kernel, variant, machine) if kernel in FUSED else _exchange(kernel, variant, machine)
 
 
 def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
@@ -299,7 +267,7 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or a width whose alignment the compiler does not know
     view = _view(w)
-    if kernel in ARRIVING:
+    if kernel == "moe_dispatch_matmul_kernel":
         index = torch.empty(t * at.top_k, dtype=torch.int32)
         gated = len(variant.widths) > 1
         shape, offsets = (8, variant.widths[0], variant.k), torch.empty(9, dtype=torch.int32)
@@ -326,14 +294,15 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     )[0]
 
 
-def _signal(kernel: str, world_size: int, clock: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
+def _signal(kernel: str, world_size: int, clock: str) -> Compiles:
     from fusedtp.kernels.meet import meet_kernel
     from fusedtp.kernels.signals import bump_epoch
 
     view = _view(world_size)
     if kernel == "bump_epoch":
-        return bump_epoch, dict(epoch=view.epoch), {}
-    return meet_kernel, dict(peers=peers_of(view, 1, world_size, 12345, clock)), meet_options(clock)
+        return Compiles(bump_epoch, 1, dict(epoch=view.epoch))
+    peers = peers_of(view, 1, world_size, 12345, clock)
+    return Compiles(meet_kernel, 1, dict(peers=peers), options=meet_options(clock))
 
 
 def _local(variant: Variant, machine: Any) -> Launch:
@@ -435,17 +404,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernel", action="append", choices=OWN, help="only this one; may be repeated")
     parser.add_argument("--target", action="append", choices=list(TARGETS))
     parser.add_argument("--variant", action="append", choices=list(EVERY_VARIANT))
-    parser.add_argument("--package", help="a folder in place of the package fusedtp.kernels")
-    parser.add_argument("--python", help="an interpreter with another Triton")
     given = parser.parse_args(argv)
 
     from rich.console import Console
 
     console = Console()
     console.width = max(console.width, 120)
-    reports = check(
-        given.kernel, given.target, variants=given.variant, package=given.package, python=given.python
-    )
+    reports = check(given.kernel, given.target, variants=given.variant)
     console.print(table(reports))
     for report in reports:
         for finding in report.findings:

@@ -1,4 +1,4 @@
-"""A small fused kernel, right as it stands, and a `FAULT` for each way to get it wrong. Compiled, never run.
+"""A small fused kernel, right as it stands, and a `FAULT` for each way to get it wrong.
 
 Every rank stores a block of x into its neighbour's inbox, says so, waits for its own inbox and multiplies what came
 by w. `table` and `flags` hold the addresses of all ranks' inboxes and flags.
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedtp.sim import Case, Launch, Run, symmetric
+from fusedtp.sim import Case, Launch, Run, compare, symmetric
 
 
 @triton.jit
@@ -103,24 +103,10 @@ def exchange(
 
 
 @triton.jit
-def by_tma(w, y, table, flags, rank, limit, M: tl.constexpr, FAULT: tl.constexpr):
-    """The same with TMA: the block goes out by a TMA store, and what came is read by a TMA load."""
-    out = tl.load(table + rank + 1).to(tl.pointer_type(w.dtype.element_ty))
-    block = tl.make_tensor_descriptor(w, (M, M), (M, 1), (M, M)).load([0, 0])
-    if FAULT == "TMA store":
-        tl.make_tensor_descriptor(out, (M, M), (M, 1), (M, M)).store([0, 0], block)
-    else:
-        at = tl.arange(0, M)[:, None] * M + tl.arange(0, M)[None, :]
-        tl.store(out + at, block)
-    notify(tl.load(flags + rank + 1).to(tl.pointer_type(tl.int32)), FAULT)
-    poll(tl.load(flags + rank).to(tl.pointer_type(tl.int32)), limit, FAULT)
-    if FAULT != "no proxy fence":
-        tl.inline_asm_elementwise(
-            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
-        )
-    inbox = tl.load(table + rank).to(tl.pointer_type(w.dtype.element_ty))
-    came = tl.make_tensor_descriptor(inbox, (M, M), (M, 1), (M, M)).load([0, 0])
-    tl.make_tensor_descriptor(y, (M, M), (M, 1), (M, M)).store([0, 0], came)
+def by_tma(x, out, flag, M: tl.constexpr):
+    """A block goes to a peer by a TMA store, then its flag. Descriptors come from the host."""
+    out.store([0, 0], x.load([0, 0]))
+    notify(flag, "")
 
 
 @triton.jit
@@ -136,43 +122,83 @@ def by_descriptor(x, w, y, K, M: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALIZE
 
 
 @triton.jit
-def direct(inbox, lock, y, N: tl.constexpr):
-    """Reaches what it shares through its arguments, and takes a lock that orders one device only."""
-    while tl.atomic_cas(lock, 0, 1, sem="acquire", scope="gpu") != 0:
-        pass
-    tl.store(y + tl.arange(0, N), tl.load(inbox + tl.arange(0, N)))
-    tl.debug_barrier()
-    tl.atomic_xchg(lock, 0, sem="release", scope="gpu")
+def push(inbox, flag, x, own, N: tl.constexpr, HINT: tl.constexpr):
+    """Sends a row and signals through arguments; `own` stays on the device. Not HINT: rows begin anywhere."""
+    at = tl.arange(0, N)
+    tl.store(inbox + (0 if HINT else 1) + at, tl.load(x + at))
+    tl.store(own + at, tl.load(x + at + 1))
+    notify(flag, "")
 
 
-@triton.jit
-def push_direct(inbox, flag, x, own, N: tl.constexpr, SCOPE: tl.constexpr):
-    """Signals a neighbour through arguments; `own` counts what stays on the device."""
-    tl.store(inbox + tl.arange(0, N), tl.load(x + tl.arange(0, N)))
-    tl.debug_barrier()
-    tl.atomic_xchg(flag, 1, sem="release", scope=SCOPE)
-    tl.atomic_add(own, 1, sem="relaxed", scope=SCOPE if SCOPE == "cta" else "gpu")
+# -- as launches -------------------------------------------------------------------------------------------------------
 
 
-def _pushes(scope: str) -> Case:
+def exchange_launch(
+    target: str,
+    fault: str = "",
+    m: int = 128,
+    n: int = 128,
+    dtype: torch.dtype = torch.float16,
+    **options: int,
+) -> Launch:
+    """Of the sizes of a real matmul; only dtypes and alignment of the operands count."""
+    x, w, y = (torch.empty(16, dtype=dtype) for _ in "xwy")
+    tables = [torch.empty(8, dtype=torch.int64) for _ in range(2)]
+    numbers = dict(rank=5, tiles=3, K=4096, limit=1001)
+    sizes = dict(M=m, N=n, BLOCK_K=64, FAULT=fault)
+    args = dict(x=x, w=w, y=y, table=tables[0], flags=tables[1], **numbers, **sizes)
+    return Launch(
+        exchange, 1, args, options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options
+    )
+
+
+def descriptor_launch(specialized: bool = False, num_stages: int = 3) -> Launch:
+    x, w, y = (torch.empty(16, dtype=torch.float16) for _ in "xwy")
+    args = dict(x=x, w=w, y=y, K=4096, M=128, BLOCK_K=64, SPECIALIZED=specialized)
+    return Launch(by_descriptor, 1, args, options=dict(num_warps=8, num_stages=num_stages))
+
+
+def push_case(hint: bool) -> Case:
+    """Of two ranks."""
+
     def make() -> Run:
-        inbox, flags = symmetric("inbox", 2, (256,)), symmetric("flags", 2, (1,), torch.int32)
+        inbox, flags = symmetric("inbox", 2, (512,)), symmetric("flags", 2, (1,), torch.int32)
         work = []
         for rank in range(2):
-            own = torch.zeros(1, dtype=torch.int32)
             to = dict(inbox=inbox.tensors[1 - rank], flag=flags.tensors[1 - rank])
-            work.append([Launch(push_direct, 1, dict(**to, x=torch.ones(256), own=own, N=256, SCOPE=scope))])
+            local = dict(x=torch.ones(257), own=torch.zeros(256))
+            work.append([Launch(push, 1, dict(**to, **local, N=256, HINT=hint), options=dict(num_warps=1))])
         return Run(work, [inbox, flags])
 
     return Case("push", make)
 
 
-right = _pushes("sys")
+def push_launch() -> Launch:
+    x = torch.ones(512)
+    return Launch(
+        push, 1, dict(inbox=x, flag=torch.zeros(1, dtype=torch.int32), x=x, own=x, N=256, HINT=True)
+    )
 
 
-def wrong() -> Case:
-    return _pushes("gpu")
+def exchange_case(fault: str = "") -> Case:
+    """Small and complete, to be run: y = what the rank before sent @ w, in a ring of two."""
+    m, n, k = 16, 16, 128
 
+    def make() -> Run:
+        torch.manual_seed(0)
+        inbox = symmetric("inbox", 2, (m, k), torch.float16)
+        flags = symmetric("flags", 2, (64,), torch.int32, poisoned=False)
+        x, w = ([torch.randint(-2, 3, shape).half() for _ in range(2)] for shape in ((m, k), (n, k)))
+        y = [torch.zeros(m, n, dtype=torch.float16) for _ in range(2)]
+        table, words = (torch.cat([each.pointers, each.pointers[:1]]) for each in (inbox, flags))
+        sizes = dict(K=k, limit=100_000, M=m, N=n, BLOCK_K=32, FAULT=fault)
+        work = []
+        for rank in range(2):
+            args = dict(
+                x=x[rank], w=w[rank], y=y[rank], table=table, flags=words, rank=rank, tiles=1, **sizes
+            )
+            work.append([Launch(exchange, 1, args, options=dict(num_warps=4, num_stages=3))])
+        want = [x[1 - rank].float() @ w[rank].float().T for rank in range(2)]
+        return Run(work, [inbox, flags], lambda: compare("y", y, [each.half() for each in want]))
 
-def wrong_among_programs() -> Case:
-    return _pushes("cta")
+    return Case("exchange", make)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fusedtp.checks.lint import planned
 from fusedtp.sim import lint
 
 Taken = tuple[str, ...]
@@ -15,9 +14,9 @@ def takes(case: lint.CompileCase) -> Iterator[Taken]:
     """What a case shows of its kernel: a target, a variant, a switch on or off, an operand by pointer or descriptor."""
     yield case.kernel, "target", case.target
     yield case.kernel, "variant", case.config
-    kernel, args, _options = planned(case.kernel, case.target, **case.given)
-    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-    for name, value in args.items():
+    launch = case.make()
+    constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
+    for name, value in launch.args.items():
         if name not in constants:
             yield case.kernel, name, type(value).__name__
         elif isinstance(value, bool) or not isinstance(value, (int, float)):  # a number is a size

@@ -22,6 +22,7 @@ from fusedtp.sim import DEFAULT, Case, Fault, Run, Schedule, SimulationFault, ex
 from fusedtp.sim.explore import compiler_for
 from fusedtp.sim.explore import schedules as schedules_in_turn
 from tests.sampling import examples
+from tests.seeded.trials import FUSED
 from tests.sim.exchange import replaced
 
 KERNELS = [*DECLARED, *experts.OPERATIONS, "mixed"]
@@ -46,7 +47,7 @@ def test_checks_follow_from_what_operations_declare():
     assert fused == {operation.name for operation, _ in DECLARED.values()}
     assert set(DECLARED) <= {case.name for case in compiled_cases(2, "sm_90")}
     functions = {kernel.function for _, kernel in DECLARED.values()}
-    assert functions <= set(OWN)
+    assert functions <= set(OWN) and functions <= set(FUSED)
 
 
 def case_of(name: str, world_size: int, target: str) -> Case:

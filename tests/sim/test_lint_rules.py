@@ -1,277 +1,223 @@
-"""Each rule of the lint passes a right kernel and is broken by a wrong one, for the reason it names."""
+"""Each rule of the lint passes a right kernel and is broken by a wrong one, for the reason it names.
+
+What the lint does not judge on sm_80 and sm_90, execution shows there: the same kernel with the same faults.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from fusedtp.checks.lint import OWN, own_cases
 from fusedtp.sim import lint
-from fusedtp.sim.lint import widths
-from fusedtp.sim.lint.compiler import Compiled
-from fusedtp.sim.lint.facts import Facts
+from tests.sim import lint_kernels as kernels
+from tests.sim.ptx.running import once
 
 pytestmark = pytest.mark.slow
-COMMUNICATING = [name for name in OWN if name.startswith(("all_gather_", "matmul_reduce", "moe_"))]
-COMMUNICATING += ["one_shot_kernel", "two_shot_kernel"]
 PATH = str(Path(__file__).with_name("lint_kernels.py"))
-POINTERS = {"w": "*fp16", "y": "*fp16", "table": "*i64", "flags": "*i64"}
+JUDGED = ("sm_100", "gfx942")  # whose memory order the lint judges
 
 
-@pytest.fixture(scope="module")
-def using() -> Iterator[lint.Compiler]:
-    with lint.compiler() as made:
-        yield made
-
-
-def exchange(
-    target: str, fault: str = "", *, m: int = 128, n: int = 128, dtype: str = "*fp16", **options: int
-) -> lint.CompileCase:
-    numbers = dict.fromkeys(("rank", "tiles", "K", "limit"), "i32")
-    return lint.CompileCase(
-        "exchange",
-        target,
-        fault,
-        path=PATH,
-        signature={**dict.fromkeys("xwy", dtype), "table": "*i64", "flags": "*i64", **numbers},
-        constexprs=dict(M=m, N=n, BLOCK_K=64, FAULT=fault),
-        options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options,
-        aligned=("x", "w", "y", "table", "flags", "K"),
-        shared=(),
-        aligned_rows=True,
-    )
-
-
-def by_tma(fault: str = "") -> lint.CompileCase:
-    return lint.CompileCase(
-        "by_tma",
-        "sm_90",
-        fault,
-        path=PATH,
-        signature={**POINTERS, "rank": "i32", "limit": "i32"},
-        constexprs=dict(M=64, FAULT=fault),
-        aligned=("w", "y"),
-        shared=(),
-    )
-
-
-def compiled(case: lint.CompileCase, using: lint.Compiler) -> Compiled:
-    (made,) = using.compile(case)
+@cache
+def exchange(target: str, fault: str = "", **sizes: int) -> lint.Compiled:
+    launch = partial(kernels.exchange_launch, target, fault, **sizes)
+    (made,) = lint.compiled(lint.CompileCase("exchange", target, launch, fault, aligned_rows=True))
     return made
 
 
-def broken(report: lint.Report) -> set[str]:
-    return set(report.broken)
+def broken(made: lint.Compiled) -> set[str]:
+    return set(lint.judge(made).broken)
 
 
-FAULTS = {
-    "relaxed release": "signal-order",
-    "acquire as release": "signal-order",
-    "relaxed acquire": "signal-order",
-    "ordinary poll": "signal-order",
-    "device release": "system-scope",
-    "device acquire": "system-scope",
-    "unbounded": "bounded-spin",
-    "wait in the K loop": "gated-load",
-    "wait and barrier in the K loop": "pipelined",
-    "wait after the loads": "gated-load",
-    "widened": "tensor-core",
-}
-
-
-@pytest.fixture(scope="module")
-def reports(using) -> dict[tuple[str, str], lint.Report]:
-    """(target, fault) -> report, compiled a few at once; no fault is ""."""
-    cases = [exchange(target) for target in lint.TARGETS]
-    cases += [exchange(target, fault) for target in ("sm_90", "gfx942") for fault in FAULTS]
-    return {(report.target, report.config): report for report in lint.check_cases(cases, using=using)}
+def edited(made: lint.Compiled, edit: Callable[[str], str]) -> lint.Compiled:
+    kind = "ptx" if "ptx" in made.files else "amdgcn"
+    text = edit(made.files[kind])
+    assert text != made.files[kind]
+    return replace(made, files={**made.files, kind: text})
 
 
 @pytest.mark.parametrize("target", list(lint.TARGETS))
-def test_a_right_kernel_breaks_no_rule(reports, target):
-    report = reports[target, ""]
+def test_a_right_kernel_breaks_no_rule(target: str) -> None:
+    report = lint.judge(exchange(target))
     assert not report.findings, [str(finding) for finding in report.findings]
     assert report.registers > 0 and report.shared_bytes > 0 and report.occupancy > 0
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_fault_breaks_its_rule_and_names_the_line(reports, fault, target):
-    report, rule = reports[target, fault], FAULTS[fault]
+@pytest.mark.parametrize(
+    "target, fault, rule",
+    [
+        ("sm_100", "wait in the K loop", "gated-load"),
+        ("gfx942", "wait in the K loop", "gated-load"),
+        ("sm_90", "wait and barrier in the K loop", "pipelined"),
+        ("gfx942", "wait and barrier in the K loop", "pipelined"),
+        ("sm_90", "widened", "tensor-core"),
+        ("gfx942", "widened", "tensor-core"),
+    ],
+)
+def test_a_fault_breaks_its_rule_and_names_the_line(target: str, fault: str, rule: str) -> None:
+    report = lint.judge(exchange(target, fault))
     assert rule in report.broken, [str(finding) for finding in report.findings]
     finding = next(finding for finding in report.findings if finding.rule == rule)
     assert finding.line and finding.frames[0][0] == PATH
     source = Path(PATH).read_text().splitlines()[finding.frames[0][1] - 1]
-    assert any(word in source for word in ("atomic", "load", "while", "dot")), source
+    assert ("dot" if rule == "tensor-core" else "tl.load(") in source, source
 
 
-def test_stores_need_a_block_barrier_before_the_release(using):
-    """From 3.9 on the compiler puts one there; so the barriers of the compiled code are removed, too."""
-    for target in ("sm_90", "gfx942"):
-        made = compiled(exchange(target, "no barrier"), using)
-        if made.version < (3, 9):
-            assert "barrier-before-release" in broken(lint.judge(made))
-        kind = "ptx" if target == "sm_90" else "amdgcn"
-        for rule in ("barrier-before-release", "barrier-after-acquire"):
-            bare = re.sub(r"(bar\.sync\s+0;|s_barrier)", "", made.files[kind])
-            report = lint.judge(replace(made, files={**made.files, kind: bare}))
-            finding = next(finding for finding in report.findings if finding.rule == rule)
-            assert finding.frames[0][0] == PATH
+# -- memory order where the code is not run ----------------------------------------------------------------------------
 
 
-def test_the_scope_of_the_compiled_code_counts(using):
-    made = compiled(exchange("sm_90"), using)
-    narrowed = made.files["ptx"].replace(".sys", ".gpu")
-    assert "system-scope" in broken(lint.judge(replace(made, files={**made.files, "ptx": narrowed})))
+@pytest.mark.parametrize("target", JUDGED)
+def test_a_block_barrier_is_wanted_before_a_release_and_after_an_acquire(target: str) -> None:
+    bare = edited(exchange(target), lambda text: re.sub(r"(bar\.sync\s+0;|s_barrier)", "", text))
+    report = lint.judge(bare)
+    for rule in ("barrier-before-release", "barrier-after-acquire"):
+        finding = next(finding for finding in report.findings if finding.rule == rule)
+        assert finding.frames[0][0] == PATH
 
 
-def test_what_a_peer_reads_is_not_stored_by_tma_before_3_8(using):
-    made = compiled(by_tma("TMA store"), using)
-    assert ("tma-store" in broken(lint.judge(made))) == (made.version < (3, 8))
-    assert "tma-store" in broken(lint.judge(replace(made, triton="3.7.1")))
-    unlanded = made.files["ptx"].replace("bulk.wait_group \t0", "bulk.wait_group.read \t0")
-    newer = replace(made, triton="3.9.0", files={**made.files, "ptx": unlanded})
-    assert "tma-store" in broken(lint.judge(newer))
-
-
-def test_tma_loads_of_what_a_peer_wrote_need_a_proxy_fence(using):
-    for fault, rules in (("", set()), ("no proxy fence", {"proxy-fence"})):
-        (report,) = lint.check_case(by_tma(fault), using=using)
-        assert broken(report) == rules, (fault, report.findings)
-
-
-def test_arguments_that_are_named_as_shared_count(using):
-    case = lint.CompileCase(
-        "direct",
-        "sm_90",
-        path=PATH,
-        signature={"inbox": "*fp32", "lock": "*i32", "y": "*fp32"},
-        constexprs=dict(N=256),
+@pytest.mark.parametrize("target", JUDGED)
+def test_the_scope_of_the_compiled_code_counts(target: str) -> None:
+    narrowed = edited(exchange(target), lambda text: text.replace(".sys", ".gpu").replace(" sc0 sc1", " sc1"))
+    report = lint.judge(narrowed)
+    assert report.broken == ("system-scope",) and len(report.findings) == 2, (
+        "of the release and of the acquire"
     )
-    assert broken(lint.check_case(case, using=using)[0]) == {"system-scope", "bounded-spin"}
-    assert not broken(lint.check_case(replace(case, shared=()), using=using)[0])
-    assert broken(lint.check_case(replace(case, shared=("lock",)), using=using)[0]) >= {"system-scope"}
 
 
-def test_the_launches_of_a_simulator_s_case_are_compiled(using):
-    """What two ranks reach is shared, the rest is not; ranks that launch the same give one report."""
-    right = lint.CompileCase("", "sm_90", "right", path=PATH, launch="right")
-    (report,) = lint.check_case(right, using=using)
-    assert report.kernel == "push_direct" and not report.findings, report.findings
-    (report,) = lint.check_case(replace(right, launch="wrong"), using=using)
-    assert broken(report) == {"system-scope"} and len(report.findings) == 1
-    (report,) = lint.check_case(replace(right, launch="wrong_among_programs"), using=using)
-    assert broken(report) == {"system-scope", "block-scope"} and len(report.findings) == 2
+# -- memory order where it is run --------------------------------------------------------------------------------------
+
+SHOWN = {
+    "relaxed release": "read-write race",
+    "acquire as release": "read-write race",
+    "relaxed acquire": "read-write race",
+    "ordinary poll": "read-write race",
+    "device release": "scope",
+    "device acquire": "scope",
+    "wait in the K loop": "read-write race",
+    "wait after the loads": "read-write race",
+}
 
 
-def test_a_hint_before_the_cast_to_a_pointer_is_lost(using):
-    case = exchange("sm_90", "hint before the cast")
-    (report,) = lint.check_case(case, using=using)
-    assert broken(report) == {"vector-width"}
-    (finding,) = report.findings
-    assert "2 bytes at a time" in finding.message and finding.line.startswith("st.global")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_right_kernel_runs_without_a_fault(target: str) -> None:
+    assert [once(kernels.exchange_case(), target, seed) for seed in range(3)] == [None] * 3
+    assert not {"barriers", "system_scope", "gated_load"} & {rule.__name__ for rule in lint.RULES}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("fault", list(SHOWN))
+def test_what_the_lint_leaves_to_execution_is_shown_by_it(target: str, fault: str) -> None:
+    found = [once(kernels.exchange_case(fault), target, seed) for seed in range(3)]
+    assert {each.rule for each in found if each} & {SHOWN[fault], "never written"}, found
+
+
+# -- what no run shows -------------------------------------------------------------------------------------------------
+
+
+def test_a_hint_before_the_cast_to_a_pointer_is_lost() -> None:
+    made = exchange("sm_90", "hint before the cast")
+    (finding,) = lint.judge(made).findings
+    assert finding.rule == "vector-width" and "2 bytes at a time" in finding.message
+    assert finding.line.startswith("st.global")
     assert "tl.store(out" in Path(PATH).read_text().splitlines()[finding.frames[0][1] - 1]
-    (report,) = lint.check_case(replace(case, aligned_rows=False), using=using)
-    assert not broken(report), "rows that may begin anywhere move element by element"
+    anywhere = replace(made, case=replace(made.case, aligned_rows=False))
+    assert not broken(anywhere), "rows that may begin anywhere move element by element"
 
 
-def test_the_width_of_every_move_between_ranks_is_read(using):
-    """Of each kernel that communicates, loads and stores both; narrower instructions are found at each of them."""
-    for case in own_cases(COMMUNICATING, ["sm_90"], ["bf16"]):
-        made = compiled(case, using)
-        ops = widths.exchanged(Facts(made))
-        assert {"st" if op.name == "tt.store" else "ld" for op in ops} == {"st", "ld"}, case.key
-        assert not list(widths.vector_width.check(made, Facts(made))), case.key
-        narrowed = re.sub(r"((?:ld|st)\.global)\.v4", r"\1", made.files["ptx"]).replace(", 0x10, ", ", 0x4, ")
-        narrow = replace(made, files={**made.files, "ptx": narrowed})
-        found = list(widths.vector_width.check(narrow, Facts(narrow)))
-        assert {finding.frames for finding in found} == {op.frames for op in ops}, case.key
+def test_what_two_ranks_reach_is_shared_by_a_case_of_the_simulator() -> None:
+    """Ranks that launch the same give one compilation. The narrow load of a row of its own is none of the rule's."""
+
+    def narrow(hint: bool) -> list[str]:
+        case = lint.CompileCase("push", "sm_90", partial(kernels.push_case, hint), aligned_rows=True)
+        (made,) = lint.compiled(case)
+        assert made.name == "push" and set(made.shared) == {"inbox", "flag"}
+        return [finding.message for finding in lint.judge(made).findings]
+
+    assert narrow(True) == []
+    assert narrow(False) == ["4 bytes at a time, 16 are possible"]
 
 
-def test_the_best_matrix_unit_is_wanted(using):
-    made = compiled(exchange("sm_80"), using)
-    assert not broken(lint.judge(made))
+def test_the_best_matrix_unit_is_wanted() -> None:
+    made = exchange("sm_80")
     on_newer = replace(made, case=replace(made.case, target="sm_90"))
-    assert broken(lint.judge(on_newer)) == {"tensor-core"}
-    few_rows = exchange("sm_90", m=16, num_warps=4)
-    assert not broken(lint.check_case(few_rows, using=using)[0]), "wgmma takes no 16 rows"
-    precise = exchange("sm_90", m=64, n=64, dtype="*fp32", num_warps=4)
-    assert not broken(lint.check_case(precise, using=using)[0]), "fp32 in full precision has no matrix unit"
+    assert broken(on_newer) == {"tensor-core"}
+    assert not broken(exchange("sm_90", m=16, num_warps=4)), "wgmma takes no 16 rows"
+    precise = exchange("sm_90", m=64, n=64, dtype=torch.float32, num_warps=4)
+    assert not broken(precise), "fp32 in full precision has no matrix unit"
 
 
-def test_too_large_a_kernel_is_told(using):
-    (report,) = lint.check_case(exchange("sm_80", num_stages=8), using=using)
-    assert broken(report) == {"shared-memory", "occupancy"} and report.occupancy == 0
-    (report,) = lint.check_case(exchange("sm_80", m=128, n=64, num_warps=1), using=using)
-    assert broken(report) == {"spills"} and report.spills > 0
+def test_one_stage_is_no_pipeline() -> None:
+    assert broken(exchange("sm_90", num_stages=1)) == {"pipelined"}
 
 
-def test_a_program_that_does_not_fit_a_multiprocessor_is_told(using):
+def by_descriptor(target: str, **options: int) -> lint.Compiled:
+    launch = partial(kernels.descriptor_launch, **options)
+    (made,) = lint.compiled(lint.CompileCase("by_descriptor", target, launch))
+    return made
+
+
+def test_copies_by_descriptor_are_ahead_and_specialised_where_that_is_asked_for() -> None:
+    for target, specialized in (("sm_80", False), ("sm_90", False), ("sm_100", False), ("sm_100", True)):
+        report = lint.judge(by_descriptor(target, specialized=specialized))
+        assert not report.findings, (target, [str(finding) for finding in report.findings])
+    one = lint.judge(by_descriptor("sm_90", num_stages=1))
+    assert one.broken == ("pipelined",) and "ahead of the loop" in str(one.findings)
+    eight = lint.judge(by_descriptor("sm_90", specialized=True))
+    assert eight.broken == ("pipelined",) and "is not" in str(eight.findings), (
+        "8 warps of sm_90 are not divided"
+    )
+    by_pointers = edited(by_descriptor("sm_90"), lambda _: by_descriptor("sm_80").files["ptx"])
+    assert "no TMA copy" in str(lint.judge(by_pointers).findings)
+
+
+def test_too_large_a_kernel_is_told() -> None:
+    report = lint.judge(exchange("sm_80", num_stages=8))
+    assert set(report.broken) == {"shared-memory", "occupancy"} and report.occupancy == 0
+    report = lint.judge(exchange("sm_80", m=128, n=64, num_warps=1))
+    assert report.broken == ("spills",) and report.spills > 0
+
+
+def test_a_program_that_does_not_fit_a_multiprocessor_is_told() -> None:
     """8 warps may have 255 registers a thread, 16 warps may not."""
-    made = compiled(exchange("sm_90"), using)
+    made = exchange("sm_90")
     most = replace(made, usage=re.sub(r"REG:\d+", "REG:255", made.usage))
-    assert not broken(lint.judge(most)) and lint.judge(most).occupancy == 1
+    assert not broken(most) and lint.judge(most).occupancy == 1
     report = lint.judge(replace(most, num_warps=16))
-    assert broken(report) == {"occupancy"} and report.occupancy == 0
+    assert report.broken == ("occupancy",) and report.occupancy == 0
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_one_register_in_memory_is_a_spill(using, target):
-    made = compiled(exchange(target), using)
+def test_one_register_in_memory_is_a_spill(target: str) -> None:
+    made = exchange(target)
     if target == "sm_90":
         spilt = replace(made, usage=made.usage + "/*0a10*/ STL [R1], R4 ;\n")
     else:
-        listing = made.files["amdgcn"].replace(".vgpr_spill_count: 0", ".vgpr_spill_count: 1")
-        spilt = replace(made, files={**made.files, "amdgcn": listing})
+        spilt = edited(made, lambda text: text.replace(".vgpr_spill_count: 0", ".vgpr_spill_count: 1"))
     report = lint.judge(spilt)
-    assert broken(report) == {"spills"} and report.spills == 1
+    assert report.broken == ("spills",) and report.spills == 1
 
 
-def test_one_stage_is_no_pipeline(using):
-    (report,) = lint.check_case(exchange("sm_90", num_stages=1), using=using)
-    assert broken(report) == {"pipelined"}
-
-
-def by_descriptor(target: str, *, specialized: bool = False, num_stages: int = 3) -> lint.CompileCase:
-    return lint.CompileCase(
-        "by_descriptor",
-        target,
-        path=PATH,
-        signature={"x": "*fp16", "w": "*fp16", "y": "*fp16", "K": "i32"},
-        constexprs=dict(M=128, BLOCK_K=64, SPECIALIZED=specialized),
-        options=dict(num_warps=8, num_stages=num_stages),
-        aligned=("x", "w", "y", "K"),
-        shared=(),
-    )
-
-
-def test_copies_by_descriptor_are_ahead_and_specialised_where_that_is_asked_for(using):
-    for target, specialized in (("sm_80", False), ("sm_90", False), ("sm_100", False), ("sm_100", True)):
-        (report,) = lint.check_case(by_descriptor(target, specialized=specialized), using=using)
-        assert not report.findings, (target, [str(finding) for finding in report.findings])
-    (report,) = lint.check_case(by_descriptor("sm_90", num_stages=1), using=using)
-    assert broken(report) == {"tma", "pipelined"} and "in flight" in str(report.findings)
-    (report,) = lint.check_case(by_descriptor("sm_90", specialized=True), using=using)
-    assert broken(report) == {"tma"} and "is not" in str(report.findings), "8 warps of sm_90 are not divided"
-    without = {**compiled(by_descriptor("sm_90"), using).files}
-    without["ttgir"] = compiled(by_descriptor("sm_80"), using).files["ttgir"]
-    made = replace(compiled(by_descriptor("sm_90"), using), files=without)
-    assert "is no TMA copy" in str(lint.judge(made).findings)
-
-
-def test_a_kernel_that_does_not_compile_says_why(using):
-    case = replace(exchange("sm_90"), kernel="missing")
-    with pytest.raises(lint.CompileError, match="has no 'missing'"):
-        lint.check_case(case, using=using)
-    with pytest.raises(ValueError, match="no target 'sm_70'"):
-        lint.check_case(exchange("sm_70"), using=using)
+def test_a_kernel_that_does_not_compile_says_why() -> None:
+    refused = lint.CompileCase("exchange", "sm_90", partial(kernels.exchange_launch, "sm_90", m=100))
     with pytest.raises(lint.CompileError, match="power of 2"):
-        lint.check_case(
-            replace(case, kernel="exchange", constexprs={**case.constexprs, "M": 100}), using=using
-        )
+        lint.check_case(refused)
+    with pytest.raises(ValueError, match="no target 'sm_70'"):
+        lint.check_cases([replace(refused, target="sm_70")])
+
+
+def test_cases_are_compiled_in_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that interprets cannot compile. A refused case comes after the others."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    right = lint.CompileCase("push", "sm_80", partial(kernels.push_launch))
+    done: list[str] = []
+    with pytest.raises(lint.CompileError, match="power of 2"):
+        wrong = lint.CompileCase("exchange", "sm_80", partial(kernels.exchange_launch, "sm_80", m=100))
+        lint.check_cases([wrong, right], workers=1, done=lambda report: done.append(report.key))
+    assert done == ["sm_80/push"]

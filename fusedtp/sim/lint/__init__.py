@@ -1,31 +1,30 @@
-"""What an interpreter cannot show is read off the code compiled for GPUs: memory order, pipelining, registers.
+"""What execution cannot tell is read off the code compiled for GPUs: registers, widths, matrix units, pipelines.
 
-    reports = check_case(CompileCase("kernel", "sm_90", path="mine.py", launch="case"))   # no GPU needed
+    reports = check_cases([CompileCase("kernel", "sm_90", case)])   # no GPU needed
     print(*(f for r in reports for f in r.findings))
 
-Every rule is one function with its name, its reason and where that is from: `RULES`. Compilation runs in processes of
-its own, so the caller may interpret. fusedtp.checks.lint has the library's own kernels as cases.
+Memory order is judged for targets whose code fusedtp.sim.ptx does not run (ordering.py). A rule is one function, whose
+docstring has its reason and where that is from: `RULES`. fusedtp.checks.lint has the library's own kernels as cases.
 """
 
-from .check import RULES, check_case, check_cases, judge
-from .compiler import CompileCase, CompileError, Compiler, compiler
-from .report import Finding, Report, table
-from .rule import Rule
-from .targets import TARGETS, Target
+from ..targets import TARGETS, Target, target
+from .check import RULES, Report, check_case, check_cases, judge, table
+from .compiler import CompileCase, Compiled, CompileError, compiled
+from .listing import Finding
 
 __all__ = [
     "RULES",
     "TARGETS",
     "CompileCase",
     "CompileError",
-    "Compiler",
+    "Compiled",
     "Finding",
     "Report",
-    "Rule",
     "Target",
     "check_case",
     "check_cases",
-    "compiler",
+    "compiled",
     "judge",
     "table",
+    "target",
 ]

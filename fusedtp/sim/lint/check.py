@@ -1,103 +1,135 @@
-"""From cases to reports."""
+"""From cases to reports: compile, judge by all rules that apply to the target, print."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
 
-from . import descriptors, ordering, resources, widths
-from .compiler import CompileCase, Compiled, CompileError, Compiler, compiler
-from .facts import Facts
-from .report import Report
-from .rule import Rule
-from .targets import target
+from ..targets import target
+from . import ordering, resources, speed
+from .compiler import CompileCase, Compiled, CompileError, compiled
+from .listing import Finding
 
+Rule = Callable[[Compiled], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
-    ordering.barrier_before_release,
-    ordering.barrier_after_acquire,
-    ordering.system_scope,
-    ordering.block_scope,
-    ordering.signal_order,
-    ordering.gated_load,
-    ordering.pipelined,
-    ordering.tma_store,
-    ordering.proxy_fence,
-    ordering.bounded_spin,
-    descriptors.tma,
-    resources.tensor_core,
     resources.spills,
     resources.shared_memory,
     resources.occupancy,
-    widths.vector_width,
+    speed.vector_width,
+    speed.tensor_core,
+    speed.pipelined,
 )
+ORDERING: tuple[Rule, ...] = (ordering.barriers, ordering.system_scope, ordering.gated_load)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compilation, judged. `key` names it: target/kernel/configuration.
+
+    registers        of a thread
+    spills           registers that went to memory: instructions of the SASS, or what amdgcn's metadata count
+    shared_bytes     of a program
+    occupancy        programs that one SM or CU holds, see Target.occupancy
+    """
+
+    key: str
+    kernel: str
+    config: str
+    target: str
+    triton: str
+    findings: tuple[Finding, ...] = ()
+    registers: int = 0
+    spills: int = 0
+    shared_bytes: int = 0
+    occupancy: int = 0
+    num_warps: int = 0
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of the rules it breaks."""
+        return tuple(sorted({finding.rule for finding in self.findings}))
 
 
 def judge(made: Compiled) -> Report:
     """All rules over one compilation."""
-    facts, used = Facts(made), resources.resources(made)
-    findings = [finding for rule in RULES for finding in rule.check(made, facts)]
-    config = made.case.config
+    rules = RULES if made.target.name in ordering.EXECUTED else RULES + ORDERING
+    findings = dict.fromkeys(finding for rule in rules for finding in rule(made))
+    case, used = made.case, resources.resources(made)
     return Report(
-        key=made.case.key if made.name == made.case.kernel else f"{made.case.key}/{made.name}",
+        key=case.key if made.name == case.kernel else f"{case.key}/{made.name}",
         kernel=made.name,
-        config=config,
-        target=made.case.target,
+        config=case.config,
+        target=case.target,
         triton=made.triton,
-        findings=tuple(dict.fromkeys(findings)),
+        findings=tuple(findings),
         registers=used.registers,
         spills=used.spills,
         shared_bytes=made.shared_bytes,
-        occupancy=made.target.occupancy(
-            used.registers, made.shared_bytes, made.num_warps, made.tensor_columns
-        ),
+        occupancy=resources.programs(made),
         num_warps=made.num_warps,
     )
 
 
-def check_cases(
-    cases: Sequence[CompileCase],
-    *,
-    package: str | None = None,
-    python: str | None = None,
-    using: Compiler | None = None,
-    done: Callable[[Report], None] | None = None,
-) -> list[Report]:
-    """Compile and judge cases; reports in their order.
+def check_case(case: CompileCase) -> list[Report]:
+    """Compiles in this process and judges; several reports only where the case launches several kernels."""
+    return [judge(made) for made in compiled(case)]
 
-    package   a folder that stands in for the package fusedtp.kernels, such as one with a modified copy of it
-    python    an interpreter whose Triton compiles, this one where None
-    using     compiling processes that are kept from call to call, as `with compiler() as using` gives them
+
+def check_cases(
+    cases: Sequence[CompileCase], *, workers: int = 0, done: Callable[[Report], None] | None = None
+) -> list[Report]:
+    """Compile and judge cases in clean processes; reports in their order.
+
+    workers   processes, which need not be told that this one interprets; 0: as many as cores, at most four
     done      called with each report as it is ready
-    Raises CompileError for a kernel that the compiler refuses, after all others have been compiled.
+    Raises ValueError for an unknown target; CompileError for a kernel that the compiler refuses, after all others.
     """
     for case in cases:
         target(case.target)
     found: dict[int, list[Report]] = {}
     refused: list[CompileError] = []
-
-    def take(index: int, result: list[Compiled] | CompileError) -> None:
-        if isinstance(result, CompileError):
-            refused.append(result)
-            return
-        found[index] = [judge(made) for made in result]
-        for report in found[index]:
-            if done is not None:
-                done(report)
-
-    with ExitStack() as stack:
-        using = using or stack.enter_context(compiler(python))
-        using.run([(case, package) for case in cases], take)
+    count = max(1, min(workers or min(4, os.cpu_count() or 1), len(cases)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, initializer=_compiles) as pool:
+        running = {pool.submit(check_case, case): number for number, case in enumerate(cases)}
+        for each in as_completed(running):
+            number = running[each]
+            try:
+                found[number] = each.result()
+            except CompileError as error:
+                refused.append(error)
+            except BrokenProcessPool:
+                refused.append(CompileError(f"{cases[number].key}: the compiler's process ended"))
+            for report in found.get(number, ()):
+                if done is not None:
+                    done(report)
     if refused:
         raise refused[0]
-    return [report for index in sorted(found) for report in found[index]]
+    return [report for number in sorted(found) for report in found[number]]
 
 
-def check_case(
-    case: CompileCase,
-    *,
-    package: str | None = None,
-    python: str | None = None,
-    using: Compiler | None = None,
-) -> list[Report]:
-    """As `check_cases` of one case; several reports only where it launches several kernels."""
-    return check_cases([case], package=package, python=python, using=using)
+def _compiles() -> None:
+    """A process that interprets cannot compile; this one is asked before anything imports a kernel."""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def table(reports: Sequence[Report]) -> Any:
+    """The reports as a rich table."""
+    from rich.table import Table
+
+    made = Table(title=f"Triton {', '.join(sorted({report.triton for report in reports}))}")
+    for name in ("target", "kernel", "config"):
+        made.add_column(name)
+    for name in ("warps", "registers", "spills", "shared", "programs/SM"):
+        made.add_column(name, justify="right")
+    made.add_column("rules")
+    for report in sorted(reports, key=lambda r: (r.target, r.kernel, r.config)):
+        figures = (report.num_warps, report.registers, report.spills, report.shared_bytes, report.occupancy)
+        verdict = f"[red]{', '.join(report.broken)}[/]" if report.findings else "[green]ok[/]"
+        made.add_row(report.target, report.kernel, report.config, *map(str, figures), verdict)
+    return made

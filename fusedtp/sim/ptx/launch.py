@@ -7,7 +7,6 @@ launch replaces is compiled with the body that stands in for it.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from ..case import Launch
 from ..faults import UnsupportedKernel
-from ..lint.compiler import cache_dir
-from ..lint.targets import target as target_named
-from ..lint.worker import specialised
+from ..targets import environment, specialised
+from ..targets import target as target_named
 from . import TARGETS
 from .copies import TensorMap
 from .kernel import Kernel, translated
@@ -54,7 +52,7 @@ class Compiler:
                 f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}"
             )
         try:
-            with _environment():
+            with environment():
                 source, options = specialised(kernel, launch.args, {**launch.options, **CHECKED}, gpu)
             chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
             replaced = tuple((id(theirs), id(ours)) for theirs, ours in launch.replace.items())
@@ -92,30 +90,11 @@ class Compiler:
 
         # Triton's cache knows a kernel by its text, not its place: another file's entry names that file's lines
         file = source.fn.fn.__code__.co_filename
-        with _environment(), _replaced(replace) as key, _without_assembler(f"{key} {file}"):
+        with environment(), _replaced(replace) as key, _without_assembler(f"{key} {file}"):
             made = triton.compile(source, target=gpu, options=dict(options))
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
         return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps)
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """As the lint's compilers have it."""
-    chosen = {
-        "TRITON_CACHE_DIR": str(cache_dir(os.environ.get("TRITON_CACHE_DIR"))),
-        "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
-    }
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 def _said(error: BaseException) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedtp.checks.cases import fused_case
+from fusedtp.checks.cases import compiled_cases, fused_case
 from fusedtp.checks.dense import Call
 from fusedtp.checks.workers import schedule_of
 from fusedtp.ops.launch.config import Machine as Gpu
@@ -110,10 +112,43 @@ def test_seeded_faults_are_found(call: Call, target: str, edit: Edit, fine: bool
     assert sum(fault is not None for fault in found) >= 2, found
 
 
-def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
-    """known_bugs.compiled: the pipeliner loads ahead of the wait. No schedule of the kernel's text shows it."""
-    from fusedtp.sim.known_bugs.compiled import gated_matmul
+@triton.jit
+def wait_for(flag, limit):
+    """Until the flag is up, at most `limit` polls."""
+    polls = 0
+    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1) & (polls < limit):
+        polls += 1
 
+
+@triton.jit
+def gated_matmul(
+    inbox, w, y, flags, limit, K, M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, OUTSIDE: tl.constexpr
+):  # fmt: skip
+    """y [M, M] = inbox [M, K] @ w [M, K].T while a peer fills the inbox, with a flag for each CHUNK columns.
+
+    Not OUTSIDE: the wait for a chunk stands in the loop that loads it, whose loads of later rounds the compiler's
+    software pipeliner issues first. OUTSIDE: it stands in a loop over chunks, and the inner loop holds none.
+    """
+    ms, ks = tl.arange(0, M), tl.arange(0, BLOCK_K)
+    acc = tl.zeros((M, M), tl.float32)
+    if OUTSIDE:
+        for first in range(0, K, CHUNK):
+            wait_for(flags + first // CHUNK, limit)
+            for k in range(first, first + CHUNK, BLOCK_K):
+                a = tl.load(inbox + ms[:, None] * K + k + ks[None, :])
+                acc = tl.dot(a, tl.load(w + k + ks[:, None] + ms[None, :] * K), acc)
+    else:
+        for k in range(0, K, BLOCK_K):
+            if k % CHUNK == 0:
+                wait_for(flags + k // CHUNK, limit)
+            a = tl.load(inbox + ms[:, None] * K + k + ks[None, :])
+            acc = tl.dot(a, tl.load(w + k + ks[:, None] + ms[None, :] * K), acc)
+    tl.store(y + ms[:, None] * M + ms[None, :], acc)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
+    """The pipeliner loads ahead of the wait. No schedule of the kernel's text shows it."""
     k, m, chunk, ranks = 256, 32, 64, range(2)
 
     def make(outside: bool, stages: int) -> Case:
@@ -143,8 +178,69 @@ def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
         return Case("gated", run)
 
     for outside, stages, expected in ((True, 3, 0), (False, 1, 0), (False, 3, 3)):
-        found = [once(make(outside, stages), "sm_80", seed) for seed in range(3)]
+        found = [once(make(outside, stages), target, seed) for seed in range(3)]
         assert sum(fault is not None for fault in found) == expected, (outside, stages, found)
+
+
+# -- laws that the lint of compiled code leaves to execution -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "two_shot_all_reduce", "moe_combine", "meet"])
+def test_a_wait_for_a_lost_peer_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 launches nothing. Each loop of rank 1 that polls for it has a second exit: no deadlock, but a record."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 30_000)
+    (case,) = [case for case in compiled_cases(2, "sm_80") if case.name == name]
+
+    def alone() -> Run:
+        run = case.make()
+        launches = [each for each in run.work[1] if isinstance(each, Launch)]
+        for each in launches:
+            if "peers" in each.args:
+                each.args["peers"] = each.args["peers"]._replace(timeout_ns=1)
+        garbage = [
+            replace(each, poisoned=False) for each in run.memory
+        ]  # after a timeout anything may be read
+        return replace(run, work=[[], launches], memory=garbage)
+
+    fault = once(Case(name, alone), "sm_80")
+    assert fault is not None and fault.rule == "timed out", fault
+    assert "status of rank 1" in str(fault)
+
+
+@triton.jit
+def send_block(x, out, flag):
+    """By a TMA store; descriptors from the host."""
+    out.store([0, 0], x.load([0, 0]))
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+def block_case() -> Case:
+    def make() -> Run:
+        box, flag = (
+            symmetric("box", 2, (32, 64), torch.float16),
+            symmetric("flag", 2, (1,), torch.int32, poisoned=False),
+        )
+        x, y = torch.randn(32, 64).half(), torch.full((32 * 64,), torch.nan, dtype=torch.float16)
+        blocks = [TensorDescriptor.from_tensor(each, [32, 64]) for each in (x, box.tensors[1])]
+        send = Launch(send_block, 1, dict(x=blocks[0], out=blocks[1], flag=flag.tensors[1]))
+        take = Launch(receive, 1, dict(dst=y, box=box.tensors[1], flag=flag.tensors[1], N=32 * 64))
+        return Run([[send], [take]], [box, flag], lambda: compare("y", [y], [x.flatten()]))
+
+    return Case("block", make)
+
+
+def wait_to_reuse(text: str) -> str:
+    """As Triton before 3.8: until the source may be reused, not until the data have landed."""
+    changed = re.sub(r"(cp\.async\.bulk\.wait_group)(\s)", r"\1.read\2", text)
+    assert changed != text or "cp.async.bulk" not in text
+    return changed
+
+
+def test_a_tensor_store_has_landed_when_its_flag_is_released() -> None:
+    assert [once(block_case(), "sm_90", seed) for seed in range(3)] == [None] * 3
+    found = [once(block_case(), "sm_90", seed, edit=wait_to_reuse) for seed in range(3)]
+    assert sum(fault is not None for fault in found) >= 2, found
 
 
 # -- products in every layout ------------------------------------------------------------------------------------------

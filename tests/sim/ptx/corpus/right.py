@@ -759,18 +759,19 @@ def a_flag_a_program(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.
     if BUG == "tells the next program":
         told = (row + 1) % tl.num_programs(0)
     tl.store(floats(boxes, 1 - rank) + slot * N + at, tl.load(src + row * N + at))  # BUG
-    post(words(flags, 1 - rank) + told, 1)
+    post(words(flags, 1 - rank) + told, 1)  # BUG: too few flags
     if BUG == "waits for the flag of program 0":
         wait(words(flags, rank), 1)
     else:
         if BUG == "waits for the last program":
             wait(words(flags, rank) + tl.num_programs(0) - 1, 1)  # BUG: waits for the last program
-        wait(words(flags, rank) + row, 1)  # BUG: tells the next program
+        wait(words(flags, rank) + row, 1)  # BUG: tells the next program, too few flags
     tl.store(dst + row * N + at, tl.load(floats(boxes, rank) + slot * N + at))  # BUG
 
 
 def case_a_flag_a_program(bug=""):
-    return case(a_flag_a_program, previous, bug, grid=3, rows=3, box=3)
+    count = 2 if bug == "too few flags" else 3
+    return case(a_flag_a_program, previous, bug, grid=3, rows=3, box=3, count=count)
 
 
 # -- words that carry data and flag ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import right
-from .parts import arrive, case, floats, kernel, longs, post, previous, total, wait, words
+from .parts import World, arrive, case, floats, kernel, longs, post, previous, total, wait, words
 
 RACE = ("read-write race", "never written")
 UPDATE = ("read-write race", "write-write race")
@@ -279,6 +279,73 @@ def case_reset_by_all(bug=""):
     return case(reset_by_all, right.following, rows=3, box=3)
 
 
+@kernel
+def empty_shard(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """Two slots in turn. Rank 1 has no rows and tells nothing either, so that rank 0 runs as far ahead as it likes."""
+    at = tl.arange(0, N)
+    for e in range(4):
+        slot = e % 2 * N
+        if rank == 0:
+            tl.store(floats(boxes, 1) + slot + at, tl.load(src + e * N + at))  # BUG
+            post(words(flags, 1), e + 1)
+        else:
+            wait(words(flags, 1), e + 1)
+            tl.store(dst + e * N + at, tl.load(floats(boxes, 1) + slot + at))  # BUG
+
+
+def case_empty_shard(bug=""):
+    return case(empty_shard, lambda src: [torch.full_like(src[0], -1), src[0]], rows=4, box=2)
+
+
+@kernel
+def resets_its_flag(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """The receiver sets its flag back, and erases what a fast peer already said of the next message."""
+    at = tl.arange(0, N)
+    for e in range(4):
+        slot = e % 2 * N
+        tl.store(floats(boxes, 1 - rank) + slot + at, tl.load(src + e * N + at))
+        post(words(flags, 1 - rank), 1)
+        wait(words(flags, rank), 1)  # BUG
+        tl.store(dst + e * N + at, tl.load(floats(boxes, rank) + slot + at))
+        post(words(flags, rank), 0)
+
+
+def case_resets_its_flag(bug=""):
+    return case(resets_its_flag, previous, rows=4, box=2)
+
+
+@kernel
+def replayed(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
+    """The host chose the call's number, and a graph replays it: no wait of the second launch waits."""
+    at, slot = tl.arange(0, N), call % 2 * N
+    tl.store(floats(boxes, 1 - rank) + slot + at, tl.load(src + at))  # BUG
+    post(words(flags, 1 - rank), call)
+    wait(words(flags, rank), call)
+    tl.store(dst + at, tl.load(floats(boxes, rank) + slot + at))  # BUG
+
+
+def case_replayed(bug=""):
+    made = World(box=2)
+    return made.run([[made.launch(replayed, r)] * 2 for r in made.ranks], previous)
+
+
+@kernel
+def waits_for_the_grid(
+    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
+):
+    """Each program sends a row, then waits for those of all programs of the peer, which need not have started."""
+    at, row = tl.arange(0, N), tl.program_id(0)
+    tl.store(floats(boxes, 1 - rank) + row * N + at, tl.load(src + row * N + at))
+    post(words(flags, 1 - rank) + row, 1)
+    for other in range(tl.num_programs(0)):
+        wait(words(flags, rank) + other, 1)  # BUG
+    tl.store(dst + row * N + at, tl.load(floats(boxes, rank) + row * N + at))
+
+
+def case_waits_for_the_grid(bug=""):
+    return case(waits_for_the_grid, previous, grid=2, rows=2, box=2)
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 WRONG = [
@@ -386,6 +453,7 @@ WRONG = [
     Wrong(right.case_a_flag_a_program, "tells the next program", (*RACE, "deadlock")),
     Wrong(right.case_a_flag_a_program, "waits for the flag of program 0"),
     Wrong(right.case_a_flag_a_program, "waits for the last program", ("deadlock",)),
+    Wrong(right.case_a_flag_a_program, "too few flags", ("out of bounds",)),
     Wrong(right.case_packed, "flag in another word", ("wrong value",)),
     Wrong(right.case_packed, "one lane's flag", ("wrong value",)),
     Wrong(right.case_packed, "any flag, one row", ("wrong value",)),
@@ -462,4 +530,8 @@ WRONG = [
     Wrong(case_ring_of_waits, "", ("deadlock",)),
     Wrong(case_boxes_of_halves, "", ("write-write race",)),
     Wrong(case_reset_by_all, "", ("deadlock",)),
+    Wrong(case_empty_shard, ""),
+    Wrong(case_resets_its_flag, "", ("deadlock",)),
+    Wrong(case_replayed, ""),
+    Wrong(case_waits_for_the_grid, "", ("deadlock",)),
 ]

@@ -1,4 +1,4 @@
-"""GPUs that kernels are compiled for, and how many programs of a kernel one of their processors holds.
+"""GPUs that kernels are compiled for: their limits, and how a launch is specialised for one.
 
 Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD Instinct MI300 (CDNA3) ISA
 guide, "Vector General-Purpose Registers" and "LDS"; LLVM "User Guide for AMDGPU Backend" for the granules of gfx942.
@@ -6,7 +6,17 @@ guide, "Vector General-Purpose Registers" and "LDS"; LLVM "User Guide for AMDGPU
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+TENSOR_COLUMNS = 512
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,6 @@ class Target:
         return min(by_shared, by_registers, by_tensor, self.max_programs)
 
 
-KIB = 1024
-TENSOR_COLUMNS = 512
 TARGETS = {
     target.name: target
     for target in (
@@ -79,3 +87,47 @@ def target(name: str) -> Target:
     if name not in TARGETS:
         raise ValueError(f"no target {name!r}: there are {', '.join(TARGETS)}")
     return TARGETS[name]
+
+
+def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu: Any) -> tuple[Any, Any]:
+    """(source, options) that a launch with these arguments would compile: the same specialisation of them."""
+    from triton.compiler import ASTSource
+
+    backend, binder = _binder(kernel, gpu)
+    bound, specialization, chosen = binder(**args, **options)
+    packed = kernel._pack_args(backend, {"debug": False, **options}, bound, specialization, chosen)
+    chosen, signature, constants, attributes = packed
+    return ASTSource(kernel, signature, constants, attributes), chosen.__dict__
+
+
+@lru_cache
+def _binder(kernel: Any, gpu: Any) -> tuple[Any, Any]:
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(gpu)
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """While entered: FP fusion as every supported Triton does it by default, and a cache of this checkout's own.
+
+    Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files.
+    """
+    given = os.environ.get("TRITON_CACHE_DIR")
+    whole = Path(given) if given else Path.home() / ".triton" / "cache"
+    chosen = {
+        "TRITON_CACHE_DIR": str(whole / ("lint-" + hashlib.sha256(__file__.encode()).hexdigest()[:16])),
+        "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
+    }
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value

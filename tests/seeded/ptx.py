@@ -1,0 +1,74 @@
+"""Operators on the PTX of a kernel: each changes the instructions of its kind that one source line became."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .source import functions
+
+
+def later(found: re.Match[str]) -> str:
+    return f"{found[1]}{int(found[2], 0) + 1}"
+
+
+# wgmma.fence is left alone: the machine does not model the registers of products under way
+# operator -> what it looks for in a line, and what it puts there
+OPERATORS: dict[str, tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = {
+    "ptx: weaken acquire": (re.compile(r"\.acquire\b"), ".relaxed"),
+    "ptx: weaken release": (re.compile(r"\.release\b"), ".relaxed"),
+    "ptx: narrow system scope": (re.compile(r"\.sys\b"), ".gpu"),
+    "ptx: narrow device scope": (re.compile(r"\.gpu\b"), ".cta"),
+    "ptx: drop fence": (re.compile(r"^\s*(@!?%p\d+\s+)?fence\.[\w.:]+;"), ""),
+    "ptx: drop barrier": (re.compile(r"^\s*(@!?%p\d+\s+)?bar(rier)?\.[\w.]+\s[^;]*;"), ""),
+    "ptx: later wait for copies": (re.compile(r"(cp\.async\.wait_group\s+)(\w+)"), later),
+    "ptx: later wait for products": (re.compile(r"(wgmma\.wait_group\.sync\.aligned\s+)(\w+)"), later),
+    "ptx: drop wait at mbarrier": (re.compile(r"mbarrier\.try_wait\.[^;]*;"), "setp.eq.u32 complete, 0, 0;"),
+}
+
+
+Site = tuple[str, str, str]  # operator, and of the innermost source line its function and its text
+
+
+def sites(text: str) -> dict[Site, list[int]]:
+    """Every operator at every source line in whose instructions it finds something: lines of the text."""
+    found: dict[Site, list[int]] = {}
+    named = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M))
+    for n, line, (file, number) in located(text):
+        for operator, (pattern, _) in OPERATORS.items():
+            if pattern.search(line):
+                found.setdefault((operator, *place(named.get(file, ""), int(number))), []).append(n)
+    return found
+
+
+def edited(text: str, site: Site) -> str:
+    """The text with the fault, if it has the site."""
+    pattern, put = OPERATORS[site[0]]
+    lines = text.split("\n")
+    for n in sites(text).get(site, ()):
+        lines[n] = pattern.sub(put, lines[n])
+    return "\n".join(lines)
+
+
+def located(text: str) -> Iterator[tuple[int, str, tuple[str, str]]]:
+    """(number, line, (file, line) of the source) of each line; of inline PTX the first .loc counts, see parse.py."""
+    here = ("", "0")
+    inline = -1  # .locs since inline PTX began
+    for n, line in enumerate(text.split("\n")):
+        if "inline asm" in line:
+            inline = 0 if "begin" in line else -1
+        if made := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line):
+            inline += inline >= 0
+            if made[2] != "0" and inline < 2:
+                here = made[1], made[2]
+        else:
+            yield n, line, here
+
+
+def place(file: str, line: int) -> tuple[str, str]:
+    """The function that holds a line, and the line's text; of Triton's own functions too."""
+    holding = (f for f in functions() if f.file_name == file)
+    own = (f.__name__ for f in holding if 0 <= line - f.starting_line_number < len(f.raw_src))
+    return next(own, Path(file).name), linecache.getline(file, line).split("  #")[0].strip()

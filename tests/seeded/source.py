@@ -1,0 +1,198 @@
+"""Operators on the kernels' source. Each finds its sites by the syntax, and changes the text of one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+WEAKER = {"sem": {"release": "relaxed", "acquire": "relaxed"}, "scope": {"sys": "gpu", "gpu": "cta"}}
+SIGNALS = re.compile(r"(wait\w*|arrive\w*|publish|publish_to_all|ready|debug_barrier|atomic_xchg)$")
+WAITS = ("wait", "wait_chunks", "wait_arrival", "wait_rows")
+TO_PEER = ("publish", "slot", "sums_at", "shard", "segment", *WAITS)  # whose second argument is a peer
+OF_CHUNK = ("publish", "wait", "wait_chunks", "publish_to_all")  # whose last arguments name flags
+MOVES = re.compile(
+    r"\b(load|store|atomic\w*|slot|record|\w+_(rows|tile|tiles|chunk|loop|sum|choices|partials))\("
+)
+OPERATORS = (
+    "drop wait", "drop publish", "drop barrier", "drop store", "swap", "weaken order", "narrow scope", "another peer",
+    "another flag", "another slot", "old number", "no wrap", "equality", "shift index", "off by one", "round down",
+    "start late",
+)  # fmt: skip
+Edits = list[tuple[ast.AST, str]]
+
+
+class Fault(NamedTuple):
+    """An operator at a site. text: of the site's line, numbered where the function has several such sites."""
+
+    operator: str
+    function: str
+    text: str
+    kernels: frozenset[str]  # that reach the function
+    at: int  # of the function among `functions()`
+    source: str  # of the function, with the fault
+
+
+@lru_cache
+def functions() -> list[Any]:
+    """The library's kernels and device functions, as Triton has them."""
+    import fusedtp.kernels as package
+
+    modules = [
+        importlib.import_module(f"{package.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(package.__path__)
+    ]
+    of = [(m, each) for m in modules for each in vars(m).values() if hasattr(each, "_unsafe_update_src")]
+    return [each for m, each in of if each.__module__ == m.__name__]
+
+
+def kernels() -> list[str]:
+    """Functions that are launched."""
+    return [f.__name__ for f in functions() if f.raw_src[0].startswith("@triton.jit")]
+
+
+@contextmanager
+def put(fault: Fault) -> Iterator[None]:
+    """While entered, what this process compiles anew has the fault."""
+    function, before = functions()[fault.at], functions()[fault.at].src
+    try:
+        function._unsafe_update_src(fault.source)
+        _forget()
+        yield
+    finally:
+        function._unsafe_update_src(before)
+        _forget()
+
+
+def _forget() -> None:
+    for each in functions():  # the key of a caller is made of the source of what it calls
+        each.hash = None
+
+
+def reaching() -> dict[str, frozenset[str]]:
+    """Function -> kernels that call it, or hand it to what they call, directly or not."""
+    names = {f.__name__ for f in functions()}
+    calls = {f.__name__: {*re.findall(r"\w+", f.src)} & names for f in functions()}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for kernel in kernels():
+        todo = [kernel]
+        while todo:
+            if kernel not in found[name := todo.pop()]:
+                found[name].add(kernel)
+                todo.extend(calls[name])
+    return {name: frozenset(each) for name, each in found.items()}
+
+
+def faults() -> list[Fault]:
+    """Every operator at every site."""
+    made, reach = [], reaching()
+    for index, function in enumerate(functions()):
+        tree, seen = Tree(function.src), dict[tuple[str, str], int]()
+        for node in tree.nodes:
+            for operator, edits in changes(tree, node):
+                text = tree.lines[node.lineno - 1].split("  #")[0].strip()
+                count = seen[operator, text] = seen.get((operator, text), 0) + 1
+                text += f" #{count}" if count > 1 else ""
+                name = function.__name__
+                made.append(Fault(operator, name, text, reach[name], index, tree.edited(edits)))
+    return made
+
+
+class Tree:
+    """A function's syntax, its nodes in the order of the text."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.lines = text, text.splitlines(keepends=True)
+        every = [*ast.walk(ast.parse(text).body[0])]
+        self.parents = {child: node for node in every for child in ast.iter_child_nodes(node)}
+        nodes: list[Any] = [n for n in every if isinstance(n, ast.expr | ast.stmt | ast.keyword)]
+        self.nodes = sorted(nodes, key=lambda n: (n.lineno, n.col_offset))
+
+    def span(self, node: Any) -> tuple[int, int]:
+        start, end = (sum(map(len, self.lines[: n - 1])) for n in (node.lineno, node.end_lineno))
+        return start + node.col_offset, end + node.end_col_offset
+
+    def of(self, node: ast.AST) -> str:
+        return self.text[slice(*self.span(node))]
+
+    def edited(self, edits: Edits) -> str:
+        text = self.text
+        for (start, end), put_there in sorted(((self.span(node), new) for node, new in edits), reverse=True):
+            text = text[:start] + put_there + text[end:]
+        return text
+
+
+def called(node: ast.AST) -> str:
+    """The last name of a call's function, "" for what is no call."""
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+
+
+def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
+    """(operator, edits) of each operator whose site this node is."""
+    of = tree.of
+    if isinstance(node, ast.Expr) and (name := called(node.value)):
+        signal = SIGNALS.match(name)
+        if name == "debug_barrier":
+            yield "drop barrier", [(node, "pass")]
+        elif name == "store":
+            yield "drop store", [(node, "pass")]
+        elif signal:
+            yield "drop wait" if name.startswith(("wait", "ready")) else "drop publish", [(node, "pass")]
+        if signal:
+            yield from swaps(tree, node)
+    elif isinstance(node, ast.While):
+        yield "drop wait", [(node.test, f"({of(node.test)}) & (1 == 0)")]
+    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        weaker = WEAKER.get(node.arg or "", {}).get(str(node.value.value))
+        if weaker:
+            yield "weaken order" if node.arg == "sem" else "narrow scope", [(node.value, f'"{weaker}"')]
+    elif isinstance(node, ast.Call):
+        yield from ((operator, [edit]) for operator, edit in arguments(tree, node))
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and "epoch" in of(node.left):
+        yield "another slot", [(node.right, "0")]
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
+        yield "off by one", [(node, f"{of(node.left)} <= {of(node.comparators[0])}")]
+        if isinstance(node.left, ast.BinOp) and "epoch" in of(node.left):
+            seen, epoch = of(node.left.left), of(node.left.right)
+            yield "no wrap", [(node, f"{seen} < {epoch}")]
+            yield "equality", [(node, f"{seen} != {epoch}")]
+
+
+def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, tuple[ast.AST, str]]]:
+    """Operators on what a call is given."""
+    name, args, of = called(node), node.args, tree.of
+    if name in ("load", "store") and args:
+        index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
+        yield "shift index", (index, f"({of(index)}) + 1")
+        if of(index) == "peers.epoch":
+            yield "old number", (node, f"({of(node)} - 1)")
+    if name in TO_PEER and len(args) > 1:
+        world = of(args[2]) if name == "shard" else "peers.world_size"
+        yield "another peer", (args[1], f"(({of(args[1])}) + 1) % {world}")
+    for each in args[1 if name == "publish_to_all" else 2 :] if name in OF_CHUNK else ():
+        yield "another flag", (each, f"({of(each)}) + 1")
+    if name == "cdiv":
+        yield "round down", (node, f"(({of(args[0])}) // ({of(args[1])}))")
+    if name in ("range", "static_range"):
+        first = f"{of(args[0])} + 1" if len(args) > 1 else f"1, {of(args[0])}"
+        yield "start late", (args[0], first)
+
+
+def swaps(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
+    """The signal, with the condition that it alone stands under, and the statement before or after it, which moves."""
+    while isinstance(at := tree.parents[node], ast.If) and at.body == [node] and not at.orelse:
+        node = at
+    parent = tree.parents[node]
+    block = next(b for b in (getattr(parent, "body", []), getattr(parent, "orelse", [])) if node in b)
+    place = block.index(node)
+    for other in (*block[:place][-1:], *block[place + 1 :][:1]):
+        names = [[n for n in ast.walk(each) if isinstance(n, ast.Name)] for each in (node, other)]
+        used = [{n.id for n in each} for each in names]
+        stored = [{n.id for n in each if isinstance(n.ctx, ast.Store)} for each in names]
+        if MOVES.search(tree.of(other)) and not (stored[0] & used[1] or stored[1] & used[0]):
+            yield "swap", [(node, tree.of(other)), (other, tree.of(node))]
