@@ -161,6 +161,7 @@ class Fault:
               wrong value
     waits     those of a deadlock
     mismatch  the wrong value
+    cause     of a race in compiled code: what of a signal between the two is missing
     """
 
     rule: str
@@ -168,6 +169,7 @@ class Fault:
     accesses: tuple[Access, ...] = ()
     waits: tuple[Wait, ...] = ()
     mismatch: Mismatch | None = None
+    cause: str = ""
     strategy: str = ""
     seed: int = 0
     resident: str = ""
@@ -213,6 +215,7 @@ class Fault:
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
+        lines += [f"  cause: {self.cause}"] if self.cause else []
         lines += [f"  {text}" for access in self.accesses for text in str(access).splitlines()]
         lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
         if self.mismatch is not None:

@@ -29,6 +29,7 @@ def report(
     command            that replays it, where a seed alone does not
     """
     lines = [f"{fault.rule}: {fault.message}", f"({RULES.get(fault.rule, '')})"]
+    lines += ["", f"Cause: {fault.cause}"] if fault.cause else []
     for access in fault.accesses:
         lines += ["", *_access(access)]
     for wait in fault.waits:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,15 +55,21 @@ def _load(name: str, path: Path, search: list[str] | None = None) -> ModuleType:
 def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu: Any) -> tuple[Any, Any]:
     """(source, options) that a launch with these arguments would compile: the same specialisation of them."""
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
 
-    backend = make_backend(gpu)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    backend, binder = _binder(kernel, gpu)
     bound, specialization, chosen = binder(**args, **options)
     packed = kernel._pack_args(backend, {"debug": False, **options}, bound, specialization, chosen)
     chosen, signature, constants, attributes = packed
     return ASTSource(kernel, signature, constants, attributes), chosen.__dict__
+
+
+@lru_cache
+def _binder(kernel: Any, gpu: Any) -> tuple[Any, Any]:
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(gpu)
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
 def sources(case: dict[str, Any], gpu: Any) -> list[tuple[Any, Any, tuple[str, ...]]]:

@@ -8,7 +8,9 @@ its wait_group, a tensor load once a thread polls its mbarrier, a tensor store a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,13 +86,14 @@ class Copies:
         self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site
     ) -> None:
         chosen = lanes.chosen(mask)
-        read = np.broadcast_to(read, lanes.count)[chosen]
+        read = np.full(lanes.count, read)[chosen]
         issued = lanes.window.known.frozen()
         copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, size, site)
-        if (read > 0).any():
-            lanes.window.places(copy.of[read > 0], size, "cp.async", site)
+        some = read > 0
+        if some.any():
+            lanes.window.places(copy.of[some], size, "cp.async", site)
         if self.late:
-            lanes.write_shared(copy.to, np.full((len(chosen), size), POISON), site)
+            lanes.program.write_shared(copy.to, POISON, size, site)
             self.issued.append(copy)
         else:
             self._land(lanes, copy)
@@ -99,31 +102,45 @@ class Copies:
         self.groups[... if mask is True else mask] += 1
 
     def wait(self, lanes: Lanes, left: int, mask: Any, everything: bool = False) -> None:
-        kept = []
+        kept, landing = [], []
         for copy in self.issued:
             done = copy.groups < self.groups[copy.lanes] - left
             if everything:
                 done[:] = True
             if mask is not True:
                 done &= mask[copy.lanes]
-            if done.any():
-                self._land(lanes, copy.part(done))
-            if not done.all():
+            if done.all():
+                landing.append(copy)
+            else:
                 kept.append(copy.part(~done))
+                if done.any():
+                    landing.append(copy.part(done))
         self.issued = kept
+        for copy in _together(landing):
+            self._land(lanes, copy)
 
     @staticmethod
     def _land(lanes: Lanes, copy: _Copy) -> None:
-        words = np.zeros((len(copy.to), copy.size // 4), np.uint32)
+        count = copy.size // 4
+        words = np.zeros((len(copy.to), count), np.uint32)
         some = copy.read > 0
         if some.any():
             threads, at = lanes.first + copy.lanes[some], copy.of[some]
-            words[some] = lanes.window.load(
-                at, 4, copy.size // 4, threads, "weak", "", copy.site, copy.issued
-            )
-            inside = np.arange(copy.size) < copy.read[:, None]
-            words = np.where(inside, words.view(np.uint8), 0).astype(np.uint8).view(np.uint32)
-        lanes.write_shared(copy.to, words.view(np.uint8), copy.site)
+            words[some] = lanes.window.load(at, 4, count, threads, "weak", "", copy.site, copy.issued)
+            if (copy.read[some] < copy.size).any():
+                words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
+        lanes.program.write_shared(copy.to, words, copy.size, copy.site)
+
+
+def _together(copies: list[_Copy]) -> Iterator[_Copy]:
+    """Copies in a row by one line, issued with the same knowledge, as one."""
+    for (_, size, site), group in groupby(copies, lambda copy: (id(copy.issued), copy.size, copy.site)):
+        first, *rest = group
+        if rest:
+            alike: Any = zip(*(copy[:5] for copy in (first, *rest)), strict=True)
+            lanes, groups, to, of, read = (np.concatenate(each) for each in alike)
+            first = _Copy(lanes, groups, to, of, read, first.issued, size, site)
+        yield first
 
 
 # -- mbarrier ----------------------------------------------------------------------------------------------------------
@@ -253,9 +270,9 @@ class BulkCopies:
                 described, _of(to, lane), tuple(_of(x, lane) for x in at), _of(barrier, lane), lanes.first + lane,
                 lanes.window.known.frozen(), site,
             )  # fmt: skip
-            places = described.places(copy.to)[..., None] + np.arange(described.itemsize)
             if self.late:
-                lanes.write_shared(places.reshape(-1), np.full((places.size, 1), POISON), site)
+                places = described.places(copy.to).reshape(-1)
+                lanes.program.write_shared(places, POISON, described.itemsize, site)
                 lanes.program.loads.append(copy)
             else:
                 copy.land(lanes.program)
@@ -348,10 +365,8 @@ class TensorLoad(NamedTuple):
             words[inside] = window.load(
                 where[inside], itemsize, 1, threads, "weak", "", self.site, self.issued, ASYNC, engine=True
             )[:, 0]
-        places = self.tensor.places(self.to)[..., None] + np.arange(itemsize)
-        program.write_shared(
-            places.reshape(-1), np.ascontiguousarray(words).view(np.uint8).reshape(-1, 1), self.site
-        )
+        places = self.tensor.places(self.to).reshape(-1)
+        program.write_shared(places, words.reshape(-1, 1), itemsize, self.site)
         barrier = program.barriers[self.barrier]
         barrier.bytes -= self.tensor.nbytes
         barrier.arrive(window.known.copied())

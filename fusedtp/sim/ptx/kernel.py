@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..faults import Site
 from . import access, copies, numerics, tensor_core
 from .access import is_strong
 from .alu import VIEWS, Emitter
@@ -27,19 +28,20 @@ def assign(register: Any, value: Any, mask: Any) -> None:
     register[... if mask is True else mask] = value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
-    """run(lanes, mask), then `end`: a jump or barrier, or None. pauses: others may run before it."""
+    """run(lanes, mask), then `end`: a jump or barrier, or None. pauses: others may run before it.
+
+    target   of the jump; jumps: whether `end` is one; count: instructions, the first of which stands at `site`
+    """
 
     run: Callable[[Any, Any], None]
     end: Instruction | None
     pauses: bool
-    instructions: tuple[Instruction, ...]
-    target: int = -1
-
-    @property
-    def site(self) -> Any:
-        return self.instructions[0].site
+    target: int
+    jumps: bool
+    count: int
+    site: Site
 
 
 @dataclass
@@ -94,7 +96,8 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
             *(f"    {x}" for x in lines),
         ]
         source.append("\n".join(body_lines) + "\n")
-        parts.append((end, is_strong(body[0]), tuple(body), _target(end, labels)))
+        jumps = end is not None and end.root in JUMPS
+        parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site))
     names = {**vars(numerics), **vars(tensor_core), "np": np, "K": emitter.constants, "assign": assign}
     exec(compile("\n".join(source), f"<{listing.name}>", "exec"), names)
     blocks = tuple(Block(names[f"b{number}"], *part) for number, part in enumerate(parts))

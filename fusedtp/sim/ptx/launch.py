@@ -103,13 +103,23 @@ class Compiler:
         return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps)
 
 
-def _environment() -> Any:
+@contextmanager
+def _environment() -> Iterator[None]:
     """As the lint's compilers have it."""
     chosen = {
         "TRITON_CACHE_DIR": str(cache_dir(os.environ.get("TRITON_CACHE_DIR"))),
         "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
     }
-    return patch.dict(os.environ, chosen)
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def _said(error: BaseException) -> str:

@@ -22,6 +22,7 @@ Everything that a program does to memory goes through `Window`, with threads, or
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 
 from ..faults import Access, Fault, SimulationFault, Site
 from ..memory import Allocation, Map
+from .cause import cause
 from .clocks import GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 
@@ -62,6 +64,7 @@ class Line:
             self.bytes[start : start + each.nbytes] = _bytes_of(each)
             self.shadows.append(Shadow(start, each.nbytes, each.poisoned))
         self.bases = np.array([each.base for each in self.allocations], np.int64)
+        self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.base + each.nbytes for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
         self.space = Space()
@@ -77,10 +80,11 @@ class Line:
 
     def locate(self, addresses: Words, nbytes: int) -> tuple[Words, int]:
         """int64 addresses -> places, and the allocation if it is one; else -1. Raises IndexError(bad element)."""
-        low, high = int(addresses.min()), int(addresses.max())
-        index = int(self.bases.searchsorted(low, "right")) - 1
-        if index >= 0 and high + nbytes <= self.ends[index]:
-            return addresses + self.shifts[index], index
+        index = bisect_right(self.first_bytes, int(addresses[0])) - 1
+        if index >= 0:
+            within = addresses - self.first_bytes[index]  # as unsigned: huge where it is negative
+            if int(np.maximum.reduce(within.view(np.uint64))) + nbytes <= self.allocations[index].nbytes:
+                return within + self.starts[index], index
         each = self.bases.searchsorted(addresses, "right") - 1
         wrong = (each < 0) | (addresses + nbytes > self.ends[each])
         if wrong.any():
@@ -202,7 +206,7 @@ class Window:
 
     def places(self, addresses: Words, nbytes: int, what: str, site: Site) -> tuple[Words, int]:
         """Where addresses lie. Raises SimulationFault for one outside of all tensors, or not aligned."""
-        if (addresses & (nbytes - 1)).any():
+        if int(np.bitwise_or.reduce(addresses)) & (nbytes - 1):
             wrong = int(addresses[(addresses & (nbytes - 1)) != 0][0])
             raise self._fault(
                 "misaligned", f"{what} at {wrong:#x}, no multiple of {nbytes} bytes", what, site, wrong
@@ -439,13 +443,17 @@ class Window:
             raise SimulationFault(Fault("never written", said, (access,)))
 
     def _race(self, shadow: Shadow, found: Conflict, event: Event) -> SimulationFault:
-        return self._unordered(shadow.places(found.cells), found.event, event, proxy=found.proxy)
+        line, why = self.line, ""
+        if not found.proxy:
+            words = list(line.words.values())
+            why = cause(words, line.events, self.known, found.event, found.by, found.tick, event)
+        return self._unordered(shadow.places(found.cells), found.event, event, proxy=found.proxy, cause=why)
 
     def _race_of_word(self, word: Word, earlier: int, event: Event, reaches: bool = True) -> SimulationFault:
         return self._unordered(np.array([word.place]), earlier, event, "" if reaches else "scope")
 
     def _unordered(
-        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False
+        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False, cause: str = ""
     ) -> SimulationFault:
         before = self.line.events[earlier]
         assert before is not None
@@ -457,7 +465,7 @@ class Window:
             why = "are not ordered, and their scopes do not reach each other"
         rule = rule or ("write-write race" if before.writes and event.writes else "read-write race")
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {why}"
-        return SimulationFault(Fault(rule, said, (a, b)))
+        return SimulationFault(Fault(rule, said, (a, b), cause=cause))
 
     def _described(self, event: Event, places: Words) -> Access:
         name, first = self.line.element(int(places.min()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ class Lanes:
         typed = [words[w].view(f"{kind}{w // 8}") for w in (32, 64, 16) for kind in "uif"]  # as in alu.VIEWS
         self.views: tuple[list[Array], ...] = (*(list(rows) for rows in typed), list(predicates))
         self.u, self.p = self.views[0], self.views[-1]
-        self.ids = np.arange(first, first + count)
+        self.every = np.arange(count)
+        self.ids = first + self.every
         self.groups = [Group(0, np.ones(count, bool), count)]
         late = program.late_copies
         self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
@@ -74,18 +76,19 @@ class Lanes:
             ]:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
-        blocks = self.program.kernel.blocks
+        program = self.program
+        blocks = program.kernel.blocks
         block = blocks[group.at]
-        self.program.site = block.site
+        program.site = block.site
         block.run(self, True if group.size == self.count else group.mask)
-        self.program.executed += len(block.instructions)
+        program.executed += block.count
         if block.end is None:
             group.at += 1
-        elif block.end.root in ("bra", "ret", "exit"):
+        elif block.jumps:
             self._jump(group, block.end, block.target)
         else:
             self._arrive(group, block.end)
-        if group in self.groups and group.at >= len(blocks):
+        if group.at >= len(blocks) and group in self.groups:
             self.groups.remove(group)
         return self.pauses
 
@@ -148,7 +151,7 @@ class Lanes:
 
     def chosen(self, mask: Any) -> Array:
         """Numbers of the lanes that take part."""
-        return np.arange(self.count) if mask is True else np.flatnonzero(mask)
+        return self.every if mask is True else np.flatnonzero(mask)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -160,32 +163,29 @@ class Lanes:
 
     def special(self, name: str) -> Any:
         """PTX ISA 8.8, section 10. A clock counts instructions: short pauses end, and no wait of seconds times out."""
-        program = self.program
-        now = program.executed
-        fixed = {
-            "tid.x": self.ids.astype(np.uint32), "laneid": (self.ids & 31).astype(np.uint32),
-            "warpid": (self.ids >> 5).astype(np.uint32), "ntid.x": np.uint32(program.threads),
-            "ctaid.x": np.uint32(program.index[0]), "ctaid.y": np.uint32(program.index[1]),
-            "ctaid.z": np.uint32(program.index[2]), "nctaid.x": np.uint32(program.grid[0]),
-            "nctaid.y": np.uint32(program.grid[1]), "nctaid.z": np.uint32(program.grid[2]),
-            "cluster_ctaid.x": np.uint32(0), "cluster_ctarank": np.uint32(0), "cluster_nctaid.x": np.uint32(1),
-            "cluster_nctarank": np.uint32(1), "clusterid.x": np.uint32(program.index[0]),
-            "globaltimer": np.uint64(now), "globaltimer_lo": np.uint32(now), "globaltimer_hi": np.uint32(0),
-            "clock": np.uint32(now), "clock64": np.uint64(now), "clock_hi": np.uint32(0),
-            "smid": np.uint32(0), "nsmid": np.uint32(1),
-        }  # fmt: skip
-        if name in fixed:
-            return fixed[name]
-        if name in ("tid.y", "tid.z"):
-            return np.uint32(0)
-        if name in ("ntid.y", "ntid.z"):
-            return np.uint32(1)
-        lane = self.ids & 31
-        masks = {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
-        masks |= {"lanemask_ge": ~((1 << lane) - 1), "lanemask_gt": ~((2 << lane) - 1)}
-        if name in masks:
-            return (masks[name] & 0xFFFFFFFF).astype(np.uint32)
+        if name in self._fixed:
+            return self._fixed[name]
+        now = self.program.executed
+        clocks = {"globaltimer": np.uint64(now), "globaltimer_lo": np.uint32(now), "clock": np.uint32(now)}
+        clocks |= {"clock64": np.uint64(now)}
+        if name in clocks:
+            return clocks[name]
         raise UnsupportedPtx(f"the PTX machine does not know %{name}, at {self.program.site}")
+
+    @cached_property
+    def _fixed(self) -> dict[str, Any]:
+        program, lane = self.program, self.ids & 31
+        numbers = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z"), program.index, strict=True))
+        numbers |= dict(zip(("nctaid.x", "nctaid.y", "nctaid.z"), program.grid, strict=True))
+        numbers |= {"ntid.x": program.threads, "clusterid.x": program.index[0]}
+        zero = ("tid.y", "tid.z", "cluster_ctaid.x", "cluster_ctarank", "globaltimer_hi", "clock_hi", "smid")
+        one = ("ntid.y", "ntid.z", "cluster_nctaid.x", "cluster_nctarank", "nsmid")
+        numbers |= dict.fromkeys(zero, 0) | dict.fromkeys(one, 1)
+        lanes = {"tid.x": self.ids, "laneid": lane, "warpid": self.ids >> 5}
+        lanes |= {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
+        lanes |= {"lanemask_ge": ~((1 << lane) - 1), "lanemask_gt": ~((2 << lane) - 1)}
+        fixed: dict[str, Any] = {name: np.uint32(value) for name, value in numbers.items()}
+        return fixed | {name: (value & 0xFFFFFFFF).astype(np.uint32) for name, value in lanes.items()}
 
     def parameter(self, name: str, offset: int, dtype: Any) -> Any:
         value = self.program.parameters[name]
@@ -255,35 +255,21 @@ class Lanes:
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
-    def _shared_at(self, at: Array, nb: int, count: int, site: Site) -> Array:
-        if len(at) and (int(at.min()) < 0 or int(at.max()) + nb * count > len(self.shared)):
-            raise self.program.fault(
-                "out of bounds", f"shared memory ends at {len(self.shared)}", "access", site
-            )
-        if nb > 1 and (at & (nb - 1)).any():
-            raise self.program.fault(
-                "misaligned", f"an access to shared memory of {nb} bytes", "access", site
-            )
-        first: Array = at >> (nb.bit_length() - 1)
-        return first[:, None] if count == 1 else first[:, None] + np.arange(count)
-
     def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        found: Array = self.program.shared_views[nb][self._shared_at(self._of(at, mask), nb, count, site)]
+        places = self.program.shared_at(self._of(at, mask), nb, count, "access", site)
+        found: Array = self.program.shared_views[nb][places]
         return found
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        places = self._shared_at(self._of(at, mask), nb, len(values), site)
+        places = self.program.shared_at(self._of(at, mask), nb, len(values), "access", site)
         self.program.shared_views[nb][places] = self._words(values, nb, mask)
-
-    def write_shared(self, at: Array, values: Array, site: Site) -> None:
-        self.program.write_shared(at, values, site)
 
     def atomic_shared(
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
     ) -> Array:
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
-        places = self._shared_at(self._of(at, mask), dtype.itemsize, 1, site)[:, 0]
+        places = self.program.shared_at(self._of(at, mask), dtype.itemsize, 1, "access", site)[:, 0]
         view = self.program.shared_views[dtype.itemsize].view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
@@ -294,10 +280,11 @@ class Lanes:
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "ldmatrix", site)
-        for matrix, row in enumerate(rows):
-            places = matrix_places(at, matrix, transposed)
-            low, high = (self.load_shared(p, 2, 1, mask, site)[:, 0].astype(np.uint32) for p in places)
-            self.u[row][... if mask is True else mask] = low | (high << np.uint32(16))
+        halves = np.array([matrix_places(at, matrix, transposed) for matrix in range(len(rows))])
+        places = self.program.shared_at(halves if mask is True else halves[..., mask], 2, 1, "access", site)
+        low, high = self.program.shared_views[2][places[..., 0]].astype(np.uint32).swapaxes(0, 1)
+        for row, words in zip(rows, low | (high << np.uint32(16)), strict=True):
+            self.u[row][... if mask is True else mask] = words
 
     def store_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "stmatrix", site)
@@ -483,6 +470,11 @@ class Program:
 
     def _meet(self) -> None:
         """All threads wait at barriers: those of a barrier that is complete go on."""
+        first = self.vectors[0].groups[0] if self.vectors[0].groups else None
+        if first is not None and first.size == self.threads == first.expected and not self.arrived:
+            self.window.known.meet(self.vectors[0].ids)
+            first.barrier = None
+            return
         waiting: dict[int, list[tuple[Lanes, Group]]] = {}
         for vector in self.vectors:
             for group in vector.groups:
@@ -506,12 +498,25 @@ class Program:
 
     # -- what lanes share --------------------------------------------------------------------------------------------
 
-    def write_shared(self, at: Array, values: Array, site: Site) -> None:
-        """Bytes [n, size] at [n] places."""
-        places = at[:, None] + np.arange(values.shape[1])
-        if len(at) and (int(at.min()) < 0 or int(places.max()) >= len(self.shared)):
-            raise self.fault("out of bounds", f"shared memory ends at {len(self.shared)}", "copy", site)
-        self.shared[places] = values
+    def shared_at(self, at: Array, nb: int, count: int, what: str, site: Site) -> Array:
+        """Places of `count` words of nb bytes at each address, for the view of such words: [..., count]."""
+        bits, size = int(np.bitwise_or.reduce(at, None)), len(self.shared)
+        far = bits < 0 or bits + nb * count > size  # maybe: no address is above all of their bits
+        if far and (int(at.min()) < 0 or int(at.max()) + nb * count > size):
+            raise self.fault("out of bounds", f"shared memory ends at {size}", what, site)
+        if bits & (nb - 1):
+            raise self.fault("misaligned", f"an access to shared memory of {nb} bytes", what, site)
+        first: Array = at >> (nb.bit_length() - 1)
+        return first[..., None] if count == 1 else first[..., None] + np.arange(count)
+
+    def write_shared(self, at: Array, words: Array | np.uint8, size: int, site: Site) -> None:
+        """Bytes [n, size] at [n] addresses, as words of any kind; or one byte, everywhere."""
+        nb = min(size, 8)
+        places = self.shared_at(at, nb, size // nb, "copy", site)
+        if isinstance(words, np.uint8):
+            self.shared_views[nb][places] = np.full(nb, words).view(UNSIGNED[nb])
+        else:
+            self.shared_views[nb][places] = words.view(UNSIGNED[nb])
 
     def tensor_map(self, address: int) -> TensorMap:
         number = address - PARAMETERS

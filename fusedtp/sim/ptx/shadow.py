@@ -41,11 +41,18 @@ class Event(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An earlier access that races with one now. lanes, cells: of the one now that overlap it."""
+    """An earlier access that races with one now.
+
+    cells       of the one now that overlap it
+    by, tick    the earlier thread's coordinate, and when it was
+    proxy       only a proxy fence is missing
+    """
 
     event: int
     cells: Array
-    proxy: bool = False  # only a proxy fence is missing
+    by: int
+    tick: int
+    proxy: bool = False
 
 
 class Accessor(NamedTuple):
@@ -157,7 +164,9 @@ class Shadow:
             if not unseen.any():
                 return None
         event = int(events[cells[unseen][0]])
-        return Conflict(event, cells[unseen & (events[cells] == event)], missing)
+        one = int(np.argmax(unseen))
+        racing = cells[unseen & (events[cells] == event)]
+        return Conflict(event, racing, int(by.flat[one]), int(ticks.flat[one]), missing)
 
     def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
         """This access has happened."""

@@ -21,6 +21,32 @@ from fusedtp.sim.report import report
 from tests.sim.ptx.corpus import right, wrong
 
 SCHEDULES = int(os.environ.get("FUSEDTP_CORPUS_SCHEDULES", "6"))
+NOT_RELEASED, NOT_ACQUIRED, NOT_READ = "not release what", "not acquire what", "has read no word"
+CAUSES = {
+    "message: relaxed release": NOT_RELEASED,
+    "message: acquire in place of release": NOT_RELEASED,
+    "message: relaxed acquire": NOT_ACQUIRED,
+    "message: release in place of acquire": NOT_ACQUIRED,
+    "message: waits for 0": NOT_READ,
+    "message: polls own flag": NOT_READ,
+    "relaxed_polls: no acquire": NOT_ACQUIRED,
+    "by_thread_0: no barrier before the release": "no barrier came before",
+    "by_thread_0: no barrier after the acquire": "no barrier lets the others know",
+    "by_thread_0: relaxed store": NOT_RELEASED,
+    "fenced_flag: no fence": NOT_RELEASED,
+    "fenced_flag: fence at gpu scope": "do not reach each other",
+    "signal_pad: put is relaxed": NOT_RELEASED,
+    "signal_pad: take is relaxed": NOT_ACQUIRED,
+    "double_buffer: one credit too few": "did not see",
+    "lock: no lock": NOT_READ,
+    "lock: takes relaxed": NOT_ACQUIRED,
+    "lock: gives back relaxed": NOT_RELEASED,
+    "last_block: relaxed": NOT_RELEASED,
+    "last_block: release alone": NOT_ACQUIRED,
+    "last_block: acquire alone": NOT_RELEASED,
+    "chain: waits relaxed": NOT_ACQUIRED,
+    "chain: passed on relaxed": NOT_RELEASED,
+}
 RIGHT = [name for name in vars(right) if name.startswith("case_")]
 
 
@@ -44,6 +70,7 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
         outcome = explore(Case(each.name, lambda: each.make(each.bug)), chosen, shrink=False)
         assert outcome.fault is not None, f"not found in {each.within} schedules"
         assert outcome.fault.rule in each.rules, str(outcome.fault)
+        assert CAUSES.get(each.name, "") in outcome.fault.cause, str(outcome.fault)
         for launch, place in named(outcome.fault):
             assert each.bug in marks().get(place, {}).get(launch, ()), (
                 f"names {place[1]}, which is not marked\n{outcome.fault}"

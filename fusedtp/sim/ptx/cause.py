@@ -1,0 +1,80 @@
+"""Why two accesses are not ordered: the word by which the first's program could have told the second's, and what fails.
+
+A signal orders what came before it only as a whole: a write that releases, of all that its threads did; a read of that
+very write, which acquires; scopes that reach each other; a barrier where other threads did the work or go on with it.
+The first half that is missing is named, with its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .clocks import GENERIC, Known
+from .shadow import Event, Operation, Word
+
+Events = list[Event | None]
+
+
+def cause(
+    words: list[Word], events: Events, known: Known, first: int, by: int, tick: int, second: Event
+) -> str:
+    """In words; "" where nothing is known.
+
+    first, by, tick   event of the earlier access, its thread's coordinate, and the tick at which it happened
+    known             what the program knows that accesses now
+    """
+    before = events[first]
+    assert before is not None
+    signals = [
+        (write, read, word)
+        for word in words
+        for write in _of(word, events, before.where, True, first)
+        for read in _of(word, events, second.where, False, write.event)
+    ]
+    if not signals:
+        return f"{_who(second)} has read no word that {_who(before)} wrote after its {before.what}"
+    write, read, word = max(signals, key=lambda signal: (_acquires(events[signal[1].event]), signal[1].event))
+    wrote, saw = events[write.event], events[read.event]
+    assert wrote is not None and saw is not None
+    carrying = [
+        source for each in word.writes for source, clock in each.carried.items() if clock[GENERIC, by] >= tick
+    ]
+    if not carrying:
+        if _releases(wrote):
+            return f"the {wrote.what} at {wrote.site} releases what its own thread did, and no barrier came before it"
+        return f"the {wrote.what} at {wrote.site} does not release what came before it"
+    if not any(source.reaches(read.source) for source in carrying):
+        ends = f"the {wrote.what} at {wrote.site} and the {saw.what} at {saw.site}"
+        return f"the scopes of {ends} do not reach each other"
+    if (
+        known.ticks(known.now(), np.arange(known.threads), np.full(known.threads, by), GENERIC) >= tick
+    ).any():
+        return f"the {saw.what} at {saw.site} acquires it for its own thread, and no barrier lets the others know"
+    if not _acquires(saw):
+        return f"the {saw.what} at {saw.site} does not acquire what it saw"
+    return f"the {saw.what} at {saw.site} did not see what the {wrote.what} at {wrote.site} wrote"
+
+
+def _of(word: Word, events: Events, where: Any, writes: bool, after: int) -> Iterator[Operation]:
+    """The last operations of a program on a word, later than an event. An atomic both writes and reads."""
+    for (_, wrote), operation in word.operations.items():
+        event = events[operation.event]
+        fits = wrote if writes else not wrote or (event is not None and event.what.startswith("atomic"))
+        if fits and operation.event > after and event is not None and event.where == where:
+            yield operation
+
+
+def _releases(event: Event) -> bool:
+    return "(release" in event.what or "(acq_rel" in event.what
+
+
+def _acquires(event: Event | None) -> bool:
+    return event is not None and ("(acquire" in event.what or "(acq_rel" in event.what)
+
+
+def _who(event: Event) -> str:
+    rank, launch, program = event.where
+    return f"rank {rank}, {launch}, program {program},"
