@@ -17,6 +17,9 @@ TWO = "two barriers stand between the stores and the release, of the atomic and 
 ONE = "a meeting is one program, so no other reads its rank's failure and clock"
 
 EARLY, LEADER = "waits earlier for what it waits for anyway", "signals.wait_all_arrivals(peers)"
+NEXT = "a barrier of another line stands between the last reads and the next copy, and before mbarriers go"
+BY_TMA = "acc = multiply_add(acc, x.load([row, k]), w.load([col, k]).T, PRECISION)"
+TMA = "matmul_kernel sm_90"
 HANDED = "the barrier with which an atomic hands the flag to all threads stands behind the acquire too"
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
@@ -25,6 +28,12 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("swap", "all_gather_gated_matmul_kernel", LEADER, ""): EARLY,
     ("swap", "all_gather_matmul_kernel", LEADER, ""): EARLY,
     ("swap", "all_gather_wgrad_kernel", LEADER, ""): EARLY,
+    ("swap", "one_shot_kernel", LEADER, ""): "only an address is computed before",
+    (BARRIER, "descriptor_loop", "for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):", TMA): NEXT,
+    (BARRIER, "descriptor_loop", BY_TMA, TMA): NEXT,
+    (BARRIER, "multiply_add", "acc = tl.dot(x, widen(w), acc, input_precision=PRECISION)", TMA): (
+        "each thread has waited at the mbarrier itself"
+    ),
     (BARRIER, "publish", "tl.debug_barrier()", ""): TWO,
     (BARRIER, "publish", RELEASE, ""): TWO,
     (BARRIER, "publish", HEALTHY, ""): "only the thread that reads the failure uses what it read",
