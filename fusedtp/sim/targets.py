@@ -110,15 +110,18 @@ def _binder(kernel: Any, gpu: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def environment() -> Iterator[None]:
+def environment(apart: str = "") -> Iterator[None]:
     """While entered: FP fusion as every supported Triton does it by default, and a cache of this checkout's own.
 
-    Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files.
+    Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files. `apart`
+    tells further entries apart.
     """
     given = os.environ.get("TRITON_CACHE_DIR")
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
     chosen = {
-        "TRITON_CACHE_DIR": str(whole / ("lint-" + hashlib.sha256(__file__.encode()).hexdigest()[:16])),
+        "TRITON_CACHE_DIR": str(
+            whole / ("lint-" + hashlib.sha256(f"{__file__} {apart}".encode()).hexdigest()[:16])
+        ),
         "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
     }
     before = {name: os.environ.get(name) for name in chosen}

@@ -126,6 +126,7 @@ def critical(lock, data, ROUNDS: tl.constexpr, SCOPE: tl.constexpr):
         while tl.atomic_cas(lock, 0, 1, sem="acquire", scope=SCOPE) != 0:
             pass
         tl.store(data, tl.load(data) + 1)
+        tl.debug_barrier()  # Triton 3.6 lets one thread release without it
         tl.atomic_xchg(lock, 0, sem="release", scope=SCOPE)
 
 

@@ -27,6 +27,7 @@ from fusedtp.sim import (
     run_schedule,
     symmetric,
 )
+from fusedtp.sim.explore import compiler_for
 from fusedtp.sim.explore import schedules as schedules_of
 from fusedtp.sim.ptx import TARGETS
 from tests.sim import exchange
@@ -111,7 +112,13 @@ def test_a_store_past_the_end_is_named_with_its_distance(shift):
 def test_a_fault_in_a_helper_of_a_kernel_keeps_its_rule_and_its_lines():
     fault = found("helper_run", i=4)
     assert fault.rule == "out of bounds" and fault.accesses[0].site.function == "store_at"
-    assert fault.accesses[0].site.kernel_line > fault.accesses[0].site.line
+    site = fault.accesses[0].site
+    assert site.kernel_line > site.line if tells_calls() else site.kernel_line == site.line
+
+
+def tells_calls() -> bool:
+    """Whether the line table of what was compiled has calls: Triton 3.6's has the helper's line alone."""
+    return any("inlined_at" in text for text, *_ in compiler_for("sm_90")._made.values())
 
 
 @triton.jit
@@ -155,12 +162,18 @@ def test_a_fault_in_a_helper_of_another_file_names_both_files_relative_to_the_cu
     inner, outer = line_with(helper, "tl.store(x + i"), line_with(kernel, "exchange.store_at(x, 4)")
     fault, words = site_words(str(helper.parents[1]))
     site = fault.accesses[0].site
-    assert (site.file, site.line, site.kernel_place) == (str(helper), inner, (str(kernel), outer))
-    assert words == f"sim/exchange.py:{inner} in store_at, called at sim/test_machine.py:{outer}"
+    calls = tells_calls()
+    place = (str(kernel), outer) if calls else (str(helper), inner)
+    assert (site.file, site.line, site.kernel_place) == (str(helper), inner, place)
+
+    def said(helper: object, kernel: object) -> str:
+        return f"{helper}:{inner} in store_at" + (f", called at {kernel}:{outer}" if calls else "")
+
+    assert words == said("sim/exchange.py", "sim/test_machine.py")
     _, words = site_words("/")
-    assert words == f"{str(helper)[1:]}:{inner} in store_at, called at {str(kernel)[1:]}:{outer}"
+    assert words == said(str(helper)[1:], str(kernel)[1:])
     _, words = site_words(str(Path(__file__).parents[2] / "docs"))
-    assert words == f"{helper}:{inner} in store_at, called at {kernel}:{outer}"
+    assert words == said(helper, kernel)
 
 
 def test_a_table_of_addresses_is_told_from_the_memory_of_its_name():

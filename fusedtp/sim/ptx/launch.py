@@ -88,9 +88,8 @@ class Compiler:
         """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
         import triton
 
-        # Triton's cache knows a kernel by its text, not its place: another file's entry names that file's lines
-        file = source.fn.fn.__code__.co_filename
-        with environment(), _replaced(replace) as key, _without_assembler(f"{key} {file}"):
+        file = source.fn.fn.__code__.co_filename  # whose lines an entry of the cache names
+        with _replaced(replace) as key, environment(f"{file} {key}"), _without_assembler():
             made = triton.compile(source, target=gpu, options=dict(options))
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
@@ -135,7 +134,7 @@ def _identity(function: Any) -> str:
 
 
 @contextmanager
-def _without_assembler(replaced: str) -> Iterator[None]:
+def _without_assembler() -> Iterator[None]:
     """Compilation ends with PTX: what ptxas makes of it is not run here, and takes longer than all before."""
     import triton
 
@@ -147,7 +146,7 @@ def _without_assembler(replaced: str) -> Iterator[None]:
         capability: Any = None,
     ) -> Any:
         if stages is None:
-            return f"ptx only {replaced}", f"ptx only {replaced}"
+            return "ptx only", "ptx only"
         stages["cubin"] = lambda source, metadata: b""
         return None
 
