@@ -634,6 +634,8 @@ class Pulse:
         port = next(filter(None, self.world.gather_objects(self._store.port if first else 0)))
         if not first:
             self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self._look()
+        self._write()  # whoever is silent from now on has stopped
         self._thread = threading.Thread(target=self._beat, name="fusedtp pulse", daemon=True)
         self._thread.start()
         return self

@@ -418,10 +418,10 @@ def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
 
 
 def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False) -> None:
-    """Rank 1 stops in the forward pass of step 2, until the other one has said so; or `frozen`, all of its process."""
+    """Rank 1 stops in the forward pass of step 2, until the other one has said so; or all of its process, at once."""
 
     def stop(*given: Any) -> None:
-        if frozen and trainer.step == 2:
+        if frozen:  # in its first step, before its pulse has beaten
             os.kill(os.getpid(), signal.SIGSTOP)  # until the world kills it
         while trainer.step == 2 and not (folder / HANG).exists():
             time.sleep(0.05)
