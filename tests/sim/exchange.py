@@ -8,10 +8,20 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from hypothesis import strategies as st
 
-from fusedtp.sim import Await, Case, Copy, Launch, Memory, Run, Signal, compare, symmetric
+from fusedtp.sim import DEFAULT, Await, Case, Copy, Launch, Memory, Run, Schedule, Signal, compare, symmetric
 
 N = 16
+
+
+def schedules(*targets: str) -> st.SearchStrategy[Schedule]:
+    """Any schedule of what is compiled for one of these targets."""
+    residents = st.sampled_from([None, 1, 2, "varying"])
+    seeds, strategies = st.integers(0, 2**31), st.sampled_from(DEFAULT)
+    return st.builds(
+        Schedule, strategies, seeds, residents, st.booleans(), st.booleans(), st.sampled_from(targets)
+    )
 
 
 def replaced(case: Case, bodies: dict[Any, Any]) -> Case:

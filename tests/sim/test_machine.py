@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from fusedtp.checks.workers import case_of
 from fusedtp.sim import (
-    DEFAULT,
     Case,
     Fault,
     Launch,
@@ -34,16 +33,6 @@ from tests.sim import exchange
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
-schedules = st.builds(
-    Schedule,
-    st.sampled_from(DEFAULT),
-    st.integers(0, 2**31),
-    st.sampled_from([None, 1, 2, "varying"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(TARGETS),
-)
-
 
 def fault_of(maker: str, options: dict, schedule: Schedule) -> Fault | None:
     try:
@@ -60,13 +49,13 @@ def found(maker: str, target: str = "sm_90", **options) -> Fault | None:
 
 
 @settings(max_examples=50)
-@given(schedules, st.integers(1, 5))
+@given(exchange.schedules(*TARGETS), st.integers(1, 5))
 def test_a_correct_exchange_passes_every_schedule(schedule, world_size):
     assert fault_of("ring_run", {"world_size": world_size}, schedule) is None
 
 
 @settings(max_examples=20)
-@given(schedules)
+@given(exchange.schedules(*TARGETS))
 @pytest.mark.parametrize("maker", ["streams_run", "launches_run", "barrier_run", "masked_run", "lock_run"])
 def test_correct_streams_barriers_masks_and_locks_pass(maker, schedule):
     options = {"masked_run": {"n": 5}, "lock_run": {"scope": "gpu", "ranks": 1}}.get(maker, {})
@@ -226,7 +215,7 @@ def test_a_lock_of_device_scope_does_not_hold_across_devices():
 
 
 @settings(max_examples=15)
-@given(schedules)
+@given(exchange.schedules(*TARGETS))
 def test_a_schedule_is_decided_by_its_seed(schedule):
     first, again = (fault_of("ring_run", {"sem": "relaxed"}, schedule) for _ in range(2))
     assert first == again
