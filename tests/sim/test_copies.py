@@ -111,10 +111,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_order_is_needed(fault, monkeypatch):
-    monkeypatch.setattr(
-        "fusedtp.sim.ptx.machine.LAST_PATIENCE", 50
-    )  # a deadlock is told after fewer polls in vain
+def test_each_order_is_needed(impatient, fault):
     rule, text = found("all_gather_matmul", 3, 60, fault)
     assert rule in FAULTS[fault], (rule, text)
     assert "slots of rank" in text or rule == "deadlock", text

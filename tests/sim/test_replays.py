@@ -51,8 +51,5 @@ def with_a_baked_in(number: int, names: list[str]) -> list[str]:
         (2, ["index", "blocks", "origins", "offsets", "to", "at", "items", "choices"]),
     ],
 )
-def test_a_plan_that_the_replay_does_not_read_anew_is_found(number, names, monkeypatch):
-    monkeypatch.setattr(
-        "fusedtp.sim.ptx.machine.LAST_PATIENCE", 50
-    )  # a deadlock is told after fewer polls in vain
+def test_a_plan_that_the_replay_does_not_read_anew_is_found(impatient, number, names):
     assert not with_a_baked_in(number, names)
