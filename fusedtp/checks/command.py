@@ -100,8 +100,8 @@ class CheckOptions:
     workers: int | None = None
     """Processes. Default: one a core."""
     lint: bool = True
-    """Compile the kernels for several kinds of GPU, without having them, and check the memory order and the
-    instructions of the result. Default: only where no case is named."""
+    """Compile the kernels for several kinds of GPU, without having them, and check what running them cannot show:
+    registers, occupancy, widths of moves, pipelines. Default: only where no case is named."""
     timeline: Path | None = None
     """Write an HTML timeline of the fault, or of one schedule where there is none."""
     json: bool = False

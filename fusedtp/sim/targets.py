@@ -120,7 +120,7 @@ def environment(apart: str = "") -> Iterator[None]:
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
     chosen = {
         "TRITON_CACHE_DIR": str(
-            whole / ("lint-" + hashlib.sha256(f"{__file__} {apart}".encode()).hexdigest()[:16])
+            whole / ("fusedtp-" + hashlib.sha256(f"{__file__} {apart}".encode()).hexdigest()[:16])
         ),
         "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
     }

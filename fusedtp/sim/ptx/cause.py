@@ -1,8 +1,8 @@
-"""Why two accesses are not ordered: the word by which the first's program could have told the second's, and what fails.
+"""Why two accesses are not ordered: which part of a signal from the first's program to the second's is missing.
 
-A signal orders what came before it only as a whole: a write that releases, of all that its threads did; a read of that
-very write, which acquires; scopes that reach each other; a barrier where other threads did the work or go on with it.
-The first half that is missing is named, with its line.
+A signal has four parts. A write releases what its thread did, after a barrier what all threads of the program did. A
+read sees that write and acquires. The scopes of both reach each other. A barrier lets the reader's other threads know.
+The first part that is missing is named, with its line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Events = list[Event | None]
 def cause(
     words: list[Word], events: Events, known: Known, first: int, by: int, tick: int, second: Event
 ) -> str:
-    """In words; "" where nothing is known.
+    """In words.
 
     first, by, tick   event of the earlier access, its thread's coordinate, and the tick at which it happened
     known             what the program knows that accesses now
@@ -39,9 +39,8 @@ def cause(
     write, read, word = max(signals, key=lambda signal: (_acquires(events[signal[1].event]), signal[1].event))
     wrote, saw = events[write.event], events[read.event]
     assert wrote is not None and saw is not None
-    carrying = [
-        source for each in word.writes for source, clock in each.carried.items() if clock[GENERIC, by] >= tick
-    ]
+    carried = [pair for each in word.writes for pair in each.carried.items()]
+    carrying = [source for source, clock in carried if by < clock.shape[1] and clock[GENERIC, by] >= tick]
     if not carrying:
         if _releases(wrote):
             return f"the {wrote.what} at {wrote.site} releases what its own thread did, and no barrier came before it"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from fusedtp.sim import Launch, SimulationFault, symmetric
+from fusedtp.sim import Launch, SimulationFault, Site, symmetric
+from fusedtp.sim.ptx.cause import cause
+from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
+from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
 from tests.sim.ptx.running import Text, run_all, run_text
 
 ATOMICS = {
@@ -220,3 +224,26 @@ def test_a_program_that_wakes_polls_before_it_sleeps_again(
             [Launch(Text(sets, 1), 1, dict(flag=first))],
         ]
         run_all(work, seed=seed, weak=True, fine=True)
+
+
+def test_the_cause_of_a_race_with_a_thread_that_a_words_clocks_are_too_old_to_know() -> None:
+    """A clock has room for the threads there were; the race is of one that came later."""
+    space, line = Space(), Site("here", 1, "k", 1)
+    reads, early = Slot(space.take(33), 32), Source(0, 0, "sys")
+    word = Word(0, 4, space.take(1), 0)
+    word.writes = [Write(1, 1, {early: np.zeros((2, space.capacity), np.int32)})]
+    late = space.take(space.capacity) + space.capacity // 2
+    mine, theirs = (0, "k", 0), (1, "k", 0)
+    events = [
+        None,
+        Event(theirs, line, "store", True),
+        Event(theirs, line, "store (relaxed, sys)", True),
+        Event(mine, line, "load (acquire, sys)", False),
+    ]
+    word.operations = {
+        (late, True): Operation(5, Source(1, 9, "sys"), 0, 4, 2),
+        (reads.first, False): Operation(1, early, 0, 4, 3),
+    }
+    known = Known(space, reads, early)
+    said = cause([word], events, known, 1, late, 5, Event(mine, line, "load", False))
+    assert said == f"the store (relaxed, sys) at {line} does not release what came before it"
