@@ -5,6 +5,8 @@ PTX ISA 8.8: 9.7.9 (ld, st, mov), 9.7.13 (barriers, fences, atom, red, vote, red
 
 from __future__ import annotations
 
+import numpy as np
+
 from .alu import TYPES, Emitter, handles, size_of, typed
 from .parse import Address, Imm, Instruction, Operand, Reg, Symbol
 
@@ -90,7 +92,8 @@ def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
     signed = t[0] == "s"
     view = {16: "hz", 32: "us", 64: "UI"}[x.width][signed]
     value = f"{value}.view(np.int{8 * size_of(t)})" if signed else value
-    return [f"assign({view}[{x.number}], {value}, {e.mask})"]
+    masked = "..." if e.mask == "True" else e.mask
+    return [f"{view}[{x.number}][{masked}] = {value}"]
 
 
 @handles("st")
@@ -126,7 +129,7 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
     lines, targets = [], e.items(d)
     for n in range(count):
         given = ", ".join(each[n] for each in operands)
-        where = f"{e.address(at, False)} + {n * nb}" if n else e.address(at, False)
+        where = f"{e.address(at, False)} + {e.const(np.int64(n * nb))}" if n else e.address(at, False)
         if is_shared(i):
             call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
         else:

@@ -1,7 +1,7 @@
 """Scalar opcodes: one PTX instruction to one numpy statement over all lanes of a program.
 
-`Emitter` turns a block of instructions into the body of a Python function of the lanes `S` and the mask `m`, which is
-True where all lanes take part. Registers are rows of arrays, seen through one view a type:
+`Emitter` turns a block of instructions into the body of a Python function of the lanes `S`, once for all lanes and once
+for those of a mask `m`. Registers are rows of arrays, seen through one view a type:
 
     32 bits   u uint32, s int32, f float32        16 bits   h uint16, z int16, g float16
     64 bits   U uint64, I int64, F float64        p predicates
@@ -14,14 +14,13 @@ twice where the product and sum in fp64 do (once in 2**29 cases); denormals are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .parse import Address, Imm, Instruction, Operand, Reg, Special, Symbol, Vector
 
-VIEWS = "usfUIFhzgp"
 TYPES: dict[str, tuple[str, Any]] = {
     "b16": ("h", np.uint16), "u16": ("h", np.uint16), "s16": ("z", np.int16), "f16": ("g", np.float16),
     "bf16": ("h", np.uint16), "b32": ("u", np.uint32), "u32": ("u", np.uint32), "s32": ("s", np.int32),
@@ -29,6 +28,7 @@ TYPES: dict[str, tuple[str, Any]] = {
     "u64": ("U", np.uint64), "s64": ("I", np.int64), "f64": ("F", np.float64), "pred": ("p", np.bool_),
     "b8": ("", np.uint8), "u8": ("", np.uint8), "s8": ("", np.int8),
 }  # fmt: skip
+VIEWS = {view: np.dtype(dtype) for view, dtype in TYPES.values() if view}
 BY_WIDTH = {16: "h", 32: "u", 64: "U", 1: "p"}
 SIGNED = {16: "z", 32: "s", 64: "I"}
 COMPARED = dict(
@@ -64,33 +64,27 @@ def typed(i: Instruction) -> str:
 
 
 class Emitter:
-    """Translates one kernel's instructions."""
+    """Translates one kernel's instructions. every: for all lanes, else for those of the mask `m`."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: bool) -> None:
         self.constants: list[Any] = []
-        self.mask = "m"
+        self.lanes = self.mask = "True" if every else "m"  # `mask`: of the instruction
 
     def const(self, value: Any) -> str:
-        self.constants.append(value)
+        """Numbers as arrays without an axis: numpy takes several times as long for its scalars."""
+        self.constants.append(np.asarray(value) if isinstance(value, np.generic) else value)
         return f"K[{len(self.constants) - 1}]"
 
-    def block(self, instructions: Sequence[Instruction]) -> list[str]:
-        """Lines of Python for instructions without a jump. Raises UnsupportedPtx."""
-        lines: list[str] = []
-        for i in instructions:
-            lines += self.guarded(i)
-        return lines
-
     def guarded(self, i: Instruction) -> list[str]:
+        """Lines of Python. Raises UnsupportedPtx."""
         if i.guard is None:
-            self.mask = "m"
             return self.one(i)
-        p = f"p[{i.guard.number}]"
         self.mask = "k"
         body = self.one(i)
-        self.mask = "m"
+        self.mask = self.lanes
+        taken = f"{'~' if i.negated else ''}p[{i.guard.number}]"
         return [
-            f"k = {'~' if i.negated else ''}{p} & m",
+            f"k = {taken}" if self.lanes == "True" else f"k = {taken} & m",
             "if np.count_nonzero(k):",
             *(f"    {line}" for line in body),
         ]
@@ -147,13 +141,17 @@ class Emitter:
         if isinstance(x, Special | Symbol) or (isinstance(x, Imm) and x.text == "_"):
             return []
         if isinstance(x, Reg) and t != "pred" and x.width > 8 * size_of(t):
-            view = (SIGNED if t[0] == "s" else BY_WIDTH)[x.width]
-            return [f"np.copyto({view}[{x.number}], {value}, where={self.mask}, casting='unsafe')"]
-        return [f"np.copyto({self.target(x, t)}, {value}, where={self.mask})"]
+            target = f"{(SIGNED if t[0] == 's' else BY_WIDTH)[x.width]}[{x.number}]"
+        else:
+            target = self.target(x, t)
+        if self.mask == "True":
+            return [f"{target}[...] = {value}"]
+        return [f"np.copyto({target}, {value}, where={self.mask}, casting='unsafe')"]
 
     def call(self, function: str, x: Operand, t: str, *given: str) -> list[str]:
         """A numpy function into a register."""
-        return [f"np.{function}({', '.join(given)}, out={self.target(x, t)}, where={self.mask})"]
+        masked = "" if self.mask == "True" else f", where={self.mask}"
+        return [f"np.{function}({', '.join(given)}, out={self.target(x, t)}{masked})"]
 
     def address(self, x: Operand, shared: bool) -> str:
         """int64 of every lane."""
@@ -165,7 +163,7 @@ class Emitter:
             at = f"I[{base.number}]"
         else:
             at = f"{self.read(base, 'u32')}.astype(np.int64)"
-        return f"{at} + {x.offset}" if x.offset else at
+        return f"{at} + {self.const(np.int64(x.offset))}" if x.offset else at
 
     @staticmethod
     def items(x: Operand) -> tuple[Operand, ...]:
@@ -232,7 +230,7 @@ def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
     if i.root == "fma":
         if t == "f32":
             x, y, z = (e.read(each, t) for each in (a, b, c))
-            return e.put(d, t, f"(np.multiply({x}, {y}, dtype=np.float64) + {z}).astype(np.float32)")
+            return e.put(d, t, f"np.multiply({x}, {y}, dtype=np.float64) + {z}")
         if t == "f64":
             return e.put(d, t, f"{e.read(a, t)} * {e.read(b, t)} + {e.read(c, t)}")
         return _halves(e, i)
@@ -270,7 +268,8 @@ def _unary(e: Emitter, i: Instruction) -> list[str] | None:
         if r not in ("neg", "abs"):
             return None
         sign = {"bf16": 0x8000, "bf16x2": 0x80008000, "f16x2": 0x80008000}[t]
-        how = f"^ {e.const(TYPES[t][1](sign))}" if r == "neg" else f"& ~{e.const(TYPES[t][1](sign))}"
+        bits = TYPES[t][1](sign)
+        how = f"^ {e.const(bits)}" if r == "neg" else f"& {e.const(~bits)}"
         return e.put(d, t, f"{e.read(a, t)} {how}")
     if r == "rcp":
         return e.call("divide", d, t, e.const(TYPES[t][1](1)), e.read(a, t))
@@ -347,8 +346,20 @@ def _permute(e: Emitter, i: Instruction) -> list[str] | None:
 def _lookup(e: Emitter, i: Instruction) -> list[str] | None:
     d, a, b, c, table = i.args
     assert isinstance(table, Imm)
-    given = ", ".join(e.read(x, "b32") for x in (a, b, c))
-    return e.put(d, "b32", f"logic3({int(table.text, 0)}, {given})")
+    x, y, z = (e.read(each, "b32") for each in (a, b, c))
+    bits = int(table.text, 0)
+    upper, lower = (half.format(y=y, z=z) for half in (LOGIC[bits >> 4], LOGIC[bits & 15]))
+    if upper == lower:
+        return e.put(d, "b32", f"{upper} | {e.const(np.uint32(0))}")
+    parts = [f"({x} & ({upper}))" if bits >> 4 else "", f"(~{x} & ({lower}))" if bits & 15 else ""]
+    return e.put(d, "b32", " | ".join(filter(None, parts)))
+
+
+# of y and z by the four bits of a table: bit 2 y + z. PTX ISA 9.7.8.6
+LOGIC = (
+    "{y} & 0", "~({y} | {z})", "~{y} & {z}", "~{y}", "{y} & ~{z}", "~{z}", "{y} ^ {z}", "~({y} & {z})",
+    "{y} & {z}", "~({y} ^ {z})", "{z}", "~{y} | {z}", "{y}", "{y} | ~{z}", "{y} | {z}", "{y} | ~{y}",
+)  # fmt: skip
 
 
 # -- comparison and selection: 9.7.6 -----------------------------------------------------------------------------------
@@ -401,23 +412,20 @@ def _move(e: Emitter, i: Instruction) -> list[str] | None:
         bits = 8 * size_of(t) // len(a.items)
         if bits == 8:
             return None
-        wide = f"np.uint{8 * size_of(t)}"
-        parts = [
-            f"(np.asarray({e.read(x, f'b{bits}')}).astype({wide}) << {wide}({bits * n}))"
-            for n, x in enumerate(a.items)
-        ]
-        return e.put(d, t, " | ".join(parts))
+        wide = TYPES[t][1]
+        parts = [f"{e.read(x, f'b{bits}')}.astype(np.{wide.__name__})" for x in a.items]
+        shifts = [f" << {e.const(wide(bits * n))}" if n else "" for n in range(len(parts))]
+        return e.put(d, t, " | ".join(f"({x}{by})" for x, by in zip(parts, shifts, strict=True)))
     if isinstance(d, Vector):  # unpacked
         bits = 8 * size_of(t) // len(d.items)
         if bits == 8:
             return None
-        wide = f"np.uint{8 * size_of(t)}"
-        source = e.read(a, t)
-        return [
+        wide, source = TYPES[t][1], e.read(a, t)
+        return [  # the upper bits are lost where it is put
             line
             for n, x in enumerate(d.items)
             if isinstance(x, Reg)
-            for line in e.put(x, f"b{bits}", f"({source} >> {wide}({bits * n})).astype(np.uint{bits})")
+            for line in e.put(x, f"b{bits}", f"{source} >> {e.const(wide(bits * n))}" if n else source)
         ]
     if isinstance(a, Special):
         return e.put(d, t, f"np.asarray({e.read(a, t)}).astype(np.{np.dtype(TYPES[t][1]).name})")

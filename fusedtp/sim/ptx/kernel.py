@@ -6,6 +6,7 @@ the machine can let another program run.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,19 +24,15 @@ JUMPS = ("bra", "ret", "exit")
 BARRIERS = ("bar", "barrier")
 
 
-def assign(register: Any, value: Any, mask: Any) -> None:
-    """What the lanes of the mask got, into their places."""
-    register[... if mask is True else mask] = value
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
-    """run(lanes, mask), then `end`: a jump or barrier, or None. pauses: others may run before it.
+    """run(lanes), of all lanes; then `end`: a jump or barrier, or None.
 
+    pauses   others may run before it
     target   of the jump; jumps: whether `end` is one; count: instructions, the first of which stands at `site`
     """
 
-    run: Callable[[Any, Any], None]
+    run: Callable[[Any], None]
     end: Instruction | None
     pauses: bool
     target: int
@@ -46,12 +43,21 @@ class Block:
 
 @dataclass
 class Kernel:
-    """A translated kernel. shared: bytes; maps: of its TMA descriptors, see `launch.compiled`."""
+    """A translated kernel. shared: bytes; maps: of its TMA descriptors, see `launch.compiled`.
+
+    bodies   instructions of the blocks, without their ends
+    """
 
     listing: Listing
     shared: int
     blocks: tuple[Block, ...]
+    bodies: list[list[Instruction]]
     maps: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def masked(self) -> list[Callable[[Any, Any], None]]:
+        """run(lanes, mask) of each block, for those of its lanes that a branch has sent there."""
+        return _functions(self.listing.name, self.bodies, every=False)
 
     @cached_property
     def specialized(self) -> bool:
@@ -69,10 +75,8 @@ def _is_first(i: Instruction) -> bool:
 @lru_cache(maxsize=256)
 def translated(text: str, shared: int, maps: str = "()") -> Kernel:
     """The kernel of a PTX text. maps: a literal. Raises UnsupportedPtx naming the opcode and its source line."""
-    import ast
-
     listing = parse(text)
-    emitter, instructions = Emitter(), listing.instructions
+    instructions = listing.instructions
     starts = {0, *listing.labels.values()}
     for number, i in enumerate(instructions):
         if i.root in (*JUMPS, *BARRIERS) and not i.has("warp"):
@@ -85,23 +89,31 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
         name: next((numbered[s] for s in ordered if s >= at), len(ordered))
         for name, at in listing.labels.items()
     }
-    source, parts = [], []
-    for number, (start, stop) in enumerate(zip(ordered, [*ordered[1:], len(instructions)], strict=True)):
+    bodies, parts = [], []
+    for start, stop in zip(ordered, [*ordered[1:], len(instructions)], strict=True):
         body = instructions[start:stop]
         end = body[-1] if body[-1].root in (*JUMPS, *BARRIERS) and not body[-1].has("warp") else None
-        lines = _lines(emitter, body[:-1] if end is not None else body)
-        body_lines = [
-            f"def b{number}(S, m):",
-            f"    {', '.join(VIEWS)} = S.views",
-            *(f"    {x}" for x in lines),
-        ]
-        source.append("\n".join(body_lines) + "\n")
+        bodies.append(body[:-1] if end is not None else body)
         jumps = end is not None and end.root in JUMPS
         parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site))
-    names = {**vars(numerics), **vars(tensor_core), "np": np, "K": emitter.constants, "assign": assign}
-    exec(compile("\n".join(source), f"<{listing.name}>", "exec"), names)
-    blocks = tuple(Block(names[f"b{number}"], *part) for number, part in enumerate(parts))
-    return Kernel(listing, shared, blocks, ast.literal_eval(maps))
+    functions = _functions(listing.name, bodies, every=True)
+    blocks = tuple(Block(run, *part) for run, part in zip(functions, parts, strict=True))
+    return Kernel(listing, shared, blocks, bodies, ast.literal_eval(maps))
+
+
+def _functions(name: str, bodies: list[list[Instruction]], every: bool) -> list[Any]:
+    """One of each block: of the lanes, all of them, or of the lanes and a mask."""
+    emitter = Emitter(every)
+    source = []
+    for number, body in enumerate(bodies):
+        lines = _lines(emitter, body)
+        views = [v for v in VIEWS if any(f"{v}[" in line for line in lines)]
+        source.append(f"def b{number}(S{'' if every else ', m'}):")
+        source += [f"    {v} = S.views[{v!r}]" for v in views]
+        source += [f"    {line}" for line in lines or ["pass"]]
+    names = {**vars(numerics), **vars(tensor_core), "np": np, "K": emitter.constants}
+    exec(compile("\n".join(source) + "\n", f"<{name}>", "exec"), names)
+    return [names[f"b{number}"] for number in range(len(bodies))]
 
 
 def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
@@ -119,7 +131,6 @@ def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
                     break
                 written |= set(emitter.items(following.args[0]))
                 run.append(following)
-            emitter.mask = "m"
             made = tensor_core.products(emitter, run)
             if made is None:
                 raise run[0].unsupported()

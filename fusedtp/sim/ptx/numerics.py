@@ -1,6 +1,6 @@
 """What numpy has no single function for: PTX's integer fields, shifts, narrow floats and roundings, on arrays.
 
-PTX ISA 8.8: 9.7.1.12 (popc), 9.7.1.14 (brev), 9.7.1.16-17 (bfe, bfi), 9.7.8 (shifts, lop3), 9.7.9.7 (prmt),
+PTX ISA 8.8: 9.7.1.12 (popc), 9.7.1.14 (brev), 9.7.1.16-17 (bfe, bfi), 9.7.8 (shifts), 9.7.9.7 (prmt),
 9.7.9.22 (cvt), 5.2.3 (alternate floating-point formats).
 """
 
@@ -106,17 +106,6 @@ def permute(a: Array, b: Array, selector: Array) -> Array:
             np.uint32
         )
         out |= byte << np.uint32(8 * n)
-    return out
-
-
-def logic3(table: int, a: Array, b: Array, c: Array) -> Array:
-    """lop3: bit (4a + 2b + c) of the table, for each bit."""
-    zero = np.asarray(a) & np.uint32(0)
-    out = zero
-    for row in range(8):
-        if table >> row & 1:
-            x, y, z = (v if row >> n & 1 else ~np.asarray(v) for n, v in ((2, a), (1, b), (0, c)))
-            out = out | (x & y & z)
     return out
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..faults import Access, Fault, SimulationFault, Site
+from .alu import VIEWS
 from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
 from .kernel import Kernel
 from .memory import UNSIGNED, Window
@@ -39,6 +40,19 @@ class Group:
     expected: int = 0
 
 
+class Views(dict[str, list[Array]]):
+    """Registers by the letter of alu.VIEWS, each a row, made as they are asked for."""
+
+    def __init__(self, words: dict[int, Array], predicates: Array) -> None:
+        super().__init__(p=list(predicates))
+        self.words = words
+
+    def __missing__(self, view: str) -> list[Array]:
+        dtype = VIEWS[view]
+        self[view] = made = list(self.words[8 * dtype.itemsize].view(dtype))
+        return made
+
+
 class Lanes:
     """Lanes that run as one vector. first, count: threads of the program."""
 
@@ -47,9 +61,8 @@ class Lanes:
         registers = program.kernel.listing.registers
         words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
         predicates = np.zeros((registers.get(1, 0), count), bool)
-        typed = [words[w].view(f"{kind}{w // 8}") for w in (32, 64, 16) for kind in "uif"]  # as in alu.VIEWS
-        self.views: tuple[list[Array], ...] = (*(list(rows) for rows in typed), list(predicates))
-        self.u, self.p = self.views[0], self.views[-1]
+        self.views = Views(words, predicates)
+        self.u, self.p = self.views["u"], self.views["p"]
         self.every = np.arange(count)
         self.ids = first + self.every
         self.groups = [Group(0, np.ones(count, bool), count)]
@@ -80,7 +93,10 @@ class Lanes:
         blocks = program.kernel.blocks
         block = blocks[group.at]
         program.site = block.site
-        block.run(self, True if group.size == self.count else group.mask)
+        if group.size == self.count:
+            block.run(self)
+        else:
+            program.kernel.masked[group.at](self, group.mask)
         program.executed += block.count
         if block.end is None:
             group.at += 1
