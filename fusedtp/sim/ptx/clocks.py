@@ -135,6 +135,11 @@ class Known:
             self.rows[0, :, : self.start.shape[1]] = self.start
         self.which, self.used = np.zeros(self.threads, np.intp), 1
         self._frozen: Rows | None = None
+        self._scoped = {scope: self.source._replace(scope=scope) for scope in ("cta", "gpu", "sys")}
+
+    def at(self, scope: str) -> Source:
+        """Who these threads are to others, at a scope."""
+        return self._scoped[scope]
 
     @property
     def tick(self) -> int:
@@ -166,6 +171,11 @@ class Known:
         found = rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
         return found
 
+    def sees(self, at: Rows, thread: int, coordinate: int, tick: int) -> bool:
+        """Whether what another thread did up to a tick happened before."""
+        rows = at.rows[at.which[thread] if at.used > 1 else 0, GENERIC]
+        return coordinate < len(rows) and bool(rows[coordinate] >= tick)
+
     def clock(self, thread: int) -> Clock:
         """All that a thread knows, itself included; what it does from here on is not in it."""
         clock: Clock = self.rows[self.which[thread]].copy()
@@ -175,9 +185,8 @@ class Known:
 
     def together(self, threads: Array) -> Clock:
         """All that these threads know, themselves included."""
-        clock: Clock = (
-            self.rows[np.unique(self.which[threads])].max(0) if self.used > 1 else self.rows[0].copy()
-        )
+        held = sorted(set(self.which[threads].tolist())) if self.used > 1 else [0]
+        clock: Clock = self.rows[held].max(0) if len(held) > 1 else self.rows[held[0]].copy()
         clock[GENERIC, self.first + threads] = self.slot.tick
         self.slot.tick += 1
         return clock
@@ -189,15 +198,16 @@ class Known:
         self._fit()
         width = clock.shape[1]
         whose = self.which[threads]
-        for at in np.unique(whose).tolist():
-            if (clock <= self.rows[at, :, :width]).all():
+        for at in set(whose.tolist()):
+            row = self.rows[at, :, :width]
+            new = np.maximum(row, clock)
+            if np.array_equal(new, row):
                 continue
             members = threads[whose == at]
             if np.count_nonzero(self.which == at) > len(members):
                 at = self._copied(at)
                 self.which[members] = at
-            row = self.rows[at, :, :width]
-            np.maximum(row, clock, out=row)
+            self.rows[at, :, :width] = new
 
     def meet(self, threads: Array, others: Sequence[Clock] = ()) -> None:
         """A barrier of these threads. others: of threads that have only arrived."""
@@ -236,14 +246,14 @@ class Known:
 
     def acquire(self, thread: int, carried: Carried, scope: str) -> None:
         """What a value carries, as far as scopes reach."""
-        me = self.source._replace(scope=scope)
+        me = self._scoped[scope]
         for source, clock in carried.items():
             if source.reaches(me):
                 self.join(np.array([thread]), clock)
 
     def fence(self, threads: Array, order: str, scope: str) -> None:
         """order: "sc", "acq_rel", "acquire" or "release"."""
-        me = self.source._replace(scope=scope)
+        me = self._scoped[scope]
         if order != "release":
             for thread in [t for t in threads.tolist() if t in self.pending]:
                 for carried in self.pending[thread].values():
@@ -261,7 +271,7 @@ class Known:
     def fence_proxy(self, threads: Array) -> None:
         """What these threads know by ordinary accesses, asynchronous copies may see."""
         self._fit()
-        for at in np.unique(self.which[threads]).tolist():
+        for at in set(self.which[threads].tolist()):
             members = threads[self.which[threads] == at]
             if np.count_nonzero(self.which == at) > len(members):
                 at = self._copied(at)
@@ -275,12 +285,12 @@ class Known:
         """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
         carried: Carried = {}
         if order in ("release", "acq_rel"):
-            carry(carried, [(self.source._replace(scope=scope), self.clock(thread))])
+            carry(carried, [(self._scoped[scope], self.clock(thread))])
         for of, published in self.fenced.get(thread, {}).items():
             at = published.rows
             clock = at.rows[at.which[thread]].copy()
             clock[GENERIC, self.first + thread] = published.tick
-            carry(carried, [(self.source._replace(scope=of), clock)])
+            carry(carried, [(self._scoped[of], clock)])
         return carried
 
     def copied(self) -> Clock:

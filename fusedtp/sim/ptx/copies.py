@@ -25,7 +25,7 @@ from .tensor_core import swizzled
 Lanes = Any  # that of program.py, which imports this file, as its Program
 Program = Any
 Array = np.ndarray[Any, Any]
-POISON = np.uint8(0x7F)  # a NaN in every float of 8 to 32 bits
+POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
 
 
 # -- cp.async ----------------------------------------------------------------------------------------------------------
@@ -86,12 +86,9 @@ class Copies:
         self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site
     ) -> None:
         chosen = lanes.chosen(mask)
-        read = np.full(lanes.count, read)[chosen]
+        read = np.broadcast_to(read, (lanes.count,))[chosen]
         issued = lanes.window.known.frozen()
         copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, size, site)
-        some = read > 0
-        if some.any():
-            lanes.window.places(copy.of[some], size, "cp.async", site)
         if self.late:
             lanes.program.write_shared(copy.to, POISON, size, site)
             self.issued.append(copy)

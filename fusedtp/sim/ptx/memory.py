@@ -40,8 +40,19 @@ LINE = 128  # tensors begin on the line at a multiple of it, plus what their add
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
 MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
+WIDEST = 32  # bytes of an access
 Words = np.ndarray[Any, Any]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def rows_of_words(memory: Words) -> dict[tuple[int, int], Words]:
+    """(bytes of a word, words in a row) -> the same memory as such rows: what an access of a thread moves."""
+    return {
+        (nb, count): memory.view(dtype).reshape(-1, count)
+        for nb, dtype in UNSIGNED.items()
+        for count in (1, 2, 4, 8)
+        if nb * count <= WIDEST
+    }
 
 
 class Line:
@@ -60,9 +71,8 @@ class Line:
             size = -(-size // LINE) * LINE + each.base % LINE
             self.starts.append(size)
             size += each.nbytes
-        size = (-(-size // 8) + 1) * 8
-        self.bytes = np.zeros(size, np.uint8)
-        self.views = {nb: self.bytes.view(dtype) for nb, dtype in UNSIGNED.items()}
+        self.bytes = np.zeros((size // WIDEST + 2) * WIDEST, np.uint8)
+        self.views = rows_of_words(self.bytes)
         self.shadows: list[Shadow] = []
         for each, start in zip(self.allocations, self.starts, strict=True):
             self.bytes[start : start + each.nbytes] = _bytes_of(each)
@@ -84,12 +94,21 @@ class Line:
             _bytes_of(each)[:] = self.bytes[start : start + each.nbytes]
 
     def locate(self, addresses: Words, nbytes: int) -> tuple[Words, int]:
-        """int64 addresses -> places, and the allocation if it is one; else -1. Raises IndexError(bad element)."""
+        """int64 addresses -> places, and the allocation if it is one; else -1.
+
+        Raises IndexError(number of one outside of all tensors), or ValueError(of one that is no multiple of nbytes).
+        """
         index = bisect_right(self.first_bytes, int(addresses[0])) - 1
         if index >= 0:
-            within = addresses - self.first_bytes[index]  # as unsigned: huge where it is negative
-            if int(np.maximum.reduce(within.view(np.uint64))) + nbytes <= self.allocations[index].nbytes:
+            first, size = self.first_bytes[index], self.allocations[index].nbytes - nbytes
+            within = addresses - first
+            bits = int(np.bitwise_or.reduce(within))  # no less than any, negative where one is
+            inside = 0 <= bits <= size or (bits >= 0 and int(np.maximum.reduce(within)) <= size)
+            if inside and not (bits | first) & (nbytes - 1):
                 return within + self.starts[index], index
+        uneven = addresses & (nbytes - 1)
+        if uneven.any():
+            raise ValueError(int(np.argmax(uneven != 0)))
         each = self.bases.searchsorted(addresses, "right") - 1
         wrong = (each < 0) | (addresses + nbytes > self.ends[each])
         if wrong.any():
@@ -114,15 +133,16 @@ class Line:
         return torch.from_numpy(self.bytes[first : first + size].copy()).view(allocation.tensor.dtype).item()
 
     def put(self, places: Words, values: Words) -> None:
-        """Values of the width that is written."""
-        nb = values.dtype.itemsize
-        view, at = self.views[nb], places >> (nb.bit_length() - 1)
-        if (view[at] != values).any():
+        """Rows of words, values [n, count], at [n] places."""
+        nb, count = values.dtype.itemsize, values.shape[1]
+        rows, at = self.views[nb, count], places >> ((nb * count).bit_length() - 1)
+        if (rows[at] != values).any():
             self.changes += 1
-        view[at] = values
+        rows[at] = values
 
-    def newest(self, places: Words, nb: int) -> Words:
-        return self.views[nb][places >> (nb.bit_length() - 1)]
+    def newest(self, places: Words, nb: int, count: int = 1) -> Words:
+        """[n, count] words of nb bytes at [n] places."""
+        return self.views[nb, count][places >> ((nb * count).bit_length() - 1)]
 
     def event(self, event: Event) -> int:
         self.events.append(event)
@@ -153,7 +173,7 @@ class Line:
         found = self.words.get(place)
         if found is not None and found.nb == nb:
             return found
-        word = Word(place, nb, self.space.take(1), self.newest(np.array(place), nb)[()])
+        word = Word(place, nb, self.space.take(1), self.newest(np.array([place]), nb)[0, 0])
         for other in self.overlapping(place, nb):
             word.operations.update(other.operations)
             carried = dict(word.writes[0].carried)
@@ -231,19 +251,16 @@ class Window:
 
     def places(self, addresses: Words, nbytes: int, what: str, site: Site) -> tuple[Words, int]:
         """Where addresses lie. Raises SimulationFault for one outside of all tensors, or not aligned."""
-        if int(np.bitwise_or.reduce(addresses)) & (nbytes - 1):
-            wrong = int(addresses[(addresses & (nbytes - 1)) != 0][0])
-            raise self._fault(
-                "misaligned", f"{what} at {wrong:#x}, no multiple of {nbytes} bytes", what, site, wrong
-            )
         try:
             return self.line.locate(addresses, nbytes)
+        except ValueError as error:
+            wrong = int(addresses[error.args[0]])
+            said = f"{what} at {wrong:#x}, no multiple of {nbytes} bytes"
+            raise self._fault("misaligned", said, what, site, wrong) from None
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
-            words = self.line.nearest(wrong)
-            raise self._fault(
-                "out of bounds", f"{what} of {nbytes} bytes, {words}", what, site, wrong
-            ) from None
+            said = f"{what} of {nbytes} bytes, {self.line.nearest(wrong)}"
+            raise self._fault("out of bounds", said, what, site, wrong) from None
 
     def load(
         self, addresses: Words, nb: int, count: int, threads: Words, order: str, scope: str, site: Site,
@@ -255,11 +272,11 @@ class Window:
         engine   the copy is not these threads' but their program's
         """
         places, within = self.places(addresses, nb * count, "load", site)
-        every = places[:, None] + np.arange(0, nb * count, nb) if count > 1 else places[:, None]
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             self._weak(who, places, within, nb * count, Event(self.where, site, self.words[0], False))
-            return self.line.newest(every, nb)
+            return self.line.newest(places, nb, count)
+        every = places[:, None] + np.arange(0, nb * count, nb)
         self._polls(places, site)
         event = Event(self.where, site, f"load ({order}, {scope})", False)
         number = self._beside_weak(places, within, nb * count, threads, event)
@@ -284,13 +301,13 @@ class Window:
         """values [n, count] at [n] addresses."""
         nb, count = values.dtype.itemsize, values.shape[1]
         places, within = self.places(addresses, nb * count, "store", site)
-        every = places[:, None] + np.arange(0, nb * count, nb) if count > 1 else places[:, None]
         self.vain = 0  # it gets on
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             self._weak(who, places, within, nb * count, Event(self.where, site, self.words[1], True))
-            self.line.put(every.reshape(-1), values.reshape(-1))
+            self.line.put(places, values)
             return
+        every = places[:, None] + np.arange(0, nb * count, nb)
         event = Event(self.where, site, f"store ({order}, {scope})", True)
         number = self._beside_weak(places, within, nb * count, threads, event)
         for lane, thread in enumerate(threads.tolist()):
@@ -328,7 +345,7 @@ class Window:
             self._write(word, thread, order, carried, np.array(made, dtype).view(UNSIGNED[nb])[()], before)
         if self.line.trace is not None:
             place = int(places[0])
-            now, before = self.line.newest(places[:1], nb)[0], old[:1].view(UNSIGNED[nb])[0]
+            now, before = self.line.newest(places[:1], nb)[0, 0], old[:1].view(UNSIGNED[nb])[0]
             said = f" reads {self.line.shown(place, before)}"
             if now != before:
                 said += f", writes {self.line.shown(place, now)}"
@@ -357,8 +374,8 @@ class Window:
             return None
 
         def again(numbers: Words) -> Words:
-            line = [n for n in np.unique(numbers).tolist() if n and self._same(n, event)]
-            return np.isin(numbers, line)
+            line = {n for n in set(numbers.reshape(-1).tolist()) if n and self._same(n, event)}
+            return np.isin(numbers, list(line))
 
         return again
 
@@ -402,7 +419,7 @@ class Window:
 
     def _used(self, place: int, nb: int, threads: Words, scope: str, event: Event, number: int) -> Word:
         """The word that a strong access uses, checked against those of others. threads know the same."""
-        word, source = self.line.word(place, nb), self.known.source._replace(scope=scope)
+        word, source = self.line.word(place, nb), self.known.at(scope)
         thread = int(threads[0])
         found = word.conflict(self.known, self.known.now(), thread, source, place, nb, event.writes)
         if found is not None:
@@ -455,7 +472,7 @@ class Window:
             carry(carried, before.carried.items())
         line.sequence += 1
         word.write(Write(line.sequence, value, carried))
-        line.put(np.array([word.place]), np.array([value], UNSIGNED[word.nb]))
+        line.put(np.array([word.place]), np.array([[value]], UNSIGNED[word.nb]))
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
     # -- order -------------------------------------------------------------------------------------------------------

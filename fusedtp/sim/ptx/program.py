@@ -20,7 +20,7 @@ from ..faults import Access, Fault, SimulationFault, Site
 from .alu import VIEWS
 from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
 from .kernel import Kernel
-from .memory import UNSIGNED, Window
+from .memory import UNSIGNED, WIDEST, Window, rows_of_words
 from .parse import Imm, Instruction, UnsupportedPtx
 from .tensor_core import Products, matrix_places, multiply
 
@@ -61,7 +61,7 @@ class Lanes:
         registers = program.kernel.listing.registers
         words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
         predicates = np.zeros((registers.get(1, 0), count), bool)
-        self.views = Views(words, predicates)
+        self.blocks, self.views = program.kernel.blocks, Views(words, predicates)
         self.u, self.p = self.views["u"], self.views["p"]
         self.every = np.arange(count)
         self.ids = first + self.every
@@ -89,8 +89,7 @@ class Lanes:
             ]:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
-        program = self.program
-        blocks = program.kernel.blocks
+        program, blocks = self.program, self.blocks
         block = blocks[group.at]
         program.site = block.site
         if group.size == self.count:
@@ -98,12 +97,15 @@ class Lanes:
         else:
             program.kernel.masked[group.at](self, group.mask)
         program.executed += block.count
-        if block.end is None:
-            group.at += 1
-        elif block.jumps:
-            self._jump(group, block.end, block.target)
+        end = block.end
+        if end is not None and block.jumps:
+            self._jump(group, end, block.target)
         else:
-            self._arrive(group, block.end)
+            group.at += 1
+            if block.meets is not None:
+                group.barrier, group.expected = block.meets[0], block.meets[1] or program.threads
+            elif end is not None:
+                self._arrive(group, end)
         if group.at >= len(blocks) and group in self.groups:
             self.groups.remove(group)
         return self.pauses
@@ -111,7 +113,7 @@ class Lanes:
     @property
     def pauses(self) -> bool:
         """Whether the next block of some lanes may see what other programs do."""
-        blocks, groups = self.program.kernel.blocks, self.groups
+        blocks, groups = self.blocks, self.groups
         if len(groups) == 1:
             return groups[0].barrier is None and blocks[groups[0].at].pauses
         return any(g.barrier is None and blocks[g.at].pauses for g in groups)
@@ -135,16 +137,11 @@ class Lanes:
                 self.groups.append(Group(target, taken, count))
 
     def _arrive(self, group: Group, end: Instruction) -> None:
-        """bar.sync or bar.arrive, of a barrier by number, of all threads or of some."""
-        number, expected = 0, self.program.threads
-        values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
-        if values:
-            number = values[0]
-        if len(values) > 1:
-            expected = values[1]
+        """A barrier whose number or threads a register holds, or bar.arrive."""
         if end.guard is not None or end.has("red"):
             raise end.unsupported("guarded, or a reduction")
-        group.at += 1
+        values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
+        number, expected = values[0], values[1] if len(values) > 1 else self.program.threads
         if end.has("arrive"):
             self.program.arrived[number] = self.program.arrived.get(number, 0) + group.size
             clock = self.window.known.together(self.ids[group.mask])
@@ -272,21 +269,21 @@ class Lanes:
     # -- shared memory -----------------------------------------------------------------------------------------------
 
     def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        places = self.program.shared_at(self._of(at, mask), nb, count, "access", site)
-        found: Array = self.program.shared_views[nb][places]
+        rows = self.program.shared_at(self._of(at, mask), nb * count, "access", site)
+        found: Array = self.program.shared_rows[nb, count][rows]
         return found
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        places = self.program.shared_at(self._of(at, mask), nb, len(values), "access", site)
-        self.program.shared_views[nb][places] = self._words(values, nb, mask)
+        rows = self.program.shared_at(self._of(at, mask), nb * len(values), "access", site)
+        self.program.shared_rows[nb, len(values)][rows] = self._words(values, nb, mask)
 
     def atomic_shared(
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
     ) -> Array:
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
-        places = self.program.shared_at(self._of(at, mask), dtype.itemsize, 1, "access", site)[:, 0]
-        view = self.program.shared_views[dtype.itemsize].view(dtype)
+        places = self.program.shared_at(self._of(at, mask), dtype.itemsize, "access", site)
+        view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
             old[number] = view[place]
@@ -297,8 +294,8 @@ class Lanes:
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "ldmatrix", site)
         halves = np.array([matrix_places(at, matrix, transposed) for matrix in range(len(rows))])
-        places = self.program.shared_at(halves if mask is True else halves[..., mask], 2, 1, "access", site)
-        low, high = self.program.shared_views[2][places[..., 0]].astype(np.uint32).swapaxes(0, 1)
+        places = self.program.shared_at(halves if mask is True else halves[..., mask], 2, "access", site)
+        low, high = self.program.shared.view(np.uint16)[places].astype(np.uint32).swapaxes(0, 1)
         for row, words in zip(rows, low | (high << np.uint32(16)), strict=True):
             self.u[row][... if mask is True else mask] = words
 
@@ -442,9 +439,9 @@ class Program:
             parameters,
         )
         self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
-        words = np.full(-(-kernel.shared // 8), 0x7F7F7F7F7F7F7F7F, np.uint64)
+        words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, 0x7F7F7F7F7F7F7F7F, np.uint64)
         self.shared = words.view(np.uint8)
-        self.shared_views = {nb: self.shared.view(dtype) for nb, dtype in UNSIGNED.items()}
+        self.shared_rows = rows_of_words(self.shared)
         self.barriers: dict[int, Barrier] = {}
         self.arrived: dict[int, int] = {}
         self.arrivals: dict[int, list[Array]] = {}
@@ -514,25 +511,22 @@ class Program:
 
     # -- what lanes share --------------------------------------------------------------------------------------------
 
-    def shared_at(self, at: Array, nb: int, count: int, what: str, site: Site) -> Array:
-        """Places of `count` words of nb bytes at each address, for the view of such words: [..., count]."""
-        bits, size = int(np.bitwise_or.reduce(at, None)), len(self.shared)
-        far = bits < 0 or bits + nb * count > size  # maybe: no address is above all of their bits
-        if far and (int(at.min()) < 0 or int(at.max()) + nb * count > size):
+    def shared_at(self, at: Array, nbytes: int, what: str, site: Site) -> Array:
+        """Numbers of the rows of nbytes bytes at addresses."""
+        bits, size = int(np.bitwise_or.reduce(at, None)), self.kernel.shared
+        far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
+        if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
             raise self.fault("out of bounds", f"shared memory ends at {size}", what, site)
-        if bits & (nb - 1):
-            raise self.fault("misaligned", f"an access to shared memory of {nb} bytes", what, site)
-        first: Array = at >> (nb.bit_length() - 1)
-        return first[..., None] if count == 1 else first[..., None] + np.arange(count)
+        if bits & (nbytes - 1):
+            raise self.fault("misaligned", f"an access to shared memory of {nbytes} bytes", what, site)
+        rows: Array = at >> (nbytes.bit_length() - 1)
+        return rows
 
-    def write_shared(self, at: Array, words: Array | np.uint8, size: int, site: Site) -> None:
-        """Bytes [n, size] at [n] addresses, as words of any kind; or one byte, everywhere."""
-        nb = min(size, 8)
-        places = self.shared_at(at, nb, size // nb, "copy", site)
-        if isinstance(words, np.uint8):
-            self.shared_views[nb][places] = np.full(nb, words).view(UNSIGNED[nb])
-        else:
-            self.shared_views[nb][places] = words.view(UNSIGNED[nb])
+    def write_shared(self, at: Array, words: Array | np.uint64, size: int, site: Site) -> None:
+        """Words [n, size] in bytes at [n] addresses, of any kind; or one of 8 bytes, cut, everywhere."""
+        rows = self.shared_at(at, size, "copy", site)
+        whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
+        whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
 
     def tensor_map(self, address: int) -> TensorMap:
         number = address - PARAMETERS

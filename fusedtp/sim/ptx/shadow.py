@@ -64,11 +64,11 @@ class Accessor(NamedTuple):
     proxy: int = GENERIC
     engine: bool = False  # its asynchronous copies do it, once they are complete
 
-    @property
-    def stamps(self) -> Array:
+    def stamps(self, tick: int, cells: Array) -> Array:
+        """For each of the cells, or for each row of them."""
         who = np.full(1, self.known.engine) if self.engine else self.known.first + self.threads
-        stamps: Array = who | (self.known.tick << 32)
-        return stamps
+        stamps: Array = who | (tick << 32)
+        return stamps if cells.ndim == 1 else stamps[:, None]
 
 
 class Shadow:
@@ -81,7 +81,7 @@ class Shadow:
         self.reads: dict[int, tuple[Array, Array]] = {}  # by the first coordinate of a slot: stamps, events
         self.unwritten = np.full(size, poisoned)
         self.poisoned, self.written, self.strong = poisoned, False, False
-        self.log: list[tuple[int, Array, Array, int]] = []  # reads before the first write
+        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads before the first write
         self.logged = 0
 
     def _extent(self) -> tuple[int, int]:
@@ -124,37 +124,37 @@ class Shadow:
         again   of events: whether each is a load of the line that loads now; None in lockstep
         """
         if self.written:
-            spared = None
-            if again is not None and not writes and who.known.first in self.reads:
-                spared = again(self.reads[who.known.first][1][cells])
-            found = self._unseen(who, cells, self.writes, self.write_events, False, spared)
+            found = self._unseen(who, cells, self.writes, self.write_events, writes, False, again)
             if found is not None:
                 return found
         if writes:
             self._settle()
             for stamps, events in self.reads.values():
-                found = self._unseen(who, cells, stamps, events, True)
+                found = self._unseen(who, cells, stamps, events, True, True)
                 if found is not None:
                     return found
         return None
 
-    @staticmethod
     def _unseen(
-        who: Accessor, cells: Array, last: Array, events: Array, reads: bool, spared: Array | None = None
-    ) -> Conflict | None:
+        self, who: Accessor, cells: Array, last: Array, events: Array, writes: bool, reads: bool,
+        again: Callable[[Array], Array] | None = None,
+    ) -> Conflict | None:  # fmt: skip
+        """Of the last accesses of others to the cells, reads or writes, one that this access is not ordered after."""
         known, stamps = who.known, last[cells]
         by, ticks = stamps & THREAD, stamps >> 32
         unseen = known.ticks(who.rows, who.threads, by, GENERIC) < ticks
         proxy = None
         if who.proxy == ASYNC:
             proxy = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
-        if not unseen.any() and (proxy is None or not proxy.any()):
+        if not np.count_nonzero(unseen) and (proxy is None or not np.count_nonzero(proxy)):
             return None
         own = known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
         same = by == own
-        if reads or spared is not None:  # Note [Loads in every thread]
+        if reads:  # Note [Loads in every thread]
+            same |= (by >= known.first) & (by < known.engine)
+        elif again is not None and not writes and known.first in self.reads:
             inside = (by >= known.first) & (by < known.engine)
-            same |= inside if spared is None else inside & spared
+            same |= inside & again(self.reads[known.first][1][cells])
         unseen &= ~same
         missing = False
         if not unseen.any():
@@ -170,31 +170,32 @@ class Shadow:
 
     def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
         """This access has happened."""
-        stamps = who.stamps if cells.ndim == 1 else who.stamps[:, None]
+        tick = who.known.tick
         if writes:
             self._settle()
             self.written = True
-            self.writes[cells], self.write_events[cells] = stamps, event
+            self.writes[cells], self.write_events[cells] = who.stamps(tick, cells), event
             if self.poisoned:
                 self.unwritten[cells] = False
         elif self.written:
-            self._read(who.known.first, cells, stamps, event)
+            self._read(who, tick, cells, event)
         else:
-            self.log.append((who.known.first, cells, stamps, event))
+            self.log.append((who, tick, cells, event))
             self.logged += cells.size
             if self.logged > 4 * len(self.writes) + 4096:
                 self._settle()
 
-    def _read(self, slot: int, cells: Array, stamps: Array, event: int) -> None:
+    def _read(self, who: Accessor, tick: int, cells: Array, event: int) -> None:
+        slot = who.known.first
         if slot not in self.reads:
             size = len(self.writes)
             self.reads[slot] = np.zeros(size, np.int64), np.zeros(size, np.int32)
         last, events = self.reads[slot]
-        last[cells], events[cells] = stamps, event
+        last[cells], events[cells] = who.stamps(tick, cells), event
 
     def _settle(self) -> None:
-        for slot, cells, stamps, event in self.log:
-            self._read(slot, cells, stamps, event)
+        for each in self.log:
+            self._read(*each)
         self.log.clear()
         self.logged = 0
 
@@ -269,7 +270,6 @@ class Word:
                 continue
             if operation.place + operation.nb <= place or place + nb <= operation.place:
                 continue
-            seen = known.ticks(at, np.array([thread]), np.array([by]), GENERIC)
-            if seen[0] < operation.tick:
+            if not known.sees(at, thread, by, operation.tick):
                 return operation
         return None
