@@ -44,6 +44,7 @@ check: venv ## look for races, deadlocks and wrong results of every fused kernel
 
 corpus: venv ## small right and wrong kernels through `fusedtp check`: 200 schedules of each right one, two targets
 	FUSEDTP_CORPUS_SCHEDULES=200 $(BIN)/python -m pytest tests/sim/ptx/corpus $(ARGS)
+	$(BIN)/python -m tests.sim.ptx.corpus.first_found
 
 lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules
 	$(BIN)/python -m fusedtp.checks.lint $(ARGS)

@@ -6,21 +6,26 @@
     warp by warp   weak, one warp at a time
     schedules/s    of `fusedtp check`, which mixes them, after compiling
 
-For every fused kernel on simulated ranks, by one process. The median of several schedules each, interleaved.
+For every fused kernel on simulated ranks, by one process, in seconds of its processor time: the median of several
+schedules each, interleaved. A case makes three calls of its kernel. Below stand single calls, with the memory of the
+whole process that runs one beside that of the call's tensors.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -29,12 +34,20 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from fusedtp.checks.cases import compiled_cases
+from fusedtp.checks.cases import compiled_cases, fused_case
+from fusedtp.checks.dense import GPU, Call
 from fusedtp.sim import Case, Schedule, explore, run_schedule
+from fusedtp.sim.case import memory_map
 from fusedtp.sim.explore import TARGET, compiler_for, schedules
 
 from . import machine
 
+ONE_CALL: dict[str, tuple[int, str, int, int, dict[str, Any]]] = {  # ranks, operation, rows of each rank, columns, more
+    "a gather, two tiles of 64x64 a program": (4, "all_gather_matmul", 32, 64, dict(
+        k=72, dtype=torch.float16, tma=True, tile=64, block_k=32, programs=(1, 1))),
+    "a two-shot all-reduce of 512 elements": (8, "two_shot_all_reduce", 8, 8, {}),
+    "a two-shot all-reduce of 262,144 elements": (8, "two_shot_all_reduce", 64, 512, dict(tile=64, block_k=32)),
+}  # fmt: skip
 WAYS = {"lockstep": dict(weak=False), "weak": dict(weak=True), "warp by warp": dict(weak=True, fine=True)}
 
 
@@ -69,9 +82,9 @@ def costs(case: Case, options: Options) -> dict[str, float]:
 
     def seconds(seed: int, **way: Any) -> float:
         run = case.make()
-        begin = time.perf_counter()
+        begin = time.process_time()
         run_schedule(run, Schedule("random", seed, target=options.target, **way))
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     with nothing_compiled():
         first = seconds(0)
@@ -83,6 +96,35 @@ def costs(case: Case, options: Options) -> dict[str, float]:
         "compile": max(first - medians["lockstep"], 0.0), **medians,
         "schedules_per_second": outcome.schedules / outcome.seconds,
     }  # fmt: skip
+
+
+def one_call(name: str, target: str) -> tuple[Case, float]:
+    """A case of a single call, and the MB of its tensors."""
+    ranks, operation, rows, columns, more = ONE_CALL[name]
+    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
+    case = fused_case(name, [Call(operation, (rows,) * ranks, (columns,), **more)], machine=machine)
+    return case, sum(each.nbytes for each in memory_map(case.make()).allocations) / 1e6
+
+
+def alone(name: str, options: Options) -> dict[str, float]:
+    """Schedules a second of one call, and the MB of its tensors and of this process, which runs nothing else."""
+    torch.set_num_threads(1)
+    case, tensors = one_call(name, options.target)
+    seconds: dict[str, list[float]] = {"lockstep": [], "warp by warp": []}
+    for seed in range(options.rounds + 1):
+        for way, taken in seconds.items():
+            run, begin = case.make(), time.process_time()
+            run_schedule(run, Schedule("random", seed, target=options.target, **WAYS[way]))
+            taken.append(time.process_time() - begin)
+    rates = {f"{way}, schedules/s": 1 / statistics.median(taken[1:]) for way, taken in seconds.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return rates | {"tensors, MB": tensors, "process, MB": peak}
+
+
+def in_a_process(name: str, options: Options) -> dict[str, float]:
+    """The same, of a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(alone, name, options).result()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,11 +145,17 @@ def main(argv: Sequence[str]) -> int:
         table.add_row(name, *times, f"{found['schedules_per_second']:.2f}")
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     console.print(table)
+    calls = {} if options.kernels else {name: in_a_process(name, options) for name in ONE_CALL}
+    if calls:
+        single = Table("one call", "ranks", *next(iter(calls.values())))
+        for name, found in calls.items():
+            single.add_row(name, str(ONE_CALL[name][0]), *(f"{value:,.1f}" for value in found.values()))
+        console.print(single)
     folder = machine.folder_of(about, options.save)
     folder.mkdir(parents=True, exist_ok=True)
     given = {"world_size": options.world_size, "target": options.target}
     (folder / "sim.json").write_text(
-        json.dumps({"machine": about, **given, "kernels": rows}, indent=1) + "\n"
+        json.dumps({"machine": about, **given, "kernels": rows, "one call": calls}, indent=1) + "\n"
     )
     console.print(f"{folder / 'sim.json'}")
     return 0

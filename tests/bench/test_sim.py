@@ -22,3 +22,11 @@ def test_a_kernel_is_compiled_and_run_in_every_way(monkeypatch, tmp_path, capsys
 def test_a_kernel_that_there_is_not_is_refused() -> None:
     with pytest.raises(SystemExit, match=r"no case is called 'gather': it must be one of all_gather_matmul"):
         sim.main(["--kernels", "gather"])
+
+
+def test_single_calls_are_run_alone_and_their_memory_is_counted() -> None:
+    options = sim.Options(rounds=1)
+    found = {name: sim.in_a_process(name, options) for name in list(sim.ONE_CALL)[:2]}
+    assert all(min(each.values()) > 0 for each in found.values())
+    assert all(each["process, MB"] > 100 for each in found.values()), "not of the whole process"
+    assert sim.one_call("a two-shot all-reduce of 262,144 elements", "sm_90")[1] > 8 * 4 * 262_144 / 1e6
