@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shlex
 import statistics
 import sys
@@ -26,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -117,7 +117,8 @@ def alone(name: str, options: Options) -> dict[str, float]:
             run_schedule(run, Schedule("random", seed, target=options.target, **WAYS[way]))
             taken.append(time.process_time() - begin)
     rates = {f"{way}, schedules/s": 1 / statistics.median(taken[1:]) for way, taken in seconds.items()}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    # not getrusage's, which a child takes over from its parent
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
     return rates | {"tensors, MB": tensors, "process, MB": peak}
 
 

@@ -41,8 +41,8 @@ class Space:
     def take(self, count: int) -> int:
         first = self.count
         self.count += count
-        while self.count > self.capacity:
-            self.capacity *= 2
+        if self.count > self.capacity:
+            self.capacity = self.count + max(self.count // 4, 256)
         return first
 
     def fitted(self, clock: Array) -> Array:
@@ -244,12 +244,12 @@ class Known:
                 self.which[threads] = at = self._copied(at)
             self.rows[at, GENERIC, word] = number
 
-    def acquire(self, thread: int, carried: Carried, scope: str) -> None:
+    def acquire(self, threads: Sequence[int], carried: Carried, scope: str) -> None:
         """What a value carries, as far as scopes reach."""
         me = self._scoped[scope]
         for source, clock in carried.items():
             if source.reaches(me):
-                self.join(np.array([thread]), clock)
+                self.join(np.array(threads), clock)
 
     def fence(self, threads: Array, order: str, scope: str) -> None:
         """order: "sc", "acq_rel", "acquire" or "release"."""
@@ -257,10 +257,10 @@ class Known:
         if order != "release":
             for thread in [t for t in threads.tolist() if t in self.pending]:
                 for carried in self.pending[thread].values():
-                    self.acquire(thread, carried, scope)
+                    self.acquire([thread], carried, scope)
         if order == "sc":
             for thread in threads.tolist():
-                self.acquire(thread, self.space.fences, scope)
+                self.acquire([thread], self.space.fences, scope)
                 carry(self.space.fences, [(me, self.clock(thread))])
         if order != "acquire":
             published = Published(self.frozen(), self.slot.tick)

@@ -450,14 +450,20 @@ class Window:
 
     def _acquire(self, word: Word, threads: Words, order: str, scope: str, write: Write) -> None:
         """What a read carries goes to the threads that acquire, else waits for a fence or an acquire of the word."""
-        acquires = order in ("acquire", "acq_rel")
+        acquires, first = order in ("acquire", "acq_rel"), []  # threads that have not read the word before
         for thread in threads.tolist():
-            pending = self.known.pending.get(thread, {})
+            before = self.known.pending.get(thread, {}).get(word.place)
             if write.carried:
-                pending = self.known.pending.setdefault(thread, {})
-                carry(pending.setdefault(word.place, {}), write.carried.items())
-            if acquires and word.place in pending:
-                self.known.acquire(thread, pending[word.place], scope)
+                carry(
+                    self.known.pending.setdefault(thread, {}).setdefault(word.place, {}),
+                    write.carried.items(),
+                )
+            if before is None:
+                first.append(thread)
+            elif acquires:
+                self.known.acquire([thread], before, scope)
+        if first and acquires:
+            self.known.acquire(first, write.carried, scope)
 
     def _write(
         self, word: Word, thread: int, order: str, carried: Carried, value: Any, before: Write | None = None

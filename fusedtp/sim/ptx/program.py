@@ -480,6 +480,7 @@ class Program:
         for vector in self.vectors:
             vector.copies.wait(vector, 0, True, everything=True)
             vector.bulk.end(self)
+        self.vectors = []  # and registers, which else stay until Python looks for cycles
 
     def _meet(self) -> None:
         """All threads wait at barriers: those of a barrier that is complete go on."""
