@@ -230,7 +230,7 @@ def replayed() -> tuple[Fault, Fault]:
 
 def test_the_reported_seed_replays_the_fault_and_the_trace_is_kept():
     fault, again = replayed()
-    assert fault.key() == again.key() and fault.switches == again.switches
+    assert fault.name == again.name and fault.switches == again.switches
     assert [m.what for m in fault.trace].count("starts") >= 2
 
 

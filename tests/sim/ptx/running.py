@@ -66,11 +66,11 @@ def run_text(
 
 def run_all(
     work: Sequence[Sequence[Launch]], memory: Sequence[Memory] = (), seed: int = 0, weak: bool = False,
-    fine: bool = False, resident: Any = None,
+    fine: bool = False, resident: Any = None, waived: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Raises SimulationFault."""
-    run = Run(work, memory)
-    Machine(run, STRATEGIES["random"], Given(), seed=seed, weak=weak, fine=fine, resident=resident).run()  # type: ignore[arg-type]
+    options: dict[str, Any] = dict(seed=seed, weak=weak, fine=fine, resident=resident, waived=waived)
+    Machine(Run(work, memory), STRATEGIES["random"], Given(), **options).run()  # type: ignore[arg-type]
 
 
 def once(
