@@ -94,7 +94,10 @@ def relaxed_polls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.con
     while tl.atomic_add(mine, 0, sem="relaxed", scope="sys") != 1:
         pass
     if BUG != "no acquire":
-        tl.atomic_add(mine, 0, sem="acquire", scope="sys")
+        while (
+            tl.atomic_add(mine, 0, sem="acquire", scope="sys") != 1
+        ):  # Triton 3.7 removes it if nothing uses it
+            pass
     tl.debug_barrier()
     tl.store(dst + at, tl.load(floats(boxes, rank) + at))  # BUG
 
