@@ -106,7 +106,7 @@ def test_a_fault_in_a_helper_of_a_kernel_keeps_its_rule_and_its_lines():
 
 
 def tells_calls() -> bool:
-    """Whether the line table of what was compiled has calls: Triton 3.6's has the helper's line alone."""
+    """Whether the line table of what was compiled has calls: Triton 3.6's and 3.7's have the helper's line alone."""
     return any("inlined_at" in text for text, *_ in compiler_for("sm_90")._made.values())
 
 

@@ -34,6 +34,7 @@ from fusedtp.sim import (
 from fusedtp.sim.faults import RULES, WAIVABLE, finding, unwaivable
 from fusedtp.sim.testing import Finding, assert_no_finding
 from tests.sim import exchange
+from tests.sim.ptx.running import BEFORE_3_8
 
 HERE = Path(__file__)
 N = 16
@@ -122,7 +123,9 @@ FIRST, SECOND = (f"write-write race {at(f'{x} of 0')} {at(f'{x} of {rank}')}" fo
 BEHIND = {
     "stores": [FIRST, SECOND],
     "one store": [f"read-write race {at('a of 0 alone')} {at(f'load of {r}')}" for r in (1, 2)],
-    "helper": [
+    "helper": [f"write-write race {at('fills')} {at(f'{x} of {n}')}" for n, x in enumerate("ab", 1)]
+    if BEFORE_3_8
+    else [
         f"write-write race {at('fills')}@{at(f'call {n}')} {at(f'{x} of {n}')}" for n, x in enumerate("ab", 1)
     ],
     "weak store": [f"write-write race {at('weak')} {at(f'strong of {r}')}" for r in (1, 2)],

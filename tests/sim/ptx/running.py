@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from fusedtp.sim import DEFAULT, Launch, Run, Schedule, SimulationFault
 from fusedtp.sim.case import Case
@@ -19,6 +20,9 @@ from fusedtp.sim.ptx.launch import Compiler
 from fusedtp.sim.ptx.machine import Machine
 from fusedtp.sim.strategies import STRATEGIES
 
+# Triton before 3.8 writes no calls into its line table, lets one thread release without a barrier, lets a program go on
+# when a TMA store's source may be reused, and fails to compile some loops of packed words and seqlocks.
+BEFORE_3_8 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 REGISTERS = ".reg .pred %p<8>; .reg .b16 %rs<40>; .reg .b32 %r<200>; .reg .b64 %rd<40>;"
 
 
