@@ -48,7 +48,11 @@ ONE_CALL: dict[str, tuple[int, str, int, int, dict[str, Any]]] = {  # ranks, ope
     "a two-shot all-reduce of 512 elements": (8, "two_shot_all_reduce", 8, 8, {}),
     "a two-shot all-reduce of 262,144 elements": (8, "two_shot_all_reduce", 64, 512, dict(tile=64, block_k=32)),
 }  # fmt: skip
-WAYS = {"lockstep": dict(weak=False), "weak": dict(weak=True), "warp by warp": dict(weak=True, fine=True)}
+WAYS: dict[str, dict[str, Any]] = {
+    "lockstep": dict(weak=False),
+    "weak": dict(weak=True),
+    "warp by warp": dict(weak=True, fine=True),
+}
 
 
 @dataclass(frozen=True)

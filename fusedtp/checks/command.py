@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +30,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fusedtp.sim.explore import TARGET, Schedule, schedules
-from fusedtp.sim.faults import Fault
+from fusedtp.sim.faults import Fault, unwaivable
 from fusedtp.sim.ptx import TARGETS
-from fusedtp.sim.report import WIDTH, replay, report
+from fusedtp.sim.report import WIDTH, replay, report, waivers
 from fusedtp.sim.strategies import DEFAULT, STRATEGIES
 
 from .export import as_json
@@ -97,6 +98,9 @@ class CheckOptions:
     """Run a warp at a time, in random order, in every schedule. Default: in one of three."""
     exhaust: int | None = None
     """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
+    waive: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """Go past the finding of this name, as hardware would, and see what lies behind it. A report gives the name. May
+    be repeated."""
     workers: int | None = None
     """Processes. Default: one a core."""
     lint: bool = True
@@ -123,6 +127,7 @@ class CheckOptions:
         found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
         found += [f"--target {name!r} must be one of {', '.join(TARGETS)}" for name in self.target
                   if name not in TARGETS]  # fmt: skip
+        found += [f"--waive {why}" for name in self.waive if (why := unwaivable(name))]
         if not self.target:
             found.append("--target names none")
         if not self.strategies:
@@ -145,7 +150,7 @@ class CheckOptions:
             1 << 40, self.strategies, first_seed=self.seed, residents=self.residents(), target=target
         ):
             weak = {"no": False, "yes": True, "both": schedule.weak}[self.weak]
-            yield replace(schedule, fine=self.fine or schedule.fine, weak=weak)
+            yield replace(schedule, fine=self.fine or schedule.fine, weak=weak, waive=self.waive)
 
     def limit(self) -> int | None:
         """How many schedules a case gets; None: as many as time allows."""
@@ -236,10 +241,11 @@ def _report(results: Sequence[Result], options: CheckOptions) -> None:
         return
     console = _console()
     console.print(table(results))
+    for line in _waived(results, options):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for result in results:
         if result.verdict != "ok" or result.part.late:
-            heading = _label(result.found)
-            heading += f" on {result.found.world_size} ranks" if result.found.world_size else ""
+            heading = _heading(result.found)
             text = f"\n{heading}\n{'-' * len(heading)}\n{_words(result, options, console.width)}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -250,6 +256,17 @@ def _late(result: Result) -> str:
 
 def _label(found: Found) -> str:
     return f"{found.name} ({found.target})"
+
+
+def _heading(found: Found) -> str:
+    return _label(found) + (f" on {found.world_size} ranks" if found.world_size else "")
+
+
+def _waived(results: Sequence[Result], options: CheckOptions) -> Iterator[str]:
+    """How often each waived finding was met, in which cases."""
+    for name in dict.fromkeys(options.waive):
+        met = [f"{count} times in {_heading(r.found)}" for r in results if (count := r.waived.get(name))]
+        yield f"waived: {name}, met {', '.join(met)}" if met else f"never met, maybe stale: --waive {name!r}"
 
 
 def _console() -> Console:
@@ -358,7 +375,8 @@ def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callab
         sum(part.switches for part in done.values()),
     )
     late = next((part for part in done.values() if part.late), Part())
-    return Result(found, ran, switches, time.monotonic() - begin, next(iter(_ending(done)), late))
+    waived = {name: sum(part.waived.get(name, 0) for part in done.values()) for name in options.waive}
+    return Result(found, ran, switches, time.monotonic() - begin, next(iter(_ending(done)), late), waived)
 
 
 def _ending(done: dict[int, Part]) -> list[Part]:
@@ -380,14 +398,15 @@ def _exhaustive(options: CheckOptions) -> Iterator[tuple[Any, ...]]:
     limit = options.schedules or EXHAUST_LIMIT
     for resident in options.residents() or (None, 1):
         for weak in {"no": (False,), "yes": (True,), "both": (False, True)}[options.weak]:
-            yield run_exhaust, options.exhaust, limit, resident, weak
+            yield run_exhaust, options.exhaust, limit, resident, weak, options.waive
 
 
 def _exhaust_command(found: Found, options: CheckOptions) -> str:
     if options.exhaust is None:
         return ""
     size = "" if found.asked is None else f" --world-size {found.asked}"
-    return f"fusedtp check {found.name}{size} --exhaust {options.exhaust} --target {found.target}"
+    words = f"fusedtp check {found.name}{size} --exhaust {options.exhaust} --target {found.target}"
+    return " ".join([words, *map(shlex.quote, waivers(options.waive))])
 
 
 def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> None:

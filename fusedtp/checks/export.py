@@ -5,8 +5,9 @@
     "verdict"                           "ok", "refused", "raised", "out of time", or the rule of the fault
     "schedules", "switches", "seconds"  what it took
     "words"                             why it was refused, the traceback, or where the time was over; else ""
-    "fault"                             null, or rule, message, accesses, waits, mismatch and the schedule
+    "fault"                             null, or its name, rule, message, accesses, waits, mismatch and the schedule
     "replay"                            the command that shows the fault again, else ""
+    "waived"                            how often each finding of --waive was met, by name
 }]}
 """
 
@@ -41,12 +42,13 @@ def _case(result: Result) -> dict[str, Any]:
         "words": found.refused or part.refused or found.raised or part.raised or part.late,
         "fault": None if fault is None else _fault(fault),
         "replay": "" if fault is None else next(iter(replay(fault, found.name, found.asked)), ""),
+        "waived": result.waived,
     }
 
 
 def _fault(fault: Fault) -> dict[str, Any]:
     """All but the trace; sites as file, line and function, and the line of the kernel that led there."""
-    made = asdict(fault)
+    made = asdict(fault) | {"name": fault.name}
     del made["trace"]
     ends: dict[str, Sequence[Access | Wait]] = {"accesses": fault.accesses, "waits": fault.waits}
     for key, each in ends.items():

@@ -213,6 +213,7 @@ class Part:
     raised     traceback, where the user's code raised
     refused    why the case cannot be checked, or not on this target
     late       where a schedule stood when the time was over
+    waived     how often each waived finding was met
     """
 
     schedules: int = 0
@@ -221,6 +222,7 @@ class Part:
     raised: str = ""
     refused: str = ""
     late: str = ""
+    waived: dict[str, int] = field(default_factory=dict)
 
     @property
     def ends(self) -> bool:
@@ -237,6 +239,7 @@ class Result:
     switches: int = 0
     seconds: float = 0.0
     part: Part = field(default_factory=Part)  # with the fault, or why there are no more schedules
+    waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
 
     @property
     def verdict(self) -> str:
@@ -298,11 +301,15 @@ def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None 
     return _part(found, lambda case: explore(case, schedules, seconds=seconds))
 
 
-def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak: bool) -> Part:
+def run_exhaust(
+    found: Found, preemptions: int, limit: int, resident: Any, weak: bool, waive: Sequence[str]
+) -> Part:
     """Every schedule of a case with at most so many preemptions, in a worker."""
 
     def run(case: Case) -> Outcome:
-        return exhaust(case, preemptions, limit=limit, resident=resident, weak=weak, target=found.target)
+        return exhaust(
+            case, preemptions, limit=limit, resident=resident, weak=weak, target=found.target, waive=waive
+        )
 
     return _part(found, run)
 
@@ -317,7 +324,7 @@ def _part(found: Found, run: Callable[[Case], Outcome]) -> Part:
     except UserError as error:
         return Part(raised=str(error))
     raised = "" if outcome.raised is None else _users_traceback(outcome.raised)
-    return Part(outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late)
+    return Part(outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late, outcome.waived)
 
 
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:
@@ -334,7 +341,7 @@ def cores() -> int:
 def schedule_of(fault: Fault) -> Schedule:
     """The schedule that shows it."""
     resident = resident_of(fault.resident)
-    return Schedule(fault.strategy, fault.seed, resident, fault.weak, fault.fine, fault.target)
+    return Schedule(fault.strategy, fault.seed, resident, fault.weak, fault.fine, fault.target, fault.waive)
 
 
 def resident_of(word: str) -> int | str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .case import Case, Launch, Run
-from .faults import Fault, Moment, SimulationFault, Site, UnsupportedKernel
+from .faults import Fault, Moment, SimulationFault, Site, UnsupportedKernel, unwaivable
 from .launching import plain
 from .limits import OutOfTime, time_limit
 from .memory import Memory
@@ -42,6 +42,7 @@ class Schedule:
     weak       with all late effects: old values of flags (ptx.memory), copies and products that land at their wait
     fine       a warp at a time, in random order; else the warps of a program in step
     target     whose compiled code runs, one of ptx.TARGETS
+    waive      names of findings (Fault.name) that the schedule goes past, as hardware would
     """
 
     strategy: str = "random"
@@ -50,6 +51,7 @@ class Schedule:
     weak: bool = False
     fine: bool = False
     target: str = TARGET
+    waive: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -59,6 +61,9 @@ class Schedule:
         number = self.resident if isinstance(self.resident, int) else 1
         if self.resident not in (None, "varying", number) or number < 1:
             raise ValueError(f"resident is {self.resident!r}; it must be None, 'varying' or at least 1")
+        wrong = [why for name in self.waive if (why := unwaivable(name))]
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Outcome:
         default=None, repr=False
     )  # by the user's code, with its own traceback
     late: str = ""  # where a schedule stood that did not end in time; it does not count
+    waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
 
     @property
     def passed(self) -> bool:
@@ -98,6 +104,7 @@ def run(
     weak: bool = False,
     fine: bool = False,
     target: str = TARGET,
+    waive: Sequence[str] = (),
     memory: Sequence[Memory] = (),
 ) -> int:
     """One schedule of one launch a rank; returns the number of context switches.
@@ -106,7 +113,7 @@ def run(
         grid           programs of a rank
         args_of_rank   rank -> arguments by name, or a list of those; tensors on the CPU
         memory         what kernels reach through addresses, see `symmetric`
-        resident, strategy, weak, fine, target   as `Schedule` has them
+        resident, strategy, weak, fine, target, waive   as `Schedule` has them
 
     Raises SimulationFault (an AssertionError) for a race, a deadlock, a read of never-written memory or an access
     outside every allocation; ValueError where ranks' arguments do not fit together; UnsupportedKernel.
@@ -114,7 +121,9 @@ def run(
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
     check_arguments(given, world_size)
     work = [[Launch(kernel, grid, args)] for args in given]
-    return run_schedule(Run(work, memory), Schedule(strategy, seed, resident, weak, fine, target))
+    return run_schedule(
+        Run(work, memory), Schedule(strategy, seed, resident, weak, fine, target, tuple(waive))
+    )
 
 
 def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
@@ -159,12 +168,16 @@ def trace(run: Run, schedule: Schedule) -> tuple[tuple[Moment, ...], Fault | Non
 
 
 def _execute(
-    run: Run, schedule: Schedule, strategy: Callable[..., Strategy] | None = None, trace: bool = False
-) -> Machine:
-    run = plain(run, schedule.seed)
+    run: Run, schedule: Schedule, strategy: Callable[..., Strategy] | None = None, trace: bool = False,
+    waived: dict[str, int] | None = None,
+) -> Machine:  # fmt: skip
+    """waived: counts findings that are waived."""
+    run, waived = plain(run, schedule.seed), {} if waived is None else waived
+    for name in schedule.waive:
+        waived.setdefault(name, 0)
     machine = Machine(
         run, strategy or STRATEGIES[schedule.strategy], compiler_for(schedule.target), seed=schedule.seed,
-        resident=schedule.resident, weak=schedule.weak, fine=schedule.fine, trace=trace,
+        resident=schedule.resident, weak=schedule.weak, fine=schedule.fine, trace=trace, waived=waived,
     )  # fmt: skip
     cause = None
     try:
@@ -181,11 +194,16 @@ def _execute(
     if fault is None:
         return machine
     raise SimulationFault(
-        fault.found_by(
-            schedule.strategy, schedule.seed, str(schedule.resident), schedule.weak, schedule.fine, machine.switches,
-            moments, schedule.target,
-        )
-    ) from cause  # fmt: skip
+        replace(_shown(fault, schedule), switches=machine.switches, trace=moments)
+    ) from cause
+
+
+def _shown(fault: Fault, schedule: Schedule) -> Fault:
+    """The fault with the schedule that shows it."""
+    return replace(
+        fault, strategy=schedule.strategy, seed=schedule.seed, resident=str(schedule.resident), weak=schedule.weak,
+        fine=schedule.fine, target=schedule.target, waive=schedule.waive,
+    )  # fmt: skip
 
 
 @lru_cache
@@ -238,12 +256,14 @@ def explore(
     first_seed: int = 0,
     progress: Callable[[int], None] | None = None,
     shrink: bool = True,
+    waive: Sequence[str] = (),
 ) -> Outcome:
     """Many schedules of a case, until one shows a fault.
 
     schedules   how many, or which
     seconds     stop after that long, inside a schedule too; the search for a shorter one may take as long again
     progress    called with the number of schedules done
+    waive       names of findings (Fault.name) to go past, beside those of the schedules; `waived` counts them
 
     An exception of the kernel or of the case itself comes out as a fault with rule "raised" and keeps its traceback
     in `raised`; UnsupportedKernel and ValueError, which concern the case as a whole, are raised.
@@ -253,7 +273,8 @@ def explore(
     chosen = (
         _schedules(schedules, strategies, first_seed=first_seed) if isinstance(schedules, int) else schedules
     )
-    for schedule in chosen:
+    for each in chosen:
+        schedule = replace(each, waive=(*each.waive, *waive)) if waive else each
         left = SCHEDULE_SECONDS if seconds is None else seconds - (time.monotonic() - begin)
         if left <= 0:
             break
@@ -300,7 +321,7 @@ def attempt(
     if outcome.schedules == 0:
         check_run(made)
     try:
-        outcome.switches += _execute(made, schedule, strategy).switches
+        outcome.switches += _execute(made, schedule, strategy, waived=outcome.waived).switches
         return None
     except SimulationFault as error:
         return error.fault
@@ -308,10 +329,7 @@ def attempt(
         raise
     except Exception as error:
         outcome.raised = error
-        return Fault(
-            "raised", f"{type(error).__name__}: {error}", strategy=schedule.strategy, seed=schedule.seed,
-            resident=str(schedule.resident), weak=schedule.weak, fine=schedule.fine, target=schedule.target,
-        )  # fmt: skip
+        return _shown(Fault("raised", f"{type(error).__name__}: {error}"), schedule)
 
 
 def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> Fault:
@@ -324,7 +342,7 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
                 other = replace(schedule, strategy=name, seed=seed)
                 again = attempt(case, other, Outcome(case.name))
                 alike = alike and again is not None and again.mismatch == fault.mismatch
-                if again is not None and again.key() == fault.key() and again.switches < found.switches:
+                if again is not None and again.name == fault.name and again.switches < found.switches:
                     best, found = other, again
             if alike:  # no interleaving explains it
                 return replace(
@@ -346,6 +364,7 @@ def exhaust(
     resident: int | str | None = None,
     weak: bool = False,
     target: str = TARGET,
+    waive: Sequence[str] = (),
 ) -> Outcome:
     """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
 
@@ -354,7 +373,7 @@ def exhaust(
     """
     begin = time.monotonic()
     outcome = Outcome(case.name)
-    schedule = Schedule("replay", 0, resident, weak, target=target)
+    schedule = Schedule("replay", 0, resident, weak, target=target, waive=tuple(waive))
     todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
     while todo and outcome.schedules < limit:
         choices, left = todo.pop()

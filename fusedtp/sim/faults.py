@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -151,6 +152,36 @@ RULES = {
     "timed out": "a kernel recorded a failed wait or another signature",
 }
 
+WAIVABLE = ("write-write race", "read-write race", "scope", "never written")  # a run can go on past these
+
+
+def finding(rule: str, sites: Iterable[Site]) -> str:
+    """The name of a finding, the same in every schedule and on every machine: the rule and the source lines.
+
+    A line of a helper is followed by the line of the kernel: "read-write race put.py:8@ring.py:12 ring.py:21".
+    """
+
+    def place(file: str, line: int) -> tuple[str, int]:
+        return os.path.basename(file), line
+
+    ends = sorted({(place(site.file, site.line), place(*site.kernel_place)) for site in sites})
+    words = [_word(*at) + ("" if at == kernel else f"@{_word(*kernel)}") for at, kernel in ends]
+    return " ".join([rule, *words])
+
+
+def _word(file: str, line: int) -> str:
+    return f"{file}:{line}" if line > 0 else "host"
+
+
+def unwaivable(name: str) -> str:
+    """Why no finding of this name can be waived; "" where one can."""
+    rule = next((rule for rule in RULES if f"{name} ".startswith(f"{rule} ")), "")
+    if rule not in WAIVABLE and rule:
+        return f"{name!r} cannot be waived: no run goes on past it. What can be: {', '.join(WAIVABLE)}"
+    if rule in ("", name):
+        return f"{name!r} must be a rule and its lines, in quotes, such as 'read-write race ring.py:12 ring.py:21'"
+    return ""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -162,6 +193,7 @@ class Fault:
     mismatch  the wrong value
     cause     of a race: what of a signal between the two is missing
     target    whose compiled code ran
+    waive     names of findings that the schedule went past
     switches  between programs, of the shortest schedule found that shows it
     """
 
@@ -177,6 +209,7 @@ class Fault:
     weak: bool = False
     fine: bool = False
     target: str = ""
+    waive: tuple[str, ...] = ()
     switches: int = 0
     trace: tuple[Moment, ...] = field(default=(), repr=False)
 
@@ -189,27 +222,10 @@ class Fault:
     def seen(self) -> str:
         return self.mismatch.seen if self.mismatch else ""
 
-    def found_by(
-        self,
-        strategy: str,
-        seed: int,
-        resident: str,
-        weak: bool,
-        fine: bool,
-        switches: int,
-        trace: tuple[Moment, ...],
-        target: str,
-    ) -> Fault:
-        """The same finding with the schedule that shows it."""
-        return replace(
-            self, strategy=strategy, seed=seed, resident=resident, weak=weak, fine=fine, switches=switches,
-            trace=trace, target=target,
-        )  # fmt: skip
-
-    def key(self) -> tuple[object, ...]:
-        """Equal for the same fault in another schedule: rule and source lines."""
-        sites = [a.site for a in self.accesses] or [w.site for w in self.waits]
-        return self.rule, *sorted({(s.file, s.line) for s in sites})
+    @property
+    def name(self) -> str:
+        """Equal for the same fault in another schedule."""
+        return finding(self.rule, [a.site for a in self.accesses] or [w.site for w in self.waits])
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
@@ -218,10 +234,12 @@ class Fault:
         lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
         if self.mismatch is not None:
             lines.append(f"  wanted {self.mismatch.wanted}, seen {self.mismatch.seen}")
+        lines += [f"  name: {self.name}"] if self.rule in WAIVABLE else []
         if self.strategy:
             lines.append(
                 f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "
-                f"weak={self.weak}, fine={self.fine}, target={self.target!r}; "
+                f"weak={self.weak}, fine={self.fine}, target={self.target!r}"
+                f"{f', waive={self.waive!r}' if self.waive else ''}; "
                 f"{self.switches} context switches"
             )
         return "\n".join(lines)

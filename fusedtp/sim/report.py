@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich.box import ASCII
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .faults import RULES, Access, Fault, Moment, Site, Wait
+from .faults import RULES, WAIVABLE, Access, Fault, Moment, Site, Wait
 
 ROWS = 15
 WIDTH = 110
@@ -43,6 +43,8 @@ def report(
         lines += interleaving(rows, width).splitlines()
     if fault.strategy:
         lines += ["", "Replay:", *(f"  {line}" for line in replay(fault, name, world_size, command))]
+    if fault.rule in WAIVABLE:
+        lines += ["", "To go past it and see what lies behind:", f"  --waive {shlex.quote(fault.name)}"]
     return "\n".join(lines)
 
 
@@ -92,13 +94,14 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     ]
     words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
     words += ["--fine"] if fault.fine else []
-    words += ["--target", fault.target]
+    words += ["--target", fault.target, *waivers(fault.waive)]
     if fault.strategy == "replay":
         return [command] if command else []
     value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
     target = f"target={fault.target!r}"
+    more = target + (f", waive={fault.waive!r}" if fault.waive else "")
     schedule = (
-        f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {target})"
+        f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {more})"
     )
     case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}, {target})"
     return [
@@ -108,6 +111,11 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
         "  from fusedtp.checks.workers import case_of",
         f"  run_schedule({case}.make(), {schedule})",
     ]
+
+
+def waivers(names: Iterable[str]) -> list[str]:
+    """Words of a command line."""
+    return [word for name in names for word in ("--waive", name)]
 
 
 def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:

@@ -105,6 +105,7 @@ class Machine:
     weak        strong reads may return old values, asynchronous copies and products land at their wait
     fine        warp by warp, in place of all lanes in lockstep
     trace       keep `moments`
+    waived      names of findings to go past, with how often each was met
     """
 
     def __init__(
@@ -118,9 +119,10 @@ class Machine:
         weak: bool = True,
         fine: bool = False,
         trace: bool = False,
+        waived: dict[str, int] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        self.line = Line(memory_map(run), self.rng, weak, trace)
+        self.line = Line(memory_map(run), self.rng, weak, trace, waived)
         self.strategy = strategy(self.rng, len(run.work))
         self.compiler, self.resident, self.lockstep, self.late = compiler, resident, not fine, weak
         self.limits = [self._drawn_limit() for _ in run.work]

@@ -25,6 +25,7 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,13 @@ class Line:
 
     weak    whether strong reads may return old values
     trace   whether to keep what every program does, for reports and timelines
+    waived  names of findings to go past, with how often each was met
     """
 
-    def __init__(self, tensors: Map, rng: random.Random, weak: bool, trace: bool = False) -> None:
+    def __init__(
+        self, tensors: Map, rng: random.Random, weak: bool, trace: bool = False, waived: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.waived = {} if waived is None else waived
         self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
         self.nearest = tensors.nearest
         self.starts: list[int] = []
@@ -359,9 +364,9 @@ class Window:
             part = who if chosen is None else who._replace(threads=who.threads[chosen])
             own = places if chosen is None else places[chosen]
             cells = shadow.cells(own, width)
-            found = shadow.conflict(part, cells, event.writes, self._again(event))
-            if found is not None:
-                raise self._race(shadow, found, event)
+            past: list[int] = []
+            while found := shadow.conflict(part, cells, event.writes, self._again(event), past):
+                past.append(self._race(shadow, found, event))
             if shadow.strong:
                 self._beside_strong(part, own, width, event)
             if not event.writes and shadow.poisoned:
@@ -393,9 +398,10 @@ class Window:
         """A weak access to words that strong operations use."""
         for place, thread in zip(places.tolist(), who.threads.tolist(), strict=True):
             for word in self.line.overlapping(place, width):
-                found = word.conflict(who.known, who.rows, thread, None, place, width, event.writes)
-                if found is not None:
-                    raise self._race_of_word(word, found.event, event)
+                past: list[int] = []
+                known, rows = who.known, who.rows
+                while found := word.conflict(known, rows, thread, None, place, width, event.writes, past):
+                    past.append(self._race_of_word(word, found.event, event))
                 if event.writes:
                     del self.line.words[word.place]
 
@@ -406,9 +412,9 @@ class Window:
             part = who if chosen is None else who._replace(threads=threads[chosen])
             cells = shadow.cells(places if chosen is None else places[chosen], width)
             shadow.strong = True
-            found = shadow.conflict(part, cells, event.writes)
-            if found is not None:
-                raise self._race(shadow, found, event)
+            past: list[int] = []
+            while found := shadow.conflict(part, cells, event.writes, None, past):
+                past.append(self._race(shadow, found, event))
             if event.what.startswith("store"):
                 shadow.unwritten[cells] = False
             elif shadow.poisoned:
@@ -421,9 +427,10 @@ class Window:
         """The word that a strong access uses, checked against those of others. threads know the same."""
         word, source = self.line.word(place, nb), self.known.at(scope)
         thread = int(threads[0])
-        found = word.conflict(self.known, self.known.now(), thread, source, place, nb, event.writes)
-        if found is not None:
-            raise self._race_of_word(word, found.event, event, found.source.reaches(source))
+        past: list[int] = []
+        now = self.known.now()
+        while found := word.conflict(self.known, now, thread, source, place, nb, event.writes, past):
+            past.append(self._race_of_word(word, found.event, event, found.source.reaches(source)))
         operation = Operation(self.known.tick, source, place, nb, number)
         for own in threads.tolist():
             word.operations[self.known.first + own, event.writes] = operation
@@ -502,32 +509,44 @@ class Window:
         if fresh.any():
             access = self._described(event, shadow.places(cells[fresh]))
             said = f"{self._who()} loads {access.tensor} {list(access.first)}, which nobody wrote"
-            raise SimulationFault(Fault("never written", said, (access,)))
+            self._end(Fault("never written", said, (access,)))
 
-    def _race(self, shadow: Shadow, found: Conflict, event: Event) -> SimulationFault:
-        line, why = self.line, ""
-        if not found.proxy:
-            words = list(line.words.values())
-            why = cause(words, line.events, self.known, found.event, found.by, found.tick, event)
-        return self._unordered(shadow.places(found.cells), found.event, event, proxy=found.proxy, cause=why)
+    def _end(self, fault: Fault, why: Callable[[], str] = str) -> None:
+        """Raises SimulationFault, unless the fault is waived; then the access happens and the run goes on."""
+        if fault.name not in self.line.waived:
+            raise SimulationFault(replace(fault, cause=why()))
+        self.line.waived[fault.name] += 1
 
-    def _race_of_word(self, word: Word, earlier: int, event: Event, reaches: bool = True) -> SimulationFault:
+    def _race(self, shadow: Shadow, found: Conflict, event: Event) -> int:
+        """Ends the run, or returns the earlier event of a race that is waived: the access may race with more."""
+
+        def why() -> str:
+            words = list(self.line.words.values())
+            return cause(words, self.line.events, self.known, found.event, found.by, found.tick, event)
+
+        return self._unordered(
+            shadow.places(found.cells), found.event, event, proxy=found.proxy, why=str if found.proxy else why
+        )
+
+    def _race_of_word(self, word: Word, earlier: int, event: Event, reaches: bool = True) -> int:
         return self._unordered(np.array([word.place]), earlier, event, "" if reaches else "scope")
 
     def _unordered(
-        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False, cause: str = ""
-    ) -> SimulationFault:
+        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False,
+        why: Callable[[], str] = str,
+    ) -> int:  # fmt: skip
         before = self.line.events[earlier]
         assert before is not None
         a, b = self._described(before, places, earlier), self._described(event, places)
-        why = "are not ordered"
+        how = "are not ordered"
         if proxy:
-            why = "are ordered, but no proxy fence lets an asynchronous copy see the first"
+            how = "are ordered, but no proxy fence lets an asynchronous copy see the first"
         if rule == "scope":
-            why = "are not ordered, and their scopes do not reach each other"
+            how = "are not ordered, and their scopes do not reach each other"
         rule = rule or ("write-write race" if before.writes and event.writes else "read-write race")
-        said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {why}"
-        return SimulationFault(Fault(rule, said, (a, b), cause=cause))
+        said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {how}"
+        self._end(Fault(rule, said, (a, b)), why)
+        return earlier
 
     def _described(self, event: Event, places: Words, number: int | None = None) -> Access:
         """number: of the event; that of one that happens now is higher than all."""

@@ -18,7 +18,7 @@ Source: Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,27 +117,29 @@ class Shadow:
     # -- weak accesses -----------------------------------------------------------------------------------------------
 
     def conflict(
-        self, who: Accessor, cells: Array, writes: bool, again: Callable[[Array], Array] | None = None
-    ) -> Conflict | None:
+        self, who: Accessor, cells: Array, writes: bool, again: Callable[[Array], Array] | None = None,
+        past: Sequence[int] = (),
+    ) -> Conflict | None:  # fmt: skip
         """A weak access by others that this one races with, if any.
 
         again   of events: whether each is a load of the line that loads now; None in lockstep
+        past    events whose race with this access is waived
         """
         if self.written:
-            found = self._unseen(who, cells, self.writes, self.write_events, writes, False, again)
+            found = self._unseen(who, cells, self.writes, self.write_events, writes, False, again, past)
             if found is not None:
                 return found
         if writes:
             self._settle()
             for stamps, events in self.reads.values():
-                found = self._unseen(who, cells, stamps, events, True, True)
+                found = self._unseen(who, cells, stamps, events, True, True, None, past)
                 if found is not None:
                     return found
         return None
 
     def _unseen(
         self, who: Accessor, cells: Array, last: Array, events: Array, writes: bool, reads: bool,
-        again: Callable[[Array], Array] | None = None,
+        again: Callable[[Array], Array] | None = None, past: Sequence[int] = (),
     ) -> Conflict | None:  # fmt: skip
         """Of the last accesses of others to the cells, reads or writes, one that this access is not ordered after."""
         known, stamps = who.known, last[cells]
@@ -156,6 +158,10 @@ class Shadow:
             inside = (by >= known.first) & (by < known.engine)
             same |= inside & again(self.reads[known.first][1][cells])
         unseen &= ~same
+        if past:
+            fresh = ~np.isin(events[cells], past)
+            unseen &= fresh
+            proxy = None if proxy is None else proxy & fresh
         missing = False
         if not unseen.any():
             if proxy is None or reads:
@@ -259,11 +265,16 @@ class Word:
         return next((w for w in reversed(self.writes) if w.number <= number), self.writes[0])
 
     def conflict(
-        self, known: Known, at: Rows, thread: int, source: Source | None, place: int, nb: int, writes: bool
-    ) -> Operation | None:
-        """A strong operation of another thread that an access now races with. source: None if it is weak."""
+        self, known: Known, at: Rows, thread: int, source: Source | None, place: int, nb: int, writes: bool,
+        past: Sequence[int] = (),
+    ) -> Operation | None:  # fmt: skip
+        """A strong operation of another thread that an access now races with.
+
+        source   None if it is weak
+        past     events whose race with this access is waived
+        """
         for (by, wrote), operation in self.operations.items():
-            if not (writes or wrote) or by == known.first + thread:
+            if not (writes or wrote) or by == known.first + thread or operation.event in past:
                 continue
             whole = operation.place == place and operation.nb == nb
             if source is not None and whole and operation.source.reaches(source):

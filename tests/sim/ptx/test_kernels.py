@@ -32,7 +32,7 @@ from fusedtp.sim import (
 )
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.report import report
-from tests.sim.ptx.running import once
+from tests.sim.ptx.running import BEFORE_3_8, once
 
 Edit = Callable[[str], str]
 
@@ -238,8 +238,9 @@ def wait_to_reuse(text: str) -> str:
 
 
 def test_a_tensor_store_has_landed_when_its_flag_is_released() -> None:
-    assert [once(block_case(), "sm_90", seed) for seed in range(3)] == [None] * 3
-    found = [once(block_case(), "sm_90", seed, edit=wait_to_reuse) for seed in range(3)]
+    edit = None if BEFORE_3_8 else wait_to_reuse
+    assert BEFORE_3_8 or [once(block_case(), "sm_90", seed) for seed in range(3)] == [None] * 3
+    found = [once(block_case(), "sm_90", seed, edit=edit) for seed in range(3)]
     assert sum(fault is not None for fault in found) >= 2, found
 
 
@@ -331,4 +332,4 @@ def test_explore_finds_and_replays_a_fault_of_compiled_code() -> None:
     assert "--target sm_80" in report(fault, name="message.py::case")
     with pytest.raises(SimulationFault) as again:
         run_schedule(message_case("relaxed").make(), schedule_of(fault))
-    assert again.value.fault.key() == fault.key()
+    assert again.value.fault.name == fault.name

@@ -349,7 +349,8 @@ def by_relaxed_polls(boxes, flags, src, dst, rank, N: tl.constexpr):
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(mine, 0, sem="relaxed", scope="sys") != 1:
         pass
-    tl.atomic_add(mine, 0, sem="acquire", scope="sys")
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") != 1:
+        pass
     tl.debug_barrier()
     receive(boxes, flags, dst, rank, N)
 
@@ -359,6 +360,19 @@ def by_volatile_polls(boxes, flags, src, dst, rank, N: tl.constexpr):
     send(boxes, flags, src, rank, N)
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     while tl.load(mine, volatile=True) != 1:
+        pass
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") != 1:
+        pass
+    tl.debug_barrier()
+    receive(boxes, flags, dst, rank, N)
+
+
+@triton.jit
+def by_unused_acquire(boxes, flags, src, dst, rank, N: tl.constexpr):
+    """Nothing uses the value that the acquire reads."""
+    send(boxes, flags, src, rank, N)
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(mine, 0, sem="relaxed", scope="sys") != 1:
         pass
     tl.atomic_add(mine, 0, sem="acquire", scope="sys")
     tl.debug_barrier()

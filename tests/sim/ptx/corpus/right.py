@@ -94,7 +94,10 @@ def relaxed_polls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.con
     while tl.atomic_add(mine, 0, sem="relaxed", scope="sys") != 1:
         pass
     if BUG != "no acquire":
-        tl.atomic_add(mine, 0, sem="acquire", scope="sys")
+        while (
+            tl.atomic_add(mine, 0, sem="acquire", scope="sys") != 1
+        ):  # Triton 3.7 removes it if nothing uses it
+            pass
     tl.debug_barrier()
     tl.store(dst + at, tl.load(floats(boxes, rank) + at))  # BUG
 
@@ -634,6 +637,7 @@ def last_block(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.conste
     SEM: tl.constexpr = "relaxed" if BUG == "relaxed" else "release" if BUG == "release alone" else \
         "acquire" if BUG == "acquire alone" else "acq_rel"  # fmt: skip
     tl.store(floats(boxes, rank) + row * N + at, tl.load(src + row * N + at))  # BUG
+    tl.debug_barrier()  # Triton before 3.8 lets one thread release without it
     last = programs - 2 if BUG == "one program too few" else programs - 1
     if BUG == "cta scope":
         done = tl.atomic_add(words(flags, rank), 1, sem=SEM, scope="cta")  # BUG: cta scope
@@ -698,6 +702,7 @@ def one_flag_for_all_programs(
     """Programs push rows to the peer and meet at gpu scope; the last one tells the peer at system scope, and waits."""
     at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     tl.store(floats(boxes, 1 - rank) + row * N + at, tl.load(src + row * N + at))  # BUG
+    tl.debug_barrier()  # Triton before 3.8 lets one thread release without it
     if BUG == "the last one does not acquire":
         done = tl.atomic_add(words(flags, rank) + 1, 1, sem="release", scope="gpu")
     else:

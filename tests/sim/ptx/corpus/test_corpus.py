@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from fusedtp.sim import Case, explore
+from fusedtp.sim import Case, Outcome, Schedule, UnsupportedKernel, explore
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.faults import Fault
 from fusedtp.sim.report import report
 from tests.sim.ptx.corpus import right, wrong
+from tests.sim.ptx.running import BEFORE_3_8
 
 SCHEDULES = int(os.environ.get("FUSEDTP_CORPUS_SCHEDULES", "6"))
 NOT_RELEASED, NOT_ACQUIRED, NOT_READ = "not release what", "not acquire what", "has read no word"
@@ -50,13 +51,22 @@ CAUSES = {
 RIGHT = [name for name in vars(right) if name.startswith("case_")]
 
 
+def explored(case: Case, chosen: list[Schedule]) -> Outcome:
+    try:
+        return explore(case, chosen, shrink=False)
+    except UnsupportedKernel as error:
+        if BEFORE_3_8 and "does not compile" in str(error):
+            pytest.skip("this Triton does not compile it")
+        raise
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_kernels_give_no_alarm(name: str) -> None:
     at = RIGHT.index(name)
     targets = ("sm_80", "sm_90") if SCHEDULES >= 100 else ("sm_90",) if at % 4 == 3 else ("sm_80",)
     for target in targets:
         chosen = list(schedules(SCHEDULES, target=target))
-        outcome = explore(Case(name, getattr(right, name)), chosen, shrink=False)
+        outcome = explored(Case(name, getattr(right, name)), chosen)
         assert outcome.fault is None, report(outcome.fault)
         assert outcome.schedules == SCHEDULES
 
@@ -67,9 +77,11 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
         monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 50)
     for first in range(max(1, SCHEDULES // 40)):
         chosen = list(schedules(each.within, first_seed=1000 * first, target="sm_80"))
-        outcome = explore(Case(each.name, lambda: each.make(each.bug)), chosen, shrink=False)
+        outcome = explored(Case(each.name, lambda: each.make(each.bug)), chosen)
         assert outcome.fault is not None, f"not found in {each.within} schedules"
         assert outcome.fault.rule in each.rules, str(outcome.fault)
+        if BEFORE_3_8:  # a line of a helper stands for every call
+            continue
         assert CAUSES.get(each.name, "") in outcome.fault.cause, str(outcome.fault)
         for launch, place in named(outcome.fault):
             assert each.bug in marks().get(place, {}).get(launch, ()), (
