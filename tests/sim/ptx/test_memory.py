@@ -154,6 +154,7 @@ def test_cp_async_lands_at_its_wait() -> None:
         ("ld.global.b32 %r1, [%rd0+2];", "misaligned"),
         ("atom.global.add.u32 %r1, [%rd0+1000], 1;", "out of bounds"),
         ("ld.shared.b32 %r1, [%r0+1];", "misaligned"),
+        ("ld.shared.v2.b32 {%r1, %r2}, [%r0+4];", "misaligned"),
         ("mov.b32 %r1, 64; st.shared.b32 [%r1], 0;", "out of bounds"),
         ("trap;", "raised"),
     ],

@@ -116,10 +116,21 @@ INTEGERS: list[tuple[str, Definition]] = [  # d, a, b, c: 32 bits, unsigned; the
 ]
 
 
+every_lane_or_half = pytest.mark.parametrize("half", [False, True], ids=["all lanes", "half of them"])
+
+
+def past(half: bool, instruction: str) -> str:
+    """The instruction, which a branch sends the odd lanes past if half of them shall do it."""
+    return f"""and.b32 %r9, %r0, {int(half)}; setp.ne.b32 %p7, %r9, 0; @%p7 bra $past;
+        {instruction};
+        $past:"""
+
+
+@every_lane_or_half
 @pytest.mark.parametrize(
     "text, definition", INTEGERS, ids=[text.split(" ")[0] + f"-{n}" for n, (text, _) in enumerate(INTEGERS)]
 )
-def test_integers(text: str, definition: Definition) -> None:
+def test_integers(text: str, definition: Definition, half: bool) -> None:
     given = [edge_words(32, 128, n) for n in range(3)]
     x = torch.from_numpy(np.stack(given).view(np.int32).copy())
     out = torch.zeros(128, dtype=torch.int32)
@@ -131,19 +142,27 @@ def test_integers(text: str, definition: Definition) -> None:
         mad.wide.u32 %rd8, %r0, 4, %rd0;
         ld.global.b32 %r1, [%rd8]; ld.global.b32 %r2, [%rd8+512]; ld.global.b32 %r3, [%rd8+1024];
         setp.lt.s32 %p1, %r3, 0;
-        {text};
-        mad.wide.u32 %rd9, %r0, 4, %rd1;
+        mov.b32 %r4, 77; {past(half, text)} mad.wide.u32 %rd9, %r0, 4, %rd1;
         st.global.b32 [%rd9], %r4;"""
     run_text(body, x, out, threads=128)
     got = out.numpy().view(np.uint32).tolist()
     for lane, words in enumerate(zip(*(g.tolist() for g in given), strict=True)):
-        want = definition(*words)
+        want = 77 if half and lane % 2 else definition(*words)
         assert want is None or got[lane] == want & 0xFFFFFFFF, (
             text,
             [hex(w) for w in words],
             hex(got[lane]),
             want,
         )
+
+
+def test_every_table_of_lop3() -> None:
+    """9.7.8.6: bit 4 a + 2 b + c of the table, for each bit of the operands."""
+    tables = range(256)
+    lines = [f"lop3.b32 %r1, %r2, %r3, %r4, {t}; st.global.b32 [%rd0+{4 * t}], %r1;" for t in tables]
+    out = torch.zeros(256, dtype=torch.int32)
+    run_text(f"mov.b32 %r2, 0xf0; mov.b32 %r3, 0xcc; mov.b32 %r4, 0xaa; {' '.join(lines)}", out)
+    assert (out & 0xFF).tolist() == list(tables)
 
 
 WIDE: list[tuple[str, Definition]] = [
@@ -161,21 +180,22 @@ WIDE: list[tuple[str, Definition]] = [
 ]
 
 
+@every_lane_or_half
 @pytest.mark.parametrize(
     "text, definition", WIDE, ids=[text.split(" ")[0] + f"-{n}" for n, (text, _) in enumerate(WIDE)]
 )
-def test_wide_integers(text: str, definition: Definition) -> None:
+def test_wide_integers(text: str, definition: Definition, half: bool) -> None:
     a, b, c = edge_words(32, 64, 1), edge_words(32, 64, 2), edge_words(64, 64, 3)
     x = torch.from_numpy(np.concatenate([a, b]).view(np.int32).copy())
     y, out = torch.from_numpy(c.view(np.int64).copy()), torch.zeros(64, dtype=torch.int64)
     body = f"""
         mad.wide.u32 %rd8, %r0, 4, %rd0; ld.global.b32 %r1, [%rd8]; ld.global.b32 %r2, [%rd8+256];
         mad.wide.u32 %rd9, %r0, 8, %rd1; ld.global.b64 %rd3, [%rd9];
-        {text};
-        mad.wide.u32 %rd9, %r0, 8, %rd2; st.global.b64 [%rd9], %rd4;"""
+        mov.b64 %rd4, 77; {past(half, text)} mad.wide.u32 %rd9, %r0, 8, %rd2; st.global.b64 [%rd9], %rd4;"""
     run_text(body, x, y, out, threads=64)
     for lane, (p, q, r) in enumerate(zip(a.tolist(), b.tolist(), c.tolist(), strict=True)):
-        assert out.numpy().view(np.uint64)[lane] == definition(p, q, r) & ((1 << 64) - 1), (
+        want = 77 if half and lane % 2 else definition(p, q, r)
+        assert out.numpy().view(np.uint64)[lane] == want & ((1 << 64) - 1), (
             text,
             hex(p),
             hex(q),
@@ -217,10 +237,11 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
 ]
 
 
+@every_lane_or_half
 @pytest.mark.parametrize(
     "text, definition", FLOATS, ids=[text.split(" ")[0] + f"-{n}" for n, (text, _) in enumerate(FLOATS)]
 )
-def test_floats(text: str, definition: Definition) -> None:
+def test_floats(text: str, definition: Definition, half: bool) -> None:
     torch.manual_seed(3)
     x = torch.randn(3, 128) * 2.0 ** torch.randint(-3, 4, (3, 128))
     x[:, ::5] = torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan]).repeat(13)[: 3 * 26].view(3, 26)
@@ -229,15 +250,14 @@ def test_floats(text: str, definition: Definition) -> None:
         mad.wide.u32 %rd8, %r0, 4, %rd0;
         ld.global.b32 %r1, [%rd8]; ld.global.b32 %r2, [%rd8+512]; ld.global.b32 %r3, [%rd8+1024];
         setp.lt.f32 %p1, %r3, 0f00000000;
-        {text};
-        mad.wide.u32 %rd9, %r0, 4, %rd1; st.global.b32 [%rd9], %r4;"""
+        mov.b32 %r4, 77; {past(half, text)} mad.wide.u32 %rd9, %r0, 4, %rd1; st.global.b32 [%rd9], %r4;"""
     run_text(body, x, out, threads=128)
     got = out.numpy().view(np.uint32)
     packed = "x2" in text
     with np.errstate(all="ignore"):
         for lane in range(128):
             a, b, c = x[:, lane].tolist()
-            want = definition(a, b, c)
+            want = 77 if half and lane % 2 else definition(a, b, c)
             if packed and (math.isnan(a) or math.isnan(b)):
                 continue  # which NaN it is, bit by bit, differs from torch's
             same = math.isnan(single(int(got[lane]))) and math.isnan(single(want))
