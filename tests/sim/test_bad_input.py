@@ -45,6 +45,15 @@ def case_right():
 
 def case_names():
     return run(dict(x=x, y=x.clone()), dict(x=x.clone()))
+
+def case_false():
+    return Run(case_right().work, (), lambda: torch.equal(x, x + 1))
+
+def case_true():
+    return Run(case_right().work, (), lambda: torch.equal(x, x))
+
+def case_words():
+    return Run(case_right().work, (), lambda: ["x differs"])
 """
 
 RAISES = """
@@ -99,6 +108,9 @@ REFUSED = {
     "kinds": (ADD, r"argument 'y' is int on rank 1, torch.float32 on 0"),
     "types": (ADD, r"argument 'y' is str on rank 1, bool on 0"),
     "names": (ADD, r"rank 1 and rank 0 differ in arguments \['y'\]"),
+    "false": (ADD, r"check returned bool; it must return the mismatches of `compare`, or None, or raise"),
+    "true": (ADD, r"check returned bool; it must return the mismatches of `compare`, or None, or raise"),
+    "words": (ADD, r"check returned list; it must return the mismatches of `compare`, or None, or raise"),
     "absent": (ADD, r"has no 'case_absent'"),
     "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
     "returns": ("def case_returns(): return 3", r"returned int; it must return a Case or a Run"),
