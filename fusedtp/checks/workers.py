@@ -400,7 +400,7 @@ def _told_apart() -> Iterator[None]:
         if _raised_by_us(error):
             raise BadInput(str(error)) from None
         raise UserError(_users_traceback(error)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard exits when it is imported
         raise UserError(_users_traceback(error)) from None
 
 
@@ -414,4 +414,6 @@ def _users_traceback(error: BaseException) -> str:
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code.co_filename.startswith((*OWN, "<frozen importlib")):
         at = at.tb_next
+    if at is None and isinstance(error, SyntaxError):  # it names file and line itself
+        return "".join(traceback.format_exception_only(error))
     return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))

@@ -77,6 +77,9 @@ def case_does_not_compile():
     x = torch.zeros(1)
     return Run([[Launch(kernel, 1, dict(x=x))]], (), lambda: None)
 
+def case_exits():
+    raise SystemExit("mine: usage")
+
 def case_checks():
     def check():
         raise KeyError("mine: reference")
@@ -161,6 +164,7 @@ def test_a_world_size_for_a_case_that_takes_none_is_refused(tmp_path):
     [
         ("makes", 'raise ValueError("mine: no such shape")', "ValueError: mine: no such shape"),
         ("makes_later", 'raise ValueError("mine: no such shape")', "ValueError: mine: no such shape"),
+        ("exits", 'raise SystemExit("mine: usage")', "SystemExit: mine: usage"),
         ("checks", 'raise KeyError("mine: reference")', "KeyError: 'mine: reference'"),
     ],
 )
@@ -177,3 +181,10 @@ def test_a_file_that_does_not_import_keeps_its_traceback(tmp_path):
     path = written(tmp_path, "import nothing_of_this_name")
     kind, said = outcome(str(path))
     assert kind == "raised" and f'File "{path}"' in said and "ModuleNotFoundError" in said
+
+
+def test_a_file_with_a_syntax_error_shows_its_line_and_no_frame_of_ours(tmp_path):
+    path = written(tmp_path, "def case_x(:")
+    kind, said = outcome(str(path))
+    assert kind == "raised" and said.startswith(f'  File "{path}", line ') and "SyntaxError" in said
+    assert "def case_x(:" in said and "Traceback" not in said
