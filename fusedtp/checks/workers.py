@@ -246,7 +246,7 @@ class Result:
             return "raised"
         if self.part.fault is not None:
             return self.part.fault.rule
-        return "out of time" if self.part.late and not self.schedules else "ok"
+        return "ok" if self.schedules else "out of time"
 
     @property
     def code(self) -> int:

@@ -86,6 +86,7 @@ FAULT = Fault("deadlock", "")
         (Found("a", None, 2, refused="no such file"), Part(), "refused", REFUSED),
         (Found("a", None, 2), Part(refused="brev.b32"), "refused", REFUSED),
         (Found("a", None, 2), Part(late="kernel.py:3"), "out of time", REFUSED),
+        (Found("a", None, 2), Part(), "out of time", REFUSED),
     ],
 )
 def test_exit_codes(found: Found, part: Part, verdict: str, code: int) -> None:
