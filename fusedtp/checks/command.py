@@ -122,7 +122,7 @@ class CheckOptions:
                 found.append(str(error))
         for name in ("schedules", "seconds", "workers", "exhaust"):
             value = getattr(self, name)
-            if value is not None and value < (0 if name == "exhaust" else 1e-9):
+            if value is not None and not value >= (0 if name == "exhaust" else 1e-9):  # NaN too
                 found.append(f"--{name} {value} is too small")
         found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
         found += [f"--target {name!r} must be one of {', '.join(TARGETS)}" for name in self.target
@@ -134,6 +134,8 @@ class CheckOptions:
             found.append("--strategies names none")
         if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
             found.append(f"--timeline {self.timeline}: no such folder")
+        elif self.timeline is not None and self.timeline.is_dir():
+            found.append(f"--timeline {self.timeline} is a folder; name a file")
         return found
 
     def names(self) -> tuple[str, ...]:
@@ -236,7 +238,7 @@ def _report(results: Sequence[Result], options: CheckOptions) -> None:
                 print(result.found.raised, end="", file=sys.stderr)
             elif result.found.refused:
                 _refuse([result.found.refused])
-            elif result.part.late:
+            elif result.verdict == "out of time":
                 _refuse([f"{_label(result.found)}: {_late(result)}"])
         return
     console = _console()
@@ -251,7 +253,8 @@ def _report(results: Sequence[Result], options: CheckOptions) -> None:
 
 
 def _late(result: Result) -> str:
-    return f"the time was over in schedule {result.schedules + 1}, at {result.part.late}"
+    place = f", at {result.part.late}" if result.part.late else ""
+    return f"the time was over in schedule {result.schedules + 1}{place}"
 
 
 def _label(found: Found) -> str:
@@ -423,7 +426,7 @@ def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> Non
     )
     title = f"{result.found.name} on {result.found.world_size} ranks"
     options.timeline.write_text(html(moments, title=title, fault=fault), encoding="utf-8")
-    print(f"timeline: {options.timeline}")
+    print(f"timeline: {options.timeline}", file=sys.stderr if options.json else sys.stdout)
 
 
 def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, list[Any]]:

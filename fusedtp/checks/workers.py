@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -249,7 +250,7 @@ class Result:
             return "raised"
         if self.part.fault is not None:
             return self.part.fault.rule
-        return "out of time" if self.part.late and not self.schedules else "ok"
+        return "ok" if self.schedules else "out of time"
 
     @property
     def code(self) -> int:
@@ -394,6 +395,15 @@ def _begin() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    """A parent that is killed ends no worker: they would finish their case and then wait for the next for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager
@@ -407,7 +417,7 @@ def _told_apart() -> Iterator[None]:
         if _raised_by_us(error):
             raise BadInput(str(error)) from None
         raise UserError(_users_traceback(error)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard exits when it is imported
         raise UserError(_users_traceback(error)) from None
 
 
@@ -421,4 +431,6 @@ def _users_traceback(error: BaseException) -> str:
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code.co_filename.startswith((*OWN, "<frozen importlib")):
         at = at.tb_next
+    if at is None and isinstance(error, SyntaxError):  # it names file and line itself
+        return "".join(traceback.format_exception_only(error))
     return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))

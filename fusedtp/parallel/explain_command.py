@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 
 
 def main(argv: list[str]) -> int:
-    """Print the table that explain prints, of a model without weights, by virtual ranks."""
+    """Print the table that explain prints, of a model without weights, by virtual ranks.
+
+    Returns the exit code: 1 where there is no such model or it cannot be split so.
+    """
     parser = argparse.ArgumentParser(prog="fusedtp explain", description=__doc__)
     parser.add_argument("--model", required=True, help="a hub name, a folder, a config.json, or a model type")
     parser.add_argument("--tp", type=int, default=2, help="ranks that share the model (default 2)")
@@ -18,13 +22,16 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--whole-tokens", action="store_true", help="without sequence parallelism")
     options = parser.parse_args(argv)
+    for option in ("tp", "tokens"):
+        if getattr(options, option) < 1:
+            parser.error(f"--{option} {getattr(options, option)} must be at least 1")
     try:
         print(explained(options.model, options.tp, options.tokens, not options.whole_tokens))
     except ModuleNotFoundError as error:
-        print(f"fusedtp explain needs transformers: pip install 'fusedtp[hf]' ({error})")
+        print(f"fusedtp explain needs transformers: pip install 'fusedtp[hf]' ({error})", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
-        print(f"fusedtp explain: {error}")
+        print(f"fusedtp explain: error: {error}", file=sys.stderr)
         return 1
     return 0
 

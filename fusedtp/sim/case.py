@@ -120,7 +120,8 @@ class Run:
 
     work     one list a rank: what its streams do, in order of issue
     memory   what kernels reach by address rather than by argument
-    check    called after the schedule; raises or returns mismatches where the result is wrong
+    check    called after the schedule; raises or returns mismatches where the result is wrong; True and False are
+             refused
     failures what kernels wrote down of waits that failed, in words: called after the schedule and where one ends with
              another fault, which may have come of that
     """

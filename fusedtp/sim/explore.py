@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .case import Case, Launch, Run
-from .faults import Fault, Moment, SimulationFault, Site, UnsupportedKernel, unwaivable
+from .faults import Fault, Mismatch, Moment, SimulationFault, Site, UnsupportedKernel, unwaivable
 from .launching import plain
 from .limits import OutOfTime, time_limit
 from .memory import Memory
@@ -220,7 +220,13 @@ def _recorded(run: Run) -> Fault | None:
 
 def _wrong(run: Run) -> Fault | None:
     """The first output that is not the reference."""
-    found = (run.check() if run.check else None) or ()
+    found = run.check() if run.check else None
+    found = () if found is None else found
+    if not isinstance(found, list | tuple) or not all(isinstance(each, Mismatch) for each in found):
+        raise ValueError(
+            f"the run's check returned {type(found).__name__}; it must return the mismatches of `compare`, or None, "
+            "or raise"
+        )
     return next(
         (Fault("wrong value", f"{each} differ from the reference", mismatch=each) for each in found), None
     )

@@ -79,13 +79,13 @@ def _source(site: Site) -> list[str]:
 
 
 def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -> list[str]:
-    """A command line and a Python call that show the fault again."""
+    """A command line and a Python call that show the fault again; the call alone for a case without a name."""
     resident = "all" if fault.resident in ("None", "") else fault.resident
     size = [] if world_size is None else ["--world-size", str(world_size)]
     words = [
         "fusedtp",
         "check",
-        *([name] if name else []),
+        name,
         *size,
         "--schedules",
         "1",
@@ -103,6 +103,11 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     schedule = (
         f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {more})"
     )
+    if not name:
+        return [
+            "from fusedtp.sim import Schedule, run_schedule",
+            f"run_schedule(a_run_of_the_case, {schedule})",
+        ]
     case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}, {target})"
     return [
         shlex.join(words),

@@ -12,6 +12,8 @@ What Triton compiles for sm_80 and sm_90 runs, in a process without TRITON_INTER
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,10 +30,10 @@ from .strategies import DEFAULT
 class Finding(SimulationFault):
     """A fault, told as `fusedtp check` tells it. `fault` holds it."""
 
-    def __init__(self, outcome: Outcome, world_size: int | None) -> None:
+    def __init__(self, outcome: Outcome, path: str, world_size: int | None) -> None:
         assert outcome.fault is not None
         super().__init__(outcome.fault)
-        self.args = (report(outcome.fault, name=outcome.case, world_size=world_size),)
+        self.args = (report(outcome.fault, name=path, world_size=world_size),)
 
 
 def assert_no_finding(
@@ -65,7 +67,7 @@ def assert_no_finding(
         if outcome.raised is not None:
             raise outcome.raised
         if outcome.fault is not None:
-            raise Finding(outcome, world_size)
+            raise Finding(outcome, _path_of(case), world_size)
         if not outcome.passed:
             raise AssertionError(
                 f"{made.name}: no schedule ended in {seconds} s; the first stood at {outcome.late}"
@@ -82,11 +84,25 @@ def _case(case: Case | Callable[..., Any], world_size: int | None) -> Case:
         return case
     takes = "world_size" in inspect.signature(case).parameters
     if world_size is not None and not takes:
-        raise ValueError(f"{case.__name__} takes no world_size")
+        raise ValueError(f"{_called(case)} takes no world_size")
     given = {} if world_size is None else {"world_size": world_size}
     made = case(**given)
     if isinstance(made, Case):
         return made
     if not isinstance(made, Run):
-        raise ValueError(f"{case.__name__} returned {type(made).__name__}; it must return a Case or a Run")
-    return Case(case.__name__, lambda: case(**given))
+        raise ValueError(f"{_called(case)} returned {type(made).__name__}; it must return a Case or a Run")
+    return Case(_called(case), lambda: case(**given))
+
+
+def _called(case: Callable[..., Any]) -> str:
+    return str(getattr(case, "__name__", "the case"))
+
+
+def _path_of(case: Any) -> str:
+    """path/to/file.py::name, as `fusedtp check` takes it; "" for what has no name in a module's file."""
+    module = sys.modules.get(getattr(case, "__module__", ""))
+    name, file = getattr(case, "__name__", ""), getattr(module, "__file__", None)
+    if file is None or getattr(module, name, None) is not case:
+        return ""
+    path = os.path.relpath(file)
+    return f"{file if path.startswith(os.pardir) else path}::{name}"

@@ -9,6 +9,7 @@ fusedtp generate --run RUN PROMPT
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ def load_model(
     Raises CheckpointError where there is none that can be read.
     """
     folder, refused = run / CHECKPOINTS, []
-    for candidate in [step] if step is not None else reversed(steps_in(folder)):
+    steps = steps_in(folder)
+    if step is not None and steps and step not in steps:
+        raise CheckpointError(f"{folder} holds no step {step}; it holds {', '.join(map(str, steps))}")
+    for candidate in [step] if step is not None else reversed(steps):
         path = path_of(folder, candidate)
         if faults := faults_of(path):
             refused += faults
@@ -169,10 +173,21 @@ class GenerateOptions:
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print {"prompt", "text"} instead of the text."""
 
+    def faults(self) -> list[str]:
+        """What is wrong with the options themselves."""
+        found = [] if self.tokens >= 1 else [f"--tokens {self.tokens} must be at least 1"]
+        if not 0 <= self.temperature < math.inf:
+            found.append(f"--temperature {self.temperature} must be a number from 0 on")
+        return found
+
 
 def generate_main(argv: list[str]) -> int:
-    """Returns the exit code."""
+    """Returns the exit code: 2 where an option is wrong, 1 where the run cannot write."""
     options = tyro.cli(GenerateOptions, prog="fusedtp generate", args=argv)
+    for line in (wrong := options.faults()):
+        print(f"fusedtp generate: error: {line}", file=sys.stderr)
+    if wrong:
+        return 2
     try:
         model, config = load_model(options.run, options.step)
         tokenizer = tokenizer_of(config.data.tokenizer)

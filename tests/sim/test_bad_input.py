@@ -45,6 +45,15 @@ def case_right():
 
 def case_names():
     return run(dict(x=x, y=x.clone()), dict(x=x.clone()))
+
+def case_false():
+    return Run(case_right().work, (), lambda: torch.equal(x, x + 1))
+
+def case_true():
+    return Run(case_right().work, (), lambda: torch.equal(x, x))
+
+def case_words():
+    return Run(case_right().work, (), lambda: ["x differs"])
 """
 
 RAISES = """
@@ -67,6 +76,9 @@ def case_makes_later():
 def case_does_not_compile():
     x = torch.zeros(1)
     return Run([[Launch(kernel, 1, dict(x=x))]], (), lambda: None)
+
+def case_exits():
+    raise SystemExit("mine: usage")
 
 def case_checks():
     def check():
@@ -99,6 +111,9 @@ REFUSED = {
     "kinds": (ADD, r"argument 'y' is int on rank 1, torch.float32 on 0"),
     "types": (ADD, r"argument 'y' is str on rank 1, bool on 0"),
     "names": (ADD, r"rank 1 and rank 0 differ in arguments \['y'\]"),
+    "false": (ADD, r"check returned bool; it must return the mismatches of `compare`, or None, or raise"),
+    "true": (ADD, r"check returned bool; it must return the mismatches of `compare`, or None, or raise"),
+    "words": (ADD, r"check returned list; it must return the mismatches of `compare`, or None, or raise"),
     "absent": (ADD, r"has no 'case_absent'"),
     "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
     "returns": ("def case_returns(): return 3", r"returned int; it must return a Case or a Run"),
@@ -149,6 +164,7 @@ def test_a_world_size_for_a_case_that_takes_none_is_refused(tmp_path):
     [
         ("makes", 'raise ValueError("mine: no such shape")', "ValueError: mine: no such shape"),
         ("makes_later", 'raise ValueError("mine: no such shape")', "ValueError: mine: no such shape"),
+        ("exits", 'raise SystemExit("mine: usage")', "SystemExit: mine: usage"),
         ("checks", 'raise KeyError("mine: reference")', "KeyError: 'mine: reference'"),
     ],
 )
@@ -165,3 +181,10 @@ def test_a_file_that_does_not_import_keeps_its_traceback(tmp_path):
     path = written(tmp_path, "import nothing_of_this_name")
     kind, said = outcome(str(path))
     assert kind == "raised" and f'File "{path}"' in said and "ModuleNotFoundError" in said
+
+
+def test_a_file_with_a_syntax_error_shows_its_line_and_no_frame_of_ours(tmp_path):
+    path = written(tmp_path, "def case_x(:")
+    kind, said = outcome(str(path))
+    assert kind == "raised" and said.startswith(f'  File "{path}", line ') and "SyntaxError" in said
+    assert "def case_x(:" in said and "Traceback" not in said

@@ -119,9 +119,11 @@ def test_workers_compile_though_the_caller_interprets(file, capsys, monkeypatch)
         (["--resident", "0"], "--resident '0' must be all, varying or at least 1"),
         (["--schedules", "0"], "--schedules 0 is too small"),
         (["--seconds", "-1"], "--seconds -1.0 is too small"),
+        (["--seconds", "nan"], "--seconds nan is too small"),
         (["--world-size", "0"], "--world-size 0 must be at least 1"),
         (["--target", "sm_70"], "--target 'sm_70' must be one of sm_80, sm_90"),
         (["--timeline", "/no/such/folder/x.html"], "no such folder"),
+        (["--timeline", "."], "--timeline . is a folder; name a file"),
     ],
 )
 def test_wrong_options_are_said_in_one_line_before_anything_starts(words, said, capsys):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +90,7 @@ FAULT = Fault("deadlock", "")
         (Found("a", None, 2, refused="no such file"), Part(), "refused", REFUSED),
         (Found("a", None, 2), Part(refused="brev.b32"), "refused", REFUSED),
         (Found("a", None, 2), Part(late="kernel.py:3"), "out of time", REFUSED),
+        (Found("a", None, 2), Part(), "out of time", REFUSED),
     ],
 )
 def test_exit_codes(found: Found, part: Part, verdict: str, code: int) -> None:
@@ -112,3 +117,26 @@ def test_a_worker_that_dies_takes_no_other_case_with_it(monkeypatch: pytest.Monk
         )
     assert first.part.raised == DIED and first.code == CRASHED
     assert second.verdict == "ok" and second.schedules == 3
+
+
+KILLED = """
+import os, signal, time
+from fusedtp.checks.workers import pool
+with pool(1) as workers:
+    print(workers.submit(os.getpid).result(), flush=True)
+    workers.submit(time.sleep, 600)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_command_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        worker = int(command.stdout.readline())
+        assert command.wait(60) == -signal.SIGKILL
+    for _ in range(100):
+        if not Path(f"/proc/{worker}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker goes on")

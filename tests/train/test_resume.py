@@ -467,3 +467,20 @@ def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
     step = steps_in(folder / CHECKPOINTS)[-1]
     assert f"asked to end by SIGTERM: saved after step {step}" in out
     assert [each for each, loss, _ in losses(folder) if loss is not None] == list(range(step))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--tokens", "-5"], 2, "--tokens -5 must be at least 1"),
+        (["--temperature", "-1"], 2, "--temperature -1.0 must be a number from 0 on"),
+        (["--temperature", "nan"], 2, "--temperature nan must be a number from 0 on"),
+        (["--step", "7"], 1, "holds no step 7; it holds 33, 80"),
+    ],
+)
+def test_generate_says_in_one_line_what_it_cannot_do(words, code, said, tmp_path, capsys):
+    for step in (33, 80):
+        path_of(tmp_path / CHECKPOINTS, step).mkdir(parents=True)
+    assert cli.main(["generate", "--run", str(tmp_path), *words, "Once"]) == code
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and said in err

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedtp.checks.workers import case_of, names_of
 from fusedtp.sim import (
     Await,
     Case,
@@ -256,6 +259,18 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
         AssertionError, match=r"no schedule ended in 0.5 s; the first stood at .*polls_and_counts"
     ):
         assert_no_finding(cases.case_polls_and_counts, seconds=0.5, targets="sm_80")
+
+
+def test_a_finding_in_a_test_gives_a_command_that_finds_its_case() -> None:
+    with pytest.raises(SimulationFault) as told:
+        assert_no_finding(cases.case_assertion_fails, schedules=1, targets="sm_90")
+    command = next(line for line in str(told.value).splitlines() if "fusedtp check" in line)
+    name = shlex.split(command)[2]
+    assert names_of(name) == [name] and case_of(name).name == name
+
+    with pytest.raises(SimulationFault) as told:
+        assert_no_finding(partial(cases.case_assertion_fails), schedules=1, targets="sm_90")
+    assert "fusedtp check" not in str(told.value) and "run_schedule(" in str(told.value)
 
 
 @pytest.mark.parametrize(

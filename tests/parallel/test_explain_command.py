@@ -1,0 +1,27 @@
+"""`fusedtp explain` as a user meets it: the table on stdout, errors on stderr."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusedtp import cli
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--tp", "0"], "--tp 0 must be at least 1"), (["--tokens", "0"], "--tokens 0 must be")],
+)
+def test_numbers_below_one_are_refused_by_their_option(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["explain", "--model", "llama", *words])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == "" and said in err
+
+
+def test_a_model_that_cannot_be_split_so_is_an_error_not_a_result(capsys):
+    pytest.importorskip("transformers")
+    assert cli.main(["explain", "--model", "llama", "--tp", "7"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(
+        "fusedtp explain: error: LlamaForCausalLM cannot be parallelized over 7"
+    )
