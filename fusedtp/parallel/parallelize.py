@@ -50,8 +50,13 @@ def parallelize(
     afterwards) and distributed checkpoints work, and full state dicts load before and after.
     Raises ValueError that names weights of a model of others that differ between ranks, or modules for which ranks
     inferred different words; lists every fault of plan, model and world size; says which mesh of experts does not go
-    with the mesh, or that transformers has split the model already. Nothing is changed then.
+    with the mesh, or that transformers has split the model already. Nothing is changed then. TypeError for what is no
+    module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"parallelize takes a torch.nn.Module, not {type(model).__name__}; from_pretrained loads one by name"
+        )
     refuse_split_by_transformers(model)
     comm = communicator(mesh)
     if experts is not None:

@@ -110,6 +110,14 @@ def test_patterns_match_one_part_of_a_name():
     assert VirtualWorld(1).run(attempt) == [["ColumnParallel", "RowParallel"]]
 
 
+def test_what_is_no_module_is_refused():
+    def attempt(group) -> None:
+        with pytest.raises(TypeError, match=r"takes a torch.nn.Module, not str; from_pretrained loads one"):
+            parallelize("gpt2", group)
+
+    VirtualWorld(1).run(attempt)
+
+
 def refuse_empty_shards(group) -> None:
     mesh = dp_tp_mesh()
     with pytest.raises(ValueError) as caught:
