@@ -43,7 +43,10 @@ def cause(
     carrying = [source for source, clock in carried if by < clock.shape[1] and clock[GENERIC, by] >= tick]
     if not carrying:
         if _releases(wrote):
-            return f"the {wrote.what} at {wrote.site} releases what its own thread did, and no barrier came before it"
+            alone = (
+                "releases what its own thread did, and no barrier came before it that both threads reached"
+            )
+            return f"the {wrote.what} at {wrote.site} {alone}"
         return f"the {wrote.what} at {wrote.site} does not release what came before it"
     if not any(source.reaches(read.source) for source in carrying):
         ends = f"the {wrote.what} at {wrote.site} and the {saw.what} at {saw.site}"

@@ -353,6 +353,34 @@ def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
                 run_all(work, weak=True)
 
 
+def test_a_barrier_opens_for_as_many_threads_as_it_expects() -> None:
+    """9.7.13.1: it completes when that many have arrived; those who come later wait for the next phase."""
+    body = """mad.wide.u32 %rd8, %r0, 4, %rd0; xor.b32 %r1, %r0, {}; mad.wide.u32 %rd9, %r1, 4, %rd0;
+        st.global.b32 [%rd8], %r0; bar.sync 1, 64; ld.global.b32 %r2, [%rd9];"""
+
+    def racing(by: int, fine: bool) -> int:
+        count = 0
+        for seed in range(6):
+            data = torch.zeros(128, dtype=torch.int32)
+            try:
+                run_all(
+                    [[Launch(Text(body.format(by), 1, 128), 1, dict(data=data))]],
+                    weak=True,
+                    fine=fine,
+                    seed=seed,
+                )
+            except SimulationFault as error:
+                assert "race" in error.fault.rule
+                count += 1
+        return count
+
+    for fine in (False, True):
+        assert racing(1, fine) == 0  # a warp is of one phase
+        assert min(racing(by, fine) for by in (32, 64, 96)) > 0  # any two warps may be of different ones
+    with pytest.raises(SimulationFault, match="threads wait at barriers"):
+        run_all([[Launch(Text("bar.sync 1, 64;", 1, 96), 1, dict(data=torch.zeros(1)))]])
+
+
 def test_bar_arrive_orders_those_that_wait_only() -> None:
     """8.9.4: `bar.arrive` synchronizes with `bar.sync`, not the other way."""
     arrives = "st.global.b32 [%rd0], 1; bar.arrive 1, 64;"
