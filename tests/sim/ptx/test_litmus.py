@@ -333,6 +333,37 @@ def test_a_race_names_all_elements_that_it_concerns() -> None:
     assert [(a.first, a.last) for a in caught.value.fault.accesses] == [((0,), (7,))] * 2
 
 
+@pytest.mark.parametrize("part", ["sends", "sees", "passes on", "ends", "nothing"])
+def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(part: str) -> None:
+    """T0 writes x and signals y to T1, which signals z to T2, which reads x."""
+
+    def by(order: str, this: str) -> str:
+        return "relaxed" if part == this else order
+
+    def wait(word: str, this: str) -> str:
+        seen = ld("%r3", word, by("acquire", this))
+        return f"$L{word}: {seen} setp.eq.b32 %p3, %r3, 0; @%p3 bra $L{word};"
+
+    threads = [
+        f"st.global.b32 [x], 1; {st('y', 1, by('release', 'sends'))}",
+        f"{wait('y', 'sees')} {st('z', 1, by('release', 'passes on'))}",
+        f"{wait('z', 'ends')} ld.global.b32 %r10, [x];",
+    ]
+    work = _work(threads, "ranks", torch.zeros(4, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32))
+    if part == "nothing":
+        run_all(work)
+        return
+    with pytest.raises(SimulationFault) as caught:
+        run_all(work)
+    said = caught.value.fault.cause
+    assert said.startswith("a signal goes by way of rank 1,"), said
+    what = {"sends": "the store (", "sees": "the load (", "passes on": "the store (", "ends": "the load ("}[
+        part
+    ]
+    assert what in said
+    assert ("does not release" if part in ("sends", "passes on") else "does not acquire") in said
+
+
 @pytest.mark.parametrize("barrier", ["bar.sync 0;", "bar.sync 1, 64;", "barrier.sync 2;"])
 def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
     """And lanes of a warp are ordered by bar.warp.sync alone, not by being of one warp: 8.5, note."""
