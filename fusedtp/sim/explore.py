@@ -339,10 +339,13 @@ def attempt(
 
 
 def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> Fault:
-    """The same fault with the fewest context switches among some more schedules, with a trace, found in that time."""
+    """The same fault with the fewest context switches among some more schedules, with a trace.
+
+    Half of the time is for the search; what it found until then is run again for its trace.
+    """
     best, found, alike = schedule, fault, fault.rule == "wrong value"
     try:
-        with time_limit(seconds):
+        with time_limit(seconds / 2):
             for seed in range(SHRINK_SCHEDULES):
                 name = ("run_to_block", "pct")[seed % 2]
                 other = replace(schedule, strategy=name, seed=seed)
@@ -350,15 +353,19 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
                 alike = alike and again is not None and again.mismatch == fault.mismatch
                 if again is not None and again.name == fault.name and again.switches < found.switches:
                     best, found = other, again
-            if alike:  # no interleaving explains it
-                return replace(
-                    found, message=f"{found.message}, the same in every schedule that was tried", trace=()
-                )
+    except OutOfTime:
+        alike = False
+    except Exception:
+        return found
+    if alike:  # no interleaving explains it
+        return replace(found, message=f"{found.message}, the same in every schedule that was tried", trace=())
+    try:
+        with time_limit(seconds / 2):
             _execute(case.make(), best, trace=True)
     except SimulationFault as error:
         return error.fault
     except (Exception, OutOfTime):
-        return found
+        pass
     return found
 
 

@@ -195,8 +195,13 @@ class Known:
 
     def join(self, threads: Array, clock: Clock) -> None:
         """These threads know what `clock` does."""
-        self._fit()
         width = clock.shape[1]
+        whose = self.which[threads]
+        if width <= self.rows.shape[2] and all(
+            (clock <= self.rows[at, :, :width]).all() for at in set(whose.tolist())
+        ):
+            return  # as in a poll that sees what the last one saw
+        self._fit()
         whose = self.which[threads]
         for at in set(whose.tolist()):
             row = self.rows[at, :, :width]

@@ -502,6 +502,8 @@ class Program:
             if count < expected - (gone if expected == self.threads else 0):
                 continue
             met = True
+            if count > expected:
+                groups = self._first_come(groups, expected - self.arrived.get(number, 0))
             threads = np.concatenate([v.ids[g.mask] for v, g in groups])
             self.arrived.pop(number, None)
             self.window.known.meet(threads, self.arrivals.pop(number, []))
@@ -509,6 +511,26 @@ class Program:
                 group.barrier = None
         if not met:
             raise self.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
+
+    def _first_come(self, groups: list[tuple[Lanes, Group]], count: int) -> list[tuple[Lanes, Group]]:
+        """More threads wait than a barrier expects: it opens for that many, warps in any order; the rest wait on."""
+        warps = sorted({int(warp) for v, g in groups for warp in v.ids[g.mask] >> 5})
+        self.rng.shuffle(warps)
+        passing: list[tuple[Lanes, Group]] = []
+        for warp in warps:
+            for vector, group in groups:
+                mask = group.mask & (vector.ids >> 5 == warp)
+                size = int(np.count_nonzero(mask))
+                if count > 0 and size:
+                    count -= size
+                    group.mask, group.size = group.mask & ~mask, group.size - size
+                    part = Group(group.at, mask, size, group.barrier, group.expected)
+                    vector.groups.append(part)
+                    passing.append((vector, part))
+        for vector, group in groups:
+            if not group.size:
+                vector.groups.remove(group)
+        return passing
 
     # -- what lanes share --------------------------------------------------------------------------------------------
 

@@ -333,6 +333,37 @@ def test_a_race_names_all_elements_that_it_concerns() -> None:
     assert [(a.first, a.last) for a in caught.value.fault.accesses] == [((0,), (7,))] * 2
 
 
+@pytest.mark.parametrize("part", ["sends", "sees", "passes on", "ends", "nothing"])
+def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(part: str) -> None:
+    """T0 writes x and signals y to T1, which signals z to T2, which reads x."""
+
+    def by(order: str, this: str) -> str:
+        return "relaxed" if part == this else order
+
+    def wait(word: str, this: str) -> str:
+        seen = ld("%r3", word, by("acquire", this))
+        return f"$L{word}: {seen} setp.eq.b32 %p3, %r3, 0; @%p3 bra $L{word};"
+
+    threads = [
+        f"st.global.b32 [x], 1; {st('y', 1, by('release', 'sends'))}",
+        f"{wait('y', 'sees')} {st('z', 1, by('release', 'passes on'))}",
+        f"{wait('z', 'ends')} ld.global.b32 %r10, [x];",
+    ]
+    work = _work(threads, "ranks", torch.zeros(4, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32))
+    if part == "nothing":
+        run_all(work)
+        return
+    with pytest.raises(SimulationFault) as caught:
+        run_all(work)
+    said = caught.value.fault.cause
+    assert said.startswith("a signal goes by way of rank 1,"), said
+    what = {"sends": "the store (", "sees": "the load (", "passes on": "the store (", "ends": "the load ("}[
+        part
+    ]
+    assert what in said
+    assert ("does not release" if part in ("sends", "passes on") else "does not acquire") in said
+
+
 @pytest.mark.parametrize("barrier", ["bar.sync 0;", "bar.sync 1, 64;", "barrier.sync 2;"])
 def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
     """And lanes of a warp are ordered by bar.warp.sync alone, not by being of one warp: 8.5, note."""
@@ -351,6 +382,34 @@ def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
         else:
             with pytest.raises(SimulationFault, match="race"):
                 run_all(work, weak=True)
+
+
+def test_a_barrier_opens_for_as_many_threads_as_it_expects() -> None:
+    """9.7.13.1: it completes when that many have arrived; those who come later wait for the next phase."""
+    body = """mad.wide.u32 %rd8, %r0, 4, %rd0; xor.b32 %r1, %r0, {}; mad.wide.u32 %rd9, %r1, 4, %rd0;
+        st.global.b32 [%rd8], %r0; bar.sync 1, 64; ld.global.b32 %r2, [%rd9];"""
+
+    def racing(by: int, fine: bool) -> int:
+        count = 0
+        for seed in range(6):
+            data = torch.zeros(128, dtype=torch.int32)
+            try:
+                run_all(
+                    [[Launch(Text(body.format(by), 1, 128), 1, dict(data=data))]],
+                    weak=True,
+                    fine=fine,
+                    seed=seed,
+                )
+            except SimulationFault as error:
+                assert "race" in error.fault.rule
+                count += 1
+        return count
+
+    for fine in (False, True):
+        assert racing(1, fine) == 0  # a warp is of one phase
+        assert min(racing(by, fine) for by in (32, 64, 96)) > 0  # any two warps may be of different ones
+    with pytest.raises(SimulationFault, match="threads wait at barriers"):
+        run_all([[Launch(Text("bar.sync 1, 64;", 1, 96), 1, dict(data=torch.zeros(1)))]])
 
 
 def test_bar_arrive_orders_those_that_wait_only() -> None:

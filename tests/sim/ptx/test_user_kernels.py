@@ -218,6 +218,15 @@ def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.Mo
         assert f"in {name}" in outcome.late
 
 
+def test_a_fault_keeps_its_interleaving_where_the_search_for_a_shorter_one_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["fusedtp.sim.explore"], "SHRINK_SCHEDULES", 1 << 20)
+    monkeypatch.setattr(sys.modules["fusedtp.sim.explore"], "SHRINK_SECONDS", 8.0)
+    fault = fault_of(lambda: cases.shmem(cases.puts, signal=False), count=30)
+    assert fault.trace
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_limit_holds_where_its_first_interrupt_is_lost() -> None:
     """Python drops what is raised in a callback of its garbage collector."""
