@@ -4,14 +4,15 @@ calls      three ranks, four calls on one workspace: tails in all directions, an
            numbers wrap from 2**31 - 1 to -2**31
 other      of experts, the second kind of call, see checks/experts.py
 copied     of gathers, the rows of one rank, of none, of all brought by copies beside the kernel
-strangers  two ranks in calls of different signatures, without rows: each must notice, and say so rightly
+strangers  two ranks in calls of different signatures: each must notice, and say so rightly
+overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
 local      kernels of one rank: matmuls whole and by halves, by pointers and by TMA; with tails
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,14 +23,16 @@ from torch import Tensor
 from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
 from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches, meeting
 from fusedtp.checks.experts import OPERATIONS as EXPERTS
+from fusedtp.checks.experts import Routed
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, plain, pointwise
 from fusedtp.ops.launch.config import Config, Machine
 from fusedtp.ops.moe import grouped
-from fusedtp.sim import Case, Launch, Mismatch, Run, Schedule, compare, run_schedule
+from fusedtp.sim import Case, Launch, Run, Schedule, compare, run_schedule
+from fusedtp.sim.case import Work
 
 FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items()}
-FUSED |= dict(zip([f"{name}_kernel" for name in EXPERTS], EXPERTS))
+FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
 LOCAL = (*PRODUCTS, *ROWS.split(), "rope", "logit_stats", "logit_gradient")
@@ -61,30 +64,36 @@ def gpu(target: str) -> Machine:
     return Machine("cuda", 3, 160 * 1024, capability=int(target.removeprefix("sm_")))
 
 
+def under_trial(kernels: Iterable[str]) -> list[str]:
+    """The kernels that trials of these launch: of fused ones the first few; with each the one that counts calls."""
+    wanted = {*kernels} | ({"meet_kernel"} if "bump_epoch" in kernels else set())
+    fused = [name for name in FUSED if name in wanted][:MOST_FUSED]
+    return [*(name for name in KERNELS if name in wanted and name not in FUSED), *fused, "bump_epoch"]
+
+
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     """What tries these kernels. only: this target, and of fused kernels strangers and the pipelined calls."""
-    wanted = {"meet_kernel" if name == "bump_epoch" else name for name in kernels}
-    targets, first = (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
-    for name in [name for name in LOCAL if f"{name}_kernel" in wanted]:
+    chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
+    for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
-            yield Trial(local(name, target == "sm_90", target), target)
-    if "meet_kernel" in wanted:
-        yield Trial(strangers(None, first), first, resident=1)
+            for k in (20, 8) if (name, target) == ("grouped_wgrad", "sm_90") else (20,):
+                yield Trial(local(name, target == "sm_90", target, k), target)
+    if "meet_kernel" in chosen:
+        yield Trial(strangers("meet", first), first, resident=1)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
-    fused = [name for kernel, name in FUSED.items() if kernel in wanted][:MOST_FUSED]
+    fused = [FUSED[kernel] for kernel in chosen if kernel in FUSED]
     for name in () if only else fused:
         yield Trial(wrapping(case_of("calls", calls(name), first)), first)
     for name in fused:
         yield Trial(strangers(name, first), first, resident=1)
+        if not only and name in EXPERTS:
+            yield Trial(overflowing(name, first), first)
         if not only and name in EXPERTS and name != "moe_combine":
-            yield Trial(
-                case_of("other", [replace(call, keep=True) for call in calls(name)[::3]], first), first
-            )
+            others = [replace(call, keep=True) for call in calls(name)[::3]]
+            yield Trial(case_of("other", others, first), first)
         if not only and name.startswith("all_gather"):
             pairs = zip(calls(name), ((1,), (), (), (0, 1, 2)), strict=True)
-            yield Trial(
-                case_of("copied", [replace(call, copied=ranks) for call, ranks in pairs], first), first
-            )
+            yield Trial(case_of("copied", [replace(call, copied=by) for call, by in pairs], first), first)
     yield from (Trial(pipelined(name, target), target) for target in targets for name in fused)
 
 
@@ -93,17 +102,16 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
 
 def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
-    gathers = name.startswith("all_gather")
+    gathers, keeps = name.startswith("all_gather"), bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
-    first = Call(
-        name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=bool(kernel and kernel.keeps)
-    )
+    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
     # tiles of a weight's gradient have 32 rows: its launcher pads rows of the result to multiples of 16
     first = replace(first, tile=32) if name == "all_gather_wgrad" else first
-    return [
-        first,
-        *(replace(first, sizes=sizes, programs=(2, 2)) for sizes in ((3, 0, 2), (0, 0, 0), (2, 2, 33))),
-    ]
+    nothing = (
+        replace(first, widths=(0,)) if name == "all_gather_wgrad" else first
+    )  # nor a tile, to wait for its rows
+    more = (first, (3, 0, 2)), (nothing, (0, 0, 0)), (first, (2, 2, 33))
+    return [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
 
 
 def case_of(what: str, made: list[Call], target: str) -> Case:
@@ -122,48 +130,68 @@ def wrapping(case: Case) -> Case:
     def make() -> Run:
         run = case.make()
         for memory in run.memory:
-            if memory.name in ("flags", "epoch"):
-                for tensor in memory.tensors:
-                    tensor.fill_(2**31 - 2)
+            for tensor in memory.tensors if memory.name in ("flags", "epoch") else ():
+                tensor.fill_(2**31 - 2)
         return run
 
     return replace(case, make=make)
 
 
-def strangers(name: str | None, target: str) -> Case:
-    """None: at a meeting."""
-    call = None if name is None else replace(calls(name)[0], sizes=(0, 0))
+def strangers(name: str, target: str) -> Case:
+    """Each waits for rows that the other, in its own call, does not send."""
+    returns = name in (
+        "matmul_reduce_scatter",
+        "moe_matmul_combine",
+    )  # a rank waits for its own rows, not the peer's
+    sends = name in ("one_shot_all_reduce", "two_shot_all_reduce", "moe_combine")  # whatever the ranks have
+    sizes = ((0, 0), (0, 0)) if sends else ((5, 0), (0, 5)) if returns else ((0, 5), (5, 0))
+    made = [None, None] if name == "meet" else [replace(calls(name)[0], sizes=of_rank) for of_rank in sizes]
+    said = [[2, 1 - rank, (1 - rank) * 64, 7 + rank, 8 - rank] for rank in range(2)]
+    return failing(f"strangers in {name}", made, said, target)
+
+
+def overflowing(name: str, target: str) -> Case:
+    """All rows are for the first rank, which has no room for them."""
+    call = replace(calls(name)[0], routing="first")
+    given = operands(call, 0)
+    assert isinstance(given, Routed)
+    said = [3, 0, 0, 9, int(given.table.sum())]
+    return failing(f"overflow in {name}", [call] * 3, [said] * 3, target, max_rows=9)
+
+
+def failing(
+    what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **changed: int
+) -> Case:
+    """Each rank's call, None for a meeting, and what it writes down. changed: arguments of launches."""
 
     def make() -> Run:
-        world = SimulatedWorld(2, slot_bytes(call) if call else 16, 64, gpu(target))
-        work: list[list[Launch]] = [[], []]
-        for rank, of_rank in enumerate(work):
-            if call is None:
-                of_rank += meeting(world, rank, 7 + rank)
-            else:
+        world = SimulatedWorld(
+            len(made), max([16, *(slot_bytes(call) for call in made if call)]), 64, gpu(target)
+        )
+        work: list[list[Work]] = [[*meeting(world, rank, 7 + rank)] for rank in range(len(made))]
+        for rank, call in enumerate(made):
+            if call is not None:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
-                of_rank += launches(planned, world.epochs.tensors[rank])
+                planned.args.update(changed)
+                work[rank] = [*launches(planned, world.epochs.tensors[rank])]
+        wanted = [torch.tensor(of_rank) for of_rank in said]
+        garbage = [
+            replace(each, poisoned=False) for each in world.memory
+        ]  # a failed call reads it, and does not use it
+        return Run(work, garbage, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
 
-        def check() -> list[Mismatch]:
-            said = [status[:5] for status in world.statuses.tensors]
-            return compare(
-                "status", said, [torch.tensor([2, 1 - r, (1 - r) * 64, 7 + r, 8 - r]) for r in range(2)]
-            )
-
-        return Run(work, world.memory, check)
-
-    return Case(f"strangers in {name or 'a meeting'}", make)
+    return Case(what, make)
 
 
 # -- kernels of one rank -----------------------------------------------------------------------------------------------
 
 
 @lru_cache
-def local(name: str, halves: bool, target: str) -> Case:
+def local(name: str, halves: bool, target: str, k: int) -> Case:
     """What the kernel gives now must come out later. halves: of tiles, by TMA where the kernel can."""
 
     def made() -> tuple[Launch, list[Tensor]]:
-        launch, given = plan_local(name, halves, gpu(target))
+        launch, given = plan_local(name, halves, k, gpu(target))
         outs = [y for y in ([given] if isinstance(given, Tensor) else given) if y is not None]
         for y in outs:
             y.fill_(torch.nan)
@@ -174,15 +202,13 @@ def local(name: str, halves: bool, target: str) -> Case:
 
     def make() -> Run:
         launch, outs = made()
-        return Run(
-            [[launch]],
-            check=lambda: [m for y, want in zip(outs, wanted) for m in compare("out", [y], [want])],
-        )
+        pairs = [*zip(outs, wanted)]
+        return Run([[launch]], check=lambda: [m for y, want in pairs for m in compare("out", [y], [want])])
 
     return Case(f"{name}_kernel{', halves' * halves}", make)
 
 
-def plan_local(name: str, halves: bool, machine: Machine) -> tuple[Planned, Any]:
+def plan_local(name: str, halves: bool, k: int, machine: Machine) -> tuple[Planned, Any]:
     """The launch and its outputs: tails everywhere, an expert without rows, rows behind the last expert's."""
     generator = torch.Generator().manual_seed(0)
 
@@ -196,14 +222,17 @@ def plan_local(name: str, halves: bool, machine: Machine) -> tuple[Planned, Any]
         return plain.plan_matmul(*given, scales)
     if name.startswith("grouped"):
         offsets = torch.tensor([0, 17, 17, 20, 56], dtype=torch.int32)
-        x, dy, w, up, bias = draw(59, 20), draw(59, 40), draw(4, 40, 20), draw(4, 40, 20), draw(4, 40)
+        x, dy, w, up, bias = draw(59, k), draw(59, 40), draw(4, 40, k), draw(4, 40, k), draw(4, 40)
         how = config, "ieee", machine
         if name == "grouped_matmul":
             return grouped.plan_matmul([x] * (1 + halves), [w, up][: 1 + halves], offsets, bias, *how)
         if name == "grouped_gated":
             return grouped.plan_gated(x, w, up, offsets, "silu", True, *how)
-        if name == "grouped_wgrad":
-            return grouped.plan_wgrad(dy, x, offsets, torch.float32, *how)
+        if (
+            name == "grouped_wgrad"
+        ):  # whose rows and columns are padded to multiples of 16: the last tile is not whole
+            config = replace(config, block_m=32, block_n=64)
+            return grouped.plan_wgrad(dy, x, offsets, torch.float32, config, "ieee", machine)
         return grouped.plan_gated_backward(dy, draw(59, 40), draw(59, 40), offsets, "silu", machine)
     t, h = (5, 9000) if "wide" in name else (70, 40)  # the first in three parts
     x, other, dy, weight, r = draw(t, h), draw(t, h), draw(t, h), draw(h), draw(t)
@@ -216,9 +245,8 @@ def plan_local(name: str, halves: bool, machine: Machine) -> tuple[Planned, Any]
     if name == "swiglu_backward":
         return pointwise.plan_swiglu_backward(other, x, dy, "silu")
     if name == "rope":
-        return pointwise.plan_rotate(
-            draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6), 1
-        )
+        q, kv, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
+        return pointwise.plan_rotate(q, kv, cos, sin, 1)
     labels, y = torch.arange(t), torch.empty_like(x)  # one in every column, some in none
     if name == "logit_stats":
         return cross_entropy.plan_logit_stats(x, labels, 3, machine)
