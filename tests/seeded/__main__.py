@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from fusedtp.checks.workers import cores
 
@@ -44,17 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, prog="python -m tests.seeded", args=argv)
     chosen, kept = tasks(options.only), load(options.keep)
     if not chosen:
-        print(f"python -m tests.seeded: error: --only {options.only}: no task is named so", file=sys.stderr)
+        print(f"python -m tests.seeded: error: no task is named {options.only}", file=sys.stderr)
         return 2
-    left = [task for task in chosen if not fresh(task, kept)]
-    if left and not options.report:
-        coming = run(left, options.workers, options.minutes and 60 * options.minutes)
-        for task, made in track(
-            coming, "seeded faults", len(left), console=Console(stderr=True), transient=True
-        ):
-            save(options.keep, {task.name: made})
-            kept[task.name] = made
-    return report(chosen, kept, Console(width=None if sys.stdout.isatty() else 120))
+    left = [] if options.report else [task for task in chosen if not fresh(task, kept)]
+    coming = run(left, options.workers, options.minutes and 60 * options.minutes)
+    for n, (task, made) in enumerate(coming, start=1):
+        save(options.keep, {task.name: made})
+        kept[task.name] = made
+        kinds = Counter(verdict.kind for verdict in made.verdicts)
+        print(f"{n} of {len(left)}: {task.name}: " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds))
+    return report(chosen, kept)
 
 
 def fresh(task: Task, kept: dict[str, Kept]) -> bool:
@@ -62,31 +58,28 @@ def fresh(task: Task, kept: dict[str, Kept]) -> bool:
     return task.name in kept and kept[task.name].key == task.key
 
 
-def report(chosen: Sequence[Task], kept: dict[str, Kept], console: Console) -> int:
+def report(chosen: Sequence[Task], kept: dict[str, Kept]) -> int:
     """Print what is known of these tasks and return the exit code."""
     done = {task.name: kept[task.name] for task in chosen if fresh(task, kept)}
     verdicts = [verdict for each in done.values() for verdict in each.verdicts]
-    named = [(v.fault, v.kind) for v in verdicts] + [
-        (t.name, "not tried yet") for t in chosen if t.name not in done
-    ]
+    named = [(v.fault, v.kind) for v in verdicts]
+    named += [(task.name, "not tried yet") for task in chosen if task.name not in done]
     counts = Counter((name.split(" | ")[0], kind) for name, kind in named)
     for (operator, kind), count in [*counts.items()]:
-        counts["all in PTX" if operator.startswith("ptx") else "all in source", kind] += count * (
-            operator != "none"
-        )
-    table = Table("operator", *(kinds := (*KINDS, "not tried yet")), title="seeded faults")
+        if operator != "none":
+            counts["all in PTX" if operator.startswith("ptx") else "all in source", kind] += count
+    kinds = (*KINDS, "not tried yet")
+    print(f"{'':30}" + "".join(f"{kind:>15}" for kind in kinds))
     for operator in sorted({operator for operator, _ in counts}):
-        table.add_row(operator, *(str(counts[operator, kind] or "") for kind in kinds))
-    console.print(table)
-    versions = ", ".join(sorted({each.triton for each in done.values()}))
+        print(f"{operator:30}" + "".join(f"{counts[operator, kind] or '':>15}" for kind in kinds))
     stale = sum(task.name in kept for task in chosen) - len(done)
-    console.print(
-        f"{len(done)} of {len(chosen)} tasks tried, with Triton {versions}; {stale} are stale: kernels changed"
+    versions = ", ".join(sorted({each.triton for each in done.values()}))
+    print(
+        f"{len(done)} of {len(chosen)} tasks tried, with Triton {versions}; {stale} stale, of changed kernels"
     )
     wrong = [verdict for verdict in verdicts if not verdict.right]
     for v in wrong:
-        line = f"{v.result}: {v.fault} {v.where} {v.said}" + f"   although {v.reason}" * bool(v.reason)
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print(f"{v.result}: {v.fault} {v.where} {v.said}" + f", although {v.reason}" * bool(v.reason))
     return 1 if wrong else 0
 
 

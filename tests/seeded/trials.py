@@ -13,9 +13,9 @@ local      kernels of one rank: matmuls whole and by halves, by pointers and by 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
 from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches, meeting
 from fusedtp.checks.experts import OPERATIONS as EXPERTS
-from fusedtp.checks.experts import Routed
+from fusedtp.checks.experts import routed
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, plain, pointwise
 from fusedtp.ops.launch.config import Config, Machine
@@ -40,8 +40,7 @@ KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")), "bump_epoch
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A case and the target for which its kernels are compiled.
 
     resident    programs of a rank alive at once; None: it varies. Of strangers 1: a failed rank sends nothing more, so
@@ -83,17 +82,18 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
         yield Trial(meeting_case(2, machine=gpu(first)), first)
     fused = [FUSED[kernel] for kernel in chosen if kernel in FUSED]
     for name in () if only else fused:
-        yield Trial(wrapping(case_of("calls", calls(name), first)), first)
+        yield Trial(case_of("calls", calls(name), first, number=2**31 - 2), first)
     for name in fused:
         yield Trial(strangers(name, first), first, resident=1)
         if not only and name in EXPERTS:
             yield Trial(overflowing(name, first), first)
         if not only and name in EXPERTS and name != "moe_combine":
-            others = [replace(call, keep=True) for call in calls(name)[::3]]
-            yield Trial(case_of("other", others, first), first)
+            yield Trial(
+                case_of("other", [replace(call, keep=True) for call in calls(name)[::3]], first), first
+            )
         if not only and name.startswith("all_gather"):
-            pairs = zip(calls(name), ((1,), (), (), (0, 1, 2)), strict=True)
-            yield Trial(case_of("copied", [replace(call, copied=by) for call, by in pairs], first), first)
+            copied = [replace(call, copied=by) for call, by in zip(calls(name), ((1,), (), (), (0, 1, 2)))]
+            yield Trial(case_of("copied", copied, first), first)
     yield from (Trial(pipelined(name, target), target) for target in targets for name in fused)
 
 
@@ -104,18 +104,13 @@ def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
     gathers, keeps = name.startswith("all_gather"), bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
-    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
-    # tiles of a weight's gradient have 32 rows: its launcher pads rows of the result to multiples of 16
-    first = replace(first, tile=32) if name == "all_gather_wgrad" else first
-    nothing = (
-        replace(first, widths=(0,)) if name == "all_gather_wgrad" else first
-    )  # nor a tile, to wait for its rows
-    more = (first, (3, 0, 2)), (nothing, (0, 0, 0)), (first, (2, 2, 33))
+    first = empty = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
+    if (
+        name == "all_gather_wgrad"
+    ):  # rows of its result are padded to multiples of 16; without any no tile waits
+        first, empty = replace(first, tile=32), replace(first, tile=32, widths=(0,))
+    more = (first, (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
     return [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
-
-
-def case_of(what: str, made: list[Call], target: str) -> Case:
-    return fused_case(f"{what} of {made[0].operation}", made, seed=3, machine=gpu(target))
 
 
 def pipelined(name: str, target: str) -> Case:
@@ -126,26 +121,27 @@ def pipelined(name: str, target: str) -> Case:
     return case_of("pipelined calls", [first, call, replace(call, k=32)], target)
 
 
-def wrapping(case: Case) -> Case:
+def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Case:
+    """number: of calls that were made before."""
+    case = fused_case(f"{what} of {made[0].operation}", made, seed=3, machine=gpu(target))
+
     def make() -> Run:
         run = case.make()
-        for memory in run.memory:
-            for tensor in memory.tensors if memory.name in ("flags", "epoch") else ():
-                tensor.fill_(2**31 - 2)
+        counting = [memory for memory in run.memory if memory.name in ("flags", "epoch")]
+        for tensor in [tensor for memory in counting for tensor in memory.tensors]:
+            tensor.fill_(number)
         return run
 
     return replace(case, make=make)
 
 
 def strangers(name: str, target: str) -> Case:
-    """Each waits for rows that the other, in its own call, does not send."""
-    returns = name in (
-        "matmul_reduce_scatter",
-        "moe_matmul_combine",
-    )  # a rank waits for its own rows, not the peer's
-    sends = name in ("one_shot_all_reduce", "two_shot_all_reduce", "moe_combine")  # whatever the ranks have
-    sizes = ((0, 0), (0, 0)) if sends else ((5, 0), (0, 5)) if returns else ((0, 5), (5, 0))
-    made = [None, None] if name == "meet" else [replace(calls(name)[0], sizes=of_rank) for of_rank in sizes]
+    """Each waits for rows that the other, in its own call, does not send; or where all ranks send, for none."""
+    own, all_send = ("matmul_reduce_scatter", "moe_matmul_combine"), ("one_shot", "two_shot", "moe_combine")
+    sizes = (
+        [(5, 0), (0, 5)] if name in own else [(0, 0)] * 2 if name.startswith(all_send) else [(0, 5), (5, 0)]
+    )
+    made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each) for each in sizes]
     said = [[2, 1 - rank, (1 - rank) * 64, 7 + rank, 8 - rank] for rank in range(2)]
     return failing(f"strangers in {name}", made, said, target)
 
@@ -153,32 +149,29 @@ def strangers(name: str, target: str) -> Case:
 def overflowing(name: str, target: str) -> Case:
     """All rows are for the first rank, which has no room for them."""
     call = replace(calls(name)[0], routing="first")
-    given = operands(call, 0)
-    assert isinstance(given, Routed)
-    said = [3, 0, 0, 9, int(given.table.sum())]
-    return failing(f"overflow in {name}", [call] * 3, [said] * 3, target, max_rows=9)
+    rows = int(routed(call, 0).table.sum())
+    return failing(f"overflow in {name}", [call] * 3, [[3, 0, 0, 9, rows]] * 3, target, max_rows=9)
 
 
-def failing(
-    what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **changed: int
-) -> Case:
-    """Each rank's call, None for a meeting, and what it writes down. changed: arguments of launches."""
+def failing(what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **args: int) -> Case:
+    """Each rank's call, None for a meeting, and what it must write down. args: of the launches, changed."""
 
     def make() -> Run:
-        world = SimulatedWorld(
-            len(made), max([16, *(slot_bytes(call) for call in made if call)]), 64, gpu(target)
-        )
-        work: list[list[Work]] = [[*meeting(world, rank, 7 + rank)] for rank in range(len(made))]
+        slot = max([16, *(slot_bytes(call) for call in made if call)])
+        world = SimulatedWorld(len(made), slot, 64, gpu(target))
+        work: list[list[Work]] = []
         for rank, call in enumerate(made):
-            if call is not None:
+            if call is None:
+                work.append([*meeting(world, rank, 7 + rank)])
+            else:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
-                planned.args.update(changed)
-                work[rank] = [*launches(planned, world.epochs.tensors[rank])]
-        wanted = [torch.tensor(of_rank) for of_rank in said]
-        garbage = [
+                planned.args.update(args)
+                work.append([*launches(planned, world.epochs.tensors[rank])])
+        wanted = [torch.tensor(each) for each in said]
+        memory = [
             replace(each, poisoned=False) for each in world.memory
-        ]  # a failed call reads it, and does not use it
-        return Run(work, garbage, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
+        ]  # a failed call reads what it does not use
+        return Run(work, memory, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
 
     return Case(what, make)
 

@@ -22,7 +22,7 @@ from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.ptx.launch import Compiler
 
 from . import ptx
-from .source import OPERATORS, Fault, faults, put
+from .source import Fault, faults, put
 from .trials import KERNELS, Trial, trials, under_trial
 from .verdicts import Kept, Verdict, key
 
@@ -109,6 +109,8 @@ def tasks(only: str = "") -> list[Task]:
 
 def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> Iterator[tuple[Task, Kept]]:
     """Each task's verdicts as they come, in several processes; tasks under way are given up after the time."""
+    if not chosen:
+        return
     end = time.monotonic() + (seconds or 1e9)
     folder = tempfile.TemporaryDirectory(prefix="fusedtp-seeded-")
     with folder as cache, multiprocessing.get_context("spawn").Pool(workers, _begin, [cache]) as pool:
@@ -129,11 +131,3 @@ def _begin(cache: str) -> None:
 
 def _done(numbered: tuple[int, Task]) -> tuple[int, list[Verdict]]:
     return numbered[0], numbered[1].run()
-
-
-def holes(launched: Iterable[str], operators: Iterable[str]) -> list[str]:
-    """Kernels that are launched but not tried; operators that are not among these."""
-    missing = {*OPERATORS, *ptx.OPERATORS} - {*operators}
-    return [f"no trial of {name}" for name in {*launched} - {*KERNELS}] + [
-        f"no site of {name}" for name in missing
-    ]
