@@ -37,26 +37,24 @@ def test_verdicts_that_are_kept_are_right(capsys: Any) -> None:
     assert command.main(["--report"]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "operator, function, kernel",
-    [
-        ("drop wait", MEET, MEET),
-        ("drop store", "bump_epoch", MEET),
-        ("swap", "arrive", MEET),
-        ("weaken order", "publish", MEET),
-        ("old number", "slot", GATHER),
-        ("round down", MATMUL, MATMUL),
-        ("another peer", "shard_source", GATHER),
-        ("shift index", "store_tile", "grouped_wgrad_kernel"),
-    ],
-)
+IN_SOURCE = [("drop wait", MEET, MEET), ("drop store", "bump_epoch", MEET), ("swap", "arrive", MEET)]
+IN_SOURCE += [
+    ("weaken order", "publish", MEET),
+    ("old number", "slot", GATHER),
+    ("round down", MATMUL, MATMUL),
+]
+IN_SOURCE += [("another peer", "shard_source", GATHER), ("shift index", "store_tile", "grouped_wgrad_kernel")]
+IN_PTX = [(MEET, "sm_80", "weaken"), (MEET, "sm_90", "system scope"), (MATMUL, "sm_90", "mbarrier")]
+
+
+@pytest.mark.parametrize("operator, function, kernel", IN_SOURCE)
 def test_faults_in_the_source_are_found(operator: str, function: str, kernel: str) -> None:
     fault = next(fault for fault in faults() if fault[:2] == (operator, function))
     (verdict,) = in_source(fault._replace(kernels=frozenset({kernel})))
     assert verdict.right, verdict
 
 
-@pytest.mark.parametrize("kernel, target, only", [(MEET, "sm_80", "weaken"), (MATMUL, "sm_90", "mbarrier")])
+@pytest.mark.parametrize("kernel, target, only", IN_PTX)
 def test_faults_in_ptx_are_found(kernel: str, target: str, only: str) -> None:
     made = in_ptx(kernel, target, only)
     assert made and all(verdict.right for verdict in made), made
@@ -92,17 +90,12 @@ def test_a_change_of_a_kernel_makes_its_own_verdicts_stale() -> None:
 
 
 def test_processes_that_save_together_lose_nothing(tmp_path: Path) -> None:
-    file, made = (
-        tmp_path / "verdicts.jsonl",
-        {f"wait | {n}": Kept("key", "3.9.0", [FOUND]) for n in range(20)},
-    )
+    file, made = tmp_path / "kept", {f"wait | {n}": Kept("key", "3.9.0", [FOUND]) for n in range(20)}
     ThreadPool(4).map(lambda item: save(file, dict([item])), made.items())
     assert [*load(file).items()] == sorted(made.items())
 
 
-def test_the_command_goes_on_from_what_is_kept(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_goes_on_from_what_is_kept(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     file = tmp_path / "verdicts.jsonl"
     for result, code in (("found", 0), ("survived", 1)):
         task = Task(FAULT, f"key of {result}", partial(list, [FOUND._replace(result=result)]))

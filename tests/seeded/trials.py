@@ -75,8 +75,9 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
     for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
-            for k in (20, 8) if (name, target) == ("grouped_wgrad", "sm_90") else (20,):
-                yield Trial(local(name, target == "sm_90", target, k), target)
+            yield Trial(local(name, target), target)
+            if (name, target) == ("grouped_wgrad", "sm_90"):  # K ends in the other half of a tile
+                yield Trial(local(name, target, k=8), target)
     if "meet_kernel" in chosen:
         yield Trial(strangers("meet", first), first, resident=1)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
@@ -88,9 +89,8 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
         if not only and name in EXPERTS:
             yield Trial(overflowing(name, first), first)
         if not only and name in EXPERTS and name != "moe_combine":
-            yield Trial(
-                case_of("other", [replace(call, keep=True) for call in calls(name)[::3]], first), first
-            )
+            other = [replace(call, keep=True) for call in calls(name)[::3]]
+            yield Trial(case_of("other", other, first), first)
         if not only and name.startswith("all_gather"):
             copied = [replace(call, copied=by) for call, by in zip(calls(name), ((1,), (), (), (0, 1, 2)))]
             yield Trial(case_of("copied", copied, first), first)
@@ -105,9 +105,7 @@ def calls(name: str) -> list[Call]:
     gathers, keeps = name.startswith("all_gather"), bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
     first = empty = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
-    if (
-        name == "all_gather_wgrad"
-    ):  # rows of its result are padded to multiples of 16; without any no tile waits
+    if name == "all_gather_wgrad":  # pads rows of its result to multiples of 16; without any no tile waits
         first, empty = replace(first, tile=32), replace(first, tile=32, widths=(0,))
     more = (first, (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
     return [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
@@ -137,10 +135,11 @@ def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Ca
 
 def strangers(name: str, target: str) -> Case:
     """Each waits for rows that the other, in its own call, does not send; or where all ranks send, for none."""
-    own, all_send = ("matmul_reduce_scatter", "moe_matmul_combine"), ("one_shot", "two_shot", "moe_combine")
-    sizes = (
-        [(5, 0), (0, 5)] if name in own else [(0, 0)] * 2 if name.startswith(all_send) else [(0, 5), (5, 0)]
-    )
+    sizes = [(0, 5), (5, 0)]
+    if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
+        sizes = [(5, 0), (0, 5)]
+    elif name in ("one_shot_all_reduce", "two_shot_all_reduce", "moe_combine"):
+        sizes = [(0, 0), (0, 0)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each) for each in sizes]
     said = [[2, 1 - rank, (1 - rank) * 64, 7 + rank, 8 - rank] for rank in range(2)]
     return failing(f"strangers in {name}", made, said, target)
@@ -180,11 +179,11 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
 
 
 @lru_cache
-def local(name: str, halves: bool, target: str, k: int) -> Case:
-    """What the kernel gives now must come out later. halves: of tiles, by TMA where the kernel can."""
+def local(name: str, target: str, k: int = 20) -> Case:
+    """What the kernel gives now must come out later."""
 
     def made() -> tuple[Launch, list[Tensor]]:
-        launch, given = plan_local(name, halves, k, gpu(target))
+        launch, given = plan_local(name, k, gpu(target))
         outs = [y for y in ([given] if isinstance(given, Tensor) else given) if y is not None]
         for y in outs:
             y.fill_(torch.nan)
@@ -198,12 +197,15 @@ def local(name: str, halves: bool, target: str, k: int) -> Case:
         pairs = [*zip(outs, wanted)]
         return Run([[launch]], check=lambda: [m for y, want in pairs for m in compare("out", [y], [want])])
 
-    return Case(f"{name}_kernel{', halves' * halves}", make)
+    return Case(f"{name}_kernel", make)
 
 
-def plan_local(name: str, halves: bool, k: int, machine: Machine) -> tuple[Planned, Any]:
-    """The launch and its outputs: tails everywhere, an expert without rows, rows behind the last expert's."""
-    generator = torch.Generator().manual_seed(0)
+def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
+    """The launch and its outputs: tails everywhere, an expert without rows, rows behind the last expert's.
+
+    On sm_90 with tiles that end by halves, and by TMA where the kernel can.
+    """
+    generator, halves = torch.Generator().manual_seed(0), machine.capability == 90
 
     def draw(*shape: int) -> Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
@@ -221,9 +223,7 @@ def plan_local(name: str, halves: bool, k: int, machine: Machine) -> tuple[Plann
             return grouped.plan_matmul([x] * (1 + halves), [w, up][: 1 + halves], offsets, bias, *how)
         if name == "grouped_gated":
             return grouped.plan_gated(x, w, up, offsets, "silu", True, *how)
-        if (
-            name == "grouped_wgrad"
-        ):  # whose rows and columns are padded to multiples of 16: the last tile is not whole
+        if name == "grouped_wgrad":  # pads its result to multiples of 16, so that tiles of 16 have no tails
             config = replace(config, block_m=32, block_n=64)
             return grouped.plan_wgrad(dy, x, offsets, torch.float32, config, "ieee", machine)
         return grouped.plan_gated_backward(dy, draw(59, 40), draw(59, 40), offsets, "silu", machine)
