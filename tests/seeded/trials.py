@@ -107,7 +107,8 @@ def calls(name: str) -> list[Call]:
     first = empty = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
     if name == "all_gather_wgrad":  # pads rows of its result to multiples of 16; without any no tile waits
         first, empty = replace(first, tile=32), replace(first, tile=32, widths=(0,))
-    more = (first, (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
+    twice = replace(first, batch=2) if kernel else first
+    more = (twice, (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
     return [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
 
 
@@ -154,9 +155,9 @@ def overflowing(name: str, target: str) -> Case:
 
 def failing(what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **args: int) -> Case:
     """Each rank's call, None for a meeting, and what it must write down. args: of the launches, changed."""
+    slot = max([16, *(slot_bytes(call) for call in made if call)])
 
     def make() -> Run:
-        slot = max([16, *(slot_bytes(call) for call in made if call)])
         world = SimulatedWorld(len(made), slot, 64, gpu(target))
         work: list[list[Work]] = []
         for rank, call in enumerate(made):
@@ -167,9 +168,8 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
                 planned.args.update(args)
                 work.append([*launches(planned, world.epochs.tensors[rank])])
         wanted = [torch.tensor(each) for each in said]
-        memory = [
-            replace(each, poisoned=False) for each in world.memory
-        ]  # a failed call reads what it does not use
+        # what a failed call reads is not used
+        memory = [replace(each, poisoned=False) for each in world.memory]
         return Run(work, memory, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
 
     return Case(what, make)

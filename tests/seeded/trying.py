@@ -78,9 +78,8 @@ def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
                 for of, (text, shared, maps) in base._made.items():
                     other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps
                 count = WARPS if site[0] == "ptx: drop barrier" else SCHEDULES
-                last[site] = Verdict(
-                    " | ".join(site), where, *shown([trial], {target: other}.__getitem__, count)
-                )
+                got = shown([trial], {target: other}.__getitem__, count)
+                last[site] = Verdict(" | ".join(site), where, *got)
     return [*wrong, *last.values()]
 
 
@@ -94,16 +93,16 @@ class Task(NamedTuple):
 
 def tasks(only: str = "") -> list[Task]:
     """Each kernel as it is, each fault in the source, the PTX of each kernel. only: words of a task's name."""
-    whole = {kernel: key(under_trial([kernel])) for kernel in KERNELS}
-    made = [Task(f"none | {kernel}", whole[kernel], partial(without, kernel)) for kernel in KERNELS]
+    made = [Task(f"none | {name}", key(under_trial([name])), partial(without, name)) for name in KERNELS]
     every = [*faults()]
     sites = Counter(fault.operator for fault in every)
     for fault in sorted(every, key=lambda fault: sites[fault.operator]):  # operators with many sites last
-        made.append(
-            Task(fault.name, key(under_trial(fault.kernels), fault.source), partial(in_source, fault))
-        )
-    for kernel, target in itertools.product(KERNELS, TARGETS):
-        made.append(Task(f"ptx | {kernel} | {target}", whole[kernel], partial(in_ptx, kernel, target)))
+        of = key(under_trial(fault.kernels), fault.source)
+        made.append(Task(fault.name, of, partial(in_source, fault)))
+    patterns = repr([(name, pattern.pattern) for name, (pattern, _) in ptx.OPERATORS.items()])
+    for kernel, target in itertools.product(KERNELS[::-1], TARGETS):  # the fused ones last
+        of = key(under_trial([kernel]), repr(target), patterns)
+        made.append(Task(f"ptx | {kernel} | {target}", of, partial(in_ptx, kernel, target)))
     return [task for task in made if only in task.name]
 
 

@@ -44,14 +44,9 @@ class Verdict(NamedTuple):
     @property
     def reason(self) -> str:
         """Why no schedule shows it; "" if the table does not have it."""
-        of = (
-            row
-            for row in TABLE
-            if self.where.startswith(row.get("where", "")) and self.fault in row["faults"]
-        )
-        return (
-            "nothing was changed" if self.fault.startswith("none") else next((row["why"] for row in of), "")
-        )
+        rows = [row for row in TABLE if self.fault in row["faults"]]
+        rows += [{"why": "nothing was changed"}] if self.fault.startswith("none") else []
+        return next((row["why"] for row in rows if self.where.startswith(row.get("where", ""))), "")
 
     @property
     def right(self) -> bool:
