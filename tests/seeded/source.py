@@ -169,7 +169,8 @@ def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, tuple[ast.AST, 
         if of(index) == "peers.epoch":
             yield "old number", (node, f"({of(node)} - 1)")
     if name in TO_PEER and len(args) > 1:
-        world = of(args[2]) if name == "shard" else "peers.world_size"
+        world = "peers.world_size" if "peers" in tree.text else "WORLD"
+        world = of(args[2]) if name == "shard" else world
         yield "another peer", (args[1], f"(({of(args[1])}) + 1) % {world}")
     for each in args[1 if name == "publish_to_all" else 2 :] if name in OF_CHUNK else ():
         yield "another flag", (each, f"({of(each)}) + 1")
