@@ -135,12 +135,16 @@ def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Ca
 
 
 def strangers(name: str, target: str) -> Case:
-    """Each waits for rows that the other, in its own call, does not send; or where all ranks send, for none."""
+    """Each waits for rows that the other, in its own call, does not send; or only one does, or none."""
     sizes = [(0, 5), (5, 0)]
     if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
         sizes = [(5, 0), (0, 5)]
-    elif name in ("one_shot_all_reduce", "two_shot_all_reduce", "moe_combine"):
-        sizes = [(0, 0), (0, 0)]
+    elif name in (
+        "one_shot_all_reduce",
+        "two_shot_all_reduce",
+        "moe_combine",
+    ):  # whose ranks send in any case
+        sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each) for each in sizes]
     said = [[2, 1 - rank, (1 - rank) * 64, 7 + rank, 8 - rank] for rank in range(2)]
     return failing(f"strangers in {name}", made, said, target)
