@@ -49,7 +49,7 @@ corpus: venv ## small right and wrong kernels through `fusedtp check`: 200 sched
 lint-kernels: venv ## compile every kernel for every target in every variant, and judge each by the rules
 	$(BIN)/python -m fusedtp.checks.lint $(ARGS)
 
-seeded: venv ## put faults into the kernels one at a time, see that a schedule of the compiled code shows each
+seeded: venv ## put faults into kernels that were not tried with them yet; ARGS=--report prints what is known
 	$(BIN)/python -m tests.seeded $(ARGS)
 
 faults: venv ## seed known faults into the library, see that its tests find each; ARGS=ops names an area

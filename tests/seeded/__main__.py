@@ -1,6 +1,7 @@
-"""python -m tests.seeded: put faults into the kernels one at a time, print which are found. Takes long.
+"""python -m tests.seeded: put faults into the kernels one at a time, print which are found. Takes hours.
 
-Exit code 0 if every fault is found or rightly called equivalent, 1 if not, 2 for bad input.
+A run goes on from the verdicts that are kept. Exit code 0 if every fault tried so far is found or rightly called
+equivalent, 1 if not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -12,14 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from fusedtp.checks.workers import cores
 
-from .source import kernels
-from .trying import holes, run, tasks
+from .trying import Task, run, tasks
+from .verdicts import KEPT, KINDS, Kept, load, save
 
 
 @dataclass(frozen=True)
@@ -27,38 +25,61 @@ class Options:
     """Put faults into the library's kernels, one at a time, and print which are found."""
 
     only: str = ""
-    """Operators whose name has this in it, such as "drop", "weaken order" or "ptx"."""
-    workers: int | None = None
+    """Tasks with these words in their name, such as "drop", "weaken order" or "ptx | meet_kernel"."""
+    report: bool = False
+    """Print what is known, run nothing."""
+    minutes: float | None = None
+    """End after that long. The next run goes on."""
+    workers: int = cores()
     """Processes. Default: one a core."""
-    keep: Path | None = None
-    """A file that takes each verdict as it comes; a run that was broken off goes on from there."""
+    keep: Path = KEPT
+    """The file that is read, and that takes each verdict as it comes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = tyro.cli(Options, prog="python -m tests.seeded", args=argv)
-    chosen, workers, keep = tasks(options.only), options.workers or cores(), options.keep
-    wrong = [] if chosen else [f"--only {options.only}: no operator has that in its name"]
-    wrong += [f"--workers {workers} is too small"] if workers < 1 else []
-    wrong += [f"--keep {keep}: no such folder"] if keep and not keep.absolute().parent.is_dir() else []
-    for line in wrong:
-        print(f"python -m tests.seeded: error: {line}", file=sys.stderr)
-    if wrong:
+    chosen, kept = tasks(options.only), load(options.keep)
+    if not chosen:
+        print(f"python -m tests.seeded: error: no task is named {options.only}", file=sys.stderr)
         return 2
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("seeded faults", total=len(chosen))
-        verdicts = run(chosen, workers, keep, lambda n: progress.update(task, completed=n))
-    counts = Counter((v.operator, "equivalent" if v.reason else v.result) for v in verdicts)
-    kinds = ("found", "equivalent", "survived", "crashed")
-    table = Table("operator", *kinds, title="seeded faults")
-    for name in sorted({v.operator for v in verdicts}):
-        table.add_row(name, *(str(counts[name, kind]) for kind in kinds))
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(table)
-    wrong = [] if options.only else holes(kernels(), [v.operator for v in verdicts])
-    wrong += [str(verdict) for verdict in verdicts if not verdict.right]
-    for line in wrong:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    left = [] if options.report else [task for task in chosen if not fresh(task, kept)]
+    coming = run(left, options.workers, options.minutes and 60 * options.minutes)
+    for n, (task, made) in enumerate(coming, start=1):
+        save(options.keep, {task.name: made})
+        kept[task.name] = made
+        kinds = Counter(verdict.kind for verdict in made.verdicts)
+        print(f"{n} of {len(left)}: {task.name}: " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds))
+    return report(chosen, kept)
+
+
+def fresh(task: Task, kept: dict[str, Kept]) -> bool:
+    """Whether the task's verdicts are known, of the kernels as they are."""
+    return task.name in kept and kept[task.name].key == task.key
+
+
+def report(chosen: Sequence[Task], kept: dict[str, Kept]) -> int:
+    """Print what is known of these tasks and return the exit code."""
+    done = {task.name: kept[task.name] for task in chosen if fresh(task, kept)}
+    verdicts = [verdict for each in done.values() for verdict in each.verdicts]
+    named = [(v.fault, v.kind) for v in verdicts]
+    named += [(task.name, "not tried yet") for task in chosen if task.name not in done]
+    counts = Counter((name.split(" | ")[0], kind) for name, kind in named)
+    for (operator, kind), count in [*counts.items()]:
+        if operator != "none":
+            counts["all in PTX" if operator.startswith("ptx") else "all in source", kind] += count
+    kinds = (*KINDS, "not tried yet")
+    print(f"{'':30}" + "".join(f"{kind:>15}" for kind in kinds))
+    for operator in sorted({operator for operator, _ in counts}):
+        print(f"{operator:30}" + "".join(f"{counts[operator, kind] or '':>15}" for kind in kinds))
+    stale = sum(task.name in kept for task in chosen) - len(done)
+    versions = ", ".join(sorted({each.triton for each in done.values()}))
+    print(
+        f"{len(done)} of {len(chosen)} tasks tried, with Triton {versions}; {stale} stale, of changed kernels"
+    )
+    wrong = [verdict for verdict in verdicts if not verdict.right]
+    for v in wrong:
+        print(f"{v.result}: {v.fault} {v.where} {v.said}" + f", although {v.reason}" * bool(v.reason))
     return 1 if wrong else 0
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-from .source import functions
+from fusedtp.sim.ptx.parse import function_at
+
+Site = tuple[str, str, str]  # operator, and of the innermost source line its function and its text
 
 
 def later(found: re.Match[str]) -> str:
@@ -29,17 +30,26 @@ OPERATORS: dict[str, tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]
 }
 
 
-Site = tuple[str, str, str]  # operator, and of the innermost source line its function and its text
-
-
 def sites(text: str) -> dict[Site, list[int]]:
     """Every operator at every source line in whose instructions it finds something: lines of the text."""
     found: dict[Site, list[int]] = {}
-    named = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M))
-    for n, line, (file, number) in located(text):
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M))
+    file, number = "", 0
+    inline = (
+        -1
+    )  # .locs since inline PTX began, of which the first counts: Note [Lines of inline PTX] in parse.py
+    for n, line in enumerate(text.split("\n")):
+        if "inline asm" in line:
+            inline = 0 if "begin" in line else -1
+        if made := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line):
+            inline += inline >= 0
+            if made[2] != "0" and inline < 2:
+                file, number = files[made[1]], int(made[2])
+            continue
         for operator, (pattern, _) in OPERATORS.items():
             if pattern.search(line):
-                found.setdefault((operator, *place(named.get(file, ""), int(number))), []).append(n)
+                place = function_at(file, number), linecache.getline(file, number).split("  #")[0].strip()
+                found.setdefault((operator, *place), []).append(n)
     return found
 
 
@@ -50,25 +60,3 @@ def edited(text: str, site: Site) -> str:
     for n in sites(text).get(site, ()):
         lines[n] = pattern.sub(put, lines[n])
     return "\n".join(lines)
-
-
-def located(text: str) -> Iterator[tuple[int, str, tuple[str, str]]]:
-    """(number, line, (file, line) of the source) of each line; of inline PTX the first .loc counts, see parse.py."""
-    here = ("", "0")
-    inline = -1  # .locs since inline PTX began
-    for n, line in enumerate(text.split("\n")):
-        if "inline asm" in line:
-            inline = 0 if "begin" in line else -1
-        if made := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line):
-            inline += inline >= 0
-            if made[2] != "0" and inline < 2:
-                here = made[1], made[2]
-        else:
-            yield n, line, here
-
-
-def place(file: str, line: int) -> tuple[str, str]:
-    """The function that holds a line, and the line's text; of Triton's own functions too."""
-    holding = (f for f in functions() if f.file_name == file)
-    own = (f.__name__ for f in holding if 0 <= line - f.starting_line_number < len(f.raw_src))
-    return next(own, Path(file).name), linecache.getline(file, line).split("  #")[0].strip()

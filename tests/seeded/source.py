@@ -6,6 +6,7 @@ import ast
 import importlib
 import pkgutil
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -37,18 +38,19 @@ class Fault(NamedTuple):
     at: int  # of the function among `functions()`
     source: str  # of the function, with the fault
 
+    @property
+    def name(self) -> str:
+        return " | ".join(self[:3])
+
 
 @lru_cache
 def functions() -> list[Any]:
     """The library's kernels and device functions, as Triton has them."""
     import fusedtp.kernels as package
 
-    modules = [
-        importlib.import_module(f"{package.__name__}.{m.name}")
-        for m in pkgutil.iter_modules(package.__path__)
-    ]
-    of = [(m, each) for m in modules for each in vars(m).values() if hasattr(each, "_unsafe_update_src")]
-    return [each for m, each in of if each.__module__ == m.__name__]
+    names = [f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
+    of = [(name, each) for name in names for each in vars(importlib.import_module(name)).values()]
+    return [f for name, f in of if hasattr(f, "_unsafe_update_src") and f.__module__ == name]
 
 
 def kernels() -> list[str]:
@@ -56,51 +58,46 @@ def kernels() -> list[str]:
     return [f.__name__ for f in functions() if f.raw_src[0].startswith("@triton.jit")]
 
 
+@lru_cache
+def reached(kernel: str) -> frozenset[str]:
+    """The kernel and all functions that it calls, or hands to what it calls, directly or not."""
+    words = {f.__name__: {*re.findall(r"\w+", f.src)} for f in functions()}
+    found, todo = set[str](), [kernel]
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo.extend(words[name] & {*words})
+    return frozenset(found)
+
+
 @contextmanager
 def put(fault: Fault) -> Iterator[None]:
     """While entered, what this process compiles anew has the fault."""
-    function, before = functions()[fault.at], functions()[fault.at].src
+    before = functions()[fault.at].src
     try:
-        function._unsafe_update_src(fault.source)
-        _forget()
+        _update(fault.at, fault.source)
         yield
     finally:
-        function._unsafe_update_src(before)
-        _forget()
+        _update(fault.at, before)
 
 
-def _forget() -> None:
+def _update(at: int, source: str) -> None:
+    functions()[at]._unsafe_update_src(source)
     for each in functions():  # the key of a caller is made of the source of what it calls
         each.hash = None
 
 
-def reaching() -> dict[str, frozenset[str]]:
-    """Function -> kernels that call it, or hand it to what they call, directly or not."""
-    names = {f.__name__ for f in functions()}
-    calls = {f.__name__: {*re.findall(r"\w+", f.src)} & names for f in functions()}
-    found: dict[str, set[str]] = {name: set() for name in names}
-    for kernel in kernels():
-        todo = [kernel]
-        while todo:
-            if kernel not in found[name := todo.pop()]:
-                found[name].add(kernel)
-                todo.extend(calls[name])
-    return {name: frozenset(each) for name, each in found.items()}
-
-
-def faults() -> list[Fault]:
+def faults() -> Iterator[Fault]:
     """Every operator at every site."""
-    made, reach = [], reaching()
-    for index, function in enumerate(functions()):
-        tree, seen = Tree(function.src), dict[tuple[str, str], int]()
+    for at, function in enumerate(functions()):
+        name, tree, seen = function.__name__, Tree(function.src), Counter[tuple[str, str]]()
+        reaching = frozenset(kernel for kernel in kernels() if name in reached(kernel))
         for node in tree.nodes:
             for operator, edits in changes(tree, node):
                 text = tree.lines[node.lineno - 1].split("  #")[0].strip()
-                count = seen[operator, text] = seen.get((operator, text), 0) + 1
-                text += f" #{count}" if count > 1 else ""
-                name = function.__name__
-                made.append(Fault(operator, name, text, reach[name], index, tree.edited(edits)))
-    return made
+                seen[operator, text] += 1
+                text += f" #{seen[operator, text]}" if seen[operator, text] > 1 else ""
+                yield Fault(operator, name, text, reaching, at, tree.edited(edits))
 
 
 class Tree:
@@ -172,7 +169,8 @@ def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, tuple[ast.AST, 
         if of(index) == "peers.epoch":
             yield "old number", (node, f"({of(node)} - 1)")
     if name in TO_PEER and len(args) > 1:
-        world = of(args[2]) if name == "shard" else "peers.world_size"
+        world = "peers.world_size" if "peers" in tree.text else "WORLD"
+        world = of(args[2]) if name == "shard" else world
         yield "another peer", (args[1], f"(({of(args[1])}) + 1) % {world}")
     for each in args[1 if name == "publish_to_all" else 2 :] if name in OF_CHUNK else ():
         yield "another flag", (each, f"({of(each)}) + 1")

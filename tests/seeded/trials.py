@@ -4,17 +4,18 @@ calls      three ranks, four calls on one workspace: tails in all directions, an
            numbers wrap from 2**31 - 1 to -2**31
 other      of experts, the second kind of call, see checks/experts.py
 copied     of gathers, the rows of one rank, of none, of all brought by copies beside the kernel
-strangers  two ranks in calls of different signatures, without rows: each must notice, and say so rightly
+strangers  two ranks in calls of different signatures: each must notice, and say so rightly
+overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
 local      kernels of one rank: matmuls whole and by halves, by pointers and by TMA; with tails
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +23,16 @@ from torch import Tensor
 from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
 from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches, meeting
 from fusedtp.checks.experts import OPERATIONS as EXPERTS
+from fusedtp.checks.experts import routed
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, plain, pointwise
 from fusedtp.ops.launch.config import Config, Machine
 from fusedtp.ops.moe import grouped
-from fusedtp.sim import Case, Launch, Mismatch, Run, Schedule, compare, run_schedule
+from fusedtp.sim import Case, Launch, Run, Schedule, compare, run_schedule
+from fusedtp.sim.case import Work
 
 FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items()}
-FUSED |= dict(zip([f"{name}_kernel" for name in EXPERTS], EXPERTS))
+FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
 LOCAL = (*PRODUCTS, *ROWS.split(), "rope", "logit_stats", "logit_gradient")
@@ -37,23 +40,23 @@ KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")), "bump_epoch
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A case and the target for which its kernels are compiled.
 
-    resident    programs of a rank alive at once; None: it varies. Of strangers 1: a failed rank sends nothing more, so
-                all of it must have arrived before another program sees the failure
+    fails    its calls must fail. One program of a rank is alive at once: a failed rank sends nothing more, so all of it
+             must have arrived before another program sees the failure. Races do no harm there: whoever gives up a wait
+             reads on, and what it makes of it is not used
     """
 
     case: Case
     target: str
-    resident: int | None = None
+    fails: bool = False
 
     def schedules(self, count: int, fine: bool) -> Iterator[Schedule]:
         """All late effects; strategies and residencies in turn, each second a warp at a time; with `fine` all."""
         for i in range(count):
             strategy, alive = ("random", "pct", "run_to_block")[i % 3], (None, "varying", 1, 2)[i // 2 % 4]
-            alive, warps = self.resident or alive, fine or i % 2 == 1
+            alive, warps = 1 if self.fails else alive, fine or i % 2 == 1
             yield Schedule(strategy, i, alive, weak=True, fine=warps, target=self.target)
 
 
@@ -61,30 +64,37 @@ def gpu(target: str) -> Machine:
     return Machine("cuda", 3, 160 * 1024, capability=int(target.removeprefix("sm_")))
 
 
+def under_trial(kernels: Iterable[str]) -> list[str]:
+    """The kernels that trials of these launch: of fused ones the first few; with each the one that counts calls."""
+    wanted = {*kernels} | ({"meet_kernel"} if "bump_epoch" in kernels else set())
+    fused = [name for name in FUSED if name in wanted][:MOST_FUSED]
+    return [*(name for name in KERNELS if name in wanted and name not in FUSED), *fused, "bump_epoch"]
+
+
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     """What tries these kernels. only: this target, and of fused kernels strangers and the pipelined calls."""
-    wanted = {"meet_kernel" if name == "bump_epoch" else name for name in kernels}
-    targets, first = (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
-    for name in [name for name in LOCAL if f"{name}_kernel" in wanted]:
+    chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
+    for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
-            yield Trial(local(name, target == "sm_90", target), target)
-    if "meet_kernel" in wanted:
-        yield Trial(strangers(None, first), first, resident=1)
+            yield Trial(local(name, target), target)
+            if (name, target) == ("grouped_wgrad", "sm_90"):  # K ends in the other half of a tile
+                yield Trial(local(name, target, k=8), target)
+    if "meet_kernel" in chosen:
+        yield Trial(strangers("meet", first), first, fails=True)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
-    fused = [name for kernel, name in FUSED.items() if kernel in wanted][:MOST_FUSED]
+    fused = [FUSED[kernel] for kernel in chosen if kernel in FUSED]
     for name in () if only else fused:
-        yield Trial(wrapping(case_of("calls", calls(name), first)), first)
+        yield Trial(case_of("calls", calls(name), first, number=2**31 - 2), first)
     for name in fused:
-        yield Trial(strangers(name, first), first, resident=1)
+        yield Trial(strangers(name, first), first, fails=True)
+        if not only and name in EXPERTS:
+            yield Trial(overflowing(name, first), first)
         if not only and name in EXPERTS and name != "moe_combine":
-            yield Trial(
-                case_of("other", [replace(call, keep=True) for call in calls(name)[::3]], first), first
-            )
+            other = [replace(call, keep=True) for call in calls(name)[::3]]
+            yield Trial(case_of("other", other, first), first)
         if not only and name.startswith("all_gather"):
-            pairs = zip(calls(name), ((1,), (), (), (0, 1, 2)), strict=True)
-            yield Trial(
-                case_of("copied", [replace(call, copied=ranks) for call, ranks in pairs], first), first
-            )
+            copied = [replace(call, copied=by) for call, by in zip(calls(name), ((1,), (), (), (0, 1, 2)))]
+            yield Trial(case_of("copied", copied, first), first)
     yield from (Trial(pipelined(name, target), target) for target in targets for name in fused)
 
 
@@ -93,21 +103,14 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
 
 def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
-    gathers = name.startswith("all_gather")
+    gathers, keeps = name.startswith("all_gather"), bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
-    first = Call(
-        name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=bool(kernel and kernel.keeps)
-    )
-    # tiles of a weight's gradient have 32 rows: its launcher pads rows of the result to multiples of 16
-    first = replace(first, tile=32) if name == "all_gather_wgrad" else first
-    return [
-        first,
-        *(replace(first, sizes=sizes, programs=(2, 2)) for sizes in ((3, 0, 2), (0, 0, 0), (2, 2, 33))),
-    ]
-
-
-def case_of(what: str, made: list[Call], target: str) -> Case:
-    return fused_case(f"{what} of {made[0].operation}", made, seed=3, machine=gpu(target))
+    first = empty = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
+    if name == "all_gather_wgrad":  # pads rows of its result to multiples of 16; without any no tile waits
+        first, empty = replace(first, tile=32), replace(first, tile=32, widths=(0,))
+    twice = replace(first, batch=2) if kernel else first
+    more = (twice, (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
+    return [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
 
 
 def pipelined(name: str, target: str) -> Case:
@@ -118,52 +121,74 @@ def pipelined(name: str, target: str) -> Case:
     return case_of("pipelined calls", [first, call, replace(call, k=32)], target)
 
 
-def wrapping(case: Case) -> Case:
+def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Case:
+    """number: of calls that were made before."""
+    case = fused_case(f"{what} of {made[0].operation}", made, seed=3, machine=gpu(target))
+
     def make() -> Run:
         run = case.make()
-        for memory in run.memory:
-            if memory.name in ("flags", "epoch"):
-                for tensor in memory.tensors:
-                    tensor.fill_(2**31 - 2)
+        counting = [memory for memory in run.memory if memory.name in ("flags", "epoch")]
+        for tensor in [tensor for memory in counting for tensor in memory.tensors]:
+            tensor.fill_(number)
         return run
 
     return replace(case, make=make)
 
 
-def strangers(name: str | None, target: str) -> Case:
-    """None: at a meeting."""
-    call = None if name is None else replace(calls(name)[0], sizes=(0, 0))
+def strangers(name: str, target: str) -> Case:
+    """Each waits for rows that the other, in its own call, does not send; or only one does, or none."""
+    sizes = [(0, 5), (5, 0)]
+    if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
+        sizes = [(5, 0), (0, 5)]
+    elif name in (
+        "one_shot_all_reduce",
+        "two_shot_all_reduce",
+        "moe_combine",
+    ):  # whose ranks send in any case
+        sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
+    made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each, k=16) for each in sizes]
+    said = [[2, 1 - rank, (1 - rank) * 64, 7 + rank, 8 - rank] for rank in range(2)]
+    return failing(f"strangers in {name}", made, said, target)
+
+
+def overflowing(name: str, target: str) -> Case:
+    """All rows are for the first rank, which has no room for them."""
+    call = replace(calls(name)[0], routing="first")
+    rows = int(routed(call, 0).table.sum())
+    return failing(f"overflow in {name}", [call] * 3, [[3, 0, 0, 9, rows]] * 3, target, max_rows=9)
+
+
+def failing(what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **args: int) -> Case:
+    """Each rank's call, None for a meeting, and what it must write down. args: of the launches, changed."""
+    slot = max([16, *(slot_bytes(call) for call in made if call)])
 
     def make() -> Run:
-        world = SimulatedWorld(2, slot_bytes(call) if call else 16, 64, gpu(target))
-        work: list[list[Launch]] = [[], []]
-        for rank, of_rank in enumerate(work):
+        world = SimulatedWorld(len(made), slot, 64, gpu(target))
+        work: list[list[Work]] = []
+        for rank, call in enumerate(made):
             if call is None:
-                of_rank += meeting(world, rank, 7 + rank)
+                work.append([*meeting(world, rank, 7 + rank)])
             else:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
-                of_rank += launches(planned, world.epochs.tensors[rank])
+                planned.args.update(args)
+                work.append([*launches(planned, world.epochs.tensors[rank])])
+        wanted = [torch.tensor(each) for each in said]
+        # what a failed call reads is not used
+        memory = [replace(each, poisoned=False) for each in world.memory]
+        return Run(work, memory, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
 
-        def check() -> list[Mismatch]:
-            said = [status[:5] for status in world.statuses.tensors]
-            return compare(
-                "status", said, [torch.tensor([2, 1 - r, (1 - r) * 64, 7 + r, 8 - r]) for r in range(2)]
-            )
-
-        return Run(work, world.memory, check)
-
-    return Case(f"strangers in {name or 'a meeting'}", make)
+    return Case(what, make)
 
 
 # -- kernels of one rank -----------------------------------------------------------------------------------------------
 
 
 @lru_cache
-def local(name: str, halves: bool, target: str) -> Case:
-    """What the kernel gives now must come out later. halves: of tiles, by TMA where the kernel can."""
+def local(name: str, target: str, k: int = 20) -> Case:
+    """What the kernel gives now must come out later."""
 
     def made() -> tuple[Launch, list[Tensor]]:
-        launch, given = plan_local(name, halves, gpu(target))
+        launch, given = plan_local(name, k, gpu(target))
         outs = [y for y in ([given] if isinstance(given, Tensor) else given) if y is not None]
         for y in outs:
             y.fill_(torch.nan)
@@ -174,17 +199,18 @@ def local(name: str, halves: bool, target: str) -> Case:
 
     def make() -> Run:
         launch, outs = made()
-        return Run(
-            [[launch]],
-            check=lambda: [m for y, want in zip(outs, wanted) for m in compare("out", [y], [want])],
-        )
+        pairs = [*zip(outs, wanted)]
+        return Run([[launch]], check=lambda: [m for y, want in pairs for m in compare("out", [y], [want])])
 
-    return Case(f"{name}_kernel{', halves' * halves}", make)
+    return Case(f"{name}_kernel", make)
 
 
-def plan_local(name: str, halves: bool, machine: Machine) -> tuple[Planned, Any]:
-    """The launch and its outputs: tails everywhere, an expert without rows, rows behind the last expert's."""
-    generator = torch.Generator().manual_seed(0)
+def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
+    """The launch and its outputs: tails everywhere, an expert without rows, rows behind the last expert's.
+
+    On sm_90 with tiles that end by halves, and by TMA where the kernel can.
+    """
+    generator, halves = torch.Generator().manual_seed(0), machine.capability == 90
 
     def draw(*shape: int) -> Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
@@ -196,14 +222,15 @@ def plan_local(name: str, halves: bool, machine: Machine) -> tuple[Planned, Any]
         return plain.plan_matmul(*given, scales)
     if name.startswith("grouped"):
         offsets = torch.tensor([0, 17, 17, 20, 56], dtype=torch.int32)
-        x, dy, w, up, bias = draw(59, 20), draw(59, 40), draw(4, 40, 20), draw(4, 40, 20), draw(4, 40)
+        x, dy, w, up, bias = draw(59, k), draw(59, 40), draw(4, 40, k), draw(4, 40, k), draw(4, 40)
         how = config, "ieee", machine
         if name == "grouped_matmul":
             return grouped.plan_matmul([x] * (1 + halves), [w, up][: 1 + halves], offsets, bias, *how)
         if name == "grouped_gated":
             return grouped.plan_gated(x, w, up, offsets, "silu", True, *how)
-        if name == "grouped_wgrad":
-            return grouped.plan_wgrad(dy, x, offsets, torch.float32, *how)
+        if name == "grouped_wgrad":  # pads its result to multiples of 16, so that tiles of 16 have no tails
+            config = replace(config, block_m=32, block_n=64)
+            return grouped.plan_wgrad(dy, x, offsets, torch.float32, config, "ieee", machine)
         return grouped.plan_gated_backward(dy, draw(59, 40), draw(59, 40), offsets, "silu", machine)
     t, h = (5, 9000) if "wide" in name else (70, 40)  # the first in three parts
     x, other, dy, weight, r = draw(t, h), draw(t, h), draw(t, h), draw(h), draw(t)
@@ -216,9 +243,8 @@ def plan_local(name: str, halves: bool, machine: Machine) -> tuple[Planned, Any]
     if name == "swiglu_backward":
         return pointwise.plan_swiglu_backward(other, x, dy, "silu")
     if name == "rope":
-        return pointwise.plan_rotate(
-            draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6), 1
-        )
+        q, kv, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
+        return pointwise.plan_rotate(q, kv, cos, sin, 1)
     labels, y = torch.arange(t), torch.empty_like(x)  # one in every column, some in none
     if name == "logit_stats":
         return cross_entropy.plan_logit_stats(x, labels, 3, machine)

@@ -1,0 +1,101 @@
+"""What came of each task so far, in verdicts.jsonl, which a run reads and extends; equivalent faults, with the reason.
+
+    ["drop wait | publish | the line", key, Triton's version, [its verdicts]]        one line a task, sorted
+
+The key is a hash of what the verdicts depend on: the fault, and the functions that the kernels under trial reach,
+without comments. A change of one kernel makes its own verdicts stale, and a stale task counts as not tried.
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .source import functions, reached
+
+KEPT = Path(__file__).with_name("verdicts.jsonl")
+KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed")
+# faults that no schedule shows: why, where (of PTX a kernel, or a kernel and target; else everywhere), names
+TABLE: list[dict[str, Any]] = tomllib.loads(KEPT.with_name("equivalent.toml").read_text())["equivalent"]
+
+
+class Verdict(NamedTuple):
+    """What came of a fault.
+
+    fault    "operator | function | the line's text"
+    where    the kernel and target of a fault in PTX, "" of one in the source
+    result   found, survived, or crashed, which is not found either
+    """
+
+    fault: str
+    where: str
+    result: str
+    said: str
+    schedules: int
+
+    @property
+    def reason(self) -> str:
+        """Why no schedule shows it; "" if the table does not have it."""
+        rows = [row for row in TABLE if self.fault in row["faults"]]
+        rows += [{"why": "nothing was changed"}] if self.fault.startswith("none") else []
+        return next((row["why"] for row in rows if self.where.startswith(row.get("where", ""))), "")
+
+    @property
+    def right(self) -> bool:
+        """Found, or not found and in the table."""
+        return self.result == ("survived" if self.reason else "found")
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        if self.result != "survived" or not self.reason:
+            return self.result
+        gap = self.reason.partition(":")[0]
+        return gap if gap in KINDS else "equivalent"
+
+
+class Kept(NamedTuple):
+    """A line of the file without its task."""
+
+    key: str
+    triton: str
+    verdicts: list[Verdict]
+
+
+def key(kernels: Iterable[str], *more: str) -> str:
+    """Of what verdicts depend on: all that these kernels reach, and a fault."""
+    names = frozenset[str]().union(*map(reached, kernels))
+    sources = [f.src for f in functions() if f.__name__ in names]
+    return hashlib.sha256("\0".join(map(_plain, [*sources, *more])).encode()).hexdigest()[:16]
+
+
+@cache
+def _plain(source: str) -> str:
+    return ast.unparse(ast.parse(source))
+
+
+def load(file: Path) -> dict[str, Kept]:
+    """The file's lines by task; none if there is no file."""
+    lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return {task: Kept(key, triton, [Verdict(*v) for v in made]) for task, key, triton, made in lines}
+
+
+def save(file: Path, new: dict[str, Kept]) -> None:
+    """Add these lines, atomically, to those that other processes have written meanwhile."""
+    folder = os.open(file.absolute().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # not the file, which is replaced
+        lines = [json.dumps([task, *kept]) + "\n" for task, kept in sorted((load(file) | new).items())]
+        written = file.with_suffix(".new")
+        written.write_text("".join(lines))
+        written.replace(file)
+    finally:
+        os.close(folder)
