@@ -111,15 +111,16 @@ def one_call(name: str, target: str) -> tuple[Case, float]:
 
 
 def alone(name: str, options: Options) -> dict[str, float]:
-    """Schedules a second of one call, and the MB of its tensors and of this process, which runs nothing else."""
+    """Schedules a second of one call, with all late effects; MB of its tensors and of this process."""
     torch.set_num_threads(1)
     case, tensors = one_call(name, options.target)
-    seconds: dict[str, list[float]] = {"lockstep": [], "warp by warp": []}
+    ways = {"lockstep": WAYS["weak"], "warp by warp": WAYS["warp by warp"]}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for seed in range(options.rounds + 1):
-        for way, taken in seconds.items():
+        for way, how in ways.items():
             run, begin = case.make(), time.process_time()
-            run_schedule(run, Schedule("random", seed, target=options.target, **WAYS[way]))
-            taken.append(time.process_time() - begin)
+            run_schedule(run, Schedule("random", seed, target=options.target, **how))
+            seconds[way].append(time.process_time() - begin)
     rates = {f"{way}, schedules/s": 1 / statistics.median(taken[1:]) for way, taken in seconds.items()}
     # not getrusage's, which a child takes over from its parent
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
