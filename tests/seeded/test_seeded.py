@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from fusedtp.sim import Schedule, run_schedule
 from tests.seeded import __main__ as command
 from tests.seeded import verdicts
 from tests.seeded.source import OPERATORS, faults, functions, kernels, put
-from tests.seeded.trials import KERNELS
+from tests.seeded.trials import KERNELS, trials
 from tests.seeded.trying import Task, in_ptx, in_source, run, tasks
 from tests.seeded.verdicts import Kept, Verdict, key, load, save
 
@@ -114,3 +115,10 @@ def test_the_command_goes_on_from_what_is_kept(capsys: Any, monkeypatch: Any, tm
 
 def test_a_run_ends_when_its_time_is_over() -> None:
     assert [*run([*tasks("none")], 1, seconds=0.01)] == []
+
+
+def test_a_program_that_starts_gets_its_turn_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program of a rank is alive; all had slept, so those that wait poll for long, and one of them goes first."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 60_000)
+    case = next(t.case for t in trials(["moe_dispatch_matmul_kernel"], "sm_80") if "pipelined" in t.case.name)
+    run_schedule(case.make(), Schedule("pct", 4, 1, weak=True, fine=True, target="sm_80"))

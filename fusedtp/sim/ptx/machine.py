@@ -263,6 +263,8 @@ class Machine:
             words = ("copy reads", "copy writes")
             window = Window(self.line, self.started, where, slot, stream.before, words)
             does = HostWork(work, window)
+        for actor in self.live:
+            actor.patience = PATIENCE  # who waits does not keep its turn from one that starts
         self.live.append(Actor(stream, stream.first_slot + number, self.started, window, does))
         self._note("start", "starts", self.live[-1])
         self.started += 1
