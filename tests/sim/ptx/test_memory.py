@@ -156,6 +156,8 @@ def test_cp_async_lands_at_its_wait() -> None:
         ("ld.shared.b32 %r1, [%r0+1];", "misaligned"),
         ("ld.shared.v2.b32 {%r1, %r2}, [%r0+4];", "misaligned"),
         ("mov.b32 %r1, 64; st.shared.b32 [%r1], 0;", "out of bounds"),
+        ("cp.async.ca.shared.global [%r0], [%rd0+256], 4; cp.async.wait_all;", "out of bounds"),
+        ("cp.async.ca.shared.global [%r0], [%rd0+256], 4;", "out of bounds"),  # lands as the program ends
         ("trap;", "raised"),
     ],
 )
