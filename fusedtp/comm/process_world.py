@@ -1,9 +1,19 @@
-"""The `processes` world: one process a rank, a torch ProcessGroup between them."""
+"""The `processes` world: one process a rank, a torch ProcessGroup between them.
+
+Note [Threads of gloo at exit]
+A thread of gloo drops the tensors of a collective some time after those who wait for it were woken, and needs the GIL
+to do so. If the interpreter ends meanwhile, it ends that thread in a destructor, and the process aborts: "terminate
+called without an active exception", pytorch issue 190489. One in ten programs does that which ends with a collective,
+with destroy_process_group or without. A short sleep before the interpreter ends lets those threads have the GIL.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import select
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +32,7 @@ from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, p
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+EXIT_SECONDS = 0.05
 TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
 
 
@@ -35,6 +46,7 @@ class ProcessWorld:
         self.group_ref = weakref.ref(group)  # a destroyed group may leave its name to another
         self.rank, self.world_size = group.rank(), group.size()
         self.name = group.group_name
+        let_gloo_end()
         uses_cuda = torch.cuda.is_available() and torch.device("cuda") in group._device_types
         self.device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda else torch.device("cpu")
         self._pidfds: dict[int, int] = {}
@@ -208,6 +220,12 @@ class ProcessWorld:
     def _wide(self, x: Tensor) -> Tensor:
         narrow = self.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
         return x.float() if narrow else x
+
+
+@functools.cache
+def let_gloo_end() -> None:
+    """From now on this process gives gloo's threads some time before it ends, see Note [Threads of gloo at exit]."""
+    atexit.register(time.sleep, EXIT_SECONDS)
 
 
 def gpu_uuid(index: int) -> str:

@@ -288,7 +288,12 @@ class Node:
             )  # fmt: skip
 
     def kill(self) -> None:
-        """As a node that loses its power: agent and ranks, at once."""
+        """As a node that loses its power: agent and ranks, at once.
+
+        The agent is the first: one that outlives its ranks for a moment joins the next rendezvous, dies in it, and the
+        other node waits for it.
+        """
+        self.agent.kill()
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if f"\0{self.mark}\0".encode() in b"\0" + (path / "environ").read_bytes():
@@ -340,11 +345,11 @@ def test_a_run_goes_on_when_a_node_is_killed_and_when_it_is_back(book, tokens, t
     assert (
         "resumed at step 4, lost 2 steps, because 4 ranks became 2; now on 2 ranks, dp 1, tp 2, accumulate 2"
         in told
-    )
+    ), told
     assert (
         "resumed at step 11, lost 0 steps, because 2 ranks became 4; now on 4 ranks, dp 2, tp 2, accumulate 1"
         in told
-    )
+    ), told
     records = [record for record in records_of(folder) if "loss" in record]
     assert [record["step"] for record in records] == list(range(14))
     config = parse(options)
