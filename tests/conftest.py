@@ -1,11 +1,14 @@
 """Settings of every test: hypothesis profiles, `gpu` tests only where there is a GPU, and who runs what under `-n`."""
 
+import gc
 import os
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.harness import collecting
 
 # No deadline: the first example of a law pays for starting worker processes. CI draws the same examples every time.
 settings.register_profile("dev", deadline=None)
@@ -19,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Under `-n` each process has a core's worth of threads, as ranks have."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    collecting.seldom()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ because this process has one thread, has run no operation, and never joined a gr
            ----- wait pid, seconds ------> reaps -----> exit code, or None
 """
 
-import gc
 import os
 import pickle
 import socket
@@ -22,6 +21,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
+
+from tests.harness import collecting
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch._dynamo is what the first custom operation of a process imports, torch._inductor what the first compilation does
@@ -87,8 +88,7 @@ def main() -> None:
     for module in (*PRELOAD, *sys.argv[2:]):
         __import__(module)
     with _quick():
-        gc.collect()
-        gc.freeze()
+        collecting.seldom()
         _serve(control)
 
 

@@ -11,7 +11,6 @@ it and ends as it ends.
 """
 
 import atexit
-import gc
 import os
 import pickle
 import runpy
@@ -25,6 +24,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.harness import collecting
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
@@ -206,8 +207,7 @@ def main() -> None:
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = _caller
     sys.modules["fusedtp.train.config"].parse([])  # the first one of a process takes long
     assert len(os.listdir("/proc/self/task")) == 1, "forking wants one thread"
-    gc.collect()
-    gc.freeze()
+    collecting.seldom()
     Server(listening, owner).serve()
 
 
