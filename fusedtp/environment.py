@@ -17,6 +17,7 @@ PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "tyro", "rich"
 VARIABLES = (
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_DEBUG",

@@ -4,6 +4,8 @@ import gc
 import os
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, and for all children
+
 import pytest
 import torch
 from hypothesis import settings

@@ -320,6 +320,9 @@ def launch(
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    # A thread that waits leaves its core to ranks and to whoever else is here. Those of libgomp spin by default: where
+    # other work kept both cores busy, that stretched a second of the reference to a minute.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ[elastic.OWN_STORE] = "1"
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:

@@ -32,7 +32,9 @@ PRELOAD = (
     "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "matplotlib.pyplot",
     "fusedtp.train.launch",
 )  # fmt: skip
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+}  # fmt: skip
 CLIENT = """#!{python} -ES
 import os, pickle, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
