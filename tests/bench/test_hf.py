@@ -32,6 +32,7 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ways_of_a_llama_make_the_same_loss_and_are_timed(tmp_path: Path):
     found = measured("llama", tmp_path)
     assert set(found["loss_difference"]) == {"stock", "torch", "nn", "same", "ours"} and not found["absent"]

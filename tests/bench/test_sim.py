@@ -24,6 +24,7 @@ def test_a_kernel_that_there_is_not_is_refused() -> None:
         sim.main(["--kernels", "gather"])
 
 
+@pytest.mark.slow
 def test_single_calls_are_run_alone_and_their_memory_is_counted() -> None:
     options = sim.Options(rounds=1)
     found = {name: sim.in_a_process(name, options) for name in list(sim.ONE_CALL)[:2]}

@@ -307,6 +307,7 @@ def train(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_slow_rank_of_a_run_is_named_whatever_its_peers_wait_in(worlds, tokens, tmp_path, mesh):
     first, second = worlds(2).run(train, mesh, "--watch-every 3", tokens, Slow("compute", 20), tmp_path)

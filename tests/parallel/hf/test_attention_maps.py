@@ -144,5 +144,6 @@ def compiled(group: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_code_is_refused():
     world(2).run(compiled, timeout=200)

@@ -42,6 +42,7 @@ def compiled(group: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled():
     world(2).run(compiled, timeout=200)
 

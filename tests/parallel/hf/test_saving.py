@@ -280,6 +280,7 @@ def checkpoint(group, folder: str, name: str, changes: dict, saves: bool) -> Non
             assert torch.allclose(got, reference.state[other][moment], rtol=1e-3, atol=1e-6), moment
 
 
+@pytest.mark.slow
 def test_distributed_checkpoints_pass_between_world_sizes(tmp_path):
     world(2).run(checkpoints, str(tmp_path / "2"), True)
     world(1).run(checkpoints, str(tmp_path / "2"), False)
