@@ -565,6 +565,9 @@ class Guard:
 HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
 WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
 TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)  # what gloo and NCCL say of it
+CLOSED = re.compile(
+    r"(closed|reset) by peer|broken pipe", re.IGNORECASE
+)  # what gloo says where a peer has left
 
 
 class RankHung(RuntimeError):
@@ -601,6 +604,8 @@ class Position:
 
 class Pulse:
     """Tells the other ranks where this one is, within `with`; an error that is a timeout leaves it as RankHung.
+
+    So does a connection that a peer closed because its own wait timed out: which of the two comes first is chance.
 
     step     what step this rank is at
     folder   where hang.json is written, by one of the ranks that are left; None: nowhere
@@ -647,7 +652,7 @@ class Pulse:
         if self._thread is None:
             return
         self._thread.join()
-        if error is None or not timed_out(error):
+        if error is None or not (timed_out(error) or (closed_by_a_peer(error) and self._peer_gave_up())):
             return
         self._here.gave_up = True
         self._write()
@@ -659,6 +664,15 @@ class Pulse:
             report = {"time": time.time(), "what": told, "ranks": [asdict(each) for each in after]}
             (self.folder / HANG).write_text(json.dumps(report, indent=1) + "\n")
         raise RankHung(f"{told}. {' '.join(str(error).split())}") from error
+
+    def _peer_gave_up(self) -> bool:
+        """Whether another rank says within three beats that its wait timed out; one that died says nothing."""
+        until = time.monotonic() + 3 * self.beat
+        while not any(each.gave_up and each.rank != self.world.rank for each in self._read()):
+            if time.monotonic() > until:
+                return False
+            time.sleep(self.beat / 4)
+        return True
 
     def _beat(self) -> None:
         while not self._ended.wait(self.beat):
@@ -716,6 +730,13 @@ def timed_out(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None:
         return True
     return error.__cause__ is not None and timed_out(error.__cause__)
+
+
+def closed_by_a_peer(error: BaseException) -> bool:
+    """Whether a collective ended because a peer closed its connection; causes count, as in timed_out."""
+    if isinstance(error, RuntimeError) and CLOSED.search(str(error)) is not None:
+        return True
+    return error.__cause__ is not None and closed_by_a_peer(error.__cause__)
 
 
 def judge(before: Sequence[Position], after: Sequence[Position], ranks: int) -> tuple[str, set[int]]:

@@ -491,6 +491,37 @@ def test_ranks_whose_collectives_are_out_of_order_are_named_with_their_last_call
         )
 
 
+def leaving(group: Any, mesh: str, tokens: Path, *said: str) -> tuple[str, str]:
+    """Each rank leaves with an error that says its own of these; what comes out."""
+    trainer = made(group, mesh, "", tokens)
+    try:
+        with Pulse(trainer.world, trainer.watch.clocks, lambda: 4, beat=0.1):
+            time.sleep(0.15 * group.rank())
+            raise ValueError("of the pipeline") from RuntimeError(said[group.rank()])
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+CLOSED = (
+    "Connection closed by peer [::1]:80",
+    "Read error [::1]:80: Connection reset by peer",
+    "Broken pipe",
+)
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_connection_closed_by_one_that_timed_out_is_a_timeout_too(worlds, tokens, closed, first):
+    said = ("Timed out waiting 3000ms", closed)
+    found = worlds(2).run(leaving, "dp", tokens, *(said if first == 0 else said[::-1]))
+    assert [kind for kind, _ in found] == ["RankHung", "RankHung"], found
+
+
+def test_a_connection_closed_by_one_that_died_is_no_timeout(worlds, tokens):
+    found = worlds(2).run(leaving, "dp", tokens, "it broke", CLOSED[0])
+    assert found == [("ValueError", "of the pipeline")] * 2
+
+
 def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
     return Position(rank, "box", beat, 7, kind, 9.0, call=f"call of {rank}", **more)
 
