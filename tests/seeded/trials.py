@@ -72,7 +72,7 @@ def under_trial(kernels: Iterable[str]) -> list[str]:
 
 
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
-    """What tries these kernels. only: this target, and of fused kernels strangers and the pipelined calls."""
+    """What tries these kernels. only: this target, and of fused kernels strangers, then pipelined, then other calls."""
     chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
     for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
@@ -96,6 +96,8 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
             copied = [replace(call, copied=by) for call, by in zip(calls(name), ((1,), (), (), (0, 1, 2)))]
             yield Trial(case_of("copied", copied, first), first)
     yield from (Trial(pipelined(name, target), target) for target in targets for name in fused)
+    for name in fused if only else ():
+        yield Trial(case_of("calls", calls(name), only, number=2**31 - 2), only)
 
 
 # -- fused kernels -----------------------------------------------------------------------------------------------------
