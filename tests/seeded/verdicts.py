@@ -23,7 +23,7 @@ from .source import functions, reached
 
 KEPT = Path(__file__).with_name("verdicts.jsonl")
 KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed")
-# faults that no schedule shows: why, where (of PTX a kernel, or a kernel and target; else everywhere), names
+# faults that no schedule shows: why, where (of PTX kernels, or kernels and a target; else everywhere), names
 TABLE: list[dict[str, Any]] = tomllib.loads(KEPT.with_name("equivalent.toml").read_text())["equivalent"]
 
 
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
         """Why no schedule shows it; "" if the table does not have it."""
         rows = [row for row in TABLE if self.fault in row["faults"]]
         rows += [{"why": "nothing was changed"}] if self.fault.startswith("none") else []
-        return next((row["why"] for row in rows if self.where.startswith(row.get("where", ""))), "")
+        return next((row["why"] for row in rows if self.where.startswith(tuple(row.get("where", [""])))), "")
 
     @property
     def right(self) -> bool:
