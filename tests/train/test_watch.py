@@ -495,8 +495,9 @@ def leaving(group: Any, mesh: str, tokens: Path, *said: str) -> tuple[str, str]:
     """Each rank leaves with an error that says its own of these; what comes out."""
     trainer = made(group, mesh, "", tokens)
     try:
-        with Pulse(trainer.world, trainer.watch.clocks, lambda: 4, beat=0.1):
-            time.sleep(0.15 * group.rank())
+        with Pulse(trainer.world, trainer.watch.clocks, lambda: 4, beat=0.5):
+            dist.barrier(group)  # the first rank holds what the other connects to
+            time.sleep(0.1 * group.rank())
             raise ValueError("of the pipeline") from RuntimeError(said[group.rank()])
     except Exception as error:
         return type(error).__name__, str(error)
