@@ -1,10 +1,10 @@
 """The `processes` world: one process a rank, a torch ProcessGroup between them.
 
 Note [Threads of gloo at exit]
-A thread of gloo drops the tensors of a collective some time after those who wait for it were woken, and needs the GIL
-to do so. If the interpreter ends meanwhile, it ends that thread in a destructor, and the process aborts: "terminate
-called without an active exception", pytorch issue 190489. One in ten programs does that which ends with a collective,
-with destroy_process_group or without. A short sleep before the interpreter ends lets those threads have the GIL.
+A thread of gloo may drop the tensors of a collective only after it has woken whoever waits for it, and it needs the GIL
+to do so. An interpreter that ends meanwhile unwinds that thread inside a destructor, which aborts the process:
+"terminate called without an active exception", pytorch issue 190489. A program whose last act is a collective can end
+so, with destroy_process_group or without. A short sleep before the interpreter ends lets those threads have the GIL.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class ProcessWorld:
 
 @functools.cache
 def let_gloo_end() -> None:
-    """From now on this process gives gloo's threads some time before it ends, see Note [Threads of gloo at exit]."""
+    """This process will give gloo's threads some time before it ends, see Note [Threads of gloo at exit]."""
     atexit.register(time.sleep, EXIT_SECONDS)
 
 

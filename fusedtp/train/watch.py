@@ -564,10 +564,9 @@ class Guard:
 
 HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
 WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
-TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)  # what gloo and NCCL say of it
-CLOSED = re.compile(
-    r"(closed|reset) by peer|broken pipe", re.IGNORECASE
-)  # what gloo says where a peer has left
+# what gloo and NCCL say of a wait that was too long, and gloo of a peer that has left
+TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+CLOSED = re.compile(r"(closed|reset) by peer|broken pipe", re.IGNORECASE)
 
 
 class RankHung(RuntimeError):
@@ -627,7 +626,7 @@ class Pulse:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Pulse:
-        """Collective: rank 0 makes the store, all connect."""
+        """Collective: rank 0 makes the store, all connect before any goes on: a store ends with its rank."""
         if self.world.size == 1:
             return self
         shared = [communicator(mesh) for mesh in self.world.shared_meshes]
@@ -639,6 +638,7 @@ class Pulse:
         port = next(filter(None, self.world.gather_objects(self._store.port if first else 0)))
         if not first:
             self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self.world.gather_objects(None)
         self._look()
         self._write()  # whoever is silent from now on has stopped
         self._thread = threading.Thread(target=self._beat, name="fusedtp pulse", daemon=True)
@@ -721,22 +721,25 @@ def record_flight(folder: Path) -> None:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a wait for other ranks ended because one did not come; a rank that died is named by who started it.
-
-    torch's schedules raise an error of their own from that of a stage, so causes count.
-    """
-    if isinstance(error, SignalTimeout):
-        return not isinstance(error, PeerDied)
-    if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None:
-        return True
-    return error.__cause__ is not None and timed_out(error.__cause__)
+    """Whether a wait for other ranks ended because one did not come; a rank that died is named by who started it."""
+    for each in _with_causes(error):
+        if isinstance(each, SignalTimeout):
+            return not isinstance(each, PeerDied)
+        if isinstance(each, RuntimeError) and TIMED_OUT.search(str(each)):
+            return True
+    return False
 
 
 def closed_by_a_peer(error: BaseException) -> bool:
-    """Whether a collective ended because a peer closed its connection; causes count, as in timed_out."""
-    if isinstance(error, RuntimeError) and CLOSED.search(str(error)) is not None:
-        return True
-    return error.__cause__ is not None and closed_by_a_peer(error.__cause__)
+    """Whether a collective ended because a peer closed its connection."""
+    return any(isinstance(each, RuntimeError) and CLOSED.search(str(each)) for each in _with_causes(error))
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from: torch's schedules raise one of their own from that of a stage."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def judge(before: Sequence[Position], after: Sequence[Position], ranks: int) -> tuple[str, set[int]]:

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import (
 
 import fusedtp
 from fusedtp.comm import communicator
+from fusedtp.comm.process_world import let_gloo_end
 from fusedtp.ops import engines
 
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "tp")
@@ -352,6 +353,7 @@ def world_of(
     if pp * dp * tp == 1:
         yield World(device=here)
         return
+    let_gloo_end()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
     )

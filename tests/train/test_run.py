@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -69,6 +70,18 @@ def command(
 
 def summary_of(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("said", [None, "active"])
+def test_threads_of_ranks_that_wait_leave_their_cores(said, monkeypatch):
+    seen = {}
+    monkeypatch.setattr("torch.distributed.run.run", lambda options: seen.update(os.environ))
+    with patch.dict(os.environ):
+        os.environ.pop("OMP_WAIT_POLICY", None)
+        if said:
+            os.environ["OMP_WAIT_POLICY"] = said
+        assert launch.launch([], 2) == 0
+    assert seen["OMP_WAIT_POLICY"] == (said or "passive")
 
 
 def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
