@@ -10,8 +10,9 @@ A function with a parameter `world_size` gets it. A case that cannot be checked,
 `Found` or `Part`; the others go on.
 
 A fork server imports this module, which does not import triton, once for all workers; each unsets TRITON_INTERPRET
-before it imports triton, so that it compiles kernels. What comes back are plain values; an exception of the user's code
-comes back as its traceback.
+before it imports triton, so that it compiles kernels. A program that has a fork server keeps it: if that one imported
+triton to interpret, every case is refused and says why. What comes back are plain values; an exception of the user's
+code comes back as its traceback.
 """
 
 from __future__ import annotations
@@ -392,7 +393,6 @@ def pool(workers: int) -> Iterator[Pool]:
 
 
 def _begin() -> None:
-    assert "triton" not in sys.modules, "triton reads TRITON_INTERPRET when it is imported"
     os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)

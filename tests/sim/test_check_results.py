@@ -35,6 +35,7 @@ from tests.sim.ptx.user_cases import (
     case_three_axes, case_assertion_fails,
 )
 """
+ROOT = Path(__file__).resolve().parents[2]
 VERDICTS = {
     "raises": "raised", "does_not_compile": "refused", "unknown_opcode": "refused", "four_axes": "refused",
     "empty_world": "refused", "reference_raises": "raised", "three_axes": "ok", "assertion_fails": "raised",
@@ -140,3 +141,24 @@ def test_workers_end_with_a_command_that_is_killed() -> None:
         time.sleep(0.1)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("the worker goes on")
+
+
+SERVED = """
+import multiprocessing, sys
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["triton"])
+first = context.Process(target=print)
+first.start()
+first.join()
+from fusedtp.checks.command import main
+sys.exit(main(["mine_of_many.py::case_three_axes", "--target=sm_80", "--schedules=1", "--workers=1", "--json"]))
+"""
+
+
+@pytest.mark.parametrize(("interpret", "code"), [("0", 0), ("1", REFUSED)])
+def test_a_fork_server_that_the_program_had_before_serves_too(file: str, interpret: str, code: int) -> None:
+    """Triton is in it already; where it was imported to interpret, that is said."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interpret}
+    done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    assert ("unset TRITON_INTERPRET before triton is imported" in done.stdout) == (code == REFUSED)

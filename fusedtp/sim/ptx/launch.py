@@ -42,8 +42,13 @@ class Compiler:
 
         Raises UnsupportedPtx for an opcode, UnsupportedKernel for a kernel that does not compile for this target.
         """
+        import triton
         from triton.backends.compiler import GPUTarget
 
+        if hasattr(triton.language.zeros, "rewrite"):  # an InterpretedFunction
+            raise UnsupportedKernel(
+                "triton's own functions were made to be interpreted: unset TRITON_INTERPRET before triton is imported"
+            )
         chosen = target_named(self.target)
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
         kernel: Any = launch.kernel
