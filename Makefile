@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+BYTECODE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 INSTALLED := $(VENV)/installed
 TORCH_FROM := $(VENV)/torch-index
 PYTHONS = $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
@@ -127,16 +128,18 @@ $(TORCH_FROM): FORCE | $(BIN)/pip
 FORCE:
 
 # torch comes first. With TORCH_INDEX pip sees that index only, so that no other one can win by version. Then a build
-# that demands a triton of its own (all CUDA builds do) keeps it, and the CPU build gets the pinned one.
+# that demands a triton of its own (all CUDA builds do) keeps it, and the CPU build gets the pinned one. Bytecode is
+# made at the end, by all cores: pip takes twice as long for all of it.
 $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) | $(BIN)/pip
 	@set -e; index=$$(cat $(TORCH_FROM)); more=$${index:+--extra-index-url $$index}; \
 	$(PIP) install --quiet -c constraints.txt setuptools; \
 	[ -z "$$index" ] || PIP_INDEX_URL=$$index PIP_EXTRA_INDEX_URL=$$index PIP_FIND_LINKS=$$index \
-	  $(PIP) install --no-deps -c constraints.txt torch; \
-	$(PIP) install $$more -c constraints.txt torch; \
+	  $(PIP) install --no-compile --no-deps -c constraints.txt torch; \
+	$(PIP) install --no-compile $$more -c constraints.txt torch; \
 	pins=constraints-cpu.txt; \
 	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
-	$(PIP) install $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
+	$(PIP) install --no-compile $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
+	$(BYTECODE); \
 	touch $@
 
 $(VENV)/docs-installed: $(INSTALLED)

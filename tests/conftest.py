@@ -22,6 +22,7 @@ GPU_TESTS = ("tests/gpu/", "tests/nn/test_gpu.py")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Under `-n` each process has a core's worth of threads, as ranks have."""
+    collecting.pause()
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 

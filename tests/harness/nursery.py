@@ -85,6 +85,7 @@ def main() -> None:
     """Imports, then forks on demand until the driver closes the socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
+    collecting.pause()
     for module in (*PRELOAD, *sys.argv[2:]):
         __import__(module)
     with _quick():

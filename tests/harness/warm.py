@@ -204,6 +204,7 @@ def main() -> None:
     listening, owner = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     for each in (listening, owner):
         each.set_inheritable(False)
+    collecting.pause()
     for module in PRELOAD:
         __import__(module)
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = _caller
