@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-BYTECODE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+BYTECODE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/torch/testing/|/transformers/models/' $(VENV)/lib >/dev/null || true
 INSTALLED := $(VENV)/installed
 TORCH_FROM := $(VENV)/torch-index
 PYTHONS = $(or $(PYTHON),python3.13 python3.12 python3.11 python3)

@@ -1,6 +1,5 @@
 """Settings of every test: hypothesis profiles, `gpu` tests only where there is a GPU, and who runs what under `-n`."""
 
-import gc
 import os
 from typing import Any
 
@@ -29,11 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     collecting.seldom()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """The garbage collector of processes that load much and live long: it took a sixth of the time of loading."""
 
+import atexit
 import gc
 
 
@@ -9,10 +10,8 @@ def pause() -> None:
 
 
 def seldom() -> None:
-    """Leave alone what is loaded by now, and look less often at what comes: by default after 700 new objects.
-
-    A process that ends as Python's do calls gc.unfreeze() before, else extension modules report leaks.
-    """
+    """Leave alone what is loaded by now, and look less often at what comes: by default after 700 new objects."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else extension modules report leaks
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
