@@ -90,7 +90,7 @@ def chunked(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> lis
     gathers = is_16_bit(x.dtype) and not widens(x)
     full = x.new_empty(rows.total, width) if gathers else None
     sums = x.dtype if not widens(x) else torch.float32
-    dws = [x.new_zeros(dy.shape[1], width, dtype=sums) for dy in dys]
+    dws = [] if gathers else [x.new_zeros(dy.shape[1], width, dtype=sums) for dy in dys]
     with plan.call() as call:
         for p, shard in shards_as_they_arrive(call, comm, x, rows):
             with comm.span(f"matmul {p}"):
