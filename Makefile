@@ -4,7 +4,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-BYTECODE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/torch/testing/|/transformers/models/' $(VENV)/lib >/dev/null || true
 INSTALLED := $(VENV)/installed
 TORCH_FROM := $(VENV)/torch-index
 PYTHONS = $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
@@ -129,7 +128,7 @@ FORCE:
 
 # torch comes first. With TORCH_INDEX pip sees that index only, so that no other one can win by version. Then a build
 # that demands a triton of its own (all CUDA builds do) keeps it, and the CPU build gets the pinned one. Bytecode is
-# made at the end, by all cores: pip takes twice as long for all of it.
+# made at the end, by all cores, where pip would take one; some packages have files that do not compile.
 $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) | $(BIN)/pip
 	@set -e; index=$$(cat $(TORCH_FROM)); more=$${index:+--extra-index-url $$index}; \
 	$(PIP) install --quiet -c constraints.txt setuptools; \
@@ -139,7 +138,7 @@ $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) |
 	pins=constraints-cpu.txt; \
 	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
 	$(PIP) install --no-compile $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
-	$(BYTECODE); \
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true; \
 	touch $@
 
 $(VENV)/docs-installed: $(INSTALLED)
