@@ -1,6 +1,7 @@
 """Settings of every test: hypothesis profiles, `gpu` tests only where there is a GPU, and who runs what under `-n`."""
 
 import os
+from collections.abc import Generator
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, and for all children
@@ -21,13 +22,17 @@ GPU_TESTS = ("tests/gpu/", "tests/nn/test_gpu.py")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Under `-n` each process has a core's worth of threads, as ranks have."""
-    collecting.pause()
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    collecting.seldom()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    collecting.pause()
+    try:
+        return (yield)
+    finally:
+        collecting.seldom()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
