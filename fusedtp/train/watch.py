@@ -564,6 +564,7 @@ class Guard:
 
 HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
 WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
+KEPT = 30  # beats for which the rank that holds the store stays for those whose wait has yet to time out
 # what gloo and NCCL say of a wait that was too long, and gloo of a peer that has left
 TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 CLOSED = re.compile(r"(closed|reset) by peer|broken pipe", re.IGNORECASE)
@@ -579,6 +580,7 @@ class Position:
 
     call, calls   the last call that communicated, and how many there were of its sort
     gave_up       whether its own wait has timed out
+    left          whether it has left `with`, so that it needs the store no more
     """
 
     rank: int
@@ -590,6 +592,7 @@ class Position:
     call: str = ""
     calls: int = 0
     gave_up: bool = False
+    left: bool = False
 
     @property
     def waits(self) -> bool:
@@ -652,8 +655,20 @@ class Pulse:
         if self._thread is None:
             return
         self._thread.join()
-        if error is None or not (timed_out(error) or (closed_by_a_peer(error) and self._peer_gave_up())):
+        if error is None:
             return
+        waited = timed_out(error) or (closed_by_a_peer(error) and self._peer_gave_up())
+        told, hung = self._who_hangs() if waited else ("", set())
+        self._here.left = True
+        self._write()
+        if not waited:
+            return
+        if self.world.rank == 0:
+            self._keep_store(set(range(1, self.world.size)) - hung)
+        raise RankHung(f"{told}. {' '.join(str(error).split())}") from error
+
+    def _who_hangs(self) -> tuple[str, set[int]]:
+        """In words and by rank, once this rank's own wait has ended; one that does not hang writes it down."""
         self._here.gave_up = True
         self._write()
         before = self._read()
@@ -663,7 +678,7 @@ class Pulse:
         if self.folder is not None and self.world.rank == min(set(range(self.world.size)) - hung, default=0):
             report = {"time": time.time(), "what": told, "ranks": [asdict(each) for each in after]}
             (self.folder / HANG).write_text(json.dumps(report, indent=1) + "\n")
-        raise RankHung(f"{told}. {' '.join(str(error).split())}") from error
+        return told, hung
 
     def _peer_gave_up(self) -> bool:
         """Whether another rank says within three beats that its wait timed out; one that died says nothing."""
@@ -674,13 +689,19 @@ class Pulse:
             time.sleep(self.beat / 4)
         return True
 
+    def _keep_store(self, ranks: set[int]) -> None:
+        """Until each of these has left too, for at most KEPT beats: the store ends with this rank."""
+        until = time.monotonic() + KEPT * self.beat
+        while any(each.rank in ranks and not each.left for each in self._read()):
+            if time.monotonic() > until:
+                return
+            time.sleep(self.beat / 4)
+
     def _beat(self) -> None:
         while not self._ended.wait(self.beat):
             self._look()
-            try:
-                self._write()
-            except RuntimeError:
-                return  # the rank that holds the store is gone
+            if not self._write():
+                return
 
     def _look(self) -> None:
         here, clocks = self._here, self.clocks
@@ -693,8 +714,13 @@ class Pulse:
                 here.kind, here.seconds = "tp_wait", time.monotonic() - since
                 break
 
-    def _write(self) -> None:
-        self._store.set(f"rank {self.world.rank}", json.dumps(asdict(self._here)))
+    def _write(self) -> bool:
+        """Whether the rank that holds the store is still there."""
+        try:
+            self._store.set(f"rank {self.world.rank}", json.dumps(asdict(self._here)))
+        except RuntimeError:
+            return False
+        return True
 
     def _read(self) -> list[Position]:
         """Of every rank that has said anything."""

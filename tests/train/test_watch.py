@@ -28,6 +28,7 @@ from fusedtp.train.loop import Trainer
 from fusedtp.train.run import trainer_of
 from fusedtp.train.watch import (
     HANG,
+    KEPT,
     KINDS,
     RANKS,
     SKIPS_IN_A_ROW,
@@ -37,6 +38,7 @@ from fusedtp.train.watch import (
     NotFinite,
     Position,
     Pulse,
+    RankHung,
     Reading,
     Spikes,
     Watch,
@@ -530,6 +532,31 @@ def test_a_connection_closed_by_one_that_timed_out_is_a_timeout_too(worlds, toke
 def test_a_connection_closed_by_one_that_died_is_no_timeout(worlds, tokens):
     found = worlds(2).run(leaving, "dp", tokens, "it broke", CLOSED[0])
     assert found == [("ValueError", "of the pipeline")] * 2
+
+
+def leaving_late(group: Any, tokens: Path, late: int) -> tuple[str, float]:
+    """One rank's wait times out eight beats after that of the other; what comes out, after how many seconds."""
+    trainer = made(group, "dp", "", tokens)
+    began = time.monotonic()
+    try:
+        with (
+            Pulse(trainer.world, trainer.watch.clocks, lambda: 4, beat=0.25),
+            trainer.watch.clocks("dp_wait"),
+        ):
+            began = time.monotonic()
+            time.sleep(2.0 if group.rank() == late else 0.0)
+            raise RuntimeError("Timed out waiting 3000ms")
+    except RankHung as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_whose_wait_times_out_later_still_learns_where_the_others_are(worlds, tokens, late):
+    found = worlds(2).run(leaving_late, tokens, late)
+    for told, seconds in found:
+        assert told.startswith("all ranks wait, in different calls: rank 0 on "), told
+        assert seconds < KEPT * 0.25  # the first rank stays for the other one, not for as long as it may
 
 
 def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
