@@ -10,6 +10,7 @@ import torch
 
 from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, fused_run
 from fusedtp.sim import Await, Copy, Launch, Run, Signal, SimulationFault, UnsupportedKernel, symmetric
+from fusedtp.sim.case import Work
 from fusedtp.sim.timed import Engine
 from fusedtp.sim.timed.timeline import WAIT
 
@@ -57,6 +58,37 @@ def test_the_time_of_an_exchange_is_the_sum_of_its_steps() -> None:
     seen = 100e-6 + 1e-6 + move + 10e-6 + 10e-6  # the data has landed, then the flag
     want = seen + 1e-6 + 1e-6 + move
     assert got.total == pytest.approx(want, rel=1e-6)
+
+
+def tell_all_run(w: int, silent: int | None = None) -> Run:
+    """Every rank but `silent`, which does nothing, sets a flag at all, and looks at all of its own."""
+    flags = symmetric("flag", w, (w,), torch.int32, poisoned=False)
+    size = 1 << (w - 1).bit_length()
+    work: list[list[Work]] = []
+    for rank in range(w):
+        args = dict(flags=flags.pointers, dst=torch.zeros(size), rank=rank, W=w, P=size)
+        work.append([] if rank == silent else [Launch(kernels.tell_all, 1, args)])
+    return Run(work, [flags])
+
+
+@pytest.mark.parametrize("w", [2, 3, 8])
+def test_an_atomic_on_a_tile_is_one_instruction(w: int) -> None:
+    """However many words: all flags leave at once, and one look sees them all."""
+    node = SMALL.but(memory_latency=1e-6, link_latency=10e-6, launch_latency=100e-6)
+    got = Engine(tell_all_run(w), node).run()
+    assert got.total == pytest.approx(
+        100e-6 + 1e-6 + 10e-6 + 1e-6, rel=1e-4
+    )  # launch, addresses, flags, look
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_tile_of_flags_of_which_one_is_missing_is_a_deadlock_that_names_it(silent: int) -> None:
+    with pytest.raises(SimulationFault) as caught:
+        Engine(tell_all_run(3, silent), SMALL).run()
+    fault = caught.value.fault
+    assert fault.rule == "deadlock"
+    waits = {(each.rank, each.tensor, each.index, each.seen) for each in fault.waits}
+    assert waits == {(rank, f"flag of rank {rank}", (silent,), "0") for rank in {0, 1, 2} - {silent}}
 
 
 def test_waiting_longer_costs_no_more_events() -> None:

@@ -22,6 +22,20 @@ def exchange(src, inboxes, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, P
 
 
 @triton.jit
+def tell_all(flags, dst, rank, W: tl.constexpr, P: tl.constexpr):
+    """One flag at every rank, in one instruction; then one look at all own flags until they are set."""
+    other = tl.arange(0, P)
+    theirs = tl.load(flags + other, mask=other < W, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + rank, 1, mask=other < W, sem="release", scope="sys")
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    late = W
+    while late > 0:
+        seen = tl.atomic_add(mine + other, 0, mask=other < W, sem="acquire", scope="sys")
+        late = tl.sum(tl.where((other < W) & (seen < 1), 1, 0), 0)
+    tl.store(dst + other, seen)
+
+
+@triton.jit
 def gather_rows(src, rows, dst, counter, K: tl.constexpr, M: tl.constexpr):
     """dst[i] = src[rows[i]], and how many programs are done: indices and counters are real, rows are not."""
     first = tl.program_id(0) * M

@@ -38,12 +38,12 @@ class Runtime(Protocol):
     def atomic(
         self,
         name: str,
-        address: int,
+        addresses: Sequence[int],
         dtype: np.dtype,
-        change: Callable[[int], int],
+        changes: Sequence[Callable[[int], int]],
         releases: bool,
         posted: bool,
-    ) -> int: ...
+    ) -> list[int]: ...
 
 
 @cache
@@ -205,28 +205,37 @@ class Language(Shapes):
     ) -> Any:
         releases = (options.get("sem") or "acq_rel") in ("release", "acq_rel")
         posted = bool(options.get("_posted"))
-        count, rank, first, _last = self._extent(f"atomic_{name}", pointer, mask)
         element = pointer.dtype.element_ty
         numpy_type = _integer(element)
-        if pointer.shape and numpy_type is None:
+        if pointer.shape and numpy_type is not None:
+            return self._atomic_tile(name, pointer, value, change, mask, releases, posted)
+        count, rank, first, _last = self._extent(f"atomic_{name}", pointer, mask)
+        if pointer.shape:
             self._runtime.account.store(rank, count * max(1, element.primitive_bitwidth // 8))
             return Tile(pointer.shape, element, known=False)
         if numpy_type is None:
             return Tile((), element, known=False)
-        if not pointer.shape:
-            if not count:
-                return 0
-            return self._runtime.atomic(
-                name, first, numpy_type, lambda old: change(old, value), releases, posted
-            )
-        values = np.broadcast_to(value.dense() if isinstance(value, Tile) else value, pointer.shape)
-        keep = np.broadcast_to(mask.dense() if isinstance(mask, Mask) else True, pointer.shape)
-        out = np.zeros(pointer.shape, np.int64)
-        addresses = pointer.dense()
-        for at in zip(*np.nonzero(keep), strict=True):
-            one = partial(_swapped, change, int(values[at]))
-            out[at] = self._runtime.atomic(name, int(addresses[at]), numpy_type, one, releases, posted)
-        return Tile(pointer.shape, element, data=out)
+        if not count:
+            return 0
+        one = partial(_swapped, change, value)
+        return self._runtime.atomic(name, [first], numpy_type, [one], releases, posted)[0]
+
+    def _atomic_tile(
+        self, name: str, pointer: Tile, value: Any, change: Callable, mask: Any, releases: bool, posted: bool
+    ) -> Tile:
+        """Of integers; the words may be those of several ranks."""
+        element = pointer.dtype.element_ty
+        shape = broadcast(pointer.shape, mask.shape) if isinstance(mask, Mask) else pointer.shape
+        values = np.broadcast_to(value.dense() if isinstance(value, Tile) else value, shape)
+        keep = np.broadcast_to(mask.dense() if isinstance(mask, Mask) else mask is None or bool(mask), shape)
+        out = np.zeros(shape, np.int64)
+        if keep.any():
+            addresses = np.broadcast_to(pointer.dense(), shape)[keep].tolist()
+            changes = [partial(_swapped, change, one) for one in values[keep].tolist()]
+            numpy_type = _integer(element)
+            assert numpy_type is not None
+            out[keep] = self._runtime.atomic(name, addresses, numpy_type, changes, releases, posted)
+        return Tile(shape, element, data=out)
 
     def atomic_add(self, pointer: Any, value: Any, mask: Any = None, **o: Any) -> Any:
         return self._atomic("add", pointer, value, lambda old, v: old + v, mask, o)

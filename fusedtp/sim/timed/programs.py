@@ -140,43 +140,47 @@ class Programs:
 
     def poll(self, address: int, dtype: np.dtype) -> int:
         """A volatile load."""
-        return self.atomic("load", address, dtype, lambda old: old, False, False)
+        return self.atomic("load", [address], dtype, [lambda old: old], False, False)[0]
 
     def atomic(
-        self, name: str, address: int, dtype: np.dtype, change: Callable[[int], int], releases: bool, posted: bool
-    ) -> int:  # fmt: skip
-        """The word as it was. `posted`: the result is unused, so the program goes on at once."""
-        me, turns = self._turns.me, self._turns
+        self, name: str, addresses: Sequence[int], dtype: np.dtype, changes: Sequence[Callable[[int], int]],
+        releases: bool, posted: bool,
+    ) -> list[int]:  # fmt: skip
+        """The words as they were. `posted`: the result is unused, so the program goes on at once."""
+        me, turns, size = self._turns.me, self._turns, dtype.itemsize
         if releases:
             self._land()
         self._flush()
         me.account.met += 1
-        remote = self.owner(f"atomic_{name}", address, address + dtype.itemsize) != me.rank
+        remote = any(self.owner(f"atomic_{name}", at, at + size) != me.rank for at in addresses)
         latency = self._node.link_latency if remote else self._node.memory_latency
         if posted:
             cause = me.last
             me.progressed(turns.now)
-            turns.later(latency, lambda: self._apply(address, dtype, change, cause))
-            return 0
+            turns.later(latency, lambda: self._apply(addresses, dtype, changes, cause))
+            return [0] * len(addresses)
         turns.delay(latency)
-        old, changed = self._apply(address, dtype, change, me.last)
+        old, changed = self._apply(addresses, dtype, changes, me.last)
         if remote:
             turns.delay(latency)
         if changed:
             me.progressed(turns.now)
-        elif self.waits.again(me, address, old):
+        elif self.waits.again(me, addresses, old):
             self.waits.sleep(me, [*me.polled])
-            old, _ = self._apply(address, dtype, change, me.last)
+            old, _ = self._apply(addresses, dtype, changes, me.last)
         return old
 
     def _apply(
-        self, address: int, dtype: np.dtype, change: Callable[[int], int], cause: int
-    ) -> tuple[int, bool]:
-        """(the word as it was, whether it changed)."""
-        old = self._words.read([address], dtype)[0]
-        self._words.write([address], dtype, [change(old)])
-        changed = self._words.read([address], dtype)[0] != old
-        if changed:
-            self.waits.progress()
-            self.waits.wake(address, cause)
-        return old, changed
+        self, addresses: Sequence[int], dtype: np.dtype, changes: Sequence[Callable[[int], int]], cause: int
+    ) -> tuple[list[int], bool]:
+        """(the words as they were, whether one changed)."""
+        before, moved = [], False
+        for address, change in zip(addresses, changes, strict=True):
+            old = self._words.read([address], dtype)[0]
+            self._words.write([address], dtype, [change(old)])
+            before.append(old)
+            if self._words.read([address], dtype)[0] != old:
+                moved = True
+                self.waits.progress()
+                self.waits.wake(address, cause)
+        return before, moved

@@ -31,15 +31,19 @@ class Waits:
         """Something happened that others may see."""
         self._vain = 0
 
-    def again(self, me: Actor, address: int, value: int) -> bool:
-        """Whether a program that reads the same again and again waits."""
-        me.address = address
-        if me.polled.get(address) == value:
-            me.repeats += 1
-        else:
-            if not me.polled or address in me.polled:
-                me.since = self._turns.now
-            me.polled[address], me.repeats = value, 0
+    def again(self, me: Actor, addresses: Sequence[int], values: Sequence[int]) -> bool:
+        """Whether a program that reads the same again and again waits. All at once are one look at each.
+
+        A report names the lowest word of those it looked at last: flags count up.
+        """
+        me.address = min(zip(values, addresses, strict=True))[1]
+        for address, value in zip(addresses, values, strict=True):
+            if me.polled.get(address) == value:
+                me.repeats += 1
+            else:
+                if not me.polled or address in me.polled:
+                    me.since = self._turns.now
+                me.polled[address], me.repeats = value, 0
         return me.repeats > SAME_READS * len(me.polled)
 
     def sleep(self, me: Actor, addresses: Sequence[int]) -> None:
