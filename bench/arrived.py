@@ -56,7 +56,9 @@ def view_of(
     world_size = len(slots)
     flags = torch.full((world_size, world_size, FLAGS_PER_SOURCE), AHEAD, dtype=torch.int32, device=device)
     flags[rank, rank] = 0
-    signatures = torch.full((world_size, 2, world_size), SIGNATURE, dtype=torch.int32, device=device)
+    arrivals = torch.full(
+        (world_size, 2, world_size), SIGNATURE << 32 | AHEAD, dtype=torch.int64, device=device
+    )
     status, failure = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
 
     def table(addresses: list[int]) -> Tensor:
@@ -65,7 +67,7 @@ def view_of(
     view = DeviceView(
         data_ptrs=table(slots),
         flag_ptrs=table([part.data_ptr() for part in flags]),
-        sig_ptrs=table([part.data_ptr() for part in signatures]),
+        arrival_ptrs=table([part.data_ptr() for part in arrivals]),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
         status=status,
         failure=failure,
@@ -73,7 +75,7 @@ def view_of(
         flags_per_source=FLAGS_PER_SOURCE,
         timeout_s=timeout_s,
     )
-    return view, (flags, signatures)
+    return view, (flags, arrivals)
 
 
 def _like(launch: Launch, programs: int, machine: Machine) -> Function:

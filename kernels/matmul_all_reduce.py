@@ -25,15 +25,8 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .matmul_reduce_scatter import part_of_tile, partial_tile, push_partials, reduced_tile, wait_chunk_of_all
+from .matmul_reduce_scatter import part_of_tile, partial_tile, push_partials, reduced_tile
 from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
-
-
-@inline
-def publish_to_all(peers, chunk):
-    """Publish `chunk` to every rank, this one too."""
-    for step in range(1, peers.world_size + 1):
-        signals.publish(peers, (signals.rank_of(peers) + step) % peers.world_size, chunk)
 
 
 @triton.jit(do_not_specialize=["group", "send_programs"])
@@ -101,7 +94,7 @@ def one_shot_kernel(
                     element,
                 )
                 if stored >= 0:  # Note [Late publish]
-                    publish_to_all(peers, 1 + stored)
+                    signals.publish_to_all(peers, 1 + stored)
                     stored = tl.full((), -1, tl.int32)
                 at = rows.to(tl.int64)[:, None] * N + cols[None, :]
                 mask = (rows < M)[:, None] & col_mask[None, :]
@@ -110,12 +103,12 @@ def one_shot_kernel(
                     tl.store(tl.multiple_of(out, 16) + to_int64(rank) * M * N + at, value, mask=mask)
             stored = chunk
         if stored >= 0:
-            publish_to_all(peers, 1 + stored)
+            signals.publish_to_all(peers, 1 + stored)
     else:
         signals.wait_all_arrivals(peers)
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
         for chunk in range(pid - send_programs, chunks, tl.num_programs(0) - send_programs):
-            wait_chunk_of_all(peers, 1 + chunk)
+            signals.wait_chunk_of_all(peers, 1 + chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, M), PART_M):
@@ -198,7 +191,7 @@ def two_shot_kernel(
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
         signals.wait_all_arrivals(peers)
         for chunk in range(pid - send_programs, cdiv(tiles, group), reduce_programs):
-            wait_chunk_of_all(peers, 1 + chunk)
+            signals.wait_chunk_of_all(peers, 1 + chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
@@ -210,8 +203,7 @@ def two_shot_kernel(
                     for step in range(1, world):
                         out = sums_at(peers, (rank + step) % world, result_at, element) + to_int64(offset) * N
                         tl.store(out + at, value, mask=mask)
-            for step in range(1, world):
-                signals.publish(peers, (rank + step) % world, 1 + flags + chunk)
+            signals.publish_to_all(peers, 1 + flags + chunk)
     else:
         start = pid - send_programs - reduce_programs
         programs = tl.num_programs(0) - send_programs - reduce_programs

@@ -197,13 +197,6 @@ def reduced_tile(base, stride_source, at, mask, bias, cols, N, WORLD: tl.constex
     return add_bias(acc, bias, cols, cols < N)
 
 
-@inline
-def wait_chunk_of_all(peers, chunk):
-    """Wait until every rank, this one too, has published `chunk` here."""
-    for src in range(peers.world_size):
-        signals.wait(peers, src, chunk)
-
-
 @triton.jit(do_not_specialize=["group", "send_programs"])
 def matmul_reduce_scatter_kernel(
     peers,
@@ -267,7 +260,7 @@ def matmul_reduce_scatter_kernel(
         signals.wait_all_arrivals(peers)
         programs = tl.num_programs(0) - send_programs
         for chunk in range(tl.program_id(0) - send_programs, cdiv(tiles, group), programs):
-            wait_chunk_of_all(peers, 1 + chunk)
+            signals.wait_chunk_of_all(peers, 1 + chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, limit), PART_M):

@@ -127,7 +127,7 @@ def publish_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every peer; flag 1 + c.
+    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every rank; flag 1 + c.
 
     Nothing is published where nothing is sent, as in most rounds of an exchange in rounds: then no rank waits for it.
     """
@@ -144,8 +144,7 @@ def publish_rows(
             at = first + tl.arange(0, BLOCK_M)
             rows = at.to(tl.int64)
             copy_rows(x, rows, stride_xm, stride_xk, out, rows, K, at < last, K, BLOCK_K)
-        for step in range(1, peers.world_size):
-            signals.publish(peers, (rank + step) % peers.world_size, 1 + chunk)
+        signals.publish_to_all(peers, 1 + chunk)
 
 
 @inline

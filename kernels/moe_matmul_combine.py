@@ -32,7 +32,6 @@ import triton.language as tl
 
 from . import signals
 from .grouped_matmul import first_row, last_row, sum_tile
-from .matmul_all_reduce import publish_to_all
 from .moe_exchange import overflows, segment, sum_choices
 from .tiles import cdiv, halves, inline, narrow, next_start
 
@@ -121,7 +120,7 @@ def multiply_and_send(
                         PRECISION,
                     )
                     if stored >= 0:  # Note [Late publish]
-                        publish_to_all(peers, 1 + stored)
+                        signals.publish_to_all(peers, 1 + stored)
                         stored = tl.full((), -1, tl.int32)
                     home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
                     if HALVES:
@@ -135,7 +134,7 @@ def multiply_and_send(
             start = next_start(start, own, programs)
             done += own
     if stored >= 0:
-        publish_to_all(peers, 1 + stored)
+        signals.publish_to_all(peers, 1 + stored)
 
 
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "part_tiles", "send_programs"])

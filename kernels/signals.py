@@ -5,6 +5,13 @@ A rank's flag word belongs to one (source, chunk); the source sets it to the cal
     source        stores of the data | block barrier | release of the flag at system scope
     destination   acquire spin on the flag, in its own memory | block barrier | loads of the data
 
+A rank that has entered a call says so, and which call it takes it for, in one word at every rank: its arrival, the
+epoch and a hash of the call's signature.
+
+Note [All at once]: what goes to all ranks goes in one instruction, on a tile of a word a rank, and is awaited so. A
+loop over peers is a chain: each release waits for stores to land, the exchange before it among them, and each poll
+for memory. Here is one barrier, and the releases of a warp's lanes are one fence and one exchange of the hardware's.
+
 Note [Barrier before the release]: only the thread that issues the release is ordered by it. Before Triton 3.9
 the compiler puts no block barrier in front of a scalar release for the release's sake. In `publish` there happens
 to be one: the failure word, which one thread reads, is handed to all through shared memory, and 3.6's code is in
@@ -48,6 +55,7 @@ TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
+ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
 
@@ -56,11 +64,11 @@ class Peers(NamedTuple):
     """One rank's view of its group, passed to a kernel as one argument.
 
     data         int64 [W]   address of every rank's data region, two slots of slot_bytes
-    flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source]; chunk 0 is the arrival
-    signatures   int64 [W]   address of every rank's int32 [2, W]
+    flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source], by source and chunk
+    arrivals     int64 [W]   address of every rank's int64 [2, W], by parity and source: signature << 32 | epoch
     epoch        int32 [1]   number of this call
     failure      int64 [8]   own memory on the device, read by every program: nonzero after a failure
-    status       int64 [8]   where the host looks: code, peer, flag index, wanted, seen
+    status       int64 [8]   where the host looks: code, peer, chunk or ARRIVAL, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
     low2, high2  int         the signature's 16-bit halves, likewise
     world_size and clock ("cuda", "hip" or "host") are tl.constexpr, the rest are ints.
@@ -68,7 +76,7 @@ class Peers(NamedTuple):
 
     data: Any
     flags: Any
-    signatures: Any
+    arrivals: Any
     epoch: Any
     failure: Any
     status: Any
@@ -119,7 +127,7 @@ def failed(peers):
 @inline
 def publish(peers, dst, chunk):
     """Tell `dst` that everything this program stored so far is there: its flag for (this rank, chunk)."""
-    healthy = tl.atomic_add(peers.failure, 0, sem="relaxed", scope="gpu") == FINE
+    healthy = not_failed(peers)
     flag = tl.load(peers.flags + dst).to(tl.pointer_type(tl.int32))
     flag += rank_of(peers) * peers.flags_per_source + chunk
     tl.debug_barrier()  # Note [Barrier before the release]
@@ -127,14 +135,27 @@ def publish(peers, dst, chunk):
 
 
 @inline
+def publish_to_all(peers, chunk):
+    """`publish` to every rank, this one too. See Note [All at once]."""
+    healthy = not_failed(peers)
+    rank, exists = all_ranks(peers)
+    flag = tl.load(peers.flags + rank, mask=exists, other=0).to(tl.pointer_type(tl.int32))
+    flag += rank_of(peers) * peers.flags_per_source + chunk
+    tl.debug_barrier()  # Note [Barrier before the release]
+    tl.atomic_xchg(flag, tl.load(peers.epoch), mask=exists & healthy, sem="release", scope="sys")
+
+
+@inline
 def arrive(peers):
-    """Signal every peer that this rank is in the call, and which call it takes it for. Once a launch."""
-    parity = tl.load(peers.epoch) & 1
-    for step in range(1, peers.world_size):
-        dst = (rank_of(peers) + step) % peers.world_size
-        word = tl.load(peers.signatures + dst).to(tl.pointer_type(tl.int32))
-        tl.store(word + parity * peers.world_size + rank_of(peers), signature_of(peers))
-        publish(peers, dst, 0)
+    """Tell every rank, this one too, that this one is in the call, and which call it takes it for. Once a launch."""
+    healthy = not_failed(peers)
+    rank, exists = all_ranks(peers)
+    epoch = tl.load(peers.epoch)
+    word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
+    word += (epoch & 1) * peers.world_size + rank_of(peers)
+    arrival = (signature_of(peers).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF)
+    tl.debug_barrier()  # Note [Barrier before the release]
+    tl.atomic_xchg(word, arrival, mask=exists & healthy, sem="release", scope="sys")
 
 
 @inline
@@ -143,26 +164,8 @@ def wait(peers, src, chunk):
 
     Returns at once after a failure; see Note [A failed call].
     """
-    epoch = tl.load(peers.epoch)
-    index = src * peers.flags_per_source + chunk
-    flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32)) + index
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    start = tl.full((), 0, tl.int64)
-    polls = tl.full((), 0, tl.int32)
-    gave_up = tl.full((), 0, tl.int32)
-    while ((seen - epoch) < 0) & (gave_up == 0):  # Note [Modular compare]
-        _pause()
-        if polls % PATIENCE == 0:
-            now = _clock(peers)
-            if polls == 0:
-                start = now
-            if now - start > peers.timeout_ns:
-                record(peers, TIMED_OUT, src, index, epoch, seen)
-            if failed(peers):
-                gave_up += 1
-        polls += 1
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32))
+    _spin(peers, flag + src * peers.flags_per_source + chunk, src, chunk, False)
 
 
 @inline
@@ -173,33 +176,116 @@ def wait_chunks(peers, src, first, last):
 
 
 @inline
+def wait_chunk_of_all(peers, chunk):
+    """Wait for this chunk of every rank, this one too."""
+    flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32))
+    rank, _ = all_ranks(peers)
+    _spin(peers, flag + rank * peers.flags_per_source + chunk, rank, chunk, True)
+
+
+@inline
 def wait_arrival(peers, src):
-    """Wait until peer `src` is in this call too, and compare signatures."""
-    wait(peers, src, 0)
-    parity = tl.load(peers.epoch) & 1
-    word = tl.load(peers.signatures + rank_of(peers)).to(tl.pointer_type(tl.int32))
-    theirs = tl.load(word + parity * peers.world_size + src, volatile=True)
-    if theirs != signature_of(peers):
-        if not failed(peers):  # after a timeout the word is an older call's
-            index = src * peers.flags_per_source
-            record(peers, OTHER_SIGNATURE, src, index, signature_of(peers), theirs)
+    """Wait until `src` is in this call too, and compare signatures."""
+    _compare(peers, _spin(peers, _arrival_of(peers, src), src, ARRIVAL, False), src, False)
 
 
 @inline
 def wait_all_arrivals(peers):
-    """Wait for every peer: some program of every launch does, see Note [Two rotating buffers]."""
-    for step in range(1, peers.world_size):
-        wait_arrival(peers, (rank_of(peers) + step) % peers.world_size)
+    """Wait for every rank: some program of every launch does, see Note [Two rotating buffers]."""
+    rank, _ = all_ranks(peers)
+    _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True), rank, True)
 
 
 @inline
-def record(peers, code, peer, index, wanted, seen):
+def not_failed(peers):
+    """The opposite of `failed`, without a branch."""
+    return tl.atomic_add(peers.failure, 0, sem="relaxed", scope="gpu") == FINE
+
+
+@inline
+def all_ranks(peers):
+    """The ranks as a tile, and which of them there are: its size is a power of two."""
+    rank = tl.arange(0, triton.next_power_of_2(peers.world_size))
+    return rank, rank < peers.world_size
+
+
+@inline
+def _arrival_of(peers, src):
+    """Where this rank looks for the arrival of `src`, a rank or all of them."""
+    word = tl.load(peers.arrivals + rank_of(peers)).to(tl.pointer_type(tl.int64))
+    return word + (tl.load(peers.epoch) & 1) * peers.world_size + src
+
+
+@inline
+def _spin(peers, words, src, chunk, ALL: tl.constexpr):
+    """Poll the words of `src`, a rank or ALL of them, until each holds this call's epoch; what they hold."""
+    epoch = tl.load(peers.epoch)
+    seen = _look(peers, words, src, ALL)
+    late = _first(peers, seen.to(tl.int32) - epoch < 0, src, ALL)  # Note [Modular compare]
+    start = tl.full((), 0, tl.int64)
+    polls = tl.full((), 0, tl.int32)
+    gave_up = tl.full((), 0, tl.int32)
+    while (late < peers.world_size) & (gave_up == 0):
+        _pause()
+        if polls % PATIENCE == 0:
+            now = _clock(peers)
+            if polls == 0:
+                start = now
+            if now - start > peers.timeout_ns:
+                record(peers, TIMED_OUT, late, chunk, epoch, _of(seen, src, late, ALL).to(tl.int32))
+            if failed(peers):
+                gave_up += 1
+        polls += 1
+        seen = _look(peers, words, src, ALL)
+        late = _first(peers, seen.to(tl.int32) - epoch < 0, src, ALL)
+    tl.debug_barrier()
+    return seen
+
+
+@inline
+def _look(peers, words, src, ALL: tl.constexpr):
+    """What the words of `src` hold now; one thread reads each, and hands it to the others."""
+    if ALL:
+        return tl.atomic_add(words, 0, mask=src < peers.world_size, sem="acquire", scope="sys")
+    else:
+        return tl.atomic_add(words, 0, sem="acquire", scope="sys")
+
+
+@inline
+def _compare(peers, arrivals, src, ALL: tl.constexpr):
+    """Whether every arrival has this call's signature; the first that has not is recorded."""
+    theirs = (arrivals >> 32).to(tl.int32)
+    other = _first(peers, theirs != signature_of(peers), src, ALL)
+    if other < peers.world_size:
+        if not failed(peers):  # after a timeout the word is an older call's
+            record(peers, OTHER_SIGNATURE, other, ARRIVAL, signature_of(peers), _of(theirs, src, other, ALL))
+
+
+@inline
+def _first(peers, holds, src, ALL: tl.constexpr):
+    """The first rank of `src` for which it holds; world_size if there is none."""
+    found = tl.where(holds, src, peers.world_size)  # ranks of the tile that do not exist count as none
+    if ALL:
+        found = tl.minimum(tl.min(found, 0), peers.world_size)
+    return found
+
+
+@inline
+def _of(values, src, rank, ALL: tl.constexpr):
+    """The value of `rank`, one of `src`."""
+    if ALL:
+        values = tl.sum(tl.where(src == rank, values, 0), 0)
+    return values
+
+
+@inline
+def record(peers, code, peer, chunk, wanted, seen):
     """Write the failure, unless another program was first."""
     zero = tl.full((), 0, tl.int64)
     first = tl.atomic_cas(peers.failure, zero, zero + code, sem="relaxed", scope="gpu") == FINE
     tl.store(peers.status, zero + code, mask=first)
     tl.store(peers.status + 1, zero + peer, mask=first)
-    tl.store(peers.status + 2, zero + index, mask=first)
+    tl.store(peers.status + 2, zero + chunk, mask=first)
     tl.store(peers.status + 3, zero + wanted, mask=first)
     tl.store(peers.status + 4, zero + seen, mask=first)
 

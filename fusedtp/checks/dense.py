@@ -41,7 +41,7 @@ DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
 
 
 class SimulatedWorld:
-    """A workspace of W ranks: two rotating slots (poisoned), flags, signatures, epochs.
+    """A workspace of W ranks: two rotating slots (poisoned), flags, arrivals, epochs.
 
     slot_bytes         of one slot; every rank's data region holds two
     flags_per_source   chunks that one source can announce, chunk 0 being its arrival
@@ -57,21 +57,21 @@ class SimulatedWorld:
         self.slot_bytes = -(-slot_bytes // 16) * 16
         self.data = symmetric("slots", w, (2, self.slot_bytes), torch.uint8)
         self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
-        self.signatures = symmetric("signatures", w, (2, w), torch.int32, poisoned=False)
+        self.arrivals = symmetric("arrivals", w, (2, w), torch.int64, poisoned=False)
         self.epochs = symmetric("epoch", w, (1,), torch.int32, poisoned=False)
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
         self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        return self.data, self.flags, self.signatures, self.epochs, self.failures, self.statuses
+        return self.data, self.flags, self.arrivals, self.epochs, self.failures, self.statuses
 
     def view(self, rank: int) -> DeviceView:
         """The rank's view, as launchers take it. Its waits never time out: the simulator finds deadlocks itself."""
         return DeviceView(
             data_ptrs=self.data.pointers,
             flag_ptrs=self.flags.pointers,
-            sig_ptrs=self.signatures.pointers,
+            arrival_ptrs=self.arrivals.pointers,
             epoch=self.epochs.tensors[rank],
             status=self.statuses.tensors[rank],
             failure=self.failures.tensors[rank],
@@ -88,9 +88,9 @@ class SimulatedWorld:
         found = []
         for rank, (failure, status) in enumerate(zip(self.failures.tensors, self.statuses.tensors)):
             if code := int(failure[0]):
-                peer, index, wanted, seen = status[1:5].tolist()
+                peer, chunk, wanted, seen = status[1:5].tolist()
                 said = (
-                    f"{meant.get(code, 'unknown')} (peer {peer}, flag {index}, wanted {wanted}, seen {seen})"
+                    f"{meant.get(code, 'unknown')} (peer {peer}, chunk {chunk}, wanted {wanted}, seen {seen})"
                 )
                 found.append(f"status of rank {rank} [0] says {code}: {said}")
         return found

@@ -384,7 +384,7 @@ def _view(world_size: int) -> SimpleNamespace:
     return SimpleNamespace(
         data_ptrs=words,
         flag_ptrs=words,
-        sig_ptrs=words,
+        arrival_ptrs=words,
         epoch=torch.zeros(1, dtype=torch.int32),
         status=words,
         slot_bytes=1 << 30,

@@ -22,9 +22,9 @@ class DeviceView:
 
     data_ptrs: Tensor  # int64 [W]
     flag_ptrs: Tensor  # int64 [W]
-    sig_ptrs: Tensor  # int64 [W]
+    arrival_ptrs: Tensor  # int64 [W]
     epoch: Tensor  # int32 [1], own memory, bumped on the device before each fused kernel
-    status: Tensor  # int64 [8], where the host reads it: code, peer, flag, wanted, seen
+    status: Tensor  # int64 [8], where the host reads it: code, peer, chunk, wanted, seen
     failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
     slot_bytes: int
     flags_per_source: int
@@ -68,7 +68,7 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
     return Peers(
         data=view.data_ptrs,
         flags=view.flag_ptrs,
-        signatures=view.sig_ptrs,
+        arrivals=view.arrival_ptrs,
         epoch=view.epoch,
         failure=view.failure,
         status=view.status,

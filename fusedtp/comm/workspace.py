@@ -3,7 +3,7 @@
     control region   semaphores [W]         CPU: posted by source, taken by the owner
                      records [2, W, words]  signatures, by call parity and source
                      flags [W, 4096] int32  kernels: set to the epoch by source and chunk
-                     sigs [2, W] int32      kernels: hash of the signature, by call parity and source
+                     arrivals [2, W] int64  kernels: epoch and hash of the signature, by call parity and source
                      gone [W] int32         CPU: 1 + the rank that a source gave up on; it will not signal again
     data region      slot 0 | slot 1        grows; a call uses slot (call number & 1)
 
@@ -97,7 +97,7 @@ DEFAULT_TIMEOUT_S = 600.0
 COMPARED_CALLS = 16  # see Note [Signatures]
 # A waiter asks again for that long, yielding the core in between, before it sleeps: waking up takes 50 us.
 SPIN_SECONDS = 100e-6
-OTHER_SIGNATURE, TOO_MANY_ROWS = 2, 3  # codes that kernels record, as in kernels/signals.py
+OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # what kernels record, as in kernels/signals.py
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
 
 
@@ -146,8 +146,8 @@ class Workspace:
         w, device = self.world_size, self.device
         self._records_at = w * semaphore.SIZE
         self._flags_at = self._records_at + 2 * w * NUM_WORDS * 8
-        self._sigs_at = self._flags_at + w * FLAGS_PER_SOURCE * 4
-        self._gone_at = self._sigs_at + 2 * w * 4
+        self._arrivals_at = self._flags_at + w * FLAGS_PER_SOURCE * 4
+        self._gone_at = self._arrivals_at + 2 * w * 8
         self.control = self.world.allocate(self._gone_at + w * 4)
         self.data: Region | None = None
         self.slot_bytes = 0
@@ -168,7 +168,7 @@ class Workspace:
             ]  # this rank's, at p
             self.records = [self._array(p, self._records_at, np.int64, (2, w, NUM_WORDS)) for p in range(w)]
             self._flags = [self._array(p, self._flags_at, np.int32, (w, FLAGS_PER_SOURCE)) for p in range(w)]
-            self._sigs = [self._array(p, self._sigs_at, np.int32, (2, w)) for p in range(w)]
+            self._arrivals = [self._array(p, self._arrivals_at, np.int64, (2, w)) for p in range(w)]
             self.gone = [self._array(p, self._gone_at, np.int32, (w,)) for p in range(w)]
         else:
             self.failure = torch.zeros(8, dtype=torch.int64, device=device)
@@ -237,7 +237,7 @@ class Workspace:
         return DeviceView(
             data_ptrs=table(self.data.addresses if self.data else control),
             flag_ptrs=table(control, self._flags_at),
-            sig_ptrs=table(control, self._sigs_at),
+            arrival_ptrs=table(control, self._arrivals_at),
             epoch=self.epoch,
             status=self.status,
             failure=self.failure,
@@ -326,7 +326,7 @@ class Workspace:
             raise self.failed
 
     def _fail_from_status(self) -> None:
-        code, peer, flag, wanted, seen = (int(v) for v in self.status[:5])
+        code, peer, chunk, wanted, seen = (int(v) for v in self.status[:5])
         if code == TOO_MANY_ROWS:
             self.failed = TooManyRows(
                 f"rank {self.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
@@ -335,8 +335,9 @@ class Workspace:
             return
         what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
         kind = SignatureMismatch if code == OTHER_SIGNATURE else SignalTimeout
+        where = "arrival" if chunk == ARRIVAL else f"chunk {chunk}"
         self.failed = kind(
-            f"rank {self.rank}: a kernel waited for rank {peer}, which {what} (flag {flag}: wanted {wanted}, "
+            f"rank {self.rank}: a kernel waited for rank {peer}, which {what} ({where}: wanted {wanted}, "
             f"saw {seen}); the group {self.world.name!r} can not be used again"
         )
 
@@ -384,7 +385,7 @@ class Workspace:
         for p in self.peers:  # all of these first: a kernel that leaves makes its rank tell the others
             self.records[p][number & 1, self.rank] = words
         for p in self.peers:
-            self._sigs[p][number & 1, self.rank] = 0
+            self._arrivals[p][number & 1, self.rank] = number & 0xFFFFFFFF  # of signature 0
             self._flags[p][self.rank, :] = int32(number)
 
 

@@ -63,13 +63,13 @@ def one_is_late(which: str) -> int:
     usual = arrived.view_of
 
     def view_of(*args: Any) -> Any:
-        view, (flags, signatures) = usual(*args)
+        view, (flags, arrivals) = usual(*args)
         if which == "flag":
             flags[1, 0, 1] = 0
         elif which == "signature":
-            signatures[1, :, 0] += 1
+            arrivals[1, :, 0] += 1 << 32
         seen.append(view)
-        return replace(view, timeout_s=0.05), (flags, signatures)
+        return replace(view, timeout_s=0.05), (flags, arrivals)
 
     seen: list[Any] = []
     with mock.patch.object(arrived, "view_of", view_of):

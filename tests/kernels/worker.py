@@ -59,8 +59,8 @@ class World:
 
     def __init__(self, fd: int, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
-        self.data_bytes, flag_bytes, sig_bytes = 2 * SLOT, size * FLAGS * 4, 2 * size * 4
-        stride = self.data_bytes + flag_bytes + (sig_bytes + 63) // 64 * 64
+        self.data_bytes, flag_bytes, arrival_bytes = 2 * SLOT, size * FLAGS * 4, 2 * size * 8
+        stride = self.data_bytes + flag_bytes + (arrival_bytes + 63) // 64 * 64
         os.ftruncate(fd, stride * size)
         self.memory = torch.frombuffer(mmap.mmap(fd, stride * size), dtype=torch.uint8)
         self.stride = stride
@@ -70,7 +70,7 @@ class World:
         self.view = SimpleNamespace(
             data_ptrs=table,
             flag_ptrs=table + self.data_bytes,
-            sig_ptrs=table + self.data_bytes + flag_bytes,
+            arrival_ptrs=table + self.data_bytes + flag_bytes,
             epoch=torch.zeros(1, dtype=torch.int32),
             status=torch.zeros(8, dtype=torch.int64),
             slot_bytes=SLOT,
@@ -81,6 +81,9 @@ class World:
         )
         self.view.failure = self.view.status
         self.flags = self.memory[rank * stride + self.data_bytes :][:flag_bytes].view(torch.int32)
+        self.arrivals = self.memory[rank * stride + self.data_bytes + flag_bytes :][:arrival_bytes].view(
+            torch.int64
+        )
         self.data.fill_(0xFF)  # NaN in every dtype
 
     def copies(self, c: SimpleNamespace) -> Copies | None:
@@ -315,9 +318,8 @@ def fail(world: World, case: dict) -> dict:
     if world.rank != c.absent:
         OPS[c.op](world, c)
     seconds, quiet = time.monotonic() - began, torch.equal(before, world.memory)
-    highest = int(
-        world.flags.view(world.size, FLAGS).any(0).nonzero().max()
-    )  # chunk that anybody published here
+    published = world.flags.view(world.size, FLAGS).any(0).nonzero()  # chunks, by anybody, here
+    highest = int(published.max()) if published.numel() else -1
     return dict(status=view.status.tolist(), seconds=seconds, quiet=quiet, highest_flag=highest)
 
 
@@ -339,6 +341,7 @@ def serve(channel: Connection, rank: int, files: list[int]) -> None:
                 elif "epoch" in cases[0]:
                     worlds[size].view.epoch.fill_(cases[0]["epoch"])
                     worlds[size].flags.fill_(cases[0]["epoch"])
+                    worlds[size].arrivals.fill_(cases[0]["epoch"] & 0xFFFFFFFF)
                     reply = []
                 else:
                     reply = [line for case in cases for line in run(worlds[size], case)]

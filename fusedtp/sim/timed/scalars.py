@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .masks import Mask, triton_language
-from .values import Tile, elementwise
+from .values import Tile, elementwise, wrapped
 
 
 def quotient(a: Any, b: Any) -> Any:
@@ -42,7 +42,7 @@ def converted(value: Any, dtype: Any, **_: Any) -> Any:
         return value.to(dtype)
     if dtype.is_ptr():
         return Tile((), dtype, int(value))
-    return float(value) if dtype.is_floating() else value if isinstance(value, bool) else int(value)
+    return float(value) if dtype.is_floating() else value if isinstance(value, bool) else wrapped(int(value), dtype)
 
 
 def dtype_of(value: Any) -> Any:

@@ -63,7 +63,8 @@ class Tile:
         return out
 
     def to(self, dtype: Any, **_: Any) -> Tile:
-        return Tile(self.shape, dtype, self.base, self.steps, self.data, self.known)
+        data = None if self.data is None else wrapped(self.data, dtype)
+        return Tile(self.shape, dtype, self.base, self.steps, data, self.known)
 
     def __getitem__(self, index: Any) -> Tile:
         keep = kept_axes(index, len(self.shape))
@@ -145,6 +146,13 @@ class Tile:
     @property
     def T(self) -> Tile:
         return transpose(self)
+
+
+def wrapped(value: Any, dtype: Any) -> Any:
+    """The integer or array of integers as one of int32 or int64 holds it."""
+    if dtype.is_int() and dtype.primitive_bitwidth == 32 and not dtype.is_int_unsigned():
+        return (value + 2**31) % 2**32 - 2**31
+    return value
 
 
 def wider(a: Any, b: Any) -> Any:
