@@ -98,9 +98,9 @@ class Problem:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
             config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
             return without_senders(config, machine) if self.transport == ENGINE else config
-        flags, owners = FLAGS_PER_SOURCE - 1, self.world_size
+        flags, owners = FLAGS_PER_SOURCE, self.world_size
         if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
-            flags = FLAGS_PER_SOURCE // 2 - 1
+            flags = FLAGS_PER_SOURCE // 2
         elif self.operation == REDUCE:
             owned, owners = self.tokens, 1
         return reduction(machine, self.dtype, owned, n, flags, owners=owners)

@@ -59,7 +59,7 @@ def push_rows(
 ):
     """Send stage of a gather: program_id < programs copies chunks of x to every peer, the successor first.
 
-    The gathered tensor in a slot is [T, K], the shards one after another. Flag 1 + c is chunk c.
+    The gathered tensor in a slot is [T, K], the shards one after another. Flag c is chunk c.
     """
     pid = tl.program_id(0)
     if pid == 0:
@@ -77,7 +77,7 @@ def push_rows(
                 at = first + tl.arange(0, BLOCK_M)
                 wide_at = at.to(tl.int64)
                 copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
-            signals.publish(peers, dst, 1 + chunk)
+            signals.publish(peers, dst, chunk)
 
 
 @inline
@@ -90,7 +90,7 @@ def arrive_for_copies(peers, send_programs):
 @inline
 def wait_rows(peers, src, first, last, chunk_rows):
     """Wait for the chunks that cover the rows first, ..., last - 1 of the shard of `src`."""
-    signals.wait_chunks(peers, src, 1 + first // chunk_rows, 1 + cdiv(last, chunk_rows))
+    signals.wait_chunks(peers, src, first // chunk_rows, cdiv(last, chunk_rows))
 
 
 @inline

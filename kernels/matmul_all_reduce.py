@@ -54,7 +54,7 @@ def one_shot_kernel(
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
 ):
-    """A slot holds [W, M, N], the partials of all ranks; flag 1 + c is chunk c, `group` consecutive tiles."""
+    """A slot holds [W, M, N], the partials of all ranks; flag c is chunk c, `group` consecutive tiles."""
     if signals.failed(peers):
         return
     pid = tl.program_id(0)
@@ -94,7 +94,7 @@ def one_shot_kernel(
                     element,
                 )
                 if stored >= 0:  # Note [Late publish]
-                    signals.publish_to_all(peers, 1 + stored)
+                    signals.publish_to_all(peers, stored)
                     stored = tl.full((), -1, tl.int32)
                 at = rows.to(tl.int64)[:, None] * N + cols[None, :]
                 mask = (rows < M)[:, None] & col_mask[None, :]
@@ -103,12 +103,12 @@ def one_shot_kernel(
                     tl.store(tl.multiple_of(out, 16) + to_int64(rank) * M * N + at, value, mask=mask)
             stored = chunk
         if stored >= 0:
-            signals.publish_to_all(peers, 1 + stored)
+            signals.publish_to_all(peers, stored)
     else:
         signals.wait_all_arrivals(peers)
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
         for chunk in range(pid - send_programs, chunks, tl.num_programs(0) - send_programs):
-            signals.wait_chunk_of_all(peers, 1 + chunk)
+            signals.wait_chunk_of_all(peers, chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, M), PART_M):
@@ -142,7 +142,7 @@ def two_shot_kernel(
     send_programs,
     reduce_programs,
     result_at,  # bytes from the slot's begin to the sums; before it the partials
-    flags,  # chunk c's sums are announced by flag 1 + flags + c
+    flags,  # chunk c's sums are announced by flag flags + c
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -191,7 +191,7 @@ def two_shot_kernel(
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
         signals.wait_all_arrivals(peers)
         for chunk in range(pid - send_programs, cdiv(tiles, group), reduce_programs):
-            signals.wait_chunk_of_all(peers, 1 + chunk)
+            signals.wait_chunk_of_all(peers, chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
@@ -203,7 +203,7 @@ def two_shot_kernel(
                     for step in range(1, world):
                         out = sums_at(peers, (rank + step) % world, result_at, element) + to_int64(offset) * N
                         tl.store(out + at, value, mask=mask)
-            signals.publish_to_all(peers, 1 + flags + chunk)
+            signals.publish_to_all(peers, flags + chunk)
     else:
         start = pid - send_programs - reduce_programs
         programs = tl.num_programs(0) - send_programs - reduce_programs
@@ -214,7 +214,7 @@ def two_shot_kernel(
             num_rows = cdiv(size, BLOCK_M)
             tiles = num_rows * num_cols
             for chunk in range(start, cdiv(tiles, group), programs):
-                signals.wait(peers, owner, 1 + flags + chunk)
+                signals.wait(peers, owner, flags + chunk)
                 for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                     row, col = grouped(tile, num_rows, num_cols, GROUP)
                     for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):

@@ -11,7 +11,7 @@ Programs 0 .. S-1 multiply and send, the others reduce. Owner p's slot has a pla
     reduce                                      waits for tile c of 0, 1, 2, 3, sums them in this order
 
 so every owner receives all the time, from a different source each time, and the own tiles, which need not
-travel, come last. Flag 1 + c is chunk c: `group` consecutive tiles of the owner's rows, done by one program.
+travel, come last. Flag c is chunk c: `group` consecutive tiles of the owner's rows, done by one program.
 
 Note [Late publish]: a release waits until the stores before it have landed, at the far end of a link, and the program
 with it. So a sender stores a chunk and multiplies its next tile while the stores travel; only then it publishes the
@@ -166,14 +166,14 @@ def push_partials(
                     ELEMENT,
                 )
                 if stored >= 0:  # Note [Late publish]
-                    signals.publish(peers, stored % world, 1 + stored // world)
+                    signals.publish(peers, stored % world, stored // world)
                     stored = tl.full((), -1, tl.int32)
                 at = local.to(tl.int64)[:, None] * N + cols[None, :]
                 tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
             stored = chunk * world + owner
         pid = next_start(pid, cdiv(tiles, group), programs)
     if stored >= 0:
-        signals.publish(peers, stored % world, 1 + stored // world)
+        signals.publish(peers, stored % world, stored // world)
 
 
 @inline
@@ -260,7 +260,7 @@ def matmul_reduce_scatter_kernel(
         signals.wait_all_arrivals(peers)
         programs = tl.num_programs(0) - send_programs
         for chunk in range(tl.program_id(0) - send_programs, cdiv(tiles, group), programs):
-            signals.wait_chunk_of_all(peers, 1 + chunk)
+            signals.wait_chunk_of_all(peers, chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, limit), PART_M):

@@ -95,7 +95,7 @@ def keep_rows(
             src = (signals.rank_of(peers) - step + world) % world
             begin, count = segment(sources, src)
             if chunk * chunk_rows < count:
-                signals.wait(peers, src, 1 + chunk)
+                signals.wait(peers, src, chunk)
                 last = tl.minimum((chunk + 1) * chunk_rows, count)
                 for first in range(chunk * chunk_rows, last, BLOCK_M):
                     at = first + tl.arange(0, BLOCK_M)
@@ -117,7 +117,7 @@ def wait_expert(peers, arrivals, expert):
         begin = tl.load(of_source)
         first, last = tl.load(of_source + expert) - begin, tl.load(of_source + expert + 1) - begin
         if first < last:
-            signals.wait_chunks(peers, src, 1 + first // chunk_rows, 1 + cdiv(last, chunk_rows))
+            signals.wait_chunks(peers, src, first // chunk_rows, cdiv(last, chunk_rows))
 
 
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs", "copy_programs"])

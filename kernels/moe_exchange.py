@@ -72,14 +72,14 @@ def push_chunk(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy a chunk of a segment to `dst`, and say so: flag 1 + c is chunk c."""
+    """Copy a chunk of a segment to `dst`, and say so: flag c is chunk c."""
     last = tl.minimum((chunk + 1) * chunk_rows, count)
     for first in range(chunk * chunk_rows, last, BLOCK_M):
         at = first + tl.arange(0, BLOCK_M)
         inside = at < last
         rows = tl.load(index + at, mask=inside, other=0).to(tl.int64)
         copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
-    signals.publish(peers, dst, 1 + chunk)
+    signals.publish(peers, dst, chunk)
 
 
 @inline
@@ -127,7 +127,7 @@ def publish_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every rank; flag 1 + c.
+    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every rank; flag c.
 
     Nothing is published where nothing is sent, as in most rounds of an exchange in rounds: then no rank waits for it.
     """
@@ -144,7 +144,7 @@ def publish_rows(
             at = first + tl.arange(0, BLOCK_M)
             rows = at.to(tl.int64)
             copy_rows(x, rows, stride_xm, stride_xk, out, rows, K, at < last, K, BLOCK_K)
-        signals.publish_to_all(peers, 1 + chunk)
+        signals.publish_to_all(peers, chunk)
 
 
 @inline
@@ -195,7 +195,7 @@ def moe_dispatch_kernel(
     PULL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A slot holds [T_r, K], this rank's x; flag 1 + c is chunk c of it."""
+    """A slot holds [T_r, K], this rank's x; flag c is chunk c of it."""
     if signals.failed(peers):
         return
     if overflows(peers, totals, max_rows):
@@ -225,7 +225,7 @@ def moe_dispatch_kernel(
             else:
                 if start < blocks:
                     signals.wait_arrival(peers, src)
-                    signals.wait_chunks(peers, src, 1, 1 + cdiv(size // choices_per_row, chunk_rows))
+                    signals.wait_chunks(peers, src, 0, cdiv(size // choices_per_row, chunk_rows))
                 published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
                 pull_rows(
                     tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row, arrivals + begin, count,
@@ -321,7 +321,7 @@ def moe_combine_kernel(
         for step in range(world):
             owner = (rank - step + world) % world
             _begin, count = segment(begins, owner)
-            signals.wait_chunks(peers, owner, 1, 1 + cdiv(count, chunk_rows))
+            signals.wait_chunks(peers, owner, 0, cdiv(count, chunk_rows))
         arrived = tl.load(begins + world)
         pushed = signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty))
         pushed = tl.multiple_of(pushed, 16)

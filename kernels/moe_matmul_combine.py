@@ -16,7 +16,7 @@ columns a quarter of every sum can begin after a quarter of the products. One ra
     sum                                            waits for part 0 of all, sums it    waits for part 1 ...
 
 Programs 0 .. S-1 multiply and send, and never wait; the others sum: one resident program a rank is enough. An item
-is published late, see Note [Late publish] in matmul_reduce_scatter.py. Flag 1 + part * I + i is part `part` of item i,
+is published late, see Note [Late publish] in matmul_reduce_scatter.py. Flag part * I + i is part `part` of item i,
 of the I items of its owner; how many those are every rank knows from the plan.
 
 Tiles and sums are those of the two kernels one after another, and the product is rounded to its dtype before it
@@ -84,7 +84,7 @@ def multiply_and_send(
         signals.arrive(peers)
     num_cols = cdiv(N, BLOCK_N)
     _first, count = segment(items, signals.rank_of(peers))
-    stored = tl.full((), -1, tl.int32)  # the flag, less one, of the item that is stored and not yet published
+    stored = tl.full((), -1, tl.int32)  # the flag of the item that is stored and not yet published
     for part in range(cdiv(num_cols, part_tiles)):
         first_col = part * part_tiles
         width = tl.minimum(part_tiles, num_cols - first_col)
@@ -120,7 +120,7 @@ def multiply_and_send(
                         PRECISION,
                     )
                     if stored >= 0:  # Note [Late publish]
-                        signals.publish_to_all(peers, 1 + stored)
+                        signals.publish_to_all(peers, stored)
                         stored = tl.full((), -1, tl.int32)
                     home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
                     if HALVES:
@@ -134,7 +134,7 @@ def multiply_and_send(
             start = next_start(start, own, programs)
             done += own
     if stored >= 0:
-        signals.publish_to_all(peers, 1 + stored)
+        signals.publish_to_all(peers, stored)
 
 
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "part_tiles", "send_programs"])
@@ -194,7 +194,7 @@ def moe_matmul_combine_kernel(
             for step in range(world):
                 owner = (rank - step + world) % world
                 _first, count = segment(items, owner)
-                signals.wait_chunks(peers, owner, 1 + part * count, 1 + (part + 1) * count)
+                signals.wait_chunks(peers, owner, part * count, (part + 1) * count)
             first_col = part * part_tiles * BLOCK_N
             last_col = tl.minimum(first_col + part_tiles * BLOCK_N, N)
             sum_choices(

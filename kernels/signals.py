@@ -22,7 +22,7 @@ in int32, never `==`.
 
 Note [Two rotating buffers]: data and signature words alternate between two places by the epoch's parity. A rank
 that runs call e + 2 has seen every peer arrive in call e + 1, so no peer still reads what call e left. That
-holds only if in every call every rank signals every peer (chunk 0) and waits for every peer, also with no rows.
+holds only if in every call every rank arrives at every peer and waits for every peer's arrival, also with no rows.
 
 Note [Waits stand in outer loops]: the compiler's software pipeliner issues loads of later iterations early,
 across an acquire in the same loop. So a wait stands in a loop over shards or tiles, and the innermost loop, the

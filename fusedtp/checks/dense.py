@@ -44,7 +44,7 @@ class SimulatedWorld:
     """A workspace of W ranks: two rotating slots (poisoned), flags, arrivals, epochs.
 
     slot_bytes         of one slot; every rank's data region holds two
-    flags_per_source   chunks that one source can announce, chunk 0 being its arrival
+    flags_per_source   chunks that one source can announce
     machine            for which launches are planned
     """
 

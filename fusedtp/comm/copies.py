@@ -57,14 +57,14 @@ class Part(NamedTuple):
 
 
 def parts(rank: int, world_size: int, num_rows: int, chunk_rows: int, pieces: int = PIECES) -> Iterator[Part]:
-    """What `rank` sends, in order: the successor's rows first, in pieces of whole chunks. Flag 1 + c is chunk c's."""
+    """What `rank` sends, in order: the successor's rows first, in pieces of whole chunks. Flag c is chunk c's."""
     chunks = -(-num_rows // chunk_rows)
     each = max(1, -(-chunks // pieces))
     for step in range(1, world_size):
         for chunk in range(0, chunks, each):
             end = min(chunk + each, chunks)
             last = min(end * chunk_rows, num_rows)
-            yield Part((rank + step) % world_size, chunk * chunk_rows, last, 1 + chunk, end - chunk)
+            yield Part((rank + step) % world_size, chunk * chunk_rows, last, chunk, end - chunk)
 
 
 class Copies:

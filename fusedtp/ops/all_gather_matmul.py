@@ -396,7 +396,7 @@ def with_senders(
     if dtype is not None:
         found = tuned.lookup("all_gather", machine, dtype, rows=rows.longest, k=width, world=len(rows.sizes))
         senders, others = tuned.gather_split(found, machine, (senders, others))
-        chunk = tuned.chunk(found, chunk, least=-(-rows.longest // (flags - 1)))
+        chunk = tuned.chunk(found, chunk, least=-(-rows.longest // flags))
     return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
 
 

@@ -262,7 +262,7 @@ def prepare_one_shot(
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]
-    flags = view.flags_per_source - 1
+    flags = view.flags_per_source
     config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
     args = dict(
         **matmul_args(x, weight, config), M=total, group=config.chunk, send_programs=config.send_programs
@@ -277,7 +277,7 @@ def prepare_two_shot(
     from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]
-    each, flags = -(-total // world_size), view.flags_per_source // 2 - 1
+    each, flags = -(-total // world_size), view.flags_per_source // 2
     config = config or reduction(
         machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size, owners=world_size
     )

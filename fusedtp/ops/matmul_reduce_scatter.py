@@ -260,7 +260,7 @@ def prepare(
 
     world_size = len(rows.sizes)
     config = config or reduction(
-        machine, x.dtype, rows.longest, weight.shape[0], view.flags_per_source - 1,
+        machine, x.dtype, rows.longest, weight.shape[0], view.flags_per_source,
         kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
     )  # fmt: skip
     args = dict(

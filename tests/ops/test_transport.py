@@ -67,8 +67,8 @@ def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, n
         mine = [part for part in made if part.peer == peer]
         assert len(mine) <= pieces
         assert [r for part in mine for r in range(part.first, part.last)] == list(range(num_rows))
-        chunks = [c for part in mine for c in range(part.flag - 1, part.flag - 1 + part.flags)]
+        chunks = [c for part in mine for c in range(part.flag, part.flag + part.flags)]
         assert chunks == list(range(-(-num_rows // chunk)))
         for part in mine:
-            assert part.first == (part.flag - 1) * chunk
-            assert part.last == min((part.flag - 1 + part.flags) * chunk, num_rows)
+            assert part.first == part.flag * chunk
+            assert part.last == min((part.flag + part.flags) * chunk, num_rows)

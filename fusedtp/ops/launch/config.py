@@ -135,7 +135,7 @@ def reduce_programs(machine: Machine) -> tuple[int, int]:
 
 def gather_chunk(rows_max: int, flags: int) -> int:
     """Rows a flag covers: enough chunks that all senders work on one peer, few enough for its flags."""
-    return max(1, min(128, -(-rows_max // 16)), -(-rows_max // (flags - 1)))
+    return max(1, min(128, -(-rows_max // 16)), -(-rows_max // flags))
 
 
 def power_of_two(n: int) -> int:

@@ -706,10 +706,10 @@ def matmul_combine_config(
         widest = NARROW // 2 if 0 < machine.capability < 90 else NARROW
         config = replace(config, block_n=min(config.block_n, widest))
     tiles = max(1, -(-n // config.block_n))
-    part, room = tiles, flags - 1 - at.experts_here  # an expert's last item may be a smaller one
+    part, room = tiles, flags - at.experts_here  # an expert's last item may be a smaller one
     assert room > 0, (flags, at)
     quarter = -(-tiles // PARTS)
-    of_each = (flags - 1) // -(-tiles // quarter) - at.experts_here
+    of_each = flags // -(-tiles // quarter) - at.experts_here
     if of_each > 0:
         part, room = quarter, of_each
     chunk = max(1, -(-at.max_rows // (room * config.block_m)))

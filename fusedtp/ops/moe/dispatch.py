@@ -711,7 +711,7 @@ def pulling(machine: Machine, at: Exchange, choices_per_row: int, x: Tensor, fla
     senders = max(1, machine.programs // 4)
     others = max(1, machine.programs - senders)
     # One chunk more is one flag more that every program polls; one less, longer until all is there.
-    chunks = max(1, min(isqrt(most * width * itemsize // BALANCED), flags - 1))
+    chunks = max(1, min(isqrt(most * width * itemsize // BALANCED), flags))
     chunk = max(1, -(-most // chunks))
     columns = 2048 // max(2, itemsize)
     block_k = block(width, 1, columns)
