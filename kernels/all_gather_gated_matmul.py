@@ -73,9 +73,6 @@ def all_gather_gated_matmul_kernel(
             src = (rank - step + world) % world
             size, offset = shard(sizes, src, world)
             num_rows = cdiv(size * batch, BLOCK_M)
-            if src != rank:
-                if start < num_rows * num_cols:
-                    signals.wait_arrival(peers, src)
             base, stride_m, stride_k = shard_source(
                 peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
             )

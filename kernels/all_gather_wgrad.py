@@ -136,7 +136,6 @@ def all_gather_wgrad_kernel(
                 size, offset = shard(sizes, src, world)
                 if src != rank:
                     if tile == start:
-                        signals.wait_arrival(peers, src)
                         wait_rows(peers, src, 0, size * batch, chunk_rows)
                 base, stride_m, stride_k = shard_source(
                     peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED

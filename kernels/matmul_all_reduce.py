@@ -105,7 +105,6 @@ def one_shot_kernel(
         if stored >= 0:
             signals.publish_to_all(peers, stored)
     else:
-        signals.wait_all_arrivals(peers)
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
         for chunk in range(pid - send_programs, chunks, tl.num_programs(0) - send_programs):
             signals.wait_chunk_of_all(peers, chunk)
@@ -115,6 +114,8 @@ def one_shot_kernel(
                     at, mask, cols = part_of_tile(first, col, M, N, PART_M, BLOCK_N)
                     acc = reduced_tile(base, to_int64(M) * N, at, mask, bias, cols, N, world)
                     tl.store(y + at, narrow(acc, element), mask=mask)
+        if pid == send_programs:
+            signals.wait_all_arrivals(peers)
 
 
 @inline
@@ -189,7 +190,6 @@ def two_shot_kernel(
         num_rows = cdiv(size, BLOCK_M)
         tiles = num_rows * num_cols
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
-        signals.wait_all_arrivals(peers)
         for chunk in range(pid - send_programs, cdiv(tiles, group), reduce_programs):
             signals.wait_chunk_of_all(peers, chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
@@ -204,6 +204,8 @@ def two_shot_kernel(
                         out = sums_at(peers, (rank + step) % world, result_at, element) + to_int64(offset) * N
                         tl.store(out + at, value, mask=mask)
             signals.publish_to_all(peers, flags + chunk)
+        if pid == send_programs:
+            signals.wait_all_arrivals(peers)
     else:
         start = pid - send_programs - reduce_programs
         programs = tl.num_programs(0) - send_programs - reduce_programs

@@ -257,9 +257,8 @@ def matmul_reduce_scatter_kernel(
         num_cols = cdiv(N, BLOCK_N)
         tiles = num_rows * num_cols
         base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty)), 16)
-        signals.wait_all_arrivals(peers)
-        programs = tl.num_programs(0) - send_programs
-        for chunk in range(tl.program_id(0) - send_programs, cdiv(tiles, group), programs):
+        start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
+        for chunk in range(start, cdiv(tiles, group), programs):
             signals.wait_chunk_of_all(peers, chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
@@ -267,3 +266,5 @@ def matmul_reduce_scatter_kernel(
                     at, mask, cols = part_of_tile(first, col, limit, N, PART_M, BLOCK_N)
                     acc = reduced_tile(base, to_int64(limit) * N, at, mask, bias, cols, N, peers.world_size)
                     tl.store(y + at, narrow(acc, y.dtype.element_ty), mask=mask)
+        if start == 0:
+            signals.wait_all_arrivals(peers)

@@ -224,7 +224,6 @@ def moe_dispatch_kernel(
                 )  # fmt: skip
             else:
                 if start < blocks:
-                    signals.wait_arrival(peers, src)
                     signals.wait_chunks(peers, src, 0, cdiv(size // choices_per_row, chunk_rows))
                 published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
                 pull_rows(
@@ -317,7 +316,6 @@ def moe_combine_kernel(
         )
     else:
         rank = signals.rank_of(peers)
-        signals.wait_all_arrivals(peers)
         for step in range(world):
             owner = (rank - step + world) % world
             _begin, count = segment(begins, owner)
@@ -329,3 +327,5 @@ def moe_combine_kernel(
         sum_choices(
             pushed, arrived, choices, weights, out, T, N, 0, N, start, programs, TOP_K, BLOCK_M, BLOCK_N
         )
+        if start == 0:
+            signals.wait_all_arrivals(peers)

@@ -185,7 +185,6 @@ def moe_matmul_combine_kernel(
         )  # fmt: skip
     else:
         rank = signals.rank_of(peers)
-        signals.wait_all_arrivals(peers)
         arrived = tl.load(begins + world)
         pushed = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
         start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
@@ -201,3 +200,5 @@ def moe_matmul_combine_kernel(
                 pushed, arrived, choices, weights, out, T, N, first_col, last_col, start, programs, TOP_K, PART_M,
                 BLOCK_N,
             )  # fmt: skip
+        if start == 0:
+            signals.wait_all_arrivals(peers)

@@ -22,7 +22,8 @@ in int32, never `==`.
 
 Note [Two rotating buffers]: data and signature words alternate between two places by the epoch's parity. A rank
 that runs call e + 2 has seen every peer arrive in call e + 1, so no peer still reads what call e left. That
-holds only if in every call every rank arrives at every peer and waits for every peer's arrival, also with no rows.
+holds only if in every call every rank arrives at every peer, and one of its programs waits for every peer's arrival,
+also with no rows.
 
 Note [Waits stand in outer loops]: the compiler's software pipeliner issues loads of later iterations early,
 across an acquire in the same loop. So a wait stands in a loop over shards or tiles, and the innermost loop, the
@@ -31,6 +32,10 @@ only one that is pipelined, holds none.
 Note [Generic proxy]: what a peer wrote is read by pointer loads, which share the memory order of ordinary
 stores. TMA would need a proxy fence after the acquire, and on older compilers TMA stores have not landed when
 the flag is released. So there are no descriptors and no fence here.
+
+Note [Strangers]: a rank that takes this call for another may never publish what is waited for here. So a wait that
+takes long looks at the arrival of the rank it waits for; one that does not, costs no second poll. If a stranger does
+publish, what was read is garbage, and the program that waits for all arrivals finds out.
 
 Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
 program it happens to. From then on waits return at once, nothing is published, and later launches return
@@ -127,7 +132,7 @@ def failed(peers):
 @inline
 def publish(peers, dst, chunk):
     """Tell `dst` that everything this program stored so far is there: its flag for (this rank, chunk)."""
-    healthy = not_failed(peers)
+    healthy = failed(peers) == 0
     flag = tl.load(peers.flags + dst).to(tl.pointer_type(tl.int32))
     flag += rank_of(peers) * peers.flags_per_source + chunk
     tl.debug_barrier()  # Note [Barrier before the release]
@@ -137,7 +142,7 @@ def publish(peers, dst, chunk):
 @inline
 def publish_to_all(peers, chunk):
     """`publish` to every rank, this one too. See Note [All at once]."""
-    healthy = not_failed(peers)
+    healthy = failed(peers) == 0
     rank, exists = all_ranks(peers)
     flag = tl.load(peers.flags + rank, mask=exists, other=0).to(tl.pointer_type(tl.int32))
     flag += rank_of(peers) * peers.flags_per_source + chunk
@@ -148,7 +153,7 @@ def publish_to_all(peers, chunk):
 @inline
 def arrive(peers):
     """Tell every rank, this one too, that this one is in the call, and which call it takes it for. Once a launch."""
-    healthy = not_failed(peers)
+    healthy = failed(peers) == 0
     rank, exists = all_ranks(peers)
     epoch = tl.load(peers.epoch)
     word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
@@ -164,8 +169,7 @@ def wait(peers, src, chunk):
 
     Returns at once after a failure; see Note [A failed call].
     """
-    flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32))
-    _spin(peers, flag + src * peers.flags_per_source + chunk, src, chunk, False)
+    _spin(peers, _flag_of(peers, src, chunk), src, chunk, False)
 
 
 @inline
@@ -178,28 +182,16 @@ def wait_chunks(peers, src, first, last):
 @inline
 def wait_chunk_of_all(peers, chunk):
     """Wait for this chunk of every rank, this one too."""
-    flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32))
     rank, _ = all_ranks(peers)
-    _spin(peers, flag + rank * peers.flags_per_source + chunk, rank, chunk, True)
-
-
-@inline
-def wait_arrival(peers, src):
-    """Wait until `src` is in this call too, and compare signatures."""
-    _compare(peers, _spin(peers, _arrival_of(peers, src), src, ARRIVAL, False), src, False)
+    _spin(peers, _flag_of(peers, rank, chunk), rank, chunk, True)
 
 
 @inline
 def wait_all_arrivals(peers):
-    """Wait for every rank: some program of every launch does, see Note [Two rotating buffers]."""
+    """Wait until every rank is in this call, and compare signatures. The first program of a launch that receives does
+    so at its end, see Note [Two rotating buffers]."""
     rank, _ = all_ranks(peers)
     _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True), rank, True)
-
-
-@inline
-def not_failed(peers):
-    """The opposite of `failed`, without a branch."""
-    return tl.atomic_add(peers.failure, 0, sem="relaxed", scope="gpu") == FINE
 
 
 @inline
@@ -207,6 +199,13 @@ def all_ranks(peers):
     """The ranks as a tile, and which of them there are: its size is a power of two."""
     rank = tl.arange(0, triton.next_power_of_2(peers.world_size))
     return rank, rank < peers.world_size
+
+
+@inline
+def _flag_of(peers, src, chunk):
+    """Where this rank looks for a chunk of `src`, a rank or all of them."""
+    flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32))
+    return flag + src * peers.flags_per_source + chunk
 
 
 @inline
@@ -228,6 +227,9 @@ def _spin(peers, words, src, chunk, ALL: tl.constexpr):
     while (late < peers.world_size) & (gave_up == 0):
         _pause()
         if polls % PATIENCE == 0:
+            _compare(
+                peers, _look(peers, _arrival_of(peers, late), late, False), late, False
+            )  # Note [Strangers]
             now = _clock(peers)
             if polls == 0:
                 start = now
@@ -253,12 +255,14 @@ def _look(peers, words, src, ALL: tl.constexpr):
 
 @inline
 def _compare(peers, arrivals, src, ALL: tl.constexpr):
-    """Whether every arrival has this call's signature; the first that has not is recorded."""
+    """Record the first of `src` that has arrived in this call and takes it for another one."""
     theirs = (arrivals >> 32).to(tl.int32)
-    other = _first(peers, theirs != signature_of(peers), src, ALL)
-    if other < peers.world_size:
-        if not failed(peers):  # after a timeout the word is an older call's
-            record(peers, OTHER_SIGNATURE, other, ARRIVAL, signature_of(peers), _of(theirs, src, other, ALL))
+    here = arrivals.to(tl.int32) - tl.load(peers.epoch) >= 0
+    stranger = _first(peers, here & (theirs != signature_of(peers)), src, ALL)
+    if stranger < peers.world_size:
+        record(
+            peers, OTHER_SIGNATURE, stranger, ARRIVAL, signature_of(peers), _of(theirs, src, stranger, ALL)
+        )
 
 
 @inline

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 WEAKER = {"sem": {"release": "relaxed", "acquire": "relaxed"}, "scope": {"sys": "gpu", "gpu": "cta"}}
 SIGNALS = re.compile(r"(wait\w*|arrive\w*|publish|publish_to_all|ready|debug_barrier|atomic_xchg)$")
-WAITS = ("wait", "wait_chunks", "wait_arrival", "wait_rows")
+WAITS = ("wait", "wait_chunks", "wait_rows")
 TO_PEER = ("publish", "slot", "sums_at", "shard", "segment", *WAITS)  # whose second argument is a peer
 OF_CHUNK = ("publish", "wait", "wait_chunks", "publish_to_all")  # whose last arguments name flags
 MOVES = re.compile(

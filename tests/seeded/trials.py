@@ -149,7 +149,7 @@ def strangers(name: str, target: str) -> Case:
     ):  # whose ranks send in any case
         sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each, k=16) for each in sizes]
-    said = [[2, 1 - rank, (1 - rank) * 64, 7 + rank, 8 - rank] for rank in range(2)]
+    said = [[2, 1 - rank, -1, 7 + rank, 8 - rank] for rank in range(2)]
     return failing(f"strangers in {name}", made, said, target)
 
 

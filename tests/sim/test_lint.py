@@ -113,7 +113,7 @@ COUNTED = {
     "tiles = num_rows * num_cols",
     "return start + steps * stride - count",
     "flag += rank_of(peers) * peers.flags_per_source + chunk",  # flags, of which there are 4096 a rank
-    "index = src * peers.flags_per_source + chunk",
+    "return flag + src * peers.flags_per_source + chunk",
 }
 
 
