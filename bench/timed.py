@@ -2,6 +2,7 @@
 
     --operation all_gather_matmul --shape llama3-70b --tokens 16384 --compare programs
     --published
+    --sizes --against bench/results/predicted/h100.json
 
 The operations at the sizes that users run, as launched on a GPU, without memory behind them. Times come from the engine
 of fusedtp.sim.timed; see docs/timed-schedule.md.
@@ -9,6 +10,9 @@ of fusedtp.sim.timed; see docs/timed-schedule.md.
 
 from __future__ import annotations
 
+import itertools
+import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +23,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -47,6 +52,8 @@ from fusedtp.sim.faults import SimulationFault, UnsupportedKernel
 from fusedtp.sim.memory import Memory
 from fusedtp.sim.timed import Engine, Node, Timeline, load_node, machines
 from fusedtp.sim.timeline import html
+
+from . import machine
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OPERATIONS = (GATHER, SCATTER, REDUCE)
@@ -498,6 +505,7 @@ def at_rate(node: Node, problem: Problem, product: float) -> Node:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+SIZES = ("llama3-8b", "llama3-70b"), (16, 512, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -515,6 +523,9 @@ class Options:
     path        print what the end of the first row waited for, stretch by stretch
     timeline    write what each program did as HTML, of the first row
     published   compare the model with published times instead; takes some minutes
+    sizes       every operation at SIZES instead; takes some minutes
+    save        of sizes: write the table to this file
+    against     of sizes: a file that was written so; its times stand beside
     """
 
     machine: str = "h100"
@@ -529,6 +540,9 @@ class Options:
     path: bool = False
     timeline: Path | None = None
     published: bool = False
+    sizes: bool = False
+    save: Path | None = None
+    against: Path | None = None
 
     def faults(self) -> list[str]:
         """Everything that is wrong with the options."""
@@ -539,6 +553,8 @@ class Options:
             found.append(f"--tokens {self.tokens}: at least 1 is wanted")
         if self.tp < 2:
             found.append(f"--tp {self.tp}: at least 2 ranks are wanted")
+        if self.against is not None and not self.against.is_file():
+            found.append(f"--against {self.against}: no such file")
         return found
 
 
@@ -554,6 +570,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.published:
             console.print(_published(node))
             console.print("Not modelled:", *NOT_MODELLED, sep="\n  ", markup=False)
+        elif options.sizes:
+            _all_sizes(options, node, console, sys.argv[1:] if argv is None else argv)
         else:
             _compared(options, node, console)
     except (ValueError, UnsupportedKernel) as error:
@@ -596,6 +614,50 @@ def _compared(options: Options, node: Node, console: Console) -> None:
         console.print(_path(first))
     if options.timeline is not None:
         options.timeline.write_text(html(first.moments(), title=title))
+
+
+def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) -> None:
+    before = json.loads(options.against.read_text())["rows"] if options.against is not None else {}
+    title = f"{options.tp} x {node.name}, {options.dtype}"
+    table = Table(
+        title=title, caption="microseconds; fused / unfused below 1 is faster than product and NCCL"
+    )
+    names = [
+        "operation",
+        "model",
+        "tokens",
+        "product",
+        "unfused",
+        *(["before"] if before else []),
+        "fused",
+        "/",
+    ]
+    for name in names:
+        table.add_column(name, justify="left" if name in ("operation", "model") else "right")
+    rows: dict[str, dict[str, float]] = {}
+    for operation, shape, tokens in track(
+        list(itertools.product(OPERATIONS, *SIZES)), "simulated", console=console
+    ):
+        problem = model_problem(operation, shape, tokens, options.tp, dtype=DTYPES[options.dtype])
+        got = measure(problem, node)
+        times = {"product": got.matmul, "unfused": got.unfused, "fused": got.fused.total}
+        key = f"{operation} {shape} {tokens}"
+        rows[key] = {name: round(seconds * 1e6, 1) for name, seconds in times.items()}
+        was = [f"{before[key]['fused']:.0f}" if key in before else ""] if before else []
+        ends = [
+            _us(got.matmul),
+            _us(got.unfused),
+            *was,
+            _us(got.fused.total),
+            f"{got.fused.total / got.unfused:.2f}",
+        ]
+        table.add_row(operation, shape, str(tokens), *ends)
+    console.print(table)
+    if options.save is not None:
+        command = shlex.join(["python", "-m", "fusedtp.bench.timed", *argv])
+        about = {"node": node.name, "unit": "us, predicted", "commit": machine.commit(), "command": command}
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 def _path(timeline: Timeline) -> Table:

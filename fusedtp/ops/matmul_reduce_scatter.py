@@ -48,6 +48,8 @@ from .operation import (
 from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
+NARROWEST = 32  # columns of a tile
+
 
 def matmul_reduce_scatter(
     x: Tensor,
@@ -318,6 +320,19 @@ def matmul_args(x: Tensor, weight: Tensor, config: Config, batch: int = 1) -> di
     )
 
 
+def narrowed(shape: Config, machine: Machine, rows: int, n: int) -> Config:
+    """The tile, of fewer columns as long as programs that multiply all tiles and as many that sum fit the machine.
+
+    A product of few rows takes as long as the weights take to come, and one program loads only so fast.
+    """
+    while shape.block_n > NARROWEST:
+        half = replace(shape, block_n=shape.block_n // 2)
+        if 2 * -(-rows // half.block_m) * -(-n // half.block_n) > machine.programs:
+            break
+        shape = half
+    return shape
+
+
 @tuned.remembered
 def reduction(
     machine: Machine,
@@ -341,6 +356,8 @@ def reduction(
         found = tuned.lookup(kernel, machine, dtype, rows=owned, cols=n, even=even, world=world_size)
     rows = owned * owners if owned >= 128 else owned
     shape = tuned.tile(tiles(machine, dtype, rows, n, even), found)
+    if owners == 1 and not found:
+        shape = narrowed(shape, machine, owned, n)
     senders, reducers = tuned.reduce_split(found, machine, reduce_programs(machine))
     count = -(-owned // shape.block_m) * -(-n // shape.block_n)
     chunk = tuned.chunk(found, 1, least=-(-count // flags))
