@@ -69,6 +69,7 @@ def view_of(
         flag_ptrs=table([part.data_ptr() for part in flags]),
         arrival_ptrs=table([part.data_ptr() for part in arrivals]),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
+        tickets=torch.zeros(2, dtype=torch.int32, device=device),
         status=status,
         failure=failure,
         slot_bytes=0,

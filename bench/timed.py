@@ -171,7 +171,7 @@ def fused_run(problem: Problem, node: Node) -> Run:
             one = is_one_shot(p.tokens, n, p.dtype)
             plan = plan_one_shot if one else plan_two_shot
             planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
-        mine: list[Work] = list(launches(planned, world.epochs.tensors[rank]))
+        mine: list[Work] = list(launches(planned, world, rank))
         if p.transport == ENGINE:
             mine += _copies(p, world, rank, x, config.chunk)
         work.append(mine)

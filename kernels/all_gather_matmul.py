@@ -4,23 +4,23 @@
     w_i      [N_i, K]
     y_i      [T, N_i]   T = sum of R_r, rows in global order
 
-Programs 0 .. S-1 send, the others multiply. A rank's shard travels in chunks of whole rows; each chunk has a flag
-at each peer. Rank 1 of 4, time to the right:
+Programs 0 .. S-1 send before they multiply, the others only multiply. A rank's shard travels in chunks of whole rows;
+each chunk has a flag at each peer. Rank 1 of 4, time to the right:
 
-    send       x_1 to rank 2        x_1 to rank 3        x_1 to rank 0
-    multiply   x_1 (in place)       x_0 (sent first)     x_3               x_2
+    send       x_1 to rank 2        x_1 to rank 3        x_1 to rank 0       multiply, too
+    multiply   x_1 (in place)       x_0 (sent first)     x_3                 x_2
                no wait              waits for 0's rows   ...
 
-Peers send to their successor first, so the shard of the predecessor is complete first, and a program walks the
-shards in the order rank, rank - 1, ...; tiles of all shards form one list that the multiplying programs share,
-so no program is idle at the end of a shard. A tile waits for the chunks that cover its rows and no others.
+Peers send to their successor first, so the shard of the predecessor is complete first, and tiles are handed out in the
+order rank, rank - 1, ...; so no program is idle at the end of a shard. A tile waits for the chunks that cover its rows
+and no others.
 
-Senders never wait and have the lower numbers: one resident program a rank is enough. Pushing, not pulling,
-keeps every wait on a flag in one's own memory.
+Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders have the lower numbers, and never
+wait before all chunks are taken: one resident program a rank is enough. Pushing, not pulling, keeps every wait on a
+flag in one's own memory.
 
 With S = 0 no program sends: copies beside the kernel bring the rows and set the same flags, chunk by chunk, see Note
-[Copies beside a kernel] in comm/copies.py. The first program then signals the arrival before it waits for anything, so
-one resident program is enough again.
+[Copies beside a kernel] in comm/copies.py. The first program signals the arrival before it waits for anything.
 """
 
 import triton
@@ -35,7 +35,6 @@ from .tiles import (
     halves,
     inline,
     narrow,
-    next_start,
     shard,
     tile_rows,
     to_int64,
@@ -53,38 +52,30 @@ def push_rows(
     stride_xk,
     K,
     chunk_rows,
-    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage of a gather: program_id < programs copies chunks of x to every peer, the successor first.
+    """Copy chunks of x to every peer, the successor first, until all are taken.
 
     The gathered tensor in a slot is [T, K], the shards one after another. Flag c is chunk c.
     """
-    pid = tl.program_id(0)
-    if pid == 0:
-        signals.arrive(peers)
     rank = signals.rank_of(peers)
     size, offset = shard(sizes, rank, peers.world_size)
     rows = size * batch
-    for step in range(1, peers.world_size):
-        dst = (rank + step) % peers.world_size
+    chunks = cdiv(rows, chunk_rows)
+    piece = signals.take(peers, signals.PUSH)
+    while piece < chunks * (peers.world_size - 1):
+        dst = (rank + 1 + piece // chunks) % peers.world_size
+        chunk = piece % chunks
         out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
         out = tl.multiple_of(out, 16) + to_int64(offset) * batch * K
-        for chunk in range(pid, cdiv(rows, chunk_rows), programs):
-            last = tl.minimum((chunk + 1) * chunk_rows, rows)
-            for first in range(chunk * chunk_rows, last, BLOCK_M):
-                at = first + tl.arange(0, BLOCK_M)
-                wide_at = at.to(tl.int64)
-                copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
-            signals.publish(peers, dst, chunk)
-
-
-@inline
-def arrive_for_copies(peers, send_programs):
-    """Signal this rank's arrival where no program sends: then nothing else does, and copies bring the rows."""
-    if send_programs == 0:
-        signals.arrive(peers)
+        last = tl.minimum((chunk + 1) * chunk_rows, rows)
+        for first in range(chunk * chunk_rows, last, BLOCK_M):
+            at = first + tl.arange(0, BLOCK_M)
+            wide_at = at.to(tl.int64)
+            copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
+        signals.publish(peers, dst, chunk)
+        piece = signals.take(peers, signals.PUSH)
 
 
 @inline
@@ -206,100 +197,100 @@ def all_gather_matmul_kernel(
 ):
     if signals.failed(peers):
         return
+    leader = tl.program_id(0) == 0
+    if leader:
+        signals.arrive(peers)
     if tl.program_id(0) < send_programs:
-        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
+        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, COPY_M, COPY_K)
+    world: tl.constexpr = peers.world_size
+    rank = signals.rank_of(peers)
+    if TMA:
+        operands = (descriptor0, descriptor1, descriptor2, descriptor3)
     else:
-        world: tl.constexpr = peers.world_size
-        rank = signals.rank_of(peers)
-        start = tl.program_id(0) - send_programs
-        programs = tl.num_programs(0) - send_programs
-        leader = start == 0
-        if TMA:
-            operands = (descriptor0, descriptor1, descriptor2, descriptor3)
-        else:
-            operands = weights
-        if leader:
-            arrive_for_copies(peers, send_programs)
-        last_shard, total = shard(sizes, world - 1, world)
-        total += last_shard
-        num_cols = tl.full((), 0, tl.int32)
-        for i in tl.static_range(NUM_WEIGHTS):
-            num_cols += cdiv(widths[i], BLOCK_N)
-        if gathered is not None:
-            num_cols = tl.maximum(num_cols, 1)  # the first column of tiles also keeps the rows
-        for step in range(world):
-            src = (rank - step + world) % world
-            size, offset = shard(sizes, src, world)
-            num_rows = cdiv(size * batch, BLOCK_M)
-            base, stride_m, stride_k = shard_source(
-                peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
+        operands = weights
+    last_shard, total = shard(sizes, world - 1, world)
+    total += last_shard
+    num_cols = tl.full((), 0, tl.int32)
+    for i in tl.static_range(NUM_WEIGHTS):
+        num_cols += cdiv(widths[i], BLOCK_N)
+    if gathered is not None:
+        num_cols = tl.maximum(num_cols, 1)  # the first column of tiles also keeps the rows
+    done = tl.full((), 0, tl.int32)  # tiles of the shards before
+    ticket = signals.take(peers, signals.TILE)
+    for step in range(world):
+        src = (rank - step + world) % world
+        size, offset = shard(sizes, src, world)
+        num_rows = cdiv(size * batch, BLOCK_M)
+        base, stride_m, stride_k = shard_source(
+            peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
+        )
+        while ticket < done + num_rows * num_cols:
+            row, col = grouped(ticket - done, num_rows, num_cols, GROUP)
+            first = row * BLOCK_M
+            last = tl.minimum(first + BLOCK_M, size * batch)
+            if src != rank:
+                wait_rows(peers, src, first, last, chunk_rows)
+            rows = first + tl.arange(0, BLOCK_M)
+            inside = rows < last
+            if gathered is not None:
+                if col == 0:
+                    copy_rows(
+                        base,
+                        rows.to(tl.int64),
+                        stride_m,
+                        stride_k,
+                        gathered,
+                        tile_rows(rows, size, offset, total, batch, last),
+                        K,
+                        inside,
+                        K,
+                        BLOCK_K,
+                    )
+            w, col, width, stride_wn, stride_wk, bias, has_bias, y = pick_weight(
+                col, operands, widths, strides_wn, strides_wk, biases, outputs, NUM_WEIGHTS, BLOCK_N, TMA
             )
-            for tile in range(start, num_rows * num_cols, programs):
-                row, col = grouped(tile, num_rows, num_cols, GROUP)
-                first = row * BLOCK_M
-                last = tl.minimum(first + BLOCK_M, size * batch)
-                if src != rank:
-                    wait_rows(peers, src, first, last, chunk_rows)
-                rows = first + tl.arange(0, BLOCK_M)
-                inside = rows < last
-                if gathered is not None:
-                    if col == 0:
-                        copy_rows(
-                            base,
-                            rows.to(tl.int64),
-                            stride_m,
-                            stride_k,
-                            gathered,
-                            tile_rows(rows, size, offset, total, batch, last),
-                            K,
-                            inside,
-                            K,
-                            BLOCK_K,
-                        )
-                w, col, width, stride_wn, stride_wk, bias, has_bias, y = pick_weight(
-                    col, operands, widths, strides_wn, strides_wk, biases, outputs, NUM_WEIGHTS, BLOCK_N, TMA
+            cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+            col_mask = cols < width
+            if TMA:
+                acc = mixed_tile(
+                    base,
+                    rows,
+                    inside,
+                    stride_m,
+                    stride_k,
+                    w,
+                    col * BLOCK_N,
+                    K,
+                    BLOCK_N,
+                    BLOCK_K,
+                    EVEN_K,
                 )
-                cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
-                col_mask = cols < width
-                if TMA:
-                    acc = mixed_tile(
-                        base,
-                        rows,
-                        inside,
-                        stride_m,
-                        stride_k,
-                        w,
-                        col * BLOCK_N,
-                        K,
-                        BLOCK_N,
-                        BLOCK_K,
-                        EVEN_K,
-                    )
-                else:
-                    acc = linear_tile(
-                        base,
-                        rows,
-                        inside,
-                        stride_m,
-                        stride_k,
-                        w,
-                        cols,
-                        col_mask,
-                        stride_wn,
-                        stride_wk,
-                        K,
-                        BLOCK_K,
-                        EVEN_K,
-                    )
-                # not ahead of the loop, where they would hold registers
-                out_rows = tile_rows(rows, size, offset, total, batch, last)
-                if HALVES:
-                    left, right = halves(acc)
-                    half = col * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-                    finish_rows(y, left, bias, has_bias, out_rows, inside, half, width)
-                    finish_rows(y, right, bias, has_bias, out_rows, inside, half + BLOCK_N // 2, width)
-                else:
-                    finish_rows(y, acc, bias, has_bias, out_rows, inside, cols, width)
-            start = next_start(start, num_rows * num_cols, programs)
-        if leader:
-            signals.wait_all_arrivals(peers)
+            else:
+                acc = linear_tile(
+                    base,
+                    rows,
+                    inside,
+                    stride_m,
+                    stride_k,
+                    w,
+                    cols,
+                    col_mask,
+                    stride_wn,
+                    stride_wk,
+                    K,
+                    BLOCK_K,
+                    EVEN_K,
+                )
+            # not ahead of the loop, where they would hold registers
+            out_rows = tile_rows(rows, size, offset, total, batch, last)
+            if HALVES:
+                left, right = halves(acc)
+                half = col * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+                finish_rows(y, left, bias, has_bias, out_rows, inside, half, width)
+                finish_rows(y, right, bias, has_bias, out_rows, inside, half + BLOCK_N // 2, width)
+            else:
+                finish_rows(y, acc, bias, has_bias, out_rows, inside, cols, width)
+            ticket = signals.take(peers, signals.TILE)
+        done += num_rows * num_cols
+    if leader:
+        signals.wait_all_arrivals(peers)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .all_gather_matmul import arrive_for_copies, pick_weight, push_rows, shard_source, wait_rows
+from .all_gather_matmul import pick_weight, push_rows, shard_source, wait_rows
 from .matmul import IEEE, dot_loop, multiply_add
 from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
@@ -99,66 +99,69 @@ def all_gather_wgrad_kernel(
 ):
     if signals.failed(peers):
         return
+    leader = tl.program_id(0) == 0
+    if leader:
+        signals.arrive(peers)
     if tl.program_id(0) < send_programs:
-        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
+        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, COPY_M, COPY_K)
+    world: tl.constexpr = peers.world_size
+    rank = signals.rank_of(peers)
+    if TMA:
+        operands = (descriptor0, descriptor1, descriptor2, descriptor3)
     else:
-        world: tl.constexpr = peers.world_size
-        rank = signals.rank_of(peers)
-        start = tl.program_id(0) - send_programs
-        if start == 0:
-            arrive_for_copies(peers, send_programs)
+        operands = grads
+    last_shard, total = shard(sizes, world - 1, world)
+    total += last_shard
+    num_rows = tl.full((), 0, tl.int32)
+    for i in tl.static_range(NUM_WEIGHTS):
+        num_rows += cdiv(widths[i], BLOCK_M)
+    num_cols = cdiv(K, BLOCK_N)
+    had = tl.full((), 0, tl.int32)  # tiles; the first waits for all rows
+    ticket = signals.take(peers, signals.TILE)
+    while ticket < num_rows * num_cols:
+        row, col = grouped(ticket, num_rows, num_cols, GROUP)
+        grad, row, width, stride_dn, stride_dt, _bias, _has_bias, out = pick_weight(
+            row, operands, widths, strides_dn, strides_dt, nothing, outputs, NUM_WEIGHTS, BLOCK_M, TMA
+        )
+        ns = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        ks = col * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_mask = (ns < width)[:, None]
+        k_mask = (ks < K)[None, :]
         if TMA:
-            operands = (descriptor0, descriptor1, descriptor2, descriptor3)
+            dy = grad
         else:
-            operands = grads
-        last_shard, total = shard(sizes, world - 1, world)
-        total += last_shard
-        num_rows = tl.full((), 0, tl.int32)
-        for i in tl.static_range(NUM_WEIGHTS):
-            num_rows += cdiv(widths[i], BLOCK_M)
-        num_cols = cdiv(K, BLOCK_N)
-        for tile in range(start, num_rows * num_cols, tl.num_programs(0) - send_programs):
-            row, col = grouped(tile, num_rows, num_cols, GROUP)
-            grad, row, width, stride_dn, stride_dt, _bias, _has_bias, out = pick_weight(
-                row, operands, widths, strides_dn, strides_dt, nothing, outputs, NUM_WEIGHTS, BLOCK_M, TMA
+            dy = grad + (ns.to(tl.int64) * stride_dn)[:, None]
+        acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
+        for step in range(world):
+            src = (rank - step + world) % world
+            size, offset = shard(sizes, src, world)
+            if src != rank:
+                if had == 0:
+                    wait_rows(peers, src, 0, size * batch, chunk_rows)
+            base, stride_m, stride_k = shard_source(
+                peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
             )
-            ns = row * BLOCK_M + tl.arange(0, BLOCK_M)
-            ks = col * BLOCK_N + tl.arange(0, BLOCK_N)
-            n_mask = (ns < width)[:, None]
-            k_mask = (ks < K)[None, :]
-            if TMA:
-                dy = grad
-            else:
-                dy = grad + (ns.to(tl.int64) * stride_dn)[:, None]
-            acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
-            for step in range(world):
-                src = (rank - step + world) % world
-                size, offset = shard(sizes, src, world)
-                if src != rank:
-                    if tile == start:
-                        wait_rows(peers, src, 0, size * batch, chunk_rows)
-                base, stride_m, stride_k = shard_source(
-                    peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
-                )
-                rows = base + (ks.to(tl.int64) * stride_k)[None, :]
-                acc = shard_sum(
-                    acc,
-                    dy,
-                    row * BLOCK_M,
-                    n_mask,
-                    stride_dt,
-                    rows,
-                    k_mask,
-                    stride_m,
-                    size,
-                    offset,
-                    total,
-                    batch,
-                    BLOCK_K,
-                    EVEN_K,
-                    TMA,
-                )
-            at = out + ns.to(tl.int64)[:, None] * K + ks[None, :]
-            tl.store(at, narrow(acc, out.dtype.element_ty), mask=n_mask & k_mask)
-        if start == 0:
-            signals.wait_all_arrivals(peers)
+            rows = base + (ks.to(tl.int64) * stride_k)[None, :]
+            acc = shard_sum(
+                acc,
+                dy,
+                row * BLOCK_M,
+                n_mask,
+                stride_dt,
+                rows,
+                k_mask,
+                stride_m,
+                size,
+                offset,
+                total,
+                batch,
+                BLOCK_K,
+                EVEN_K,
+                TMA,
+            )
+        at = out + ns.to(tl.int64)[:, None] * K + ks[None, :]
+        tl.store(at, narrow(acc, out.dtype.element_ty), mask=n_mask & k_mask)
+        had += 1
+        ticket = signals.take(peers, signals.TILE)
+    if leader:
+        signals.wait_all_arrivals(peers)

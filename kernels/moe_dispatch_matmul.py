@@ -16,7 +16,7 @@ index from where a row belongs to where it came: there is no flag between the pr
 only the weights' gradients read, may be late.
 
 Programs that copy or multiply wait for senders alone, and those have the lower numbers: one resident program a rank is
-enough. The first of the former also waits for every arrival, see Note [Two rotating buffers] in signals.py.
+enough. The first of the former waits for every arrival before, see Note [Two rotating buffers] in signals.py.
 
 Rows of slots are read by pointers (Note [Generic proxy]); tiles, their order and their sums are those of
 grouped_matmul.py, so the result has the same bits.
@@ -172,6 +172,8 @@ def moe_dispatch_matmul_kernel(
         start = tl.program_id(0) - send_programs
         pushed = signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(x.dtype.element_ty))
         pushed = tl.multiple_of(pushed, 16)
+        if start == 0:
+            signals.wait_all_arrivals(peers)
         if start < copy_programs:
             keep_rows(
                 peers, pushed, sources, arrivals, rows, K, chunk_rows, start, copy_programs, COPY_M, COPY_K
@@ -184,5 +186,3 @@ def moe_dispatch_matmul_kernel(
                 start - copy_programs, tl.num_programs(0) - send_programs - copy_programs, BLOCK_M, BLOCK_N,
                 BLOCK_K, GROUP, EVEN_K, HALVES, ACT, PRECISION,
             )  # fmt: skip
-        if start == 0:
-            signals.wait_all_arrivals(peers)

@@ -37,6 +37,10 @@ Note [Strangers]: a rank that takes this call for another may never publish what
 takes long looks at the arrival of the rank it waits for; one that does not, costs no second poll. If a stranger does
 publish, what was read is garbage, and the program that waits for all arrivals finds out.
 
+Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, so that no program is
+idle while there is some, however many of them run. Pieces that wait for peers are handed out last: whoever waits has
+a program of every rank before it that took what it waits for and does not wait itself.
+
 Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
 program it happens to. From then on waits return at once, nothing is published, and later launches return
 before they do anything. What the call wrote to its outputs is garbage, which the host never hands out.
@@ -60,6 +64,7 @@ TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
+PUSH, TILE = tl.constexpr(0), tl.constexpr(1)  # words of `tickets`
 ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
@@ -72,6 +77,7 @@ class Peers(NamedTuple):
     flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source], by source and chunk
     arrivals     int64 [W]   address of every rank's int64 [2, W], by parity and source: signature << 32 | epoch
     epoch        int32 [1]   number of this call
+    tickets      int32 [2]   own memory on the device: how many pieces of PUSH and of TILE work this call has handed out
     failure      int64 [8]   own memory on the device, read by every program: nonzero after a failure
     status       int64 [8]   where the host looks: code, peer, chunk or ARRIVAL, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
@@ -83,6 +89,7 @@ class Peers(NamedTuple):
     flags: Any
     arrivals: Any
     epoch: Any
+    tickets: Any
     failure: Any
     status: Any
     world_size: Any
@@ -96,12 +103,13 @@ class Peers(NamedTuple):
 
 
 @triton.jit
-def bump_epoch(epoch):
+def bump_epoch(epoch, tickets):
     """Start a call: one program, on the stream of the fused kernel and before it, which only reads the epoch.
 
-    The number lives in device memory, so a replayed CUDA graph counts on.
+    The number lives in device memory, so a replayed CUDA graph counts on. No piece of work is handed out yet.
     """
     tl.store(epoch, tl.load(epoch) + 1)
+    tl.store(tickets + tl.arange(0, 2), 0)
 
 
 @inline
@@ -130,6 +138,12 @@ def failed(peers):
 
 
 @inline
+def take(peers, kind):
+    """The number of the next piece of work of this kind: 0, 1, ..., each to one program. See Note [Tickets]."""
+    return tl.atomic_add(peers.tickets + kind, 1, sem="relaxed", scope="gpu")
+
+
+@inline
 def publish(peers, dst, chunk):
     """Tell `dst` that everything this program stored so far is there: its flag for (this rank, chunk)."""
     healthy = failed(peers) == 0
@@ -152,14 +166,16 @@ def publish_to_all(peers, chunk):
 
 @inline
 def arrive(peers):
-    """Tell every rank, this one too, that this one is in the call, and which call it takes it for. Once a launch."""
+    """Tell every rank, this one too, that this one is in the call, and which call it takes it for. Once a launch.
+
+    What is released is what launches before this one have done, so no barrier is needed.
+    """
     healthy = failed(peers) == 0
     rank, exists = all_ranks(peers)
     epoch = tl.load(peers.epoch)
     word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     word += (epoch & 1) * peers.world_size + rank_of(peers)
     arrival = (signature_of(peers).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF)
-    tl.debug_barrier()  # Note [Barrier before the release]
     tl.atomic_xchg(word, arrival, mask=exists & healthy, sem="release", scope="sys")
 
 
@@ -188,8 +204,8 @@ def wait_chunk_of_all(peers, chunk):
 
 @inline
 def wait_all_arrivals(peers):
-    """Wait until every rank is in this call, and compare signatures. The first program of a launch that receives does
-    so at its end, see Note [Two rotating buffers]."""
+    """Wait until every rank is in this call, and compare signatures. A program of every launch does, see
+    Note [Two rotating buffers]."""
     rank, _ = all_ranks(peers)
     _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True), rank, True)
 
@@ -227,9 +243,8 @@ def _spin(peers, words, src, chunk, ALL: tl.constexpr):
     while (late < peers.world_size) & (gave_up == 0):
         _pause()
         if polls % PATIENCE == 0:
-            _compare(
-                peers, _look(peers, _arrival_of(peers, late), late, False), late, False
-            )  # Note [Strangers]
+            arrival = tl.atomic_add(_arrival_of(peers, late), 0, sem="relaxed", scope="sys")
+            _compare(peers, arrival, late, False)  # Note [Strangers]
             now = _clock(peers)
             if polls == 0:
                 start = now

@@ -73,7 +73,7 @@ def issue(
             begun = sum(isinstance(each, Launch) and each.name == "bump_epoch" for each in of_rank)
             of_rank.extend(beside_copies(planned, world, rank, call.rows, 1 + begun))
         else:
-            of_rank.extend(launches(planned, world.epochs.tensors[rank]))
+            of_rank.extend(launches(planned, world, rank))
         made.append(named)
     return made
 
@@ -309,7 +309,7 @@ def replayed_case(
                     work[rank] += [
                         Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()
                     ]
-                    both = launches(planned, world.epochs.tensors[rank])
+                    both = launches(planned, world, rank)
                     work[rank] += both if counted or number == 0 else both[1:]
                     kept.append({name: out.clone() for name, out in outs.items()})
                     work[rank] += [Copy(kept[rank][name], out) for name, out in outs.items() if out.numel()]

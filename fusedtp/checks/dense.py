@@ -59,12 +59,13 @@ class SimulatedWorld:
         self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
         self.arrivals = symmetric("arrivals", w, (2, w), torch.int64, poisoned=False)
         self.epochs = symmetric("epoch", w, (1,), torch.int32, poisoned=False)
+        self.tickets = symmetric("tickets", w, (2,), torch.int32, poisoned=False)
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
         self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        return self.data, self.flags, self.arrivals, self.epochs, self.failures, self.statuses
+        return self.data, self.flags, self.arrivals, self.epochs, self.tickets, self.failures, self.statuses
 
     def view(self, rank: int) -> DeviceView:
         """The rank's view, as launchers take it. Its waits never time out: the simulator finds deadlocks itself."""
@@ -73,6 +74,7 @@ class SimulatedWorld:
             flag_ptrs=self.flags.pointers,
             arrival_ptrs=self.arrivals.pointers,
             epoch=self.epochs.tensors[rank],
+            tickets=self.tickets.tensors[rank],
             status=self.statuses.tensors[rank],
             failure=self.failures.tensors[rank],
             slot_bytes=self.slot_bytes,
@@ -96,25 +98,29 @@ class SimulatedWorld:
         return found
 
 
-def launches(planned: Planned, epoch: Tensor) -> list[Launch]:
+def launches(planned: Planned, world: SimulatedWorld, rank: int) -> list[Launch]:
     """A call as its rank's stream runs it: the epoch is bumped, then the fused kernel starts."""
-    from fusedtp.kernels.signals import bump_epoch
-
     return [
-        Launch(bump_epoch, 1, dict(epoch=epoch)),
+        bump(world, rank),
         Launch(planned.kernel, planned.programs, planned.args, options=planned.options),
     ]
+
+
+def bump(world: SimulatedWorld, rank: int) -> Launch:
+    """How the rank starts a call."""
+    from fusedtp.kernels.signals import bump_epoch
+
+    return Launch(bump_epoch, 1, dict(epoch=world.epochs.tensors[rank], tickets=world.tickets.tensors[rank]))
 
 
 def meeting(world: SimulatedWorld, rank: int, signature: int) -> list[Launch]:
     """A meeting of all ranks as `rank`'s stream runs it."""
     from fusedtp.kernels.meet import meet_kernel
-    from fusedtp.kernels.signals import bump_epoch
 
     clock = world.machine.clock
     peers = peers_of(world.view(rank), rank, world.world_size, signature, clock)
     return [
-        Launch(bump_epoch, 1, dict(epoch=world.epochs.tensors[rank])),
+        bump(world, rank),
         Launch(meet_kernel, 1, dict(peers=peers), options=meet_options(clock)),
     ]
 
@@ -255,10 +261,10 @@ def beside_copies(
     planned: Planned, world: SimulatedWorld, rank: int, rows: Rows, number: int, pieces: int = 3
 ) -> list[Work]:
     """The work of one call on `rank`. number: of this call, as the host counts."""
-    bump, kernel = launches(planned, world.epochs.tensors[rank])
+    bumped, kernel = launches(planned, world, rank)
     forked, done = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
     x, chunk = planned.args["x"], planned.args["chunk_rows"]
-    work: list[Work] = [bump, Signal(forked, 1), Await(forked, 1, STREAM)]
+    work: list[Work] = [bumped, Signal(forked, 1), Await(forked, 1, STREAM)]
     for part in parts(rank, world.world_size, x.shape[0], chunk, pieces):
         there = place_of(world, part, x, rows.batch * rows.offset(rank), number)
         if there.numel():

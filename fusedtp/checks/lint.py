@@ -300,7 +300,7 @@ def _signal(kernel: str, world_size: int, clock: str) -> Compiles:
 
     view = _view(world_size)
     if kernel == "bump_epoch":
-        return Compiles(bump_epoch, 1, dict(epoch=view.epoch))
+        return Compiles(bump_epoch, 1, dict(epoch=view.epoch, tickets=view.tickets))
     peers = peers_of(view, 1, world_size, 12345, clock)
     return Compiles(meet_kernel, 1, dict(peers=peers), options=meet_options(clock))
 
@@ -386,6 +386,7 @@ def _view(world_size: int) -> SimpleNamespace:
         flag_ptrs=words,
         arrival_ptrs=words,
         epoch=torch.zeros(1, dtype=torch.int32),
+        tickets=torch.zeros(2, dtype=torch.int32),
         status=words,
         slot_bytes=1 << 30,
         flags_per_source=4096,

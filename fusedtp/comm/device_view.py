@@ -24,6 +24,7 @@ class DeviceView:
     flag_ptrs: Tensor  # int64 [W]
     arrival_ptrs: Tensor  # int64 [W]
     epoch: Tensor  # int32 [1], own memory, bumped on the device before each fused kernel
+    tickets: Tensor  # int32 [2], own memory: what kernels count pieces of work with, zeroed with the bump
     status: Tensor  # int64 [8], where the host reads it: code, peer, chunk, wanted, seen
     failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
     slot_bytes: int
@@ -70,6 +71,7 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
         flags=view.flag_ptrs,
         arrivals=view.arrival_ptrs,
         epoch=view.epoch,
+        tickets=view.tickets,
         failure=view.failure,
         status=view.status,
         world_size=_constant(world_size),
@@ -96,5 +98,5 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
     device = view.epoch.device
     clock = clock_of(device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        bump_epoch[(1,)](view.epoch)
+        bump_epoch[(1,)](view.epoch, view.tickets)
         meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock), **meet_options(clock))

@@ -155,6 +155,7 @@ class Workspace:
         self._flag_views: dict[tuple[int, int], Tensor] = {}
         self._view: DeviceView | None = None
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._status: Any = self.status.numpy()
         if device.type == "cpu":
@@ -239,6 +240,7 @@ class Workspace:
             flag_ptrs=table(control, self._flags_at),
             arrival_ptrs=table(control, self._arrivals_at),
             epoch=self.epoch,
+            tickets=self.tickets,
             status=self.status,
             failure=self.failure,
             slot_bytes=self.slot_bytes,

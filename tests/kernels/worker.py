@@ -72,6 +72,7 @@ class World:
             flag_ptrs=table + self.data_bytes,
             arrival_ptrs=table + self.data_bytes + flag_bytes,
             epoch=torch.zeros(1, dtype=torch.int32),
+            tickets=torch.zeros(2, dtype=torch.int32),
             status=torch.zeros(8, dtype=torch.int64),
             slot_bytes=SLOT,
             flags_per_source=FLAGS,

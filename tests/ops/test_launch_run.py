@@ -48,7 +48,9 @@ def test_ranks_of_one_gpu_compile_one_by_one_and_go_on_when_all_have_started(mon
 
     def body(group: Any) -> int:
         time.sleep(0.02 * random.Random(group.rank()).random())
-        view = SimpleNamespace(meet=communicator(group).world.barrier, epoch=torch.zeros(1))
+        view = SimpleNamespace(
+            meet=communicator(group).world.barrier, epoch=torch.zeros(1), tickets=torch.zeros(2)
+        )
         launch.run(view, torch.device("cpu"))
         return len(kernel.started)  # what follows may wait for the device, and so for all of them
 

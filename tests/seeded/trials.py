@@ -173,7 +173,7 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
             else:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
                 planned.args.update(args)
-                work.append([*launches(planned, world.epochs.tensors[rank])])
+                work.append([*launches(planned, world, rank)])
         wanted = [torch.tensor(each) for each in said]
         # what a failed call reads is not used
         memory = [replace(each, poisoned=False) for each in world.memory]

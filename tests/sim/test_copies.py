@@ -7,7 +7,7 @@ import pytest
 
 from fusedtp.checks.cases import fused_case
 from fusedtp.checks.dense import Call
-from fusedtp.kernels import all_gather_matmul
+from fusedtp.kernels import signals
 from fusedtp.sim import Case, Copy, Launch, Run, explore
 from fusedtp.sim.case import Await, Signal
 from tests.sim.exchange import replaced
@@ -65,9 +65,7 @@ def found(operation: str, world_size: int, schedules: int, fault: str = "") -> t
     """The rule and the text of the fault that exploring finds."""
     case = case_of(operation, world_size)
     if fault == "nobody arrives":
-        outcome = explore(
-            replaced(case, {all_gather_matmul.arrive_for_copies: None}), schedules, shrink=False
-        )
+        outcome = explore(replaced(case, {signals.arrive: None}), schedules, shrink=False)
     elif fault == "the other slot":
         with patch("fusedtp.checks.cases.beside_copies", other_slot()):
             outcome = explore(case, schedules, shrink=False)

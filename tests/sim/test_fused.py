@@ -117,7 +117,7 @@ def other_call(operation: str) -> Run:
     call = Call(operation, (16, 9, 5), chunk=16 if DECLARED[operation][1].gathers else 1)
     world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
     planned = [plan(call, given, world, rank, 7 + (rank == 1))[0] for rank in range(3)]
-    work = [launches(each, world.epochs.tensors[rank]) for rank, each in enumerate(planned)]
+    work = [launches(each, world, rank) for rank, each in enumerate(planned)]
     return Run(work, world.memory, lambda: (), world.recorded)
 
 

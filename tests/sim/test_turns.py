@@ -60,7 +60,7 @@ def one_buffer(peers, rank):
     [
         ("slot", "race"),
         ("wait_all_arrivals", "race"),
-        ("wait_chunks", "race"),
+        ("wait_chunks", "never written"),
         ("arrive", "deadlock"),
     ],
 )

@@ -70,10 +70,10 @@ class Launch:
         with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
             if meet is not None:
                 with _LOADING:
-                    bump_epoch.warmup(view.epoch, grid=(1,))._init_handles()
+                    bump_epoch.warmup(view.epoch, view.tickets, grid=(1,))._init_handles()
                     self.kernel.warmup(**args, **self.options, grid=(self.programs,))._init_handles()
                 meet()
-            bump_epoch[(1,)](view.epoch)
+            bump_epoch[(1,)](view.epoch, view.tickets)
             try:
                 if sending is not None:
                     sending.send()
