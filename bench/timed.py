@@ -643,6 +643,8 @@ def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) 
         times = {"product": got.matmul, "unfused": got.unfused, "fused": got.fused.total}
         key = f"{operation} {shape} {tokens}"
         rows[key] = {name: round(seconds * 1e6, 1) for name, seconds in times.items()}
+        if key in before:
+            rows[key]["before"] = before[key]["fused"]
         was = [f"{before[key]['fused']:.0f}" if key in before else ""] if before else []
         ends = [
             _us(got.matmul),

@@ -17,6 +17,7 @@ from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.timed import Engine, load_node
 from fusedtp.sim.timed.share import Share
+from fusedtp.sim.timed.timeline import COMPUTE
 
 from . import timed_kernels as kernels
 from .timed_support import IDEAL, SMALL, time
@@ -60,6 +61,24 @@ def test_an_all_reduce_sends_what_its_shots_need(w: int, t: int, n: int, k: int)
         rows = problem.rows.sizes
         want = {(s, d): (rows[d] + rows[s]) * n * item for s in range(w) for d in range(w) if s != d}
     assert got.sent == {pair: nbytes for pair, nbytes in want.items() if nbytes}
+
+
+def test_who_sends_in_a_gather_multiplies_when_all_is_sent() -> None:
+    problem = Problem(GATHER, 4096, (2048,), 256, 4)
+    config, got = problem.chosen(SMALL), time(problem)
+    programs = config.send_programs + config.other_programs
+    assert config.send_programs > 0 and programs == SMALL.sms
+    for rank in range(4):
+        multiplied = {s.program for s in got.segments if s.rank == rank and s.what == COMPUTE}
+        assert multiplied == set(range(programs))
+
+
+def test_a_small_all_reduce_spreads_its_weights_over_the_machine() -> None:
+    """So many tiles that those that multiply and those that sum just fit, side by side, and no narrower."""
+    node = load_node("h100")
+    for n, columns in ((8192, 128), (4096, 64), (2048, 32), (256, 32)):
+        config = Problem(REDUCE, 16, (n,), 64, 8).chosen(node)
+        assert (config.block_n, config.other_programs) == (columns, n // columns)
 
 
 @pytest.mark.parametrize("tokens", [16, 8192])
@@ -119,12 +138,12 @@ def test_a_run_is_the_same_every_time() -> None:
 @settings(max_examples=8)
 @given(world_sizes, tokens, sizes, sizes)
 def test_with_free_communication_only_the_products_take_time(w: int, t: int, n: int, k: int) -> None:
-    """Programs walk one list of all ranks' tiles, so the one with the most tiles ends last."""
+    """All programs take tiles of one list, those that send too, since nothing keeps them."""
     problem = Problem(GATHER, t, (n,), k, w)
     c = problem.chosen(IDEAL)
     tiles = sum(up(size, c.block_m) for size in problem.rows.sizes) * up(n, c.block_n)
     tile = 2 * c.block_m * c.block_n * up(k, c.block_k) * c.block_k
-    want = up(tiles, c.other_programs) * tile / (IDEAL.flops["bf16"] / IDEAL.sms)
+    want = up(tiles, c.send_programs + c.other_programs) * tile / (IDEAL.flops["bf16"] / IDEAL.sms)
     assert time(problem, IDEAL).total == pytest.approx(want, rel=1e-9)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from fusedtp.bench.timed import (
     main,
     matmul_run,
     measure,
+    model_problem,
 )
 from fusedtp.sim.timed import Engine, load_node, machines
 from fusedtp.sim.timed.node import read_node
@@ -126,3 +128,28 @@ def test_the_command_refuses_with_every_reason(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert all(word in out for word in ("abacus", "--tokens", "--tp"))
     assert main(["--shape", "wide"]) == 2
+
+
+def test_all_sizes_stand_in_one_table_beside_those_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fusedtp.bench.timed.SIZES", (("256x128",), (16, 48)))
+    first, second = tmp_path / "made" / "first.json", tmp_path / "second.json"
+    given = ["--sizes", "--tp", "2"]
+    assert main([*given, "--save", str(first)]) == 0
+    made = json.loads(first.read_text())
+    problem = model_problem("matmul_all_reduce", "256x128", 48, 2, dtype=torch.bfloat16)
+    want = measure(problem, load_node("h100"))
+    row = made["rows"]["matmul_all_reduce 256x128 48"]
+    assert row == {
+        "product": round(want.matmul * 1e6, 1),
+        "unfused": round(want.unfused * 1e6, 1),
+        "fused": round(want.fused.total * 1e6, 1),
+    }
+    assert len(made["rows"]) == 6 and made["node"] == "h100" and made["command"].endswith(str(first))
+    made["rows"]["all_gather_matmul 256x128 16"]["fused"] = 12345.0
+    first.write_text(json.dumps(made))
+    assert main([*given, "--against", str(first), "--save", str(second)]) == 0
+    assert json.loads(second.read_text())["rows"]["all_gather_matmul 256x128 16"]["before"] == 12345.0
+    assert "before" in capsys.readouterr().out
+    assert main([*given, "--against", str(tmp_path / "none.json")]) == 2
