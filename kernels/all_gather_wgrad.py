@@ -116,6 +116,8 @@ def all_gather_wgrad_kernel(
     for i in tl.static_range(NUM_WEIGHTS):
         num_rows += cdiv(widths[i], BLOCK_M)
     num_cols = cdiv(K, BLOCK_N)
+    if leader:  # here, since all of its tiles wait for all ranks anyway
+        signals.wait_all_arrivals(peers)
     had = tl.full((), 0, tl.int32)  # tiles; the first waits for all rows
     ticket = signals.take(peers, signals.TILE)
     while ticket < num_rows * num_cols:
@@ -163,5 +165,3 @@ def all_gather_wgrad_kernel(
         tl.store(at, narrow(acc, out.dtype.element_ty), mask=n_mask & k_mask)
         had += 1
         ticket = signals.take(peers, signals.TILE)
-    if leader:
-        signals.wait_all_arrivals(peers)

@@ -156,12 +156,12 @@ def publish(peers, dst, chunk):
 @inline
 def publish_to_all(peers, chunk):
     """`publish` to every rank, this one too. See Note [All at once]."""
-    healthy = failed(peers) == 0
+    reached = tl.where(failed(peers), 0, peers.world_size)
     rank, exists = all_ranks(peers)
     flag = tl.load(peers.flags + rank, mask=exists, other=0).to(tl.pointer_type(tl.int32))
     flag += rank_of(peers) * peers.flags_per_source + chunk
     tl.debug_barrier()  # Note [Barrier before the release]
-    tl.atomic_xchg(flag, tl.load(peers.epoch), mask=exists & healthy, sem="release", scope="sys")
+    tl.atomic_xchg(flag, tl.load(peers.epoch), mask=rank < reached, sem="release", scope="sys")
 
 
 @inline
@@ -170,13 +170,13 @@ def arrive(peers):
 
     What is released is what launches before this one have done, so no barrier is needed.
     """
-    healthy = failed(peers) == 0
+    reached = tl.where(failed(peers), 0, peers.world_size)
     rank, exists = all_ranks(peers)
     epoch = tl.load(peers.epoch)
     word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     word += (epoch & 1) * peers.world_size + rank_of(peers)
     arrival = (signature_of(peers).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF)
-    tl.atomic_xchg(word, arrival, mask=exists & healthy, sem="release", scope="sys")
+    tl.atomic_xchg(word, arrival, mask=rank < reached, sem="release", scope="sys")
 
 
 @inline

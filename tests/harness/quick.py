@@ -215,7 +215,7 @@ def _cast(module: Any, semantic: Any) -> Callable[..., Any]:
         if number is None or source.name not in numbers or source.name == target.name or fp_downcast_rounding:
             return own(self, input, dst_ty, fp_downcast_rounding)
         type_ = input.type.with_element_ty(target) if input.type.is_block() else dst_ty
-        return self.make_tensor(handle_of(input.handle.data.astype(number), target), type_)
+        return self.tensor(handle_of(input.handle.data.astype(number), target), type_)
 
     return cast
 

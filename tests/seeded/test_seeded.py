@@ -38,7 +38,11 @@ def test_verdicts_that_are_kept_are_right(capsys: Any) -> None:
     assert command.main(["--report"]) == 0, capsys.readouterr().out
 
 
-IN_SOURCE = [("drop wait", MEET, MEET), ("drop store", "bump_epoch", MEET), ("swap", "arrive", MEET)]
+IN_SOURCE = [
+    ("drop wait", MEET, MEET),
+    ("drop store", "bump_epoch", MEET),
+    ("swap", "wait_all_arrivals", MEET),
+]
 IN_SOURCE += [
     ("weaken order", "publish", MEET),
     ("old number", "slot", GATHER),

@@ -65,10 +65,11 @@ def gpu(target: str) -> Machine:
 
 
 def under_trial(kernels: Iterable[str]) -> list[str]:
-    """The kernels that trials of these launch: of fused ones the first few; with each the one that counts calls."""
+    """The kernels that trials of these launch: of fused ones the first few; with those of calls the one that counts."""
     wanted = {*kernels} | ({"meet_kernel"} if "bump_epoch" in kernels else set())
     fused = [name for name in FUSED if name in wanted][:MOST_FUSED]
-    return [*(name for name in KERNELS if name in wanted and name not in FUSED), *fused, "bump_epoch"]
+    alone = [name for name in KERNELS if name in wanted and name not in (*FUSED, "bump_epoch")]
+    return [*alone, *fused, *(["bump_epoch"] if fused or "meet_kernel" in wanted else [])]
 
 
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:

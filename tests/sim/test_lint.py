@@ -106,11 +106,12 @@ def test_the_width_of_every_move_between_ranks_is_read(exchanging):
 COUNTED = {
     "for first in range(chunk * chunk_rows, last, BLOCK_M):",  # rows of a shard, as is the next
     "last = tl.minimum((chunk + 1) * chunk_rows, rows)",
-    "for tile in range(start, num_rows * num_cols, programs):",  # tiles, as are the next five
+    "for tile in range(start, num_rows * num_cols, programs):",  # tiles, as are the next six
     "for tile in range(start, num_rows * num_cols, tl.num_programs(0) - send_programs):",
     "for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):",
     "start = next_start(start, num_rows * num_cols, programs)",
     "tiles = num_rows * num_cols",
+    "done += num_rows * num_cols",
     "return start + steps * stride - count",
     "flag += rank_of(peers) * peers.flags_per_source + chunk",  # flags, of which there are 4096 a rank
     "return flag + src * peers.flags_per_source + chunk",
