@@ -4,7 +4,7 @@ rank r, chunked     copy x to slot | publish | x @ w      | wait r+1 | x_{r+1} @
 rank r+1            copy x to slot | publish | x @ w      | wait r+2 | ...
                                         ^ its flag is set long before rank r asks for it
 
-rank r, triton      some programs push x to every peer; the others multiply what has arrived,
+rank r, triton      some programs push x to every peer, then multiply as all the others do what has arrived,
                     own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
 
 forward  y_i = all_gather(x) @ w_i.T + b_i
