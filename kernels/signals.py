@@ -20,7 +20,7 @@ order without `debug_barrier` too. No language rule promises that, so `publish` 
 Note [Modular compare]: a fast peer may already be a call ahead, and 2**31 calls wrap; so `seen - epoch >= 0`
 in int32, never `==`.
 
-Note [Two rotating buffers]: data and signature words alternate between two places by the epoch's parity. A rank
+Note [Two rotating buffers]: data and arrivals alternate between two places by the epoch's parity. A rank
 that runs call e + 2 has seen every peer arrive in call e + 1, so no peer still reads what call e left. That
 holds only if in every call every rank arrives at every peer, and one of its programs waits for every peer's arrival,
 also with no rows.
@@ -33,16 +33,17 @@ Note [Generic proxy]: what a peer wrote is read by pointer loads, which share th
 stores. TMA would need a proxy fence after the acquire, and on older compilers TMA stores have not landed when
 the flag is released. So there are no descriptors and no fence here.
 
-Note [Strangers]: a rank that takes this call for another may never publish what is waited for here. So a wait that
-takes long looks at the arrival of the rank it waits for; one that does not, costs no second poll. If a stranger does
-publish, what was read is garbage, and the program that waits for all arrivals finds out.
+Note [Strangers]: a rank that takes this call for another may never publish what is waited for here, nor may a third one
+that has failed because of it. So a wait that takes long looks at all arrivals; one that does not, costs no second
+poll. If a stranger does publish, what was read is garbage, and the program that waits for all arrivals finds out. A
+rank arrives even if it has just failed in this very launch: else others would wait for it until their time is over.
 
 Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, so that no program is
 idle while there is some, however many of them run. Pieces that wait for peers are handed out last: whoever waits has
 a program of every rank before it that took what it waits for and does not wait itself.
 
 Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
-program it happens to. From then on waits return at once, nothing is published, and later launches return
+program it happens to. From then on waits return at once, no chunk is published, and later launches return
 before they do anything. What the call wrote to its outputs is garbage, which the host never hands out.
 
 Note [Odd integers]: the compiler specialises a kernel on integer arguments that are 1 or divisible by 16, entries
@@ -170,13 +171,12 @@ def arrive(peers):
 
     What is released is what launches before this one have done, so no barrier is needed.
     """
-    reached = tl.where(failed(peers), 0, peers.world_size)
     rank, exists = all_ranks(peers)
     epoch = tl.load(peers.epoch)
     word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     word += (epoch & 1) * peers.world_size + rank_of(peers)
     arrival = (signature_of(peers).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF)
-    tl.atomic_xchg(word, arrival, mask=rank < reached, sem="release", scope="sys")
+    tl.atomic_xchg(word, arrival, mask=exists, sem="release", scope="sys")
 
 
 @inline
@@ -207,7 +207,7 @@ def wait_all_arrivals(peers):
     """Wait until every rank is in this call, and compare signatures. A program of every launch does, see
     Note [Two rotating buffers]."""
     rank, _ = all_ranks(peers)
-    _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True), rank, True)
+    _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True))
 
 
 @inline
@@ -243,8 +243,10 @@ def _spin(peers, words, src, chunk, ALL: tl.constexpr):
     while (late < peers.world_size) & (gave_up == 0):
         _pause()
         if polls % PATIENCE == 0:
-            arrival = tl.atomic_add(_arrival_of(peers, late), 0, sem="relaxed", scope="sys")
-            _compare(peers, arrival, late, False)  # Note [Strangers]
+            rank, exists = all_ranks(peers)
+            arrivals = _arrival_of(peers, rank)
+            arrivals = tl.atomic_add(arrivals, 0, mask=exists, sem="relaxed", scope="sys")
+            _compare(peers, arrivals)  # Note [Strangers]
             now = _clock(peers)
             if polls == 0:
                 start = now
@@ -269,14 +271,15 @@ def _look(peers, words, src, ALL: tl.constexpr):
 
 
 @inline
-def _compare(peers, arrivals, src, ALL: tl.constexpr):
-    """Record the first of `src` that has arrived in this call and takes it for another one."""
+def _compare(peers, arrivals):
+    """Record the first rank that has arrived in this call and takes it for another one, if any of these has."""
+    rank, _ = all_ranks(peers)
     theirs = (arrivals >> 32).to(tl.int32)
     here = arrivals.to(tl.int32) - tl.load(peers.epoch) >= 0
-    stranger = _first(peers, here & (theirs != signature_of(peers)), src, ALL)
+    stranger = _first(peers, here & (theirs != signature_of(peers)), rank, True)
     if stranger < peers.world_size:
         record(
-            peers, OTHER_SIGNATURE, stranger, ARRIVAL, signature_of(peers), _of(theirs, src, stranger, ALL)
+            peers, OTHER_SIGNATURE, stranger, ARRIVAL, signature_of(peers), _of(theirs, rank, stranger, True)
         )
 
 

@@ -440,7 +440,7 @@ def triton_matmul(
 ) -> Tensor:  # fmt: skip
     """One launch, or two where an owner has more experts than a source has flags for."""
     at = Exchange.of(call.spec, max_rows)
-    if at.experts_here >= FLAGS_PER_SOURCE - 1:
+    if at.experts_here >= FLAGS_PER_SOURCE:
         return _after_matmul(triton)(call, hs, experts, offsets, weights, table, orders, index, max_rows)
     precision, home = fp32_precision(), combine_index(table, at)
     places = places_of(orders[at.choices_of(at.rank)]).view(-1, at.top_k).to(torch.int32)
