@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusedtp.checks import experts
 from fusedtp.checks.cases import compiled_cases, fused_case, operands, plan, slot_bytes
-from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches, meeting
+from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches
 from fusedtp.checks.lint import OWN
 from fusedtp.kernels import signals
 from fusedtp.ops.operation import OPERATIONS
@@ -155,29 +153,3 @@ def test_a_broken_protocol_is_found(impatient, name, rule):
     fault = explore(case, 12, shrink=False).fault
     assert fault is not None and fault.rule in rule, fault
     assert fault.accesses or fault.waits
-
-
-def stranger_and_failure() -> tuple[Run, SimulatedWorld]:
-    """Ranks 0 and 1 agree, rank 2 is in a meeting. Rank 0, which has no rows, soon fails and publishes no more."""
-    call = Call("matmul_reduce_scatter", (0, 5, 5), chunk=1)
-    world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
-    planned = [plan(call, given, world, rank, 7)[0] for rank in range(2)]
-    work = [[*launches(each, world, rank)] for rank, each in enumerate(planned)] + [meeting(world, 2, 8)]
-    memory = [replace(each, poisoned=False) for each in world.memory]  # what a failed call reads is not used
-    return Run(work, memory, lambda: ()), world
-
-
-def test_a_stranger_is_noticed_by_a_rank_that_waits_for_one_that_failed_because_of_it():
-    """The stranger itself may wait in vain: here programs start in any order, so peers can fail before they arrive."""
-    noticed = 0
-    for schedule in schedules_in_turn(8):
-        run, world = stranger_and_failure()
-        try:
-            with patch("fusedtp.sim.ptx.machine.MOST_TURNS", 100_000):
-                run_schedule(run, replace(schedule, target="sm_90"))
-        except SimulationFault as error:
-            if error.fault.rule.endswith("race"):  # data that nobody waits for
-                continue
-        assert [status[:2].tolist() for status in world.statuses.tensors[:2]] == [[2, 2], [2, 2]], schedule
-        noticed += 1
-    assert noticed
