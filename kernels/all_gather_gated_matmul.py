@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .all_gather_matmul import push_rows, shard_source, wait_rows
+from .all_gather_matmul import begin_gather, shard_source, wait_rows
 from .epilogue import add_bias
 from .matmul import IEEE, pair_loop, store_tile
 from .swiglu import activated
@@ -54,11 +54,7 @@ def all_gather_gated_matmul_kernel(
 ):
     if signals.failed(peers):
         return
-    leader = tl.program_id(0) == 0
-    if leader:
-        signals.arrive(peers)
-    if tl.program_id(0) < send_programs:
-        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, COPY_M, COPY_K)
+    begin_gather(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     last_shard, total = shard(sizes, world - 1, world)
@@ -109,5 +105,5 @@ def all_gather_gated_matmul_kernel(
             store_tile(y, activated(g, ACT)[0] * u, out_rows, cols, N, mask)
             ticket = signals.take(peers, signals.TILE)
         done += num_rows * num_cols
-    if leader:
+    if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)

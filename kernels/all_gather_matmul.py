@@ -79,6 +79,27 @@ def push_rows(
 
 
 @inline
+def begin_gather(
+    peers,
+    sizes,
+    batch,
+    x,
+    stride_xm,
+    stride_xk,
+    K,
+    chunk_rows,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The first program arrives, before anything waits; the first `programs` push, none where copies bring the rows."""
+    if tl.program_id(0) == 0:
+        signals.arrive(peers)
+    if tl.program_id(0) < programs:
+        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, BLOCK_M, BLOCK_K)
+
+
+@inline
 def wait_rows(peers, src, first, last, chunk_rows):
     """Wait for the chunks that cover the rows first, ..., last - 1 of the shard of `src`."""
     signals.wait_chunks(peers, src, first // chunk_rows, cdiv(last, chunk_rows))
@@ -197,11 +218,7 @@ def all_gather_matmul_kernel(
 ):
     if signals.failed(peers):
         return
-    leader = tl.program_id(0) == 0
-    if leader:
-        signals.arrive(peers)
-    if tl.program_id(0) < send_programs:
-        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, COPY_M, COPY_K)
+    begin_gather(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     if TMA:
@@ -292,5 +309,5 @@ def all_gather_matmul_kernel(
                 finish_rows(y, acc, bias, has_bias, out_rows, inside, cols, width)
             ticket = signals.take(peers, signals.TILE)
         done += num_rows * num_cols
-    if leader:
+    if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)

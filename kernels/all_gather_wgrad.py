@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .all_gather_matmul import pick_weight, push_rows, shard_source, wait_rows
+from .all_gather_matmul import begin_gather, pick_weight, shard_source, wait_rows
 from .matmul import IEEE, dot_loop, multiply_add
 from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
@@ -99,11 +99,7 @@ def all_gather_wgrad_kernel(
 ):
     if signals.failed(peers):
         return
-    leader = tl.program_id(0) == 0
-    if leader:
-        signals.arrive(peers)
-    if tl.program_id(0) < send_programs:
-        push_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, COPY_M, COPY_K)
+    begin_gather(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     if TMA:
@@ -116,7 +112,7 @@ def all_gather_wgrad_kernel(
     for i in tl.static_range(NUM_WEIGHTS):
         num_rows += cdiv(widths[i], BLOCK_M)
     num_cols = cdiv(K, BLOCK_N)
-    if leader:  # here, since all of its tiles wait for all ranks anyway
+    if tl.program_id(0) == 0:  # here, since all of its tiles wait for all ranks anyway
         signals.wait_all_arrivals(peers)
     had = tl.full((), 0, tl.int32)  # tiles; the first waits for all rows
     ticket = signals.take(peers, signals.TILE)

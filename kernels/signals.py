@@ -8,9 +8,9 @@ A rank's flag word belongs to one (source, chunk); the source sets it to the cal
 A rank that has entered a call says so, and which call it takes it for, in one word at every rank: its arrival, the
 epoch and a hash of the call's signature.
 
-Note [All at once]: what goes to all ranks goes in one instruction, on a tile of a word a rank, and is awaited so. A
-loop over peers is a chain: each release waits for stores to land, the exchange before it among them, and each poll
-for memory. Here is one barrier, and the releases of a warp's lanes are one fence and one exchange of the hardware's.
+Note [All at once]: what goes to all ranks goes in one instruction, on a tile with one word per rank, and one looks
+for it. A loop over peers is a chain: each release waits for stores to land, the exchange before it among them, and
+each poll for memory. Here one barrier is enough, and the lanes of a warp release together.
 
 Note [Barrier before the release]: only the thread that issues the release is ordered by it. Before Triton 3.9
 the compiler puts no block barrier in front of a scalar release for the release's sake. In `publish` there happens
@@ -39,8 +39,8 @@ poll. If a stranger does publish, what was read is garbage, and the program that
 rank arrives even if it has just failed in this very launch: else others would wait for it until their time is over.
 
 Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, so that no program is
-idle while there is some, however many of them run. Pieces that wait for peers are handed out last: whoever waits has
-a program of every rank before it that took what it waits for and does not wait itself.
+idle while there is some, however many of them run. A program takes a piece that waits for peers only after all pieces
+that peers wait for are taken, on every rank by programs that do not wait: one resident program a rank is enough.
 
 Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
 program it happens to. From then on waits return at once, no chunk is published, and later launches return
@@ -204,8 +204,10 @@ def wait_chunk_of_all(peers, chunk):
 
 @inline
 def wait_all_arrivals(peers):
-    """Wait until every rank is in this call, and compare signatures. A program of every launch does, see
-    Note [Two rotating buffers]."""
+    """Wait until every rank is in this call, and compare signatures.
+
+    One program of every launch does, see Note [Two rotating buffers].
+    """
     rank, _ = all_ranks(peers)
     _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True))
 

@@ -1,18 +1,20 @@
-"""What goes to all ranks costs one barrier and one release, of all ranks' words; what has come costs one look."""
+"""What goes to all ranks takes one release of all their words, and who waits for one rank looks at all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 
-from fusedtp.checks.cases import fused_case, meeting_case
-from fusedtp.checks.dense import TILE, Call
-from fusedtp.sim import Case, Schedule, run_schedule
+from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
+from fusedtp.checks.dense import TILE, Call, SimulatedWorld, launches, meeting
+from fusedtp.sim import Case, Run, Schedule, SimulationFault, run_schedule
+from fusedtp.sim.explore import schedules
 from fusedtp.sim.ptx.program import Lanes
 
 
@@ -83,3 +85,29 @@ def test_what_is_for_all_ranks_is_published_to_all_at_once(operation: str) -> No
         assert alone == (
             {"publish"} if operation == "two_shot_all_reduce" else set()
         )  # partials, each to its owner
+
+
+def stranger_and_failure() -> tuple[Run, SimulatedWorld]:
+    """Ranks 0 and 1 agree, rank 2 is in a meeting. Rank 0, which has no rows, soon fails and publishes no more."""
+    call = Call("matmul_reduce_scatter", (0, 5, 5), chunk=1)
+    world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
+    planned = [plan(call, given, world, rank, 7)[0] for rank in range(2)]
+    work = [[*launches(each, world, rank)] for rank, each in enumerate(planned)] + [meeting(world, 2, 8)]
+    memory = [replace(each, poisoned=False) for each in world.memory]  # what a failed call reads is not used
+    return Run(work, memory, lambda: ()), world
+
+
+def test_a_stranger_is_noticed_by_a_rank_that_waits_for_one_that_failed_because_of_it() -> None:
+    """The stranger itself may wait in vain: here programs start in any order, so peers can fail before they arrive."""
+    noticed = 0
+    for schedule in schedules(8):
+        run, world = stranger_and_failure()
+        try:
+            with patch("fusedtp.sim.ptx.machine.MOST_TURNS", 100_000):
+                run_schedule(run, replace(schedule, target="sm_90"))
+        except SimulationFault as error:
+            if error.fault.rule.endswith("race"):  # data that nobody waits for
+                continue
+        assert [status[:2].tolist() for status in world.statuses.tensors[:2]] == [[2, 2], [2, 2]], schedule
+        noticed += 1
+    assert noticed > 2
