@@ -79,6 +79,23 @@ def test_with_one_slot_in_place_of_two_a_fast_rank_overwrites_what_a_slow_one_re
     assert any(world(3).run(many_calls_on_one_slot, 5, 100, 0.003, fresh=True))
 
 
+def waited_for_a_late_rank(group) -> tuple[float, float]:
+    """Seconds that a call waited for peers, by its own count, and seconds that it took; rank 1 comes to it late."""
+    comm = communicator(group)
+    gather(comm, 1.0, (1,) * comm.world_size, 4)  # from here on all ranks are together
+    before, begin = comm.workspace.wait_seconds, time.perf_counter()
+    if comm.rank == 1:
+        time.sleep(0.3)
+        begin = time.perf_counter()
+    gather(comm, 2.0, (1,) * comm.world_size, 4)
+    return comm.workspace.wait_seconds - before, time.perf_counter() - begin
+
+
+def test_the_time_for_which_a_rank_waits_is_counted():
+    (waited, took), (late, its) = world(2).run(waited_for_a_late_rank)
+    assert 0 < waited <= took and 0 <= late <= its < took
+
+
 def disagree(group, changes: dict) -> None:
     comm = communicator(group)
     gather(comm, 1.0, (1,) * comm.world_size, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import numpy as np
 import pytest
 import triton.language as tl
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusedtp.sim import UnsupportedKernel
 from fusedtp.sim.timed.masks import Mask
-from fusedtp.sim.timed.scalars import quotient, remainder
+from fusedtp.sim.timed.scalars import converted, quotient, remainder
 from fusedtp.sim.timed.values import Tile
 
 numbers = st.integers(-40, 40)
@@ -78,3 +79,13 @@ def test_values_that_were_left_out_decide_nothing() -> None:
         with pytest.raises(UnsupportedKernel, match="depends on"):
             use()
     assert Mask((4,), None, known=False).count((4,)) == 4
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_an_integer_that_becomes_a_narrower_one_wraps(n: int) -> None:
+    """As the word of an arrival, whose lower half is the epoch."""
+    want = int(np.int64(n).astype(np.int32))
+    assert converted(n, tl.int32) == want and converted(n, tl.int64) == n
+    tile = Tile((1,), tl.int64, data=np.array([n]))
+    assert converted(tile, tl.int32).dense().tolist() == [want]
+    assert converted(tile, tl.int64).dense().tolist() == [n]

@@ -206,7 +206,7 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
     assert {*columns, *rows, "lm_head"} <= set(calls), calls
     assert calls[columns[0]] == calls[columns[1]] > 0 and calls[rows[0]] == calls[rows[1]] > 0, calls
     assert "one process" in done.stdout
-    assert 0 <= summary["wait_share"] < 1  # 0 where no rank ever had to sleep for the other
+    assert 0 <= summary["wait_share"] < 1  # 0 where none had to sleep, see tests/comm
 
 
 def broken(breakage: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
