@@ -146,7 +146,10 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
         if machine.clock != "host":
             choices |= {"part": (128, 256, 512, 1024)}
         if not machine.shared_gpu:  # where ranks share a GPU its split is not a matter of taste
-            choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
+            if "other_programs" in tuned.KERNELS[job.kernel].sets:
+                choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
+            else:  # two programs a multiprocessor, where they fit
+                choices |= {"send_programs": (machine.programs, 2 * machine.programs)}
     if machine.clock != "host":  # `_possible` keeps what machine and dtype support
         toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1))
         sets = tuned.KERNELS[job.kernel].sets

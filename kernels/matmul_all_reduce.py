@@ -11,22 +11,27 @@ One shot: every partial tile goes to every rank, and every rank sums all tiles. 
 
 A tile is published late, see Note [Late publish] in matmul_reduce_scatter.py.
 
-Two shots: reduce-scatter over rows (split as torch.chunk does), then each owner pushes its sums to all.
+Two shots: the reduce-scatter of matmul_reduce_scatter.py over rows (split as torch.chunk does), whose owners push each
+chunk of sums to all as well. A program that finds no more tiles copies what the owners pushed into y: Note [Tickets].
 
-    send       rows of 2     rows of 3     rows of 0     rows of 1 (own)
-    reduce                                 own tiles: sums of all ranks, stored in y and at every peer
-    collect                                              copies what the owners pushed into y
-
-Stages ascend send, reduce, collect, and a program waits only for lower ones. Partials are summed in fp32 in rank
-order and rounded once, and in two shots by one rank for all; so all ranks hold the same bits.
+Partials are summed in fp32 in rank order and rounded once, and in two shots by one rank for all; so all ranks hold the
+same bits.
 """
 
 import triton
 import triton.language as tl
 
 from . import signals
-from .matmul_reduce_scatter import part_of_tile, partial_tile, push_partials, reduced_tile
-from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
+from .matmul_reduce_scatter import (
+    part_of_rows,
+    part_of_tile,
+    partial_tile,
+    reduce_scatter,
+    reduced_tile,
+    sum_turn,
+    sums_at,
+)
+from .tiles import cdiv, grouped, narrow, shard, to_int64
 
 
 @triton.jit(do_not_specialize=["group", "send_programs"])
@@ -110,22 +115,16 @@ def one_shot_kernel(
             signals.wait_chunk_of_all(peers, chunk)
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
-                for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, M), PART_M):
-                    at, mask, cols = part_of_tile(first, col, M, N, PART_M, BLOCK_N)
+                last = tl.minimum((row + 1) * BLOCK_M, M)
+                for first in range(row * BLOCK_M, last, PART_M):
+                    at, mask, cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                     acc = reduced_tile(base, to_int64(M) * N, at, mask, bias, cols, N, world)
                     tl.store(y + at, narrow(acc, element), mask=mask)
         if pid == send_programs:
             signals.wait_all_arrivals(peers)
 
 
-@inline
-def sums_at(peers, rank, result_at, ELEMENT: tl.constexpr):
-    """Where a rank's slot holds the sums of all owners. A hint of alignment before the cast would be lost."""
-    out = (signals.slot(peers, rank) + result_at).to(tl.pointer_type(ELEMENT))
-    return tl.multiple_of(out, 16)
-
-
-@triton.jit(do_not_specialize=["group", "send_programs", "reduce_programs"])
+@triton.jit(do_not_specialize=["group", "window", "behind"])
 def two_shot_kernel(
     peers,
     sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
@@ -140,10 +139,10 @@ def two_shot_kernel(
     N,
     K,
     group,
-    send_programs,
-    reduce_programs,
+    window,
+    behind,
     result_at,  # bytes from the slot's begin to the sums; before it the partials
-    flags,  # chunk c's sums are announced by flag flags + c
+    flags,  # of the sums, see reduce_scatter
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -156,70 +155,56 @@ def two_shot_kernel(
     """A slot holds [W, R_r, N], partials of the own rows, and from result_at on [M, N], the sums of all owners."""
     if signals.failed(peers):
         return
-    pid = tl.program_id(0)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
-    element: tl.constexpr = y.dtype.element_ty
+    _own, before = shard(sizes, rank, world)
+    chunks, left = reduce_scatter(
+        peers,
+        sizes,
+        1,
+        x,
+        stride_xm,
+        stride_xk,
+        w,
+        stride_wn,
+        stride_wk,
+        bias,
+        y + to_int64(before) * N,
+        result_at + to_int64(before) * N * (y.dtype.element_ty.primitive_bitwidth // 8),
+        flags,
+        N,
+        K,
+        group,
+        window,
+        behind,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP,
+        PART_M,
+        EVEN_K,
+        TMA,
+        X_TMA,
+        True,
+    )
     num_cols = cdiv(N, BLOCK_N)
-    if pid < send_programs:
-        push_partials(
-            peers,
-            sizes,
-            1,
-            x,
-            stride_xm,
-            stride_xk,
-            w,
-            stride_wn,
-            stride_wk,
-            N,
-            K,
-            group,
-            send_programs,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP,
-            EVEN_K,
-            TMA,
-            X_TMA,
-            element,
-        )
-    elif pid < send_programs + reduce_programs:
-        size, offset = shard(sizes, rank, world)
+    result = sums_at(peers, rank, result_at, y.dtype.element_ty)
+    piece = signals.take(peers, signals.PUSH)
+    while piece < (chunks - left + left * world) * (world - 1):
+        owner = (rank + 1 + piece % (world - 1)) % world
+        chunk, part, parts = sum_turn(piece // (world - 1), chunks, left, world)
+        size, offset = shard(sizes, owner, world)
         num_rows = cdiv(size, BLOCK_M)
-        tiles = num_rows * num_cols
-        base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
-        for chunk in range(pid - send_programs, cdiv(tiles, group), reduce_programs):
-            signals.wait_chunk_of_all(peers, chunk)
-            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
-                row, col = grouped(tile, num_rows, num_cols, GROUP)
-                for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
-                    at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
-                    value = narrow(
-                        reduced_tile(base, to_int64(size) * N, at, mask, bias, cols, N, world), element
-                    )
-                    tl.store(y + to_int64(offset) * N + at, value, mask=mask)
-                    for step in range(1, world):
-                        out = sums_at(peers, (rank + step) % world, result_at, element) + to_int64(offset) * N
-                        tl.store(out + at, value, mask=mask)
-            signals.publish_to_all(peers, flags + chunk)
-        if pid == send_programs:
-            signals.wait_all_arrivals(peers)
-    else:
-        start = pid - send_programs - reduce_programs
-        programs = tl.num_programs(0) - send_programs - reduce_programs
-        result = sums_at(peers, rank, result_at, element)
-        for step in range(1, world):
-            owner = (rank - step + world) % world
-            size, offset = shard(sizes, owner, world)
-            num_rows = cdiv(size, BLOCK_M)
-            tiles = num_rows * num_cols
-            for chunk in range(start, cdiv(tiles, group), programs):
-                signals.wait(peers, owner, flags + chunk)
-                for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
-                    row, col = grouped(tile, num_rows, num_cols, GROUP)
-                    for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, size), PART_M):
-                        at, mask, cols = part_of_tile(first, col, size, N, PART_M, BLOCK_N)
-                        at += to_int64(offset) * N
-                        tl.store(y + at, tl.load(result + at, mask=mask), mask=mask)
+        last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)
+        if chunk * group < last_tile:
+            signals.wait(peers, owner, flags + piece // (world - 1))
+        for tile in range(chunk * group, last_tile):
+            row, col = grouped(tile, num_rows, num_cols, GROUP)
+            begin, last = part_of_rows(row, part, parts, size, BLOCK_M)
+            for first in range(begin, last, PART_M):
+                at, mask, _cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
+                at += to_int64(offset) * N
+                tl.store(y + at, tl.load(result + at, mask=mask), mask=mask)
+        piece = signals.take(peers, signals.PUSH)
+    if tl.program_id(0) == 0:
+        signals.wait_all_arrivals(peers)

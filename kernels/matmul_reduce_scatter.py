@@ -4,31 +4,33 @@
     w        [N, K_r]
     y        [R_r, N]    rows of this rank, summed over ranks; the bias is added once
 
-Programs 0 .. S-1 multiply and send, the others reduce. Owner p's slot has a place [R_p, N] for every source. Rank
-1 of 4, time to the right:
+Every program multiplies, sends the tile to the rank that owns its rows, and sums tiles of the own rows, as the tickets
+come (Note [Tickets] in signals.py). Owner p's slot has a place [R_p, N] for every source, itself among them. Flag c is
+chunk c: `group` consecutive tiles of the owner's rows, multiplied by one program. They are handed out in windows, as
+many chunks as let all programs have one in a round. Rank 1 of 4, time to the right:
 
-    send       rows of 2       rows of 3       rows of 0       rows of 1 (own)
-    reduce                                      waits for tile c of 0, 1, 2, 3, sums them in this order
+    round           0           1           2           3           4           end
+    rows of         2 3 0 1     2 3 0 1     2 3 0 1     2 3 0 1     2 3 0 1
+    window          0 0 0 0     1 1 1 1     2 2 2 2     3 3 3 3     4 4 4 4
+    summed                                        0           1                 2 3 4
 
-so every owner receives all the time, from a different source each time, and the own tiles, which need not
-travel, come last. Flag c is chunk c: `group` consecutive tiles of the owner's rows, done by one program.
+So every owner receives all the time, from a different source each time. Who has multiplied a chunk of the own rows sums
+one that was sent `behind` chunks before, and so has arrived. The last round adds none: what is left then is summed in
+parts by all programs, since one alone would read a tile of all sources for half as long as it multiplies one.
+
+A program waits for chunk c only after all chunks up to c were taken, for all owners, with nothing unpublished. Where
+every rank keeps to that, the lowest chunk that is waited for anywhere is being multiplied by a program that does not
+wait: one resident program a rank is enough.
 
 Note [Late publish]: a release waits until the stores before it have landed, at the far end of a link, and the program
-with it. So a sender stores a chunk and multiplies its next tile while the stores travel; only then it publishes the
-chunk, before it stores that tile, and its last chunk at the end:
+with it. So a program stores a chunk and multiplies its next tile while the stores travel; only then it publishes the
+chunk, before it stores that tile, or before it sums:
 
-    one program     products of a | store a | products of b | publish a | store b | products of c | publish b | ...
+    one program     products of a | store a | products of b | publish a | store b | publish b | sum of c | ...
 
-A sender never waits, so a late publish is certain to happen; a call that has failed meanwhile is not published
-at all. Reducers of this rank start when senders end, later than any of this could matter to them.
+A call that has failed meanwhile is not published at all.
 
-Predicted by fusedtp.sim.timed for 8 H100, 8192 tokens in bf16, the down projection of an MLP, in microseconds (not
-measured on a GPU yet):
-
-                published at once   published late   product alone   product and NCCL
-    Llama 3 8B                360              220             173                364
-    Llama 3 70B              1023              731             668               1017
-
+PREDICTED
 Partials travel in the working dtype, the own one too, are summed in fp32 in rank order and rounded once: the
 result does not depend on who was fast.
 """
@@ -39,7 +41,7 @@ import triton.language as tl
 from . import signals
 from .epilogue import add_bias
 from .matmul import IEEE, descriptor_loop, linear_tile, mixed_tile
-from .tiles import cdiv, grouped, inline, narrow, next_start, shard, tile_rows, to_int64, widen
+from .tiles import cdiv, decoded, grouped, inline, narrow, shard, tile_rows, to_int64, widen
 
 
 @inline
@@ -96,9 +98,22 @@ def partial_tile(
 
 
 @inline
-def push_partials(
+def publish_stored(peers, stored):
+    """Publish the chunk that is stored and not published yet, world * chunk + owner, if there is one: -1 is none."""
+    if stored >= 0:
+        signals.publish(peers, stored % peers.world_size, stored // peers.world_size)
+    return tl.full((), -1, tl.int32)
+
+
+@inline
+def send_chunk(
     peers,
-    sizes,
+    stored,
+    owner,
+    chunk,
+    size,
+    offset,
+    total,
     batch,
     x,
     stride_xm,
@@ -109,7 +124,6 @@ def push_partials(
     N,
     K,
     group,
-    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -119,85 +133,244 @@ def push_partials(
     X_TMA: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """Send stage: program_id < programs computes every owner's rows, own last, into the owner's slot."""
-    world: tl.constexpr = peers.world_size
-    rank = signals.rank_of(peers)
-    pid = tl.program_id(0)
-    if pid == 0:
-        signals.arrive(peers)
-    last_shard, total = shard(sizes, world - 1, world)
-    total += last_shard
-    num_cols = cdiv(N, BLOCK_N)
-    stored = tl.full(
-        (), -1, tl.int32
-    )  # world * chunk + owner of the chunk that is not published yet, if there is one
-    for step in range(1, world + 1):
-        owner = (rank + step) % world
-        size, offset = shard(sizes, owner, world)
-        limit = size * batch
-        num_rows = cdiv(limit, BLOCK_M)
-        tiles = num_rows * num_cols
-        out = tl.multiple_of(signals.slot(peers, owner).to(tl.pointer_type(ELEMENT)), 16)
-        out += to_int64(rank) * limit * N
-        for chunk in range(pid, cdiv(tiles, group), programs):
-            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
-                row, col = grouped(tile, num_rows, num_cols, GROUP)
-                local = row * BLOCK_M + tl.arange(0, BLOCK_M)
-                inside = local < limit
-                rows = tile_rows(local, size, offset, total, batch, limit)
-                value, cols, col_mask = partial_tile(
-                    x,
-                    offset + row * BLOCK_M,
-                    rows,
-                    inside,
-                    stride_xm,
-                    stride_xk,
-                    w,
-                    stride_wn,
-                    stride_wk,
-                    col,
-                    N,
-                    K,
-                    BLOCK_N,
-                    BLOCK_K,
-                    EVEN_K,
-                    TMA,
-                    X_TMA,
-                    ELEMENT,
-                )
-                if stored >= 0:  # Note [Late publish]
-                    signals.publish(peers, stored % world, stored // world)
-                    stored = tl.full((), -1, tl.int32)
-                at = local.to(tl.int64)[:, None] * N + cols[None, :]
-                tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
-            stored = chunk * world + owner
-        pid = next_start(pid, cdiv(tiles, group), programs)
-    if stored >= 0:
-        signals.publish(peers, stored % world, stored // world)
+    """Multiply a chunk of the owner's rows and store it in its slot; what is `stored` now. Note [Late publish]."""
+    limit = size * batch
+    num_rows, num_cols = cdiv(limit, BLOCK_M), cdiv(N, BLOCK_N)
+    last = tl.minimum((chunk + 1) * group, num_rows * num_cols)
+    out = tl.multiple_of(signals.slot(peers, owner).to(tl.pointer_type(ELEMENT)), 16)
+    out += to_int64(signals.rank_of(peers)) * limit * N
+    for tile in range(chunk * group, last):
+        row, col = grouped(tile, num_rows, num_cols, GROUP)
+        local = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = local < limit
+        rows = tile_rows(local, size, offset, total, batch, limit)
+        value, cols, col_mask = partial_tile(
+            x,
+            offset + row * BLOCK_M,
+            rows,
+            inside,
+            stride_xm,
+            stride_xk,
+            w,
+            stride_wn,
+            stride_wk,
+            col,
+            N,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_K,
+            TMA,
+            X_TMA,
+            ELEMENT,
+        )
+        stored = publish_stored(peers, stored)
+        at = local.to(tl.int64)[:, None] * N + cols[None, :]
+        tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
+    return tl.where(chunk * group < last, chunk * peers.world_size + owner, stored)  # ranks' rows may differ
 
 
 @inline
-def part_of_tile(first, col, limit, N, PART_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets and mask of PART_M rows of a tile column, and its columns.
+def part_of_tile(first, last, col, N, PART_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets and mask of PART_M rows of a tile column, those before `last`, and its columns.
 
     A sum holds no accumulator of the matmul's shape: a whole tile's 64-bit offsets would not fit the registers.
     """
     rows = first + tl.arange(0, PART_M)
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
     at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    return at, (rows < limit)[:, None] & (cols < N)[None, :], cols
+    return at, (rows < last)[:, None] & (cols < N)[None, :], cols
 
 
 @inline
 def reduced_tile(base, stride_source, at, mask, bias, cols, N, WORLD: tl.constexpr):
     """Sum of the sources' partials in rank order in fp32, plus bias."""
     acc = tl.full((at.shape[0], at.shape[1]), 0, tl.float32)
-    for src in range(WORLD):
+    for src in tl.range(0, WORLD, loop_unroll_factor=4):  # on their way at a time
         acc += widen(tl.load(base + src * stride_source + at, mask=mask, other=0.0)).to(tl.float32)
     return add_bias(acc, bias, cols, cols < N)
 
 
-@triton.jit(do_not_specialize=["group", "send_programs"])
+@inline
+def sum_chunk(
+    peers,
+    chunk,
+    part,
+    parts,
+    limit,
+    bias,
+    y,
+    result_at,
+    flag,
+    N,
+    group,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART_M: tl.constexpr,
+    BROADCAST: tl.constexpr,
+):
+    """Wait for a chunk of the own rows, `limit` of them, and sum one of so many parts of each tile's rows."""
+    element: tl.constexpr = y.dtype.element_ty
+    world: tl.constexpr = peers.world_size
+    rank = signals.rank_of(peers)
+    partials = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
+    num_rows, num_cols = cdiv(limit, BLOCK_M), cdiv(N, BLOCK_N)
+    last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)
+    if chunk * group < last_tile:
+        signals.wait_chunk_of_all(peers, chunk)
+        for tile in range(chunk * group, last_tile):
+            row, col = grouped(tile, num_rows, num_cols, GROUP)
+            begin, last = part_of_rows(row, part, parts, limit, BLOCK_M)
+            for first in range(begin, last, PART_M):
+                at, mask, cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
+                acc = reduced_tile(partials, to_int64(limit) * N, at, mask, bias, cols, N, world)
+                value = narrow(acc, element)
+                tl.store(y + at, value, mask=mask)
+                if BROADCAST:
+                    for step in range(1, world):
+                        out = sums_at(peers, (rank + step) % world, result_at, element)
+                        tl.store(out + at, value, mask=mask)
+        if BROADCAST:
+            signals.publish_to_all(peers, flag)
+
+
+@inline
+def part_of_rows(row, part, parts, limit, BLOCK_M: tl.constexpr):
+    """The rows (first, end) of one of so many parts of a row of tiles."""
+    height = cdiv(BLOCK_M, parts)
+    first = row * BLOCK_M + part * height
+    return first, tl.minimum(tl.minimum(first + height, (row + 1) * BLOCK_M), limit)
+
+
+@inline
+def sums_at(peers, rank, result_at, ELEMENT: tl.constexpr):
+    """Where a rank's slot holds the sums of all owners. A hint of alignment before the cast would be lost."""
+    out = (signals.slot(peers, rank) + result_at).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(out, 16)
+
+
+@inline
+def sum_turn(at, chunks, left, WORLD: tl.constexpr):
+    """(chunk, part, parts) number `at` of the sums: whole chunks, then the last `left` of them in WORLD parts each."""
+    whole = chunks - left
+    if at < whole:
+        chunk, part, parts = at, 0 * at, 0 * at + 1
+    else:
+        chunk, part, parts = whole + (at - whole) // WORLD, (at - whole) % WORLD, 0 * at + WORLD
+    return chunk, part, parts
+
+
+@inline
+def reduce_scatter(
+    peers,
+    sizes,
+    batch,
+    x,
+    stride_xm,
+    stride_xk,
+    w,
+    stride_wn,
+    stride_wk,
+    bias,
+    y,
+    result_at,
+    flags,
+    N,
+    K,
+    group,
+    window,
+    behind,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    BROADCAST: tl.constexpr,
+):
+    """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns what sum_turn asks for.
+
+    BROADCAST: the sums also go to all peers, there result_at bytes from the slot's begin; number i of sum_turn is
+    announced by flag flags + i.
+    """
+    world: tl.constexpr = peers.world_size
+    rank = signals.rank_of(peers)
+    if tl.program_id(0) == 0:
+        signals.arrive(peers)
+    own, _offset = shard(sizes, rank, world)
+    total, longest = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for q in tl.static_range(world):
+        total += decoded(sizes[q])
+        longest = tl.maximum(longest, decoded(sizes[q]))
+    tiles = cdiv(longest * batch, BLOCK_M) * cdiv(N, BLOCK_N)
+    chunks = cdiv(cdiv(tiles, group), window) * window
+    left = tl.minimum(behind + window, chunks)
+    stored = tl.full((), -1, tl.int32)
+    ticket = signals.take(peers, signals.TILE)
+    while ticket < (chunks + left) * world:
+        turn = chunks - left + ticket - chunks * world  # among the sums
+        if ticket < chunks * world:
+            owner = (rank + 1 + ticket // window) % world
+            chunk = ticket // (window * world) * window + ticket % window
+            size, offset = shard(sizes, owner, world)
+            stored = send_chunk(
+                peers,
+                stored,
+                owner,
+                chunk,
+                size,
+                offset,
+                total,
+                batch,
+                x,
+                stride_xm,
+                stride_xk,
+                w,
+                stride_wn,
+                stride_wk,
+                N,
+                K,
+                group,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GROUP,
+                EVEN_K,
+                TMA,
+                X_TMA,
+                y.dtype.element_ty,
+            )
+            turn = tl.where((owner == rank) & (chunk < chunks - window), chunk - behind, -1)
+        if turn >= 0:
+            stored = publish_stored(peers, stored)
+            chunk, part, parts = sum_turn(turn, chunks, left, world)
+            sum_chunk(
+                peers,
+                chunk,
+                part,
+                parts,
+                own * batch,
+                bias,
+                y,
+                result_at,
+                flags + turn,
+                N,
+                group,
+                BLOCK_M,
+                BLOCK_N,
+                GROUP,
+                PART_M,
+                BROADCAST,
+            )
+        ticket = signals.take(peers, signals.TILE)
+    publish_stored(peers, stored)
+    return chunks, left
+
+
+@triton.jit(do_not_specialize=["group", "window", "behind"])
 def matmul_reduce_scatter_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
@@ -213,7 +386,8 @@ def matmul_reduce_scatter_kernel(
     N,
     K,
     group,
-    send_programs,
+    window,
+    behind,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -225,46 +399,34 @@ def matmul_reduce_scatter_kernel(
 ):
     if signals.failed(peers):
         return
-    if tl.program_id(0) < send_programs:
-        push_partials(
-            peers,
-            sizes,
-            batch,
-            x,
-            stride_xm,
-            stride_xk,
-            w,
-            stride_wn,
-            stride_wk,
-            N,
-            K,
-            group,
-            send_programs,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP,
-            EVEN_K,
-            TMA,
-            X_TMA,
-            y.dtype.element_ty,
-        )
-    else:
-        rank = signals.rank_of(peers)
-        size, _offset = shard(sizes, rank, peers.world_size)
-        limit = size * batch
-        num_rows = cdiv(limit, BLOCK_M)
-        num_cols = cdiv(N, BLOCK_N)
-        tiles = num_rows * num_cols
-        base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty)), 16)
-        start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
-        for chunk in range(start, cdiv(tiles, group), programs):
-            signals.wait_chunk_of_all(peers, chunk)
-            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
-                row, col = grouped(tile, num_rows, num_cols, GROUP)
-                for first in range(row * BLOCK_M, tl.minimum((row + 1) * BLOCK_M, limit), PART_M):
-                    at, mask, cols = part_of_tile(first, col, limit, N, PART_M, BLOCK_N)
-                    acc = reduced_tile(base, to_int64(limit) * N, at, mask, bias, cols, N, peers.world_size)
-                    tl.store(y + at, narrow(acc, y.dtype.element_ty), mask=mask)
-        if start == 0:
-            signals.wait_all_arrivals(peers)
+    reduce_scatter(
+        peers,
+        sizes,
+        batch,
+        x,
+        stride_xm,
+        stride_xk,
+        w,
+        stride_wn,
+        stride_wk,
+        bias,
+        y,
+        0,
+        0,
+        N,
+        K,
+        group,
+        window,
+        behind,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP,
+        PART_M,
+        EVEN_K,
+        TMA,
+        X_TMA,
+        False,
+    )
+    if tl.program_id(0) == 0:
+        signals.wait_all_arrivals(peers)

@@ -12,7 +12,6 @@ saved    x and the weight
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
-from .matmul_reduce_scatter import matmul_args, pointers, reduction
+from .matmul_reduce_scatter import matmul_args, pointers, reduction, window_args
 from .operation import (
     Example,
     FusedKernel,
@@ -265,9 +264,12 @@ def prepare_one_shot(
     flags = view.flags_per_source
     config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
     args = dict(
-        **matmul_args(x, weight, config), M=total, group=config.chunk, send_programs=config.send_programs
+        **matmul_args(x, weight, config),
+        M=total,
+        group=config.chunk,
+        send_programs=config.send_programs,
     )
-    return Launch(one_shot_kernel, config.send_programs + config.other_programs, args, config)
+    return Launch(one_shot_kernel, config.programs, args, config)
 
 
 def prepare_two_shot(
@@ -279,21 +281,16 @@ def prepare_two_shot(
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2
     config = config or reduction(
-        machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size, owners=world_size
+        machine, x.dtype, each, n, flags // 2, kernel="two_shot", world_size=world_size, owners=world_size
     )
-    collectors = config.other_programs
-    if machine.shared_gpu:  # all programs of a rank fit its part, see reduce_programs
-        config = replace(config, send_programs=max(1, config.send_programs - collectors))
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
         **matmul_args(x, weight, config),
-        group=config.chunk,
-        send_programs=config.send_programs,
-        reduce_programs=config.other_programs,
+        **window_args(config, each, n, world_size, flags),
         result_at=_result_at(total, n, world_size, x.dtype),
         flags=flags,
     )
-    return Launch(two_shot_kernel, config.send_programs + config.other_programs + collectors, args, config)
+    return Launch(two_shot_kernel, config.programs, args, config)
 
 
 def plan_one_shot(*given: Any) -> tuple[Launch, Tensor]:

@@ -3,8 +3,8 @@
 rank r, chunked     rows of r+1 into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
 rank r+1            rows of r+2 into slot | publish to r+2 | ...
 
-rank r, triton      tiles are pushed to their owner, r+1's first; the last programs sum what peers pushed here
-                    (kernels/matmul_reduce_scatter.py)
+rank r, triton      tiles are pushed to their owner, a window of r+1's, of r+2's, ..., of the own; the window before,
+                    which all have pushed here, is summed between them (kernels/matmul_reduce_scatter.py)
 
 forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b
 dgrad    dx = all_gather_matmul(dy, w.T)
@@ -49,6 +49,7 @@ from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
 NARROWEST = 32  # columns of a tile
+BEHIND = 2  # rounds, by which all partials of a window have arrived even where the link is the slowest
 
 
 def matmul_reduce_scatter(
@@ -176,7 +177,7 @@ def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: T
 
 
 def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """One launch: tiles are pushed to their owner, whose last programs sum them.
+    """One launch: tiles are pushed to their owner, who sums them between its products.
 
     An owner's slot holds a partial of its rows from every rank at once, so that no sender waits for room. With rows
     that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
@@ -269,10 +270,9 @@ def prepare(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
         **matmul_args(x, weight, config, rows.batch),
-        group=config.chunk,
-        send_programs=config.send_programs,
+        **window_args(config, rows.longest, weight.shape[0], world_size),
     )
-    return Launch(matmul_reduce_scatter_kernel, config.send_programs + config.other_programs, args, config)
+    return Launch(matmul_reduce_scatter_kernel, config.programs, args, config)
 
 
 def pointers(
@@ -302,6 +302,21 @@ def plan_matmul_reduce_scatter(
     y = x.new_empty(rows.local(rank), weight.shape[0])
     peers = peers_of(view, rank, world_size, sig, machine.clock)
     return launch.given(pointers(launch, peers, x, weight, bias, y)), y
+
+
+def window_args(
+    config: Config, owned: int, n: int, world_size: int, most: int | None = None
+) -> dict[str, int]:
+    """How the kernel goes about the chunks of each owner, who has up to `owned` rows: so many of each in a round that
+    all programs have one. Summed are those of BEHIND rounds before, with no more than `most` flags.
+    """
+    chunks = max(1, -(-_tile_count(config, owned, n) // config.chunk))
+    window = max(1, config.programs // world_size)
+    if most is not None:
+        window = max(1, min(window, (most - chunks) // (world_size * (BEHIND + 2))))
+    rounds = -(-chunks // window)
+    window = -(-chunks // rounds)
+    return dict(group=config.chunk, window=window, behind=BEHIND * window)
 
 
 def matmul_args(x: Tensor, weight: Tensor, config: Config, batch: int = 1) -> dict[str, Any]:
@@ -358,7 +373,12 @@ def reduction(
     shape = tuned.tile(tiles(machine, dtype, rows, n, even), found)
     if owners == 1 and not found:
         shape = narrowed(shape, machine, owned, n)
-    senders, reducers = tuned.reduce_split(found, machine, reduce_programs(machine))
-    count = -(-owned // shape.block_m) * -(-n // shape.block_n)
+    count = _tile_count(shape, owned, n)
     chunk = tuned.chunk(found, 1, least=-(-count // flags))
+    default = (machine.programs, 0) if owners > 1 else reduce_programs(machine)
+    senders, reducers = tuned.reduce_split(found, machine, default)
     return replace(shape, send_programs=senders, other_programs=min(reducers, max(1, count)), chunk=chunk)
+
+
+def _tile_count(shape: Config, rows: int, n: int) -> int:
+    return -(-rows // shape.block_m) * -(-n // shape.block_n)

@@ -106,13 +106,17 @@ def test_the_width_of_every_move_between_ranks_is_read(exchanging):
 COUNTED = {
     "for first in range(chunk * chunk_rows, last, BLOCK_M):",  # rows of a shard, as is the next
     "last = tl.minimum((chunk + 1) * chunk_rows, rows)",
-    "for tile in range(start, num_rows * num_cols, programs):",  # tiles, as are the next six
-    "for tile in range(start, num_rows * num_cols, tl.num_programs(0) - send_programs):",
-    "for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):",
-    "start = next_start(start, num_rows * num_cols, programs)",
+    "chunk = ticket // (window * world) * window + ticket % window",  # chunks of tiles, as is the next
+    "chunks = cdiv(cdiv(tiles, group), window) * window",
+    "tiles = cdiv(longest * batch, BLOCK_M) * cdiv(N, BLOCK_N)",  # tiles, as are the next six
     "tiles = num_rows * num_cols",
+    "for tile in range(chunk * group, last):",
+    "for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):",
+    "if chunk * group < last_tile:",
+    "last = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
+    "last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
+    "first = row * BLOCK_M + part * height",  # rows of a tile
     "done += num_rows * num_cols",
-    "return start + steps * stride - count",
     "flag += rank_of(peers) * peers.flags_per_source + chunk",  # flags, of which there are 4096 a rank
     "return flag + src * peers.flags_per_source + chunk",
 }

@@ -33,7 +33,7 @@ class Machine:
 class Config:
     """One launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction.
 
-    part           elements of a tile, for each warp, that a reducer sums at once
+    part           elements of a tile, for each warp, that are summed at once
     max_registers  what a thread may use; 0 leaves that to the compiler
     part_tiles     tiles of a part of the columns, of a matmul with its combine
     tma            operands that no peer writes by TMA, where they allow it
@@ -56,6 +56,10 @@ class Config:
     tma: bool = False
     specialized: bool = False
     halves: bool = False
+
+    @property
+    def programs(self) -> int:
+        return self.send_programs + self.other_programs
 
 
 # What a thread can name. ptxas by itself stops at fewer, and spills, so that one more program would fit a processor;
@@ -111,7 +115,7 @@ def _cuda_tiles(
         return Config(min(block_m, 64), 128, 64, warps, stages, part=256, max_registers=every)
     many = -(-rows // 128) * -(-cols // 256) >= machine.programs
     if many and reads_shared:
-        return Config(128, 256, 64, num_warps=8, num_stages=3)
+        return Config(128, 256, 64, num_warps=8, num_stages=3, part=1024)
     stages = 3 if machine.shared_bytes >= 100 * 1024 else 2
     return Config(128, 128, 64, num_warps=8, num_stages=stages, max_registers=every)
 

@@ -63,7 +63,8 @@ class Kernel(NamedTuple):
     sets: tuple[str, ...]
 
 
-_SCATTER = Kernel(("rows", "cols", "even", "world", "programs"), (*TILE, "tma", *SPLIT))
+_SUM = ("rows", "cols", "even", "world", "programs")
+_SCATTER = Kernel(_SUM, (*TILE, "tma", "chunk", "send_programs"))
 _GATHER = Kernel(("rows", "cols", "k", "even", "world", "programs"), (*TILE, "tma"))
 KERNELS = {
     "matmul": Kernel(("rows", "cols", "k", "even", "programs"), (*TILE, *SWITCHES)),
@@ -71,7 +72,7 @@ KERNELS = {
     "all_gather_wgrad": _GATHER,
     "all_gather": Kernel(("rows", "k", "world", "programs"), ("chunk", "send_programs")),
     "matmul_reduce_scatter": _SCATTER,
-    "one_shot": _SCATTER,
+    "one_shot": Kernel(_SUM, (*TILE, "tma", *SPLIT)),
     "two_shot": _SCATTER,
 }
 DTYPES = ("float32", "float16", "bfloat16")

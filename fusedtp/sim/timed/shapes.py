@@ -87,7 +87,23 @@ class Shapes:
     def trans(self, value: Any, *_: Any) -> Any:
         return transpose(value)
 
-    permute = trans
+    def permute(self, value: Tile, *order: Any) -> Tile:
+        if len(order) == 1 and isinstance(order[0], (tuple, list)):
+            order = tuple(order[0])
+        data = value.dense().transpose(order) if value.known else None
+        return Tile(tuple(value.shape[axis] for axis in order), value.dtype, data=data, known=value.known)
+
+    def split(self, value: Tile) -> tuple[Tile, Tile]:
+        left, right = (
+            Tile(
+                value.shape[:-1],
+                value.dtype,
+                data=value.dense()[..., i] if value.known else None,
+                known=value.known,
+            )
+            for i in range(2)
+        )
+        return left, right
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         if not isinstance(condition, (Mask, Tile)):

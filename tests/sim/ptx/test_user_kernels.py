@@ -210,9 +210,12 @@ def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 1 << 60)
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 1 << 60)
     monkeypatch.setattr(sys.modules["fusedtp.sim.explore"], "SHRINK_SECONDS", 0.5)
-    begin = time.monotonic()
-    outcome = tried(lambda: cases.endless(name), seconds=1.5)
-    assert time.monotonic() - begin < 20
+    for seconds in (1.5, 15):  # compiling is a part of them, and on a busy machine may take all
+        begin = time.monotonic()
+        outcome = tried(lambda: cases.endless(name), seconds=seconds)
+        assert time.monotonic() - begin < seconds + 20
+        if outcome.late != "before its kernels ran":
+            break
     assert not outcome.passed
     if outcome.fault is None:
         assert f"in {name}" in outcome.late
