@@ -124,7 +124,7 @@ def one_shot_kernel(
             signals.wait_all_arrivals(peers)
 
 
-@triton.jit(do_not_specialize=["group", "window", "behind"])
+@triton.jit(do_not_specialize=["group", "window", "behind", "parts"])
 def two_shot_kernel(
     peers,
     sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
@@ -141,6 +141,7 @@ def two_shot_kernel(
     group,
     window,
     behind,
+    parts,
     result_at,  # bytes from the slot's begin to the sums; before it the partials
     flags,  # of the sums, see reduce_scatter
     BLOCK_M: tl.constexpr,
@@ -177,6 +178,7 @@ def two_shot_kernel(
         group,
         window,
         behind,
+        parts,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -190,9 +192,9 @@ def two_shot_kernel(
     num_cols = cdiv(N, BLOCK_N)
     result = sums_at(peers, rank, result_at, y.dtype.element_ty)
     piece = signals.take(peers, signals.PUSH)
-    while piece < (chunks - left + left * world) * (world - 1):
+    while piece < (chunks - left + left * parts) * (world - 1):
         owner = (rank + 1 + piece % (world - 1)) % world
-        chunk, part, parts = sum_turn(piece // (world - 1), chunks, left, world)
+        chunk, part, count = sum_turn(piece // (world - 1), chunks, left, parts)
         size, offset = shard(sizes, owner, world)
         num_rows = cdiv(size, BLOCK_M)
         last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)
@@ -200,7 +202,7 @@ def two_shot_kernel(
             signals.wait(peers, owner, flags + piece // (world - 1))
         for tile in range(chunk * group, last_tile):
             row, col = grouped(tile, num_rows, num_cols, GROUP)
-            begin, last = part_of_rows(row, part, parts, size, BLOCK_M)
+            begin, last = part_of_rows(row, part, count, size, BLOCK_M)
             for first in range(begin, last, PART_M):
                 at, mask, _cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                 at += to_int64(offset) * N

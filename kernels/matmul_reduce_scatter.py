@@ -251,14 +251,14 @@ def sums_at(peers, rank, result_at, ELEMENT: tl.constexpr):
 
 
 @inline
-def sum_turn(at, chunks, left, WORLD: tl.constexpr):
-    """(chunk, part, parts) number `at` of the sums: whole chunks, then the last `left` of them in WORLD parts each."""
+def sum_turn(at, chunks, left, parts):
+    """(chunk, part, of how many) number `at` of the sums: whole chunks, then the last `left` in `parts` each."""
     whole = chunks - left
     if at < whole:
-        chunk, part, parts = at, 0 * at, 0 * at + 1
+        chunk, part, count = at, 0 * at, 0 * at + 1
     else:
-        chunk, part, parts = whole + (at - whole) // WORLD, (at - whole) % WORLD, 0 * at + WORLD
-    return chunk, part, parts
+        chunk, part, count = whole + (at - whole) // parts, (at - whole) % parts, 0 * at + parts
+    return chunk, part, count
 
 
 @inline
@@ -281,6 +281,7 @@ def reduce_scatter(
     group,
     window,
     behind,
+    parts,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -310,7 +311,7 @@ def reduce_scatter(
     left = tl.minimum(behind + window, chunks)
     stored = tl.full((), -1, tl.int32)
     ticket = signals.take(peers, signals.TILE)
-    while ticket < (chunks + left) * world:
+    while ticket < chunks * world + left * parts:
         turn = chunks - left + ticket - chunks * world  # among the sums
         if ticket < chunks * world:
             owner = (rank + 1 + ticket // window) % world
@@ -346,12 +347,12 @@ def reduce_scatter(
             turn = tl.where((owner == rank) & (chunk < chunks - window), chunk - behind, -1)
         if turn >= 0:
             stored = publish_stored(peers, stored)
-            chunk, part, parts = sum_turn(turn, chunks, left, world)
+            chunk, part, count = sum_turn(turn, chunks, left, parts)
             sum_chunk(
                 peers,
                 chunk,
                 part,
-                parts,
+                count,
                 own * batch,
                 bias,
                 y,
@@ -370,7 +371,7 @@ def reduce_scatter(
     return chunks, left
 
 
-@triton.jit(do_not_specialize=["group", "window", "behind"])
+@triton.jit(do_not_specialize=["group", "window", "behind", "parts"])
 def matmul_reduce_scatter_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
@@ -388,6 +389,7 @@ def matmul_reduce_scatter_kernel(
     group,
     window,
     behind,
+    parts,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -418,6 +420,7 @@ def matmul_reduce_scatter_kernel(
         group,
         window,
         behind,
+        parts,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,

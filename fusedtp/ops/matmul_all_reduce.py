@@ -281,7 +281,7 @@ def prepare_two_shot(
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2
     config = config or reduction(
-        machine, x.dtype, each, n, flags // 2, kernel="two_shot", world_size=world_size, owners=world_size
+        machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size, owners=world_size
     )
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),

@@ -305,18 +305,19 @@ def plan_matmul_reduce_scatter(
 
 
 def window_args(
-    config: Config, owned: int, n: int, world_size: int, most: int | None = None
+    config: Config, owned: int, n: int, world_size: int, flags: int | None = None
 ) -> dict[str, int]:
     """How the kernel goes about the chunks of each owner, who has up to `owned` rows: so many of each in a round that
-    all programs have one. Summed are those of BEHIND rounds before, with no more than `most` flags.
+    all programs have one. Sums are BEHIND rounds behind; those left at the end are cut into parts, one a rank.
+
+    flags   that there are for sums, where these are announced: too few for parts, and none are made
     """
     chunks = max(1, -(-_tile_count(config, owned, n) // config.chunk))
-    window = max(1, config.programs // world_size)
-    if most is not None:
-        window = max(1, min(window, (most - chunks) // (world_size * (BEHIND + 2))))
-    rounds = -(-chunks // window)
+    rounds = -(-chunks // max(1, config.programs // world_size))
     window = -(-chunks // rounds)
-    return dict(group=config.chunk, window=window, behind=BEHIND * window)
+    left = min((BEHIND + 1) * window, rounds * window)
+    fit = flags is None or rounds * window + left * (world_size - 1) <= flags
+    return dict(group=config.chunk, window=window, behind=BEHIND * window, parts=world_size if fit else 1)
 
 
 def matmul_args(x: Tensor, weight: Tensor, config: Config, batch: int = 1) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fusedtp.checks.lint import _view, machine_of
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
-from fusedtp.ops.launch.config import HOST, tiles
+from fusedtp.ops.launch.config import HOST, Config, tiles
 from fusedtp.ops.launch.operands import even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
-from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter
+from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, window_args
 from fusedtp.ops.moe.dispatch import pulling
 from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
@@ -69,6 +69,32 @@ def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
         ):
             resident = launch.programs if shared else launch.config.send_programs
             assert resident <= programs, launch.kernel
+            if "window" in launch.args:  # each program multiplies, sends and sums
+                assert launch.programs == programs, launch.kernel
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(1, 900),
+)
+def test_sums_have_the_flags_that_they_are_announced_by(rows, n, world_size, chunk, programs, flags):
+    """In parts or not; and all programs have a chunk in a round, of which no rank's come to more."""
+    config = Config(16, 16, 16, chunk=chunk, send_programs=programs, other_programs=0)
+    tile_count = -(-rows // 16) * -(-n // 16)
+    chunks = -(-tile_count // chunk)
+    args = window_args(config, rows, n, world_size, flags)
+    window, parts = args["window"], args["parts"]
+    assert parts in (1, world_size) and args["group"] == chunk
+    assert window * world_size <= max(programs, world_size)
+    places = -(-chunks // window) * window  # of the last round some may be empty
+    left = min(args["behind"] + window, places)
+    announced = chunks if parts == 1 else places - left + left * parts
+    assert announced <= max(flags, chunks)
+    assert window_args(config, rows, n, world_size)["parts"] == world_size
 
 
 def test_columns_are_evened_with_zeros_and_only_where_they_must_be():

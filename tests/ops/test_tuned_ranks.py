@@ -14,7 +14,7 @@ from tests.harness import PerRank, world
 from tests.ops.tables import TILE, entry, interpreters, tables_in
 
 ROWS, N, K = (5, 3), 24, 40
-SPLIT = {"chunk": 2, "send_programs": 2, "other_programs": 3}
+SPLIT = {"chunk": 2, "send_programs": 2}
 
 
 def table(folder: Path, block_n: int) -> Path:
@@ -31,7 +31,7 @@ def table(folder: Path, block_n: int) -> Path:
             entry("all_gather_wgrad", tile, **at | {"rows": 32, "cols": 64, "k": 8, "world": 2}),
             entry("all_gather", {"chunk": 3, "send_programs": 2}, **gather),
             entry("matmul_reduce_scatter", tile | SPLIT, **scatter),
-            entry("one_shot", tile | SPLIT, **scatter),
+            entry("one_shot", tile | SPLIT | {"other_programs": 3}, **scatter),
         ],
     )
     return folder

@@ -73,6 +73,21 @@ def test_who_sends_in_a_gather_multiplies_when_all_is_sent() -> None:
         assert multiplied == set(range(programs))
 
 
+@pytest.mark.parametrize("operation", [SCATTER, REDUCE])
+def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
+    """Most are summed between the products; what is left when the last one ends is read by all programs at once."""
+    problem = Problem(operation, 8192, (1024,), 4096, 4)
+    got = time(problem)
+    last = {
+        rank: max(s.end for s in got.segments if (s.rank, s.what) == (rank, COMPUTE)) for rank in range(4)
+    }
+    for rank in range(4):
+        summing = {s.program for s in got.segments if s.rank == rank and s.begin >= last[rank]}
+        assert len(summing) >= SMALL.sms // 2
+    if operation == SCATTER:
+        assert got.total - max(last.values()) < 5e-6
+
+
 def test_a_small_all_reduce_spreads_its_weights_over_the_machine() -> None:
     """So many tiles that those that multiply and those that sum just fit, side by side, and no narrower."""
     node = load_node("h100")
@@ -135,11 +150,13 @@ def test_a_run_is_the_same_every_time() -> None:
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
-@given(world_sizes, tokens, sizes, sizes)
-def test_with_free_communication_only_the_products_take_time(w: int, t: int, n: int, k: int) -> None:
-    """All programs take tiles of one list, those that send too, since nothing keeps them."""
-    problem = Problem(GATHER, t, (n,), k, w)
+@settings(max_examples=12)
+@given(st.sampled_from([GATHER, SCATTER]), world_sizes, tokens, sizes, sizes)
+def test_with_free_communication_only_the_products_take_time(
+    operation: str, w: int, t: int, n: int, k: int
+) -> None:
+    """All programs take tiles of one list, those that send or sum too, since nothing keeps them."""
+    problem = Problem(operation, t, (n,), k, w)
     c = problem.chosen(IDEAL)
     tiles = sum(up(size, c.block_m) for size in problem.rows.sizes) * up(n, c.block_n)
     tile = 2 * c.block_m * c.block_n * up(k, c.block_k) * c.block_k
