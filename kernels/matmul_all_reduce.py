@@ -70,9 +70,9 @@ def one_shot_kernel(
     num_cols = cdiv(N, BLOCK_N)
     tiles = num_rows * num_cols
     chunks = cdiv(tiles, group)
+    if pid == 0:
+        signals.arrive(peers)
     if pid < send_programs:
-        if pid == 0:
-            signals.arrive(peers)
         stored = tl.full((), -1, tl.int32)  # the chunk that is stored and not yet published
         for chunk in range(pid, chunks, send_programs):
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
