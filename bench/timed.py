@@ -339,13 +339,18 @@ def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, P
             if chunk != config.chunk:
                 yield f"{chunk} {what} a flag", replace(problem, config=replace(config, chunk=chunk))
     elif compare == "programs":
-        for count in (4, 8, 12, 24, 32) if gather else (8, 16, 32, 132):
-            changed = replace(config, other_programs=count)
-            if gather:
-                changed = replace(config, send_programs=count, other_programs=node.sms - count)
-            if changed != config and changed.other_programs > 0:
-                name = "sending" if gather else "reducing"
-                yield f"{count} programs {name}", replace(problem, config=changed)
+        for count in (4, 8, 12, 24, 32, 132):
+            if gather:  # the others multiply from the start
+                name, changed = (
+                    " sending",
+                    replace(config, send_programs=count, other_programs=node.sms - count),
+                )
+            elif config.other_programs:
+                name, changed = " reducing", replace(config, other_programs=count)
+            else:
+                name, changed = "", replace(config, send_programs=count)
+            if changed != config and changed.programs <= 2 * node.sms and not (gather and count >= node.sms):
+                yield f"{count} programs{name}", replace(problem, config=changed)
     elif compare == "order":
         for group in (1, 4, 16):
             yield f"tiles in groups of {group} rows", replace(problem, config=replace(config, group=group))

@@ -30,7 +30,15 @@ chunk, before it stores that tile, or before it sums:
 
 A call that has failed meanwhile is not published at all.
 
-PREDICTED
+Predicted by fusedtp.sim.timed for 8 H100, 8192 tokens in bf16, the down projection of an MLP, in microseconds (not
+measured on a GPU yet):
+
+                fused    product alone    product and NCCL
+    Llama 3 8B     200              173                 364
+    Llama 3 70B    703              668                1018
+
+The 8B's 1024 tiles fill 132 SMs 7.8 times; what the sums take makes that nine rounds instead of eight.
+
 Partials travel in the working dtype, the own one too, are summed in fp32 in rank order and rounded once: the
 result does not depend on who was fast.
 """
