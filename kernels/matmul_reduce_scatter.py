@@ -209,6 +209,7 @@ def sum_chunk(
     bias,
     y,
     result_at,
+    sums_begin,
     flag,
     N,
     group,
@@ -238,7 +239,7 @@ def sum_chunk(
                 if BROADCAST:
                     for step in range(1, world):
                         out = sums_at(peers, (rank + step) % world, result_at, element)
-                        tl.store(out + at, value, mask=mask)
+                        tl.store(out + sums_begin + at, value, mask=mask)
         if BROADCAST:
             signals.publish_to_all(peers, flag)
 
@@ -283,6 +284,7 @@ def reduce_scatter(
     bias,
     y,
     result_at,
+    sums_begin,
     flags,
     N,
     K,
@@ -302,8 +304,8 @@ def reduce_scatter(
 ):
     """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns what sum_turn asks for.
 
-    BROADCAST: the sums also go to all peers, there result_at bytes from the slot's begin; number i of sum_turn is
-    announced by flag flags + i.
+    BROADCAST: the sums also go to all peers, there sums_begin elements beyond result_at bytes from the slot's begin;
+    number i of sum_turn is announced by flag flags + i.
     """
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -365,6 +367,7 @@ def reduce_scatter(
                 bias,
                 y,
                 result_at,
+                sums_begin,
                 flags + turn,
                 N,
                 group,
@@ -421,6 +424,7 @@ def matmul_reduce_scatter_kernel(
         stride_wk,
         bias,
         y,
+        0,
         0,
         0,
         N,
