@@ -136,7 +136,9 @@ def scatter(rank: int, rows: Rows, parts: Tensor, x: Tensor, w: Tensor) -> Pair:
     view, held = view_of(rank, slots, parts.device)
 
     def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
-        return plan_matmul_reduce_scatter(view, rank, world_size, x, w, None, rows, SIGNATURE, None, machine)
+        return plan_matmul_reduce_scatter(
+            view, rank, world_size, [x], [w], None, rows, SIGNATURE, None, machine
+        )
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
         launch, y = plan(x, w)

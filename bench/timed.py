@@ -165,7 +165,7 @@ def fused_run(problem: Problem, node: Node) -> Run:
             )
         elif p.operation == SCATTER:
             planned, _ = plan_matmul_reduce_scatter(
-                view, rank, w, x, weights[0], None, rows, SIGNATURE, config, machine
+                view, rank, w, [x], weights[:1], None, rows, SIGNATURE, config, machine
             )
         else:
             one = is_one_shot(p.tokens, n, p.dtype)

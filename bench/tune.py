@@ -355,7 +355,7 @@ def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
     if job.kernel == "all_gather_wgrad":
         return plan_all_gather_wgrad(*where, shard, [empty(job.rows, job.n)], rows, *end)[0]
     if job.kernel == "matmul_reduce_scatter":
-        return plan_matmul_reduce_scatter(*where, x, w, None, rows, *end)[0]
+        return plan_matmul_reduce_scatter(*where, [x], [w], None, rows, *end)[0]
     plan = plan_one_shot if job.kernel == "one_shot" else plan_two_shot
     return plan(*where, x, w, None, *end)[0]
 

@@ -131,11 +131,22 @@ def descriptor_loop(
     BLOCK_K: tl.constexpr,
     SPECIALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
+    ACROSS: tl.constexpr = False,
 ):
-    """acc + sum over k < K of x[row + i, k] w[col + j, k]."""
+    """acc + sum over k < K of x[row + i, k] w[col + j, k]; ACROSS: see column_block."""
     for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):
-        acc = multiply_add(acc, x.load([row, k]), w.load([col, k]).T, PRECISION)
+        acc = multiply_add(acc, x.load([row, k]), column_block(w, col, k, ACROSS), PRECISION)
     return acc
+
+
+@inline
+def column_block(w, col, k, ACROSS: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of w, by its descriptor of [N, K] or ACROSS of [K, N]."""
+    if ACROSS:
+        block = w.load([k, col])
+    else:
+        block = w.load([col, k]).T
+    return block
 
 
 @inline
@@ -150,6 +161,7 @@ def mixed_loop(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr = IEEE,
+    ACROSS: tl.constexpr = False,
 ):
     """acc [BLOCK_M, BLOCK_N] + sum over k < K of a[:, k] w[col + j, k]. EVEN_K: BLOCK_K divides K."""
     ks = tl.arange(0, BLOCK_K)
@@ -159,7 +171,9 @@ def mixed_loop(
             mask = a_mask
         else:
             mask = a_mask & (k + ks < K)[None, :]
-        acc = multiply_add(acc, tl.load(a_tile, mask=mask, other=0.0), w.load([col, k]).T, PRECISION)
+        acc = multiply_add(
+            acc, tl.load(a_tile, mask=mask, other=0.0), column_block(w, col, k, ACROSS), PRECISION
+        )
         a_tile += to_int64(BLOCK_K) * a_step
     return acc
 

@@ -37,17 +37,17 @@ from .tiles import cdiv, grouped, narrow, shard, to_int64
 @triton.jit(do_not_specialize=["group", "send_programs"])
 def one_shot_kernel(
     peers,
-    x,  # a pointer, or with X_TMA a TMA descriptor
-    stride_xm,
-    stride_xk,
-    w,  # a pointer, or with TMA a TMA descriptor
-    stride_wn,
-    stride_wk,
+    xs,  # (x,)
+    strides_xm,
+    strides_xk,
+    ws,  # (w,)
+    strides_wn,
+    strides_wk,
     bias,  # [N] or None
     y,  # contiguous
     M,
     N,
-    K,
+    Ks,
     group,
     send_programs,
     BLOCK_M: tl.constexpr,
@@ -55,13 +55,21 @@ def one_shot_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
+    w_descriptor0=None,  # with TMA that of w
+    x_descriptor0=None,  # with X_TMA that of x
 ):
     """A slot holds [W, M, N], the partials of all ranks; flag c is chunk c, `group` consecutive tiles."""
     if signals.failed(peers):
         return
+    if TMA:
+        ws = (w_descriptor0,)
+    if X_TMA:
+        xs = (x_descriptor0,)
     pid = tl.program_id(0)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -79,23 +87,25 @@ def one_shot_kernel(
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
                 rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
                 value, cols, col_mask = partial_tile(
-                    x,
+                    xs,
                     row * BLOCK_M,
                     rows,
                     rows < M,
-                    stride_xm,
-                    stride_xk,
-                    w,
-                    stride_wn,
-                    stride_wk,
+                    strides_xm,
+                    strides_xk,
+                    ws,
+                    strides_wn,
+                    strides_wk,
                     col,
                     N,
-                    K,
+                    Ks,
                     BLOCK_N,
                     BLOCK_K,
+                    PRODUCTS,
                     EVEN_K,
                     TMA,
                     X_TMA,
+                    ACROSS,
                     element,
                 )
                 if stored >= 0:  # Note [Late publish]
@@ -128,16 +138,16 @@ def one_shot_kernel(
 def two_shot_kernel(
     peers,
     sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
-    x,  # a pointer, or with X_TMA a TMA descriptor
-    stride_xm,
-    stride_xk,
-    w,  # a pointer, or with TMA a TMA descriptor
-    stride_wn,
-    stride_wk,
+    xs,  # (x,)
+    strides_xm,
+    strides_xk,
+    ws,  # (w,)
+    strides_wn,
+    strides_wk,
     bias,  # [N] or None
     y,  # contiguous
     N,
-    K,
+    Ks,
     group,
     window,
     behind,
@@ -149,13 +159,21 @@ def two_shot_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
+    w_descriptor0=None,  # with TMA that of w
+    x_descriptor0=None,  # with X_TMA that of x
 ):
     """A slot holds [W, R_r, N], partials of the own rows, and from result_at on [M, N], the sums of all owners."""
     if signals.failed(peers):
         return
+    if TMA:
+        ws = (w_descriptor0,)
+    if X_TMA:
+        xs = (x_descriptor0,)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     _own, before = shard(sizes, rank, world)
@@ -163,19 +181,19 @@ def two_shot_kernel(
         peers,
         sizes,
         1,
-        x,
-        stride_xm,
-        stride_xk,
-        w,
-        stride_wn,
-        stride_wk,
+        xs,
+        strides_xm,
+        strides_xk,
+        ws,
+        strides_wn,
+        strides_wk,
         bias,
         y + to_int64(before) * N,
         result_at,
         to_int64(before) * N,
         flags,
         N,
-        K,
+        Ks,
         group,
         window,
         behind,
@@ -185,9 +203,11 @@ def two_shot_kernel(
         BLOCK_K,
         GROUP,
         PART_M,
+        PRODUCTS,
         EVEN_K,
         TMA,
         X_TMA,
+        ACROSS,
         True,
     )
     num_cols = cdiv(N, BLOCK_N)

@@ -1,8 +1,10 @@
-"""y = reduce_scatter(x @ w.T) + bias in one launch: partial tiles go straight to the rank that sums them.
+"""y = reduce_scatter(sum_i x_i @ w_i.T) + bias in one launch: partial tiles go straight to the rank that sums them.
 
-    x        [T, K_r]    this rank's columns of the full input, all rows in global order
-    w        [N, K_r]
+    x_i      [T, K_i]    this rank's columns of the full inputs, all rows in global order
+    w_i      [N, K_i]
     y        [R_r, N]    rows of this rank, summed over ranks; the bias is added once
+
+Several products are what a gradient is of the input of several weights: no operand is copied to make them one.
 
 Every program multiplies, sends the tile to the rank that owns its rows, and sums tiles of the own rows, as the tickets
 come (Note [Tickets] in signals.py). Owner p's slot has a place [R_p, N] for every source, itself among them. Flag c is
@@ -48,60 +50,73 @@ import triton.language as tl
 
 from . import signals
 from .epilogue import add_bias
-from .matmul import IEEE, descriptor_loop, linear_tile, mixed_tile
+from .matmul import IEEE, descriptor_loop, dot_loop, mixed_loop
 from .tiles import cdiv, decoded, grouped, inline, narrow, shard, tile_rows, to_int64, widen
 
 
 @inline
 def partial_tile(
-    x,
+    xs,
     row,
     rows,
     row_mask,
-    stride_xm,
-    stride_xk,
-    w,
-    stride_wn,
-    stride_wk,
+    strides_xm,
+    strides_xk,
+    ws,
+    strides_wn,
+    strides_wk,
     col,
     N,
-    K,
+    Ks,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """One tile of x @ w.T as ELEMENT, its columns and which of them exist. `row` is the first of rows, for TMA.
+    """A tile of sum_i x_i @ w_i.T as ELEMENT, its columns and which of them exist. `row` is the first of rows, for TMA.
 
     Rows that TMA loads and row_mask excludes are another owner's, or zeros beyond x; their products are not stored.
     """
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < N
-    if X_TMA:
-        acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
-        acc = descriptor_loop(acc, x, row, w, col * BLOCK_N, K, BLOCK_K, False, IEEE)
-    elif TMA:
-        acc = mixed_tile(
-            x, rows, row_mask, stride_xm, stride_xk, w, col * BLOCK_N, K, BLOCK_N, BLOCK_K, EVEN_K
-        )
-    else:
-        acc = linear_tile(
-            x,
-            rows,
-            row_mask,
-            stride_xm,
-            stride_xk,
-            w,
-            cols,
-            col_mask,
-            stride_wn,
-            stride_wk,
-            K,
-            BLOCK_K,
-            EVEN_K,
-        )
+    acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
+    for i in tl.static_range(PRODUCTS):
+        if X_TMA:
+            acc = descriptor_loop(acc, xs[i], row, ws[i], col * BLOCK_N, Ks[i], BLOCK_K, False, IEEE, ACROSS)
+        else:
+            a = xs[i] + (rows.to(tl.int64) * strides_xm[i])[:, None]
+            if TMA:
+                acc = mixed_loop(
+                    acc,
+                    a,
+                    row_mask[:, None],
+                    strides_xk[i],
+                    ws[i],
+                    col * BLOCK_N,
+                    Ks[i],
+                    BLOCK_K,
+                    EVEN_K,
+                    IEEE,
+                    ACROSS,
+                )
+            else:
+                b = ws[i] + (cols.to(tl.int64) * strides_wn[i])[None, :]
+                acc = dot_loop(
+                    acc,
+                    a,
+                    row_mask[:, None],
+                    strides_xk[i],
+                    b,
+                    col_mask[None, :],
+                    strides_wk[i],
+                    Ks[i],
+                    BLOCK_K,
+                    EVEN_K,
+                )
     return narrow(acc, ELEMENT), cols, col_mask
 
 
@@ -123,22 +138,24 @@ def send_chunk(
     offset,
     total,
     batch,
-    x,
-    stride_xm,
-    stride_xk,
-    w,
-    stride_wn,
-    stride_wk,
+    xs,
+    strides_xm,
+    strides_xk,
+    ws,
+    strides_wn,
+    strides_wk,
     N,
-    K,
+    Ks,
     group,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
     """Multiply a chunk of the owner's rows and store it in its slot; what is `stored` now. Note [Late publish]."""
@@ -153,23 +170,25 @@ def send_chunk(
         inside = local < limit
         rows = tile_rows(local, size, offset, total, batch, limit)
         value, cols, col_mask = partial_tile(
-            x,
+            xs,
             offset + row * BLOCK_M,
             rows,
             inside,
-            stride_xm,
-            stride_xk,
-            w,
-            stride_wn,
-            stride_wk,
+            strides_xm,
+            strides_xk,
+            ws,
+            strides_wn,
+            strides_wk,
             col,
             N,
-            K,
+            Ks,
             BLOCK_N,
             BLOCK_K,
+            PRODUCTS,
             EVEN_K,
             TMA,
             X_TMA,
+            ACROSS,
             ELEMENT,
         )
         stored = publish_stored(peers, stored)
@@ -275,19 +294,19 @@ def reduce_scatter(
     peers,
     sizes,
     batch,
-    x,
-    stride_xm,
-    stride_xk,
-    w,
-    stride_wn,
-    stride_wk,
+    xs,
+    strides_xm,
+    strides_xk,
+    ws,
+    strides_wn,
+    strides_wk,
     bias,
     y,
     result_at,
     sums_begin,
     flags,
     N,
-    K,
+    Ks,
     group,
     window,
     behind,
@@ -297,9 +316,11 @@ def reduce_scatter(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
     BROADCAST: tl.constexpr,
 ):
     """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns what sum_turn asks for.
@@ -336,22 +357,24 @@ def reduce_scatter(
                 offset,
                 total,
                 batch,
-                x,
-                stride_xm,
-                stride_xk,
-                w,
-                stride_wn,
-                stride_wk,
+                xs,
+                strides_xm,
+                strides_xk,
+                ws,
+                strides_wn,
+                strides_wk,
                 N,
-                K,
+                Ks,
                 group,
                 BLOCK_M,
                 BLOCK_N,
                 BLOCK_K,
                 GROUP,
+                PRODUCTS,
                 EVEN_K,
                 TMA,
                 X_TMA,
+                ACROSS,
                 y.dtype.element_ty,
             )
             turn = tl.where((owner == rank) & (chunk < chunks - window), chunk - behind, -1)
@@ -387,16 +410,16 @@ def matmul_reduce_scatter_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
     batch,
-    x,  # a pointer, or with X_TMA a TMA descriptor; then batch is 1
-    stride_xm,
-    stride_xk,
-    w,  # a pointer, or with TMA a TMA descriptor
-    stride_wn,
-    stride_wk,
+    xs,  # here and below tuples, an entry a product
+    strides_xm,
+    strides_xk,
+    ws,
+    strides_wn,
+    strides_wk,
     bias,  # [N] or None
     y,  # contiguous
     N,
-    K,
+    Ks,
     group,
     window,
     behind,
@@ -406,29 +429,43 @@ def matmul_reduce_scatter_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,  # the w_i by TMA, each as a [K_i, N]
+    w_descriptor0=None,  # with TMA those of the w_i. Launchers of Triton 3.6 and 3.7 look for none in a tuple
+    w_descriptor1=None,
+    w_descriptor2=None,
+    w_descriptor3=None,
+    x_descriptor0=None,  # with X_TMA those of the x_i; then batch is 1
+    x_descriptor1=None,
+    x_descriptor2=None,
+    x_descriptor3=None,
 ):
     if signals.failed(peers):
         return
+    if TMA:
+        ws = (w_descriptor0, w_descriptor1, w_descriptor2, w_descriptor3)
+    if X_TMA:
+        xs = (x_descriptor0, x_descriptor1, x_descriptor2, x_descriptor3)
     reduce_scatter(
         peers,
         sizes,
         batch,
-        x,
-        stride_xm,
-        stride_xk,
-        w,
-        stride_wn,
-        stride_wk,
+        xs,
+        strides_xm,
+        strides_xk,
+        ws,
+        strides_wn,
+        strides_wk,
         bias,
         y,
         0,
         0,
         0,
         N,
-        K,
+        Ks,
         group,
         window,
         behind,
@@ -438,9 +475,11 @@ def matmul_reduce_scatter_kernel(
         BLOCK_K,
         GROUP,
         PART_M,
+        PRODUCTS,
         EVEN_K,
         TMA,
         X_TMA,
+        ACROSS,
         False,
     )
     if tl.program_id(0) == 0:

@@ -84,7 +84,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Mach
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
-        flags = max(2 * _chunks(call) for call in calls)
+        flags = max(2 * _chunks(call) for call in calls) * w  # enough for sums in parts
         world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
@@ -120,7 +120,7 @@ def fused_cases(
 ) -> list[Case]:
     """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
 
-    The even ones are of 16 bits, and what no peer writes goes by TMA.
+    The even ones are of 16 bits, what no peer writes goes by TMA, and a reduce-scatter adds two products.
     """
     w = world_size
     ragged = tuple(0 if r == 1 else 9 + 5 * r % 7 for r in range(w))  # uneven, the second rank without any
@@ -143,6 +143,8 @@ def fused_cases(
         "moe_dispatch_matmul": calls("moe_dispatch_matmul"),
         "moe_matmul_combine": calls("moe_matmul_combine", chunk=1),
     }
+    summed = cases["matmul_reduce_scatter"]
+    cases["matmul_reduce_scatter"] = [replace(summed[0], products=2), *summed[1:]]
     for name in ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine"):
         plain, two, few = cases[name]
         cases[name] = [plain, replace(two, keep=True), few]
@@ -336,12 +338,11 @@ def _refreshed(call: Call, made: Planned, inputs: Given, world: SimulatedWorld, 
 
 def _operands(args: dict[str, Any], inputs: Operands, rank: int) -> list[tuple[Any, Any]]:
     """Of a fused matmul: where its launch has each operand, and the new one."""
-    weights = args["weights"] if "weights" in args else (args["w"],)
-    biases = args["biases"] if "biases" in args else (args["bias"],)
     new = (inputs.x[rank], *inputs.others[rank], *inputs.biases[rank])
-    held = (
-        getattr(each, "base", each) for each in (args["x"], *weights, *biases)
-    )  # of a TMA descriptor its tensor
+    if "xs" in args:
+        held = (*args["xs"], *args["ws"], args["bias"])
+    else:
+        held = (args["x"], *args["weights"], *args["biases"])
     return list(zip(held, new, strict=True))
 
 

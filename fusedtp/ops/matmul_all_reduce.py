@@ -172,7 +172,7 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
             launch = prepare(view, comm.world_size, x, weight, None, machine_for(view, x))
             plan.launches[key] = launch
         y = x.new_empty(total, n)
-        launch.run(view, x.device, None, pointers(launch, plan.peers(view), x, weight, bias, y))
+        launch.run(view, x.device, None, pointers(launch, plan.peers(view), [x], [weight], bias, y))
     return y
 
 
@@ -264,7 +264,7 @@ def prepare_one_shot(
     flags = view.flags_per_source
     config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
     args = dict(
-        **matmul_args(x, weight, config),
+        **matmul_args([x], [weight], config),
         M=total,
         group=config.chunk,
         send_programs=config.send_programs,
@@ -285,7 +285,7 @@ def prepare_two_shot(
     )
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
-        **matmul_args(x, weight, config),
+        **matmul_args([x], [weight], config),
         **window_args(config, each, n, world_size, flags),
         result_at=_result_at(total, n, world_size, x.dtype),
         flags=flags,
@@ -318,4 +318,4 @@ def _planned(
     launch = prepare(view, world_size, x, weight, config, machine)
     y = x.new_empty(x.shape[0], weight.shape[0])
     peers = peers_of(view, rank, world_size, sig, machine.clock)
-    return launch.given(pointers(launch, peers, x, weight, bias, y)), y
+    return launch.given(pointers(launch, peers, [x], [weight], bias, y)), y

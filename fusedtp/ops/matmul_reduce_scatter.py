@@ -27,7 +27,7 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
-from .launch.operands import local_descriptors, local_operands
+from .launch.operands import MOST_DESCRIPTORS, local_descriptors, local_operands
 from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
@@ -183,25 +183,27 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
     """
     rows = plan.rows
-    x = torch.cat(list(xs), 1) if len(xs) > 1 else xs[0]
-    weight = side_by_side(weights) if len(weights) > 1 else weights[0]
+    xs, weights = list(xs), list(weights)
+    if len(xs) > MOST_DESCRIPTORS:
+        xs, weights = [torch.cat(xs, 1)], [side_by_side(weights)]
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(x, weight)
+        key = layouts(*xs, *weights)
         launch = plan.launches.get(key)
         if launch is None:
-            check(view, plan.slot_bytes, x, [weight, bias])
-            launch = plan.launches[key] = prepare(view, x, weight, rows, None, machine_for(view, x))
-        y = x.new_empty(plan.own_rows, weight.shape[0])
-        launch.run(view, x.device, None, pointers(launch, plan.peers(view), x, weight, bias, y))
+            check(view, plan.slot_bytes, xs[0], [*xs[1:], *weights, bias])
+            launch = plan.launches[key] = prepare(view, xs, weights, rows, None, machine_for(view, xs[0]))
+        y = xs[0].new_empty(plan.own_rows, weights[0].shape[0])
+        launch.run(view, y.device, None, pointers(launch, plan.peers(view), xs, weights, bias, y))
     return y
 
 
 def _launched(
     at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
+    xs = x.split([w.shape[1] for w in weights], 1)
     launch, y = plan_matmul_reduce_scatter(
-        at.view, at.rank, at.world_size, x, weights[0], biases[0], at.rows, at.sig, at.config, at.machine
+        at.view, at.rank, at.world_size, xs, weights, biases[0], at.rows, at.sig, at.config, at.machine
     )
     return launch, {"y": y}
 
@@ -251,37 +253,48 @@ def scatter_slot_bytes(rows: Rows, n: int, dtype: torch.dtype) -> int:
 
 
 def prepare(
-    view: Any, x: Tensor, weight: Tensor, rows: Rows, config: Config | None, machine: Machine
+    view: Any,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    rows: Rows,
+    config: Config | None,
+    machine: Machine,
 ) -> Launch:
     """The launch without its pointers, for operands of these shapes, strides and alignments.
 
-    x        [T, K]     rows in global order, any strides; K is this rank's own
-    weight   [N, K]     any strides
+    xs       [T, K_i]    rows in global order, any strides; the K_i are this rank's own
+    weights  [N, K_i]    any strides
     config   None: the tuned one, or the default
     """
     from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 
-    world_size = len(rows.sizes)
+    world_size, n = len(rows.sizes), weights[0].shape[0]
     config = config or reduction(
-        machine, x.dtype, rows.longest, weight.shape[0], view.flags_per_source,
+        machine, xs[0].dtype, rows.longest, n, view.flags_per_source,
         kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
     )  # fmt: skip
     args = dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
-        **matmul_args(x, weight, config, rows.batch),
-        **window_args(config, rows.longest, weight.shape[0], world_size),
+        **matmul_args(xs, weights, config, rows.batch),
+        **window_args(config, rows.longest, n, world_size),
     )
     return Launch(matmul_reduce_scatter_kernel, config.programs, args, config)
 
 
 def pointers(
-    launch: Launch, peers: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor
+    launch: Launch,
+    peers: Any,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    y: Tensor,
 ) -> dict[str, Any]:
     """The arguments that a prepared launch lacks. bias [N] or None, the same on all ranks; y is the output."""
-    args = dict(peers=peers, x=x, w=weight, bias=None if bias is None else bias.contiguous(), y=y)
+    bias = None if bias is None else bias.contiguous()
+    args = dict(peers=peers, xs=tuple(xs), ws=tuple(weights), bias=bias, y=y)
     if launch.args["TMA"]:
-        args |= local_descriptors(launch, x, weight)
+        args |= local_descriptors(launch, xs, weights)
     return args
 
 
@@ -289,8 +302,8 @@ def plan_matmul_reduce_scatter(
     view: Any,
     rank: int,
     world_size: int,
-    x: Tensor,
-    weight: Tensor,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
     bias: Tensor | None,
     rows: Rows,
     sig: int,
@@ -298,10 +311,10 @@ def plan_matmul_reduce_scatter(
     machine: Machine,
 ) -> tuple[Launch, Tensor]:
     """The whole launch, not yet run, and its output [R_r, N]; see `prepare` and `pointers`."""
-    launch = prepare(view, x, weight, rows, config, machine)
-    y = x.new_empty(rows.local(rank), weight.shape[0])
+    launch = prepare(view, xs, weights, rows, config, machine)
+    y = xs[0].new_empty(rows.local(rank), weights[0].shape[0])
     peers = peers_of(view, rank, world_size, sig, machine.clock)
-    return launch.given(pointers(launch, peers, x, weight, bias, y)), y
+    return launch.given(pointers(launch, peers, xs, weights, bias, y)), y
 
 
 def window_args(
@@ -320,19 +333,22 @@ def window_args(
     return dict(group=config.chunk, window=window, behind=BEHIND * window, parts=world_size if fit else 1)
 
 
-def matmul_args(x: Tensor, weight: Tensor, config: Config, batch: int = 1) -> dict[str, Any]:
+def matmul_args(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config, batch: int = 1
+) -> dict[str, Any]:
     """The arguments that all kernels take that end with a sum over ranks."""
-    n, k = weight.shape
+    ks = tuple(w.shape[1] for w in weights)
     return dict(
-        **local_operands(config, x, weight, batch),
-        N=n,
-        K=k,
+        **local_operands(config, xs, weights, batch),
+        N=weights[0].shape[0],
+        Ks=ks,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP=config.group,
         PART_M=min(config.block_m, max(1, config.part * config.num_warps // config.block_n)),
-        EVEN_K=k % config.block_k == 0,
+        PRODUCTS=len(ks),
+        EVEN_K=all(k % config.block_k == 0 for k in ks),
     )
 
 

@@ -45,6 +45,7 @@ def calls(draw, world: int) -> dict:
         seed=draw(st.integers(0, 1 << 20)),
         sig=draw(st.integers(-(2**31), 2**31 - 1)),
         copied=tuple(r for r in range(world) if draw(st.booleans())),
+        products=draw(st.integers(1, 3)),
     )
 
 
@@ -83,6 +84,16 @@ def test_a_kernel_takes_four_descriptors(worlds, weights):
         worlds.check(2, dict(call, descriptors=weights % 5))
 
 
+@pytest.mark.parametrize("products", range(1, 5))
+def test_a_gradient_s_products_are_added_where_their_operands_lie(worlds, products):
+    """By TMA, by pointers, rows in runs; K whose part is none of a tile; the weights' rows are those of K."""
+    step = 8 * products
+    call = dict(op="matmul_reduce_scatter", k=2 * step, step=step, sizes=(18, 5), products=products)
+    by_tma = dict(call, dtype="bfloat16", config=TMA, descriptors=2 * products)
+    runs = dict(by_tma, batch=2, descriptors=products)
+    worlds.check(2, by_tma, dict(call, config=SMALL, k=2 * step - 7, step=1, biased=(0,)), runs)
+
+
 def test_wide_tiles_end_half_by_half(worlds):
     call = dict(op="all_gather_matmul", dtype="bfloat16", k=16, sizes=(18, 3), widths=(300, 20), biased=(0,))
     worlds.check(2, dict(call, config=dict(TMA, block_n=256), descriptors=2, keep=True))
@@ -94,7 +105,10 @@ def test_what_tma_cannot_take_comes_by_pointers(worlds, op):
     full = dict(none, dtype="float32")  # no matrix unit multiplies it
     odd = dict(none, k=23)  # or of wgrad: rows of a shard that BLOCK_K does not divide
     runs = dict(none, batch=2, descriptors=0 if "wgrad" in op else 1)  # of rows: x by pointers
-    calls = [full, odd, dict(none, layout="transposed"), dict(none, layout="offset"), runs]
+    rows_of_k = dict(none, layout="transposed")
+    if "gather" not in op:  # a weight is taken as a [K, N]
+        rows_of_k["descriptors"] = 1
+    calls = [full, odd, rows_of_k, dict(none, layout="offset"), runs]
     worlds.check(2, *(calls[:-1] if op == "matmul_all_reduce" else calls))
 
 

@@ -208,12 +208,15 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
 def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
     s = same_everywhere(c)
     xs = [s.numbers.draw(s.total, c.k + c.step * r, layout=c.layout) for r in range(world.size)]
-    ws = [s.numbers.draw(c.widths[0], c.k + c.step * r, layout=c.layout) for r in range(world.size)]
+    layout = "transposed" if c.products > 1 else c.layout  # as in a gradient
+    ws = [s.numbers.draw(c.widths[0], c.k + c.step * r, layout=layout) for r in range(world.size)]
     bias = s.numbers.draw(c.widths[0]) if c.biased else None
     x, w, machine = xs[world.rank], ws[world.rank], machine_for(world.view, xs[0])
     check(world.view, scatter_slot_bytes(s.rows, c.widths[0], x.dtype), x, [w, bias])
+    width = max(1, -(-x.shape[1] // (8 * c.products)) * 8)
+    parts = [each.split(width, 1) for each in (x, w)]
     launch, y = plan_matmul_reduce_scatter(
-        world.view, world.rank, world.size, x, w, bias, s.rows, c.sig, s.config, machine
+        world.view, world.rank, world.size, *parts, bias, s.rows, c.sig, s.config, machine
     )
     launch.run(world.view, x.device)
     want = linear(torch.cat(xs, 1), torch.cat(ws, 1), bias)

@@ -63,7 +63,7 @@ def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
         ]
         assert gathered.programs == programs
         for launch in (
-            plan_matmul_reduce_scatter(view, 1, w, full, weight, None, rows, *end)[0],
+            plan_matmul_reduce_scatter(view, 1, w, [full], [weight], None, rows, *end)[0],
             plan_one_shot(view, 1, w, x[:16], weight, None, *end)[0],
             plan_two_shot(view, 1, w, full, weight, None, *end)[0],
         ):

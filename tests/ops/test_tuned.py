@@ -126,7 +126,7 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
             wgrad = plan_all_gather_wgrad(*at, x, [torch.empty(sum(sizes), n)], rows, 1, None, machine)[0]
             gathers.add((launch.args["chunk_rows"], wgrad.args["chunk_rows"]))
             x, w = torch.empty(sum(sizes), k), torch.empty(shared, k)
-            one = plan_matmul_reduce_scatter(*at, x, w, None, rows, 1, None, machine)[0]
+            one = plan_matmul_reduce_scatter(*at, [x], [w], None, rows, 1, None, machine)[0]
             two = plan_two_shot(*at, x, w, None, 1, None, machine)[0]
             reductions.add(
                 tuple(

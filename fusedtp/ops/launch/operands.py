@@ -47,29 +47,39 @@ def described(x: Tensor, block: Sequence[int]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def local_operands(config: Config, x: Tensor, weight: Tensor, batch: int = 1) -> dict[str, Any]:
-    """Strides, TMA and X_TMA of a kernel whose operands [T, K] and [N, K] no peer writes.
+def local_operands(
+    config: Config, xs: Sequence[Tensor], weights: Sequence[Tensor], batch: int = 1
+) -> dict[str, Any]:
+    """Strides, TMA, X_TMA and ACROSS of a kernel whose operands [T, K_i] and [N, K_i] no peer writes.
 
-    x goes by TMA only where w does, and not where a rank's rows are `batch` runs that are no neighbours.
+    TMA takes rows that are contiguous: those of the weights, or of all of them transposed, as a gradient has them
+    (ACROSS). x_i goes by TMA only where the weights do, and not where a rank's rows are `batch` runs apart.
     """
-    by_tma = takes_tma(config, weight)
-    x_by_tma = by_tma and batch == 1 and describable(x)
+    across = not takes_tma(config, *weights)
+    by_tma = not across or takes_tma(config, *(w.t() for w in weights))
+    x_by_tma = by_tma and batch == 1 and all(map(describable, xs))
     return dict(
-        stride_xm=0 if x_by_tma else x.stride(0),
-        stride_xk=0 if x_by_tma else x.stride(1),
-        stride_wn=0 if by_tma else weight.stride(0),
-        stride_wk=0 if by_tma else weight.stride(1),
+        strides_xm=tuple(0 if x_by_tma else x.stride(0) for x in xs),
+        strides_xk=tuple(0 if x_by_tma else x.stride(1) for x in xs),
+        strides_wn=tuple(0 if by_tma else w.stride(0) for w in weights),
+        strides_wk=tuple(0 if by_tma else w.stride(1) for w in weights),
         TMA=by_tma,
         X_TMA=x_by_tma,
+        ACROSS=by_tma and across,
     )
 
 
-def local_descriptors(launch: Launch, x: Tensor, weight: Tensor) -> dict[str, Any]:
-    """w of a launch with `local_operands` that takes it by TMA, and x if that goes by TMA too."""
-    config = launch.config
-    args = dict(w=described(weight, (config.block_n, config.block_k)))
+def local_descriptors(launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[str, Any]:
+    """The weights of a launch with `local_operands` that takes them by TMA, and the x_i if those go by TMA too."""
+    config, args = launch.config, {}
+    for i, w in enumerate(weights):
+        if launch.args["ACROSS"]:
+            args[f"w_descriptor{i}"] = described(w.t(), (config.block_k, config.block_n))
+        else:
+            args[f"w_descriptor{i}"] = described(w, (config.block_n, config.block_k))
     if launch.args["X_TMA"]:
-        args["x"] = described(x, (config.block_m, config.block_k))
+        for i, x in enumerate(xs):
+            args[f"x_descriptor{i}"] = described(x, (config.block_m, config.block_k))
     return args
 
 
