@@ -12,7 +12,8 @@ One shot: every partial tile goes to every rank, and every rank sums all tiles. 
 A tile is published late, see Note [Late publish] in matmul_reduce_scatter.py.
 
 Two shots: the reduce-scatter of matmul_reduce_scatter.py over rows (split as torch.chunk does), whose owners push each
-chunk of sums to all as well. A program that finds no more tiles copies what the owners pushed into y: Note [Tickets].
+chunk of sums to all as well. A program that finds no more tiles copies what the owners pushed into y. It waits for
+sums, which wait for products only, and all of both were taken before it (Note [Tickets] in signals.py).
 
 Partials are summed in fp32 in rank order and rounded once, and in two shots by one rank for all; so all ranks hold the
 same bits.
@@ -134,7 +135,7 @@ def one_shot_kernel(
             signals.wait_all_arrivals(peers)
 
 
-@triton.jit(do_not_specialize=["group", "window", "behind", "parts"])
+@triton.jit(do_not_specialize=["group", "window", "behind", "parts", "height"])
 def two_shot_kernel(
     peers,
     sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
@@ -152,6 +153,7 @@ def two_shot_kernel(
     window,
     behind,
     parts,
+    height,
     result_at,  # bytes from the slot's begin to the sums; before it the partials
     flags,  # of the sums, see reduce_scatter
     BLOCK_M: tl.constexpr,
@@ -198,6 +200,7 @@ def two_shot_kernel(
         window,
         behind,
         parts,
+        height,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -215,7 +218,7 @@ def two_shot_kernel(
     piece = signals.take(peers, signals.PUSH)
     while piece < (chunks - left + left * parts) * (world - 1):
         owner = (rank + 1 + piece % (world - 1)) % world
-        chunk, part, count = sum_turn(piece // (world - 1), chunks, left, parts)
+        chunk, part, part_rows = sum_turn(piece // (world - 1), chunks, left, parts, height, BLOCK_M)
         size, offset = shard(sizes, owner, world)
         num_rows = cdiv(size, BLOCK_M)
         last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)
@@ -223,7 +226,7 @@ def two_shot_kernel(
             signals.wait(peers, owner, flags + piece // (world - 1))
         for tile in range(chunk * group, last_tile):
             row, col = grouped(tile, num_rows, num_cols, GROUP)
-            begin, last = part_of_rows(row, part, count, size, BLOCK_M)
+            begin, last = part_of_rows(row, part, part_rows, size, BLOCK_M)
             for first in range(begin, last, PART_M):
                 at, mask, _cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                 at += to_int64(offset) * N

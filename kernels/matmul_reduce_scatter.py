@@ -18,11 +18,12 @@ many chunks as let all programs have one in a round. Rank 1 of 4, time to the ri
 
 So every owner receives all the time, from a different source each time. Who has multiplied a chunk of the own rows sums
 one that was sent `behind` chunks before, and so has arrived. The last round adds none: what is left then is summed in
-parts by all programs, since one alone would read a tile of all sources for half as long as it multiplies one.
+parts by all programs (where there are flags for parts), since one alone would read a tile of all sources for half as
+long as it multiplies one.
 
-A program waits for chunk c only after all chunks up to c were taken, for all owners, with nothing unpublished. Where
-every rank keeps to that, the lowest chunk that is waited for anywhere is being multiplied by a program that does not
-wait: one resident program a rank is enough.
+A program waits for chunk c only after all chunks up to c were taken, for all owners, with nothing unpublished. Of the
+chunks that are waited for anywhere take the lowest: each rank has published it, or a program of it that does not wait
+is at it, or none of its programs waits. So one resident program a rank is enough.
 
 Note [Late publish]: a release waits until the stores before it have landed, at the far end of a link, and the program
 with it. So a program stores a chunk and multiplies its next tile while the stores travel; only then it publishes the
@@ -223,7 +224,7 @@ def sum_chunk(
     peers,
     chunk,
     part,
-    parts,
+    part_rows,
     limit,
     bias,
     y,
@@ -238,7 +239,7 @@ def sum_chunk(
     PART_M: tl.constexpr,
     BROADCAST: tl.constexpr,
 ):
-    """Wait for a chunk of the own rows, `limit` of them, and sum one of so many parts of each tile's rows."""
+    """Wait for a chunk of the own rows, `limit` of them, and sum a part of each tile, of so many rows."""
     element: tl.constexpr = y.dtype.element_ty
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -249,7 +250,7 @@ def sum_chunk(
         signals.wait_chunk_of_all(peers, chunk)
         for tile in range(chunk * group, last_tile):
             row, col = grouped(tile, num_rows, num_cols, GROUP)
-            begin, last = part_of_rows(row, part, parts, limit, BLOCK_M)
+            begin, last = part_of_rows(row, part, part_rows, limit, BLOCK_M)
             for first in range(begin, last, PART_M):
                 at, mask, cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                 acc = reduced_tile(partials, to_int64(limit) * N, at, mask, bias, cols, N, world)
@@ -264,11 +265,10 @@ def sum_chunk(
 
 
 @inline
-def part_of_rows(row, part, parts, limit, BLOCK_M: tl.constexpr):
-    """The rows (first, end) of one of so many parts of a row of tiles."""
-    height = cdiv(BLOCK_M, parts)
-    first = row * BLOCK_M + part * height
-    return first, tl.minimum(tl.minimum(first + height, (row + 1) * BLOCK_M), limit)
+def part_of_rows(row, part, part_rows, limit, BLOCK_M: tl.constexpr):
+    """The rows (first, end) of a part of a row of tiles."""
+    first = row * BLOCK_M + part * part_rows
+    return first, tl.minimum(tl.minimum(first + part_rows, (row + 1) * BLOCK_M), limit)
 
 
 @inline
@@ -279,14 +279,14 @@ def sums_at(peers, rank, result_at, ELEMENT: tl.constexpr):
 
 
 @inline
-def sum_turn(at, chunks, left, parts):
-    """(chunk, part, of how many) number `at` of the sums: whole chunks, then the last `left` in `parts` each."""
+def sum_turn(at, chunks, left, parts, height, BLOCK_M: tl.constexpr):
+    """(chunk, part, its rows of a tile) number `at` of the sums: whole chunks, then the last `left` in `parts` each."""
     whole = chunks - left
     if at < whole:
-        chunk, part, count = at, 0 * at, 0 * at + 1
+        chunk, part, rows = at, 0 * at, 0 * at + BLOCK_M
     else:
-        chunk, part, count = whole + (at - whole) // parts, (at - whole) % parts, 0 * at + parts
-    return chunk, part, count
+        chunk, part, rows = whole + (at - whole) // parts, (at - whole) % parts, 0 * at + height
+    return chunk, part, rows
 
 
 @inline
@@ -311,6 +311,7 @@ def reduce_scatter(
     window,
     behind,
     parts,
+    height,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -323,7 +324,7 @@ def reduce_scatter(
     ACROSS: tl.constexpr,
     BROADCAST: tl.constexpr,
 ):
-    """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns what sum_turn asks for.
+    """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns chunks and left, for sum_turn.
 
     BROADCAST: the sums also go to all peers, there sums_begin elements beyond result_at bytes from the slot's begin;
     number i of sum_turn is announced by flag flags + i.
@@ -380,12 +381,12 @@ def reduce_scatter(
             turn = tl.where((owner == rank) & (chunk < chunks - window), chunk - behind, -1)
         if turn >= 0:
             stored = publish_stored(peers, stored)
-            chunk, part, count = sum_turn(turn, chunks, left, parts)
+            chunk, part, part_rows = sum_turn(turn, chunks, left, parts, height, BLOCK_M)
             sum_chunk(
                 peers,
                 chunk,
                 part,
-                count,
+                part_rows,
                 own * batch,
                 bias,
                 y,
@@ -405,7 +406,7 @@ def reduce_scatter(
     return chunks, left
 
 
-@triton.jit(do_not_specialize=["group", "window", "behind", "parts"])
+@triton.jit(do_not_specialize=["group", "window", "behind", "parts", "height"])
 def matmul_reduce_scatter_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
@@ -424,6 +425,7 @@ def matmul_reduce_scatter_kernel(
     window,
     behind,
     parts,
+    height,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -470,6 +472,7 @@ def matmul_reduce_scatter_kernel(
         window,
         behind,
         parts,
+        height,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,

@@ -36,11 +36,12 @@ the flag is released. So there are no descriptors and no fence here.
 Note [Strangers]: a rank that takes this call for another may never publish what is waited for here, nor may a third one
 that has failed because of it. So a wait that takes long looks at all arrivals; one that does not, costs no second
 poll. If a stranger does publish, what was read is garbage, and the program that waits for all arrivals finds out. A
-rank arrives even if it has just failed in this very launch: else others would wait for it until their time is over.
+rank whose first program begins arrives, even if it fails in this very launch: else others would wait until their time
+is over.
 
-Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, so that no program is
-idle while there is some, however many of them run. A program takes a piece that waits for peers only after all pieces
-that peers wait for are taken, on every rank by programs that do not wait: one resident program a rank is enough.
+Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, however many of them
+run. A piece that waits for peers is handed out only after all pieces of its own rank that have to be done before that
+wait can end anywhere, and a program that waits has published what it did: so one resident program a rank is enough.
 
 Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
 program it happens to. From then on waits return at once, no chunk is published, and later launches return

@@ -78,6 +78,7 @@ class Variant:
     precision, activation   of matmuls on one device
     tma      not: by pointers, whatever the target
     batch    runs of rows that each rank of a fused operation has
+    products that a reduce-scatter adds, of so many parts of K; the weights transposed, as in a gradient
     """
 
     name: str
@@ -94,6 +95,7 @@ class Variant:
     activation: str = "silu"
     tma: bool = True
     batch: int = 1
+    products: int = 1
 
     @property
     def aligned_rows(self) -> bool:
@@ -118,6 +120,12 @@ VARIANTS = named(
 FUSED_VARIANTS = VARIANTS | named(
     replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
     replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
+)
+
+# The gradient of the input of gate and up, or of q, k and v: three products, each by a weight that lies as its layer's.
+SCATTER_VARIANTS = FUSED_VARIANTS | named(
+    replace(VARIANTS["bf16"], name="bf16-dgrad", k=12288, products=3),
+    replace(VARIANTS["fp32"], name="fp32-dgrad", products=2, targets=("sm_80", "sm_90", "gfx942")),
 )
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
@@ -152,7 +160,7 @@ ELEMENTWISE_VARIANTS = named(
     Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
 )
 
-EVERY_VARIANT = FUSED_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+EVERY_VARIANT = SCATTER_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
 
 
 def variants_of(kernel: str) -> dict[str, Variant]:
@@ -164,7 +172,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     if kernel in GROUPED:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
-    of = {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
+    of = {"matmul_reduce_scatter_kernel": SCATTER_VARIANTS}
+    of |= {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
     of |= {"moe_dispatch_matmul_kernel": ARRIVING_VARIANTS} | dict.fromkeys(EXCHANGES, VARIANTS)
     return of.get(kernel, FUSED_VARIANTS)
 
@@ -251,6 +260,8 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     widths = widths[:1] * 2 if declared.pairs else widths
     sides = {"T": t, "K": k}
     others = [empty(*((sides | {"N": width})[side] for side in declared.others)) for width in widths]
+    if variant.products > 1:
+        others = [empty(k // variant.products, widths[0]).t() for _ in range(variant.products)]
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     x = empty(t // w if declared.gathers else t, k)
     grads = getattr(torch, variant.grads) if variant.grads else None

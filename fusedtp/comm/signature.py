@@ -50,7 +50,7 @@ NUM_WORDS = SIZES_AT + MAX_SIZES
 class Signature:
     """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
 
-    tables   digest of the table of tuned configurations that a fused kernel is launched by, 0 of none
+    tables   digest of what a fused kernel's configuration comes from: the table of tuned ones, and the kind of GPU
     tf32     whether fp32 operands are multiplied in tf32
     top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0;
     comm_dtype   index into COMM_DTYPES
@@ -161,7 +161,10 @@ def _difference(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, worl
         if a != b:
             detail = f"{name} is {_show(name, a)} on rank {rank} and {_show(name, b)} on rank {peer}"
             if name == "tables":
-                detail += " (tuned configurations differ: set FUSEDTP_TABLES to the same folder on all ranks)"
+                detail += (
+                    " (tuned configurations differ: set FUSEDTP_TABLES to the same folder on all ranks; or their GPUs "
+                    "have not the same multiprocessors: use engine='chunked')"
+                )
             return detail
     a, b = (words[SIZES_AT : SIZES_AT + world_size].tolist() for words in (mine, theirs))
     return f"sizes is {a} on rank {rank} and {b} on rank {peer} (pass the same `sizes` on all ranks)"

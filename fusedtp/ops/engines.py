@@ -105,13 +105,14 @@ def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Ch
 
 
 def tables(comm: Communicator, engine: str) -> int:
-    """For the signature of a call: which table of tuned configurations this rank launches by."""
+    """For the signature of a call: what this rank's launches are cut by, a table and how many programs run at once."""
     if engine != "triton":
         return 0
     from .launch import tuned
     from .launch.config import machine_of
 
-    return tuned.digest(machine_of(comm.device))
+    machine = machine_of(comm.device)
+    return machine.programs << 32 | tuned.digest(machine) & 0xFFFFFFFF
 
 
 def choose_mover(comm: Communicator, rows: Rows, dtype: torch.dtype) -> Choice:

@@ -280,8 +280,9 @@ def prepare_two_shot(
 
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2
+    most = max(1, flags // 2)  # chunks, of whose sums some are made in parts
     config = config or reduction(
-        machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size, owners=world_size
+        machine, x.dtype, each, n, most, kernel="two_shot", world_size=world_size, owners=world_size
     )
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),

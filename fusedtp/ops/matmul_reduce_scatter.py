@@ -3,8 +3,8 @@
 rank r, chunked     rows of r+1 into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
 rank r+1            rows of r+2 into slot | publish to r+2 | ...
 
-rank r, triton      tiles are pushed to their owner, a window of r+1's, of r+2's, ..., of the own; the window before,
-                    which all have pushed here, is summed between them (kernels/matmul_reduce_scatter.py)
+rank r, triton      tiles are pushed to their owner, a window of r+1's, of r+2's, ..., of the own; between them one is
+                    summed that all have pushed here some windows ago (kernels/matmul_reduce_scatter.py)
 
 forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b
 dgrad    dx = all_gather_matmul(dy, w.T)
@@ -49,7 +49,7 @@ from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
 NARROWEST = 32  # columns of a tile
-BEHIND = 2  # rounds, by which all partials of a window have arrived even where the link is the slowest
+BEHIND = 2  # rounds, after which a window has mostly arrived; predicted times grow with fewer or more
 
 
 def matmul_reduce_scatter(
@@ -273,6 +273,9 @@ def prepare(
         machine, xs[0].dtype, rows.longest, n, view.flags_per_source,
         kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
     )  # fmt: skip
+    if len(xs) > 1 and not config.tma and config.block_k > 32:
+        # By pointers the addresses of all operands' blocks stay in registers: beside a large tile only half as many fit.
+        config = replace(config, block_k=32, num_stages=config.num_stages + 1)
     args = dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
@@ -329,8 +332,13 @@ def window_args(
     rounds = -(-chunks // max(1, config.programs // world_size))
     window = -(-chunks // rounds)
     left = min((BEHIND + 1) * window, rounds * window)
-    fit = flags is None or rounds * window + left * (world_size - 1) <= flags
-    return dict(group=config.chunk, window=window, behind=BEHIND * window, parts=world_size if fit else 1)
+    depth = max(1, min(owned, config.block_m))  # rows of a tile
+    parts = min(world_size, depth)
+    if flags is not None and rounds * window + left * (parts - 1) > flags:
+        parts = 1
+    return dict(
+        group=config.chunk, window=window, behind=BEHIND * window, parts=parts, height=-(-depth // parts)
+    )
 
 
 def matmul_args(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 
 from fusedtp.comm import alone, communicator
 from fusedtp.ops import engines, measured
+from fusedtp.ops.launch import config
 from fusedtp.ops.moe import grouped
 from fusedtp.ops.moe import plan as routing
 from fusedtp.ops.rows import Rows
@@ -259,3 +261,13 @@ def test_the_interpreter_is_what_the_environment_says(value, monkeypatch):
     else:
         monkeypatch.setenv("TRITON_INTERPRET", value)
     assert engines.interpreting() == (value in ("1", "true", "ON", "y", "Yes"))
+
+
+def test_ranks_whose_launches_are_cut_otherwise_are_told_apart():
+    """The order of sums depends on how many programs run at once."""
+    comm, found = group(), set()
+    for programs in (3, 4, 132):
+        with mock.patch.object(config, "machine_of", lambda _: replace(config.HOST, programs=programs)):
+            found.add(engines.tables(comm, "triton"))
+            assert engines.tables(comm, "chunked") == 0
+    assert len(found) == 3

@@ -87,14 +87,15 @@ def test_sums_have_the_flags_that_they_are_announced_by(rows, n, world_size, chu
     tile_count = -(-rows // 16) * -(-n // 16)
     chunks = -(-tile_count // chunk)
     args = window_args(config, rows, n, world_size, flags)
-    window, parts = args["window"], args["parts"]
-    assert parts in (1, world_size) and args["group"] == chunk
+    window, parts, height = args["window"], args["parts"], args["height"]
+    assert parts in (1, min(world_size, rows, 16)) and args["group"] == chunk
+    assert height * parts >= min(rows, 16) > height * parts - parts  # rows of a tile that there are
     assert window * world_size <= max(programs, world_size)
     places = -(-chunks // window) * window  # of the last round some may be empty
     left = min(args["behind"] + window, places)
     announced = chunks if parts == 1 else places - left + left * parts
     assert announced <= max(flags, chunks)
-    assert window_args(config, rows, n, world_size)["parts"] == world_size
+    assert window_args(config, rows, n, world_size)["parts"] == min(world_size, rows, 16)
 
 
 def test_columns_are_evened_with_zeros_and_only_where_they_must_be():

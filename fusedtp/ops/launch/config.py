@@ -1,8 +1,8 @@
 """How a fused kernel is cut up: tile sizes, warps, stages, and how many programs do what.
 
 Defaults, no search at run time; what was measured to be faster on a GPU goes before them (tuned.py). What ranks
-must agree on, the extent of a chunk, depends only on numbers that all ranks share: rows of every rank, dtype, the
-columns that are scattered, and the kind of GPU.
+must agree on, the extent of a chunk and the order of sums, depends only on numbers that all ranks share: rows of every
+rank, dtype, the columns that are scattered, and the kind of GPU, which the signature of a call compares.
 """
 
 from dataclasses import dataclass, replace
