@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .matmul import linear_tile, mixed_tile
+from .matmul import IEEE, linear_tile, mixed_tile
 from .tiles import (
     cdiv,
     copy_rows,
@@ -214,6 +214,7 @@ def all_gather_matmul_kernel(
     descriptor2=None,
     descriptor3=None,
     TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,  # the weights by TMA, each as a [K, N_i]
     HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
 ):
     if signals.failed(peers):
@@ -281,6 +282,8 @@ def all_gather_matmul_kernel(
                     BLOCK_N,
                     BLOCK_K,
                     EVEN_K,
+                    IEEE,
+                    ACROSS,
                 )
             else:
                 acc = linear_tile(

@@ -7,6 +7,8 @@ All kernels here compute y = x @ w.T tile by tile, in fp32, by one of these loop
     descriptor_loop  TMA (sm_90 and later) of row-major operands; what lies outside of them reads as zero
     mixed_loop       x by pointers, w by TMA
 
+A weight [N, K] by TMA may be the transpose of a row-major one too (ACROSS), as where its layer's gradient is made.
+
 No loop holds a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. What peers write
 during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in signals.py). So:
 
@@ -218,11 +220,12 @@ def mixed_tile(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr = IEEE,
+    ACROSS: tl.constexpr = False,
 ):
-    """x[rows] @ w[col:col + BLOCK_N].T in fp32, w by its descriptor."""
+    """x[rows] @ w[col:col + BLOCK_N].T in fp32, w by its descriptor, ACROSS of [K, N]."""
     acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
     a = x + (rows.to(tl.int64) * stride_xm)[:, None]
-    return mixed_loop(acc, a, row_mask[:, None], stride_xk, w, col, K, BLOCK_K, EVEN_K, PRECISION)
+    return mixed_loop(acc, a, row_mask[:, None], stride_xk, w, col, K, BLOCK_K, EVEN_K, PRECISION, ACROSS)
 
 
 @inline

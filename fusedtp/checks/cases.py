@@ -144,7 +144,10 @@ def fused_cases(
         "moe_matmul_combine": calls("moe_matmul_combine", chunk=1),
     }
     summed = cases["matmul_reduce_scatter"]
-    cases["matmul_reduce_scatter"] = [replace(summed[0], products=2), *summed[1:]]
+    cases["matmul_reduce_scatter"] = [replace(summed[0], products=2, transposed=True), *summed[1:]]
+    if machine.capability >= 90:
+        gathered = cases["all_gather_matmul"]
+        gathered.append(replace(gathered[0], widths=(16, 8), transposed=True))
     for name in ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine"):
         plain, two, few = cases[name]
         cases[name] = [plain, replace(two, keep=True), few]

@@ -141,7 +141,8 @@ class Call:
     tile       rows and columns of one
     block_k    columns of x that a step of a product takes
     copied     ranks whose rows travel by copies beside the kernel, of a gather
-    products   of parts of K, that a reduce-scatter adds; of several the weights are transposed, as in a gradient
+    products   of parts of K, that a reduce-scatter adds
+    transposed whether weights lie as [K, N], as they do in a gradient
     tma        what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
     routing    of an exchange's tokens, one of experts.ROUTINGS
     """
@@ -160,6 +161,7 @@ class Call:
     block_k: int = TILE
     copied: tuple[int, ...] = ()
     products: int = 1
+    transposed: bool = False
     tma: bool = False
     routing: str = "any"
 
@@ -253,7 +255,9 @@ def plan(
     others = [t.clone() for t in given.others[rank]]
     if call.products > 1:
         width = -(-call.k_of(rank) // (8 * call.products)) * 8
-        others = [w.t().contiguous().t() for w in others[0].split(width, 1)]
+        others = list(others[0].split(width, 1))
+    if call.transposed:
+        others = [w.t().contiguous().t() for w in others]
     biases = [None if b is None else b.clone() for b in given.biases[rank]]
     launch = DECLARED[call.operation][1].launch
     return launch(at, given.x[rank].clone(), others, biases, call.keep, rank in call.copied, None)

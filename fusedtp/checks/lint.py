@@ -78,7 +78,8 @@ class Variant:
     precision, activation   of matmuls on one device
     tma      not: by pointers, whatever the target
     batch    runs of rows that each rank of a fused operation has
-    products that a reduce-scatter adds, of so many parts of K; the weights transposed, as in a gradient
+    products that a reduce-scatter adds, of so many parts of K
+    transposed  the weights lie as [K, N], as in a gradient
     """
 
     name: str
@@ -96,6 +97,7 @@ class Variant:
     tma: bool = True
     batch: int = 1
     products: int = 1
+    transposed: bool = False
 
     @property
     def aligned_rows(self) -> bool:
@@ -122,10 +124,15 @@ FUSED_VARIANTS = VARIANTS | named(
     replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
 )
 
-# The gradient of the input of gate and up, or of q, k and v: three products, each by a weight that lies as its layer's.
+# Gradients of an input, each by a weight that lies as its layer's: of q, k and v in a sum of three products.
 SCATTER_VARIANTS = FUSED_VARIANTS | named(
-    replace(VARIANTS["bf16"], name="bf16-dgrad", k=12288, products=3),
-    replace(VARIANTS["fp32"], name="fp32-dgrad", products=2, targets=("sm_80", "sm_90", "gfx942")),
+    replace(VARIANTS["bf16"], name="bf16-dgrad", k=12288, products=3, transposed=True),
+    replace(
+        VARIANTS["fp32"], name="fp32-dgrad", products=2, transposed=True, targets=("sm_80", "sm_90", "gfx942")
+    ),
+)
+GATHER_VARIANTS = FUSED_VARIANTS | named(
+    replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True)
 )
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
@@ -172,7 +179,7 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     if kernel in GROUPED:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
-    of = {"matmul_reduce_scatter_kernel": SCATTER_VARIANTS}
+    of = {"matmul_reduce_scatter_kernel": SCATTER_VARIANTS, "all_gather_matmul_kernel": GATHER_VARIANTS}
     of |= {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
     of |= {"moe_dispatch_matmul_kernel": ARRIVING_VARIANTS} | dict.fromkeys(EXCHANGES, VARIANTS)
     return of.get(kernel, FUSED_VARIANTS)
@@ -260,8 +267,9 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     widths = widths[:1] * 2 if declared.pairs else widths
     sides = {"T": t, "K": k}
     others = [empty(*((sides | {"N": width})[side] for side in declared.others)) for width in widths]
-    if variant.products > 1:
-        others = [empty(k // variant.products, widths[0]).t() for _ in range(variant.products)]
+    if variant.transposed:
+        count = variant.products if variant.products > 1 else len(widths)
+        others = [empty(k // variant.products, widths[0]).t() for _ in range(count)]
     biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     x = empty(t // w if declared.gathers else t, k)
     grads = getattr(torch, variant.grads) if variant.grads else None

@@ -30,7 +30,7 @@ from fusedtp.comm.device_view import odd, peers_of
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
-from .launch.operands import descriptors, takes_tma
+from .launch.operands import weight_descriptors, weights_by_tma
 from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from .matmul import linear, linear_into, matmul_as, to_fp32
@@ -311,10 +311,11 @@ def prepare(
         at = dict(rows=rows.total, cols=cols, k=k, even=even)
         config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
     config = without_senders(config, machine) if copied else config
-    tma = takes_tma(config, *weights)
+    tma, across = weights_by_tma(config, weights)
     args = dict(
         **gather_args(x, rows, config, machine),
         TMA=tma,
+        ACROSS=across,
         HALVES=tma and config.block_n == 256,
         widths=tuple(w.shape[0] for w in weights),
         strides_wn=tuple(w.stride(0) for w in weights),
@@ -351,7 +352,7 @@ def pointers(
         gathered=gathered,
     )
     if launch.args["TMA"]:
-        args |= descriptors(weights, (launch.config.block_n, launch.config.block_k))
+        args |= weight_descriptors(launch, weights)
     return args
 
 

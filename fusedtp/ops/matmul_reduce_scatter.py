@@ -274,7 +274,7 @@ def prepare(
         kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
     )  # fmt: skip
     if len(xs) > 1 and not config.tma and config.block_k > 32:
-        # By pointers the addresses of all operands' blocks stay in registers: beside a large tile only half as many fit.
+        # The addresses of all operands' blocks stay in registers: beside a large tile only half as many fit.
         config = replace(config, block_k=32, num_stages=config.num_stages + 1)
     args = dict(
         sizes=tuple(odd(size) for size in rows.sizes),

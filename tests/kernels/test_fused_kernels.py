@@ -94,6 +94,13 @@ def test_a_gradient_s_products_are_added_where_their_operands_lie(worlds, produc
     worlds.check(2, by_tma, dict(call, config=SMALL, k=2 * step - 7, step=1, biased=(0,)), runs)
 
 
+def test_a_gather_takes_the_weights_of_a_gradient_where_they_lie(worlds):
+    """One rank: others' weights are of other widths, whose rows TMA does not take."""
+    call = dict(op="all_gather_matmul", dtype="bfloat16", k=24, sizes=(20,), layout="transposed", config=TMA)
+    worlds.check(1, *[dict(call, widths=(8, 24, 16)[:count], descriptors=count) for count in (1, 2, 3)])
+    worlds.check(1, dict(call, widths=(8, 12), descriptors=0))
+
+
 def test_wide_tiles_end_half_by_half(worlds):
     call = dict(op="all_gather_matmul", dtype="bfloat16", k=16, sizes=(18, 3), widths=(300, 20), biased=(0,))
     worlds.check(2, dict(call, config=dict(TMA, block_n=256), descriptors=2, keep=True))

@@ -267,7 +267,7 @@ def test_ranks_whose_launches_are_cut_otherwise_are_told_apart():
     """The order of sums depends on how many programs run at once."""
     comm, found = group(), set()
     for programs in (3, 4, 132):
-        with mock.patch.object(config, "machine_of", lambda _: replace(config.HOST, programs=programs)):
+        with mock.patch.object(config, "machine_of", lambda _, n=programs: replace(config.HOST, programs=n)):
             found.add(engines.tables(comm, "triton"))
             assert engines.tables(comm, "chunked") == 0
     assert len(found) == 3

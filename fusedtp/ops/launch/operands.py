@@ -55,8 +55,7 @@ def local_operands(
     TMA takes rows that are contiguous: those of the weights, or of all of them transposed, as a gradient has them
     (ACROSS). x_i goes by TMA only where the weights do, and not where a rank's rows are `batch` runs apart.
     """
-    across = not takes_tma(config, *weights)
-    by_tma = not across or takes_tma(config, *(w.t() for w in weights))
+    by_tma, across = weights_by_tma(config, weights)
     x_by_tma = by_tma and batch == 1 and all(map(describable, xs))
     return dict(
         strides_xm=tuple(0 if x_by_tma else x.stride(0) for x in xs),
@@ -65,30 +64,42 @@ def local_operands(
         strides_wk=tuple(0 if by_tma else w.stride(1) for w in weights),
         TMA=by_tma,
         X_TMA=x_by_tma,
-        ACROSS=by_tma and across,
+        ACROSS=across,
     )
+
+
+def weights_by_tma(config: Config, weights: Sequence[Tensor]) -> tuple[bool, bool]:
+    """Whether TMA takes all these [N_i, K_i], whose rows or columns are contiguous, and whether as [K_i, N_i]."""
+    if takes_tma(config, *weights):
+        return True, False
+    across = takes_tma(config, *(w.t() for w in weights))
+    return across, across
+
+
+def weight_descriptors(launch: Launch, weights: Sequence[Tensor], name: str = "descriptor") -> dict[str, Any]:
+    """Arguments name0, name1, ... of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
+    config = launch.config
+    if launch.args["ACROSS"]:
+        weights, block = [w.t() for w in weights], (config.block_k, config.block_n)
+    else:
+        block = (config.block_n, config.block_k)
+    return descriptors(weights, block, name)
 
 
 def local_descriptors(launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[str, Any]:
     """The weights of a launch with `local_operands` that takes them by TMA, and the x_i if those go by TMA too."""
-    config, args = launch.config, {}
-    for i, w in enumerate(weights):
-        if launch.args["ACROSS"]:
-            args[f"w_descriptor{i}"] = described(w.t(), (config.block_k, config.block_n))
-        else:
-            args[f"w_descriptor{i}"] = described(w, (config.block_n, config.block_k))
+    args = weight_descriptors(launch, weights, "w_descriptor")
     if launch.args["X_TMA"]:
-        for i, x in enumerate(xs):
-            args[f"x_descriptor{i}"] = described(x, (config.block_m, config.block_k))
+        args |= descriptors(xs, (launch.config.block_m, launch.config.block_k), "x_descriptor")
     return args
 
 
-def descriptors(matrices: Sequence[Tensor], block: Sequence[int]) -> dict[str, Any]:
+def descriptors(matrices: Sequence[Tensor], block: Sequence[int], name: str = "descriptor") -> dict[str, Any]:
     """Arguments descriptor0, 1, ... of a gather's launch by TMA, of the operands that peers do not write.
 
     Strides stay those of pointers, which the kernel is given as well: it takes both from one list of operands.
     """
-    return {f"descriptor{i}": described(matrix, block) for i, matrix in enumerate(matrices)}
+    return {f"{name}{i}": described(matrix, block) for i, matrix in enumerate(matrices)}
 
 
 def takes_tma(config: Config, *matrices: Tensor) -> bool:
