@@ -112,9 +112,9 @@ def test_what_tma_cannot_take_comes_by_pointers(worlds, op):
     full = dict(none, dtype="float32")  # no matrix unit multiplies it
     odd = dict(none, k=23)  # or of wgrad: rows of a shard that BLOCK_K does not divide
     runs = dict(none, batch=2, descriptors=0 if "wgrad" in op else 1)  # of rows: x by pointers
-    rows_of_k = dict(none, layout="transposed")
-    if "gather" not in op:  # a weight is taken as a [K, N]
-        rows_of_k["descriptors"] = 1
+    rows_of_k = dict(none, layout="transposed", descriptors=int("gather" not in op))  # a weight, as a [K, N]
+    if op == "all_gather_matmul":
+        rows_of_k["widths"] = (9,)
     calls = [full, odd, rows_of_k, dict(none, layout="offset"), runs]
     worlds.check(2, *(calls[:-1] if op == "matmul_all_reduce" else calls))
 

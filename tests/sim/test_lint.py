@@ -115,7 +115,7 @@ COUNTED = {
     "if chunk * group < last_tile:",
     "last = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
     "last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
-    "first = row * BLOCK_M + part * height",  # rows of a tile
+    "first = row * BLOCK_M + part * part_rows",  # rows of a tile
     "done += num_rows * num_cols",
     "flag += rank_of(peers) * peers.flags_per_source + chunk",  # flags, of which there are 4096 a rank
     "return flag + src * peers.flags_per_source + chunk",
