@@ -31,6 +31,7 @@ from .matmul import IEEE, linear_tile, mixed_tile
 from .tiles import (
     cdiv,
     copy_rows,
+    copy_rows_ahead,
     grouped,
     halves,
     inline,
@@ -73,7 +74,7 @@ def push_rows(
         for first in range(chunk * chunk_rows, last, BLOCK_M):
             at = first + tl.arange(0, BLOCK_M)
             wide_at = at.to(tl.int64)
-            copy_rows(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
+            copy_rows_ahead(x, wide_at, stride_xm, stride_xk, out, wide_at, K, at < last, K, BLOCK_K)
         signals.publish(peers, dst, chunk)
         piece = signals.take(peers, signals.PUSH)
 
