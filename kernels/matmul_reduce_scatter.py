@@ -214,7 +214,7 @@ def part_of_tile(first, last, col, N, PART_M: tl.constexpr, BLOCK_N: tl.constexp
 def reduced_tile(base, stride_source, at, mask, bias, cols, N, WORLD: tl.constexpr):
     """Sum of the sources' partials in rank order in fp32, plus bias."""
     acc = tl.full((at.shape[0], at.shape[1]), 0, tl.float32)
-    for src in tl.range(0, WORLD, loop_unroll_factor=4):  # on their way at a time
+    for src in tl.range(0, WORLD, loop_unroll_factor=2):  # on their way at a time
         acc += widen(tl.load(base + src * stride_source + at, mask=mask, other=0.0)).to(tl.float32)
     return add_bias(acc, bias, cols, cols < N)
 

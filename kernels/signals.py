@@ -170,13 +170,14 @@ def publish_to_all(peers, chunk):
 def arrive(peers):
     """Tell every rank, this one too, that this one is in the call, and which call it takes it for. Once a launch.
 
-    What is released is what launches before this one have done, so no barrier is needed.
+    What is released is what launches before this one have done.
     """
     rank, exists = all_ranks(peers)
     epoch = tl.load(peers.epoch)
     word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     word += (epoch & 1) * peers.world_size + rank_of(peers)
     arrival = (signature_of(peers).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF)
+    tl.debug_barrier()  # for what this program has recorded, if anything
     tl.atomic_xchg(word, arrival, mask=exists, sem="release", scope="sys")
 
 

@@ -45,7 +45,7 @@ def test_a_large_two_shot_all_reduce_takes_the_tiles_of_the_whole_product(target
     tile = launch.config.block_m, launch.config.block_n, launch.config.num_stages
     assert tile == (whole.block_m, whole.block_n, whole.num_stages)
     if target in ("sm_90", "sm_100"):
-        assert tile == (128, 256, 3)
+        assert tile == (128, 256, 4)
 
 
 @pytest.mark.parametrize("programs", [4, 16, 132])

@@ -115,7 +115,7 @@ def _cuda_tiles(
         return Config(min(block_m, 64), 128, 64, warps, stages, part=256, max_registers=every)
     many = -(-rows // 128) * -(-cols // 256) >= machine.programs
     if many and reads_shared:
-        return Config(128, 256, 64, num_warps=8, num_stages=3, part=1024)
+        return Config(128, 256, 64, num_warps=8, num_stages=4, part=1024)
     stages = 3 if machine.shared_bytes >= 100 * 1024 else 2
     return Config(128, 128, 64, num_warps=8, num_stages=stages, max_registers=every)
 
