@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusedtp.checks.lint import _view, machine_of
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, Config, tiles
-from fusedtp.ops.launch.operands import even_columns
+from fusedtp.ops.launch.operands import described, even_columns
 from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
@@ -96,6 +96,21 @@ def test_sums_have_the_flags_that_they_are_announced_by(rows, n, world_size, chu
     announced = chunks if parts == 1 else places - left + left * parts
     assert announced <= max(flags, chunks)
     assert window_args(config, rows, n, world_size)["parts"] == min(world_size, rows, 16)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_descriptor_is_what_its_constructor_makes(transposed):
+    """Which takes every matrix that `describable` does."""
+    descriptors = pytest.importorskip("triton.tools.tensor_descriptor")
+    full = torch.empty(40, 64, dtype=torch.bfloat16)
+    x = full[:, 8:32] if not transposed else full.t().contiguous().t()[:, :24].t()
+    made, want = (
+        described(x, (16, 8)),
+        descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 8]),
+    )
+    assert isinstance(made, descriptors.TensorDescriptor) and made.base is x
+    for each in fields(want):
+        assert each.name == "base" or getattr(made, each.name) == getattr(want, each.name), each.name
 
 
 def test_columns_are_evened_with_zeros_and_only_where_they_must_be():
