@@ -41,9 +41,9 @@ def describable(x: Tensor) -> bool:
 
 
 def described(x: Tensor, block: Sequence[int]) -> Any:
-    """The TMA descriptor of a matrix that TMA takes, made without a constructor that checks again what it is known to be.
+    """The TMA descriptor of a matrix that TMA takes, made without its constructor, whose checks `describable` has made.
 
-    An eager call makes up to eight, and each check takes several microseconds.
+    An eager call makes up to eight, and the checks take some microseconds each time.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
