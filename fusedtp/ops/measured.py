@@ -3,6 +3,7 @@
 `fusedtp bench` writes one JSON file a machine, nvidia-h200.json, of tables by name:
 
     engines       which engine wins from how many rows on: below; `fusedtp bench crossover`, read by `engines.choose`
+    predicted     the same by timed schedules, asked where there is no table `engines`; `fusedtp.bench.predicted`
     triton-3.6    configurations of the kernels with that Triton: launch/tuned.py; `fusedtp bench tune`
 
 The file is looked for in the folder that the environment variable FUSEDTP_TABLES names, then in tables/ beside this
@@ -272,8 +273,8 @@ def hold(transport: str | None) -> None:
 
 @lru_cache(4096)
 def _find(machine: str, key: Key, rows: int, width: int) -> Found:
-    table, entries = _table(machine)
-    if table is None:
+    how, entries = _table(machine)
+    if not how:
         return NOTHING
     widths = entries.get(key, {})
     near = min(widths, key=lambda other: (max(width, other) / max(1, min(width, other)), other), default=0)
@@ -282,7 +283,7 @@ def _find(machine: str, key: Key, rows: int, width: int) -> Found:
     entry = widths[near]
     begin, engine = at(entry["engines"], rows)
     transport = at(entry.get("transports", [(0, TRANSPORTS[0])]), rows)[1]
-    reason = f"{rows} rows, at least {begin}: measured crossover of {machine}, width {near}"
+    reason = f"{rows} rows, at least {begin}: {how} crossover of {machine}, width {near}"
     if engine == "triton" and transport == "copy":
         reason += ", rows by the copy engine"
     return Found(engine, reason, transport)
@@ -297,13 +298,17 @@ def forget() -> None:
 
 
 @cache
-def _table(machine: str) -> tuple[Table | None, dict[Key, dict[int, dict[str, Any]]]]:
-    table = read("engines", machine, lambda entry: faults(entry, machine))
+def _table(machine: str) -> tuple[str, dict[Key, dict[int, dict[str, Any]]]]:
+    """How the table came about, "" of none, and its entries."""
     entries: dict[Key, dict[int, dict[str, Any]]] = {}
-    for entry in table.entries if table is not None else ():
-        key = Key(*(entry[name] for name in Key._fields))
-        entries.setdefault(key, {})[entry["width"]] = entry
-    return table, entries
+    for name, how in (("engines", "measured"), ("predicted", "predicted")):
+        table = read(name, machine, lambda entry: faults(entry, machine))
+        if table is not None:
+            for entry in table.entries:
+                key = Key(*(entry[field] for field in Key._fields))
+                entries.setdefault(key, {})[entry["width"]] = entry
+            return how, entries
+    return "", entries
 
 
 def faults(entry: dict[str, Any], machine: str) -> Faults:
