@@ -13,7 +13,8 @@
 
 Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
 journal before. Another call of the same code skips the parts that are there and goes on within the one that was
-interrupted; --fresh begins anew. A part that fails does not stop the others; the exit code is 1 if any did.
+interrupted, among the tests with those that have not passed yet; --fresh begins anew. A part that fails does not stop
+the others; the exit code is 1 if any did.
 """
 
 from __future__ import annotations
@@ -164,7 +165,12 @@ def run_parts(
             codes[part.name] = 124
             continue
         command = [*part.command]
-        if part.name != "tests":
+        if part.name == "tests":
+            passed = folder / "tests.passed"
+            if options.fresh:
+                passed.unlink(missing_ok=True)
+            command += ["-p", "tests.resume", "--resume", str(passed), "--code", commit]
+        else:
             # Starting, compilation (torch.compile's above all), roofs, checks and drawing take longer than samples.
             command += ["--out", str(folder / f"{part.name}.json"), "--minutes", f"{0.3 * seconds / 60:.3f}"]
             command += [] if options.fresh else ["--resume"]

@@ -1,0 +1,65 @@
+"""A run of tests goes on with those that have not passed, of the same code only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import os, pathlib, pytest
+ran = pathlib.Path(__file__).with_name("ran")
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_of(name):
+    with ran.open("a") as file:
+        file.write(name)
+    if name == os.environ.get("FAILS"):
+        assert False
+    if name == os.environ.get("ENDS"):
+        os._exit(1)
+"""
+
+
+def run(folder: Path, commit: str, **environment: str) -> tuple[int, str]:
+    """The exit code, and which tests ran."""
+    ran = folder / "ran"
+    ran.write_text("")
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.resume",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+    ]
+    more = [
+        "--rootdir",
+        str(folder),
+        "--resume",
+        str(folder / "passed"),
+        "--code",
+        commit,
+        str(folder / "test_it.py"),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, *more],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+    )
+    return done.returncode, ran.read_text()
+
+
+def test_only_what_has_not_passed_runs_again(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    assert run(tmp_path, "one", FAILS="b") == (1, "abc")
+    assert run(tmp_path, "one", ENDS="b") == (1, "b")  # cut off
+    assert run(tmp_path, "one") == (0, "b")
+    assert run(tmp_path, "one") == (0, "")  # all have passed
+    assert run(tmp_path, "two", ENDS="c") == (1, "abc")  # other code begins anew
+    assert run(tmp_path, "two") == (0, "c")
+    assert run(tmp_path, "") == (0, "abc") and run(tmp_path, "") == (0, "abc")  # of nobody knows what
