@@ -144,7 +144,15 @@ def fused_cases(
         "moe_matmul_combine": calls("moe_matmul_combine", chunk=1),
     }
     summed = cases["matmul_reduce_scatter"]
-    cases["matmul_reduce_scatter"] = [replace(summed[0], products=2, transposed=True), *summed[1:]]
+    cases["matmul_reduce_scatter"] = [
+        replace(summed[0], products=2, transposed=True, widths=(16,)),
+        *summed[1:],
+    ]
+    for name in (
+        "matmul_reduce_scatter",
+        "two_shot_all_reduce",
+    ):  # several chunks of each owner in a round, or none
+        cases[name][1] = replace(cases[name][1], programs=(2, 2 * w - 1), widths=(33,))
     if machine.capability >= 90:
         gathered = cases["all_gather_matmul"]
         gathered.append(replace(gathered[0], widths=(16, 8), transposed=True))

@@ -29,7 +29,7 @@ from fusedtp.comm.copies import Copies, Sending
 from fusedtp.comm.device_view import odd, peers_of
 
 from .launch import tuned
-from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, tiles
+from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, power_of_two, tiles
 from .launch.operands import weight_descriptors, weights_by_tma
 from .launch.run import Launch, check, layouts, machine_for
 from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
@@ -417,8 +417,12 @@ def sending_of(copies: Copies, rank: int, x: Tensor, rows: Rows, config: Config)
 
 
 def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
-    """The arguments that both gathers' kernels take. A sender's block is whole cache lines of a few rows."""
+    """The arguments that both gathers' kernels take.
+
+    A sender's block is whole cache lines of a few rows, and half of these at most: one is stored while the next comes.
+    """
     on_host = machine.clock == "host"
+    copy_k = 256 if on_host else 2048 // x.element_size()
     return dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
@@ -431,7 +435,7 @@ def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         COPY_M=64 if on_host else 8,
-        COPY_K=256 if on_host else 2048 // x.element_size(),
+        COPY_K=min(copy_k, max(16, power_of_two(x.shape[1]) // 2)),
         GROUP=config.group,
         ALIGNED=x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0,
     )

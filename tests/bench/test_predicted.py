@@ -13,7 +13,7 @@ from fusedtp.bench import predicted, tables
 from fusedtp.ops import measured
 from tests.ops.tables import tables_in
 
-SAVED = Path(predicted.__file__).parent / "results" / "predicted" / "h100.json"
+SAVED = Path(predicted.__file__).parent / "results" / "predicted"
 GPU = measured.slug(predicted.GPUS["h100"][0])
 KEY = measured.Key("matmul_reduce_scatter", "bfloat16", 8, "processes")
 
@@ -58,8 +58,9 @@ def test_what_is_measured_goes_before_what_is_predicted(tmp_path):
         assert found.engine == "collective" and f"measured crossover of {GPU}" in found.reason
 
 
-def test_the_table_that_ships_follows_from_the_times_that_are_kept(tmp_path):
-    (path,) = predicted.write(SAVED, tmp_path)
+@pytest.mark.parametrize("node", ["h100", "h200"])
+def test_the_table_that_ships_follows_from_the_times_that_are_kept(node, tmp_path):
+    (path,) = predicted.write(SAVED / f"{node}.json", tmp_path)
     assert path.read_bytes() == (measured.SHIPPED / path.name).read_bytes()
 
 
@@ -77,5 +78,5 @@ def test_a_file_that_is_none_is_refused(wrong, tmp_path, capsys):
 
 def test_the_command_says_what_it_takes_and_where_it_wrote(tmp_path, capsys):
     assert predicted.main([], tmp_path) == 2 and predicted.main(["--help"], tmp_path) == 0
-    assert predicted.main([str(SAVED)], tmp_path) == 0
+    assert predicted.main([str(SAVED / "h100.json")], tmp_path) == 0
     assert str(tmp_path / measured.file_of(GPU)) in capsys.readouterr().out

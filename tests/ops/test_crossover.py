@@ -113,7 +113,7 @@ def test_a_lookup_never_raises_and_finds_what_was_written(tmp_path_factory, draw
             begin, engine = at(table[k, w]["engines"], rows)
             assert found.engine == engine and found.transport == "programs"
             assert found.reason == f"{rows} rows, at least {begin}: measured crossover of {CPU}, width {w}"
-        assert find("nvidia-h200", key, rows, width) == measured.NOTHING
+        assert find("nvidia-h9", key, rows, width) == measured.NOTHING
 
 
 def test_the_nearer_width_holds_within_a_factor_of_four(tmp_path):

@@ -112,16 +112,24 @@ def calls(name: str) -> list[Call]:
     if name == "all_gather_wgrad":  # pads rows of its result to multiples of 16; without any no tile waits
         first, empty = replace(first, tile=32), replace(first, tile=32, widths=(0,))
     twice = replace(first, batch=2) if kernel else first
-    more = (twice, (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
-    return [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
+    more = (replace(twice, k=5), (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
+    made = [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
+    if name in ("matmul_reduce_scatter", "two_shot_all_reduce"):  # windows of two chunks, the last with one
+        made[-1] = replace(made[-1], programs=(3, 4), chunk=1)
+    return made
 
 
 def pipelined(name: str, target: str) -> Case:
-    """Calls of two ranks, whose steps over K are whole: on sm_90 by TMA and by pointers. The last has one step."""
+    """Calls of two ranks, whose steps over K are whole: on sm_90 by TMA and by pointers. The third has one step, and a
+    fourth weights that lie as a gradient's.
+    """
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
     first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
-    return case_of("pipelined calls", [first, call, replace(call, k=32)], target)
+    made = [first, call, replace(call, k=32)]
+    if name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        made.append(replace(first, k=64, transposed=True))
+    return case_of("pipelined calls", made, target)
 
 
 def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Case:
