@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ def entries_of(rows: Mapping[str, Mapping[str, float]]) -> list[tables.Entry]:
         for dtype in DTYPES:
             for name in LIKE.get(operation, (operation,)):
                 key = measured.Key(name, dtype, RANKS, "processes")._asdict()
-                engines = [list(step) for step in steps]
-                seconds = [[at, known[at]] for at in sorted(known)]
-                found.append(key | {"width": width, "engines": engines, "seconds": seconds})
+                made = [[at, known[at]] for at in sorted(known)]
+                found.append(
+                    key | {"width": width, "engines": [list(step) for step in steps], "seconds": made}
+                )
     return found
 
 
@@ -61,9 +63,7 @@ def write(file: Path, folder: Path) -> list[Path]:
     for name in names:
         machine = measured.slug(name)
         path = folder / measured.file_of(machine)
-        others, _ = tables.kept(
-            path, machine, "predicted", lambda entry, m=machine: measured.faults(entry, m)
-        )
+        others, _ = tables.kept(path, machine, "predicted", partial(measured.faults, machine=machine))
         tables.write(path, machine, "predicted", about, entries, others)
         written.append(path)
     return written

@@ -143,10 +143,11 @@ def copy_rows_ahead(
     """copy_rows, but a block is stored while the next comes: twice the bytes on their way, and the registers."""
     src += src_rows[:, None] * src_stride
     dst += dst_rows[:, None] * dst_stride
-    at = tl.arange(0, BLOCK_K)[None, :]
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    at = cols
     value = tl.load(src + at.to(tl.int64) * src_stride_k, mask=row_mask[:, None] & (at < K))
     for k in range(BLOCK_K, K, BLOCK_K):
-        ahead = k + at
+        ahead = k + cols
         following = tl.load(src + ahead.to(tl.int64) * src_stride_k, mask=row_mask[:, None] & (ahead < K))
         tl.store(dst + at, value, mask=row_mask[:, None] & (at < K))
         at, value = ahead, following

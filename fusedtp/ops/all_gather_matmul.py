@@ -419,7 +419,7 @@ def sending_of(copies: Copies, rank: int, x: Tensor, rows: Rows, config: Config)
 def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
     """The arguments that both gathers' kernels take.
 
-    A sender's block is whole cache lines of a few rows, and half of these at most: one is stored while the next comes.
+    A sender's block is whole cache lines of a few rows, a part of each: one is stored while the next comes.
     """
     on_host = machine.clock == "host"
     copy_k = 256 if on_host else 2048 // x.element_size()
@@ -435,7 +435,7 @@ def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         COPY_M=64 if on_host else 8,
-        COPY_K=min(copy_k, max(16, power_of_two(x.shape[1]) // 2)),
+        COPY_K=min(copy_k, max(16, power_of_two(x.shape[1]) // 4)),
         GROUP=config.group,
         ALIGNED=x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0,
     )

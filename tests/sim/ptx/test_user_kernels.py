@@ -267,10 +267,10 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
         assert_no_finding(cases.case_reference_raises, schedules=1)
     with pytest.raises(UnsupportedKernel, match="plain function"):
         assert_no_finding(cases.case_plain_function)
-    with pytest.raises(
-        AssertionError, match=r"no schedule ended in 0.5 s; the first stood at .*polls_and_counts"
+    with pytest.raises(  # compiling is a part of these seconds
+        AssertionError, match=r"no schedule ended in 4 s; the first stood at .*polls_and_counts"
     ):
-        assert_no_finding(cases.case_polls_and_counts, seconds=0.5, targets="sm_80")
+        assert_no_finding(cases.case_polls_and_counts, seconds=4, targets="sm_80")
 
 
 def test_a_finding_in_a_test_gives_a_command_that_finds_its_case() -> None:
