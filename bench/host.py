@@ -1,15 +1,16 @@
-"""fusedtp bench host: host time of eager fused calls, of shapes seen before, with kernels' launches stubbed.
+"""fusedtp bench host: host time of eager fused calls, of shapes seen before, down to the driver's launch.
 
-Two processes on CPU take the paths of ranks on GPUs: no signal of the host's, no wait. All else runs: checks,
-autograd, the plan of the call, the workspace, the prepared launch and its pointers. Stubbed is what Triton does from
-`kernel[grid]` on, its binding of arguments included. Missing beside a GPU are CUDA's own calls: two for the order of
-streams and one to enter the device.
+Two processes on CPU take the paths of ranks on GPUs: no signal of the host's, no wait. All runs: checks, autograd, the
+plan of the call, the workspace, the prepared launch and its pointers, and what Triton does to launch a kernel compiled
+for sm_90, its C code included. Only the driver does nothing (idle_driver.py). So CUDA's own time is missing: that of
+two launches, and of the order of streams.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,21 @@ from rich.table import Table
 import fusedtp
 
 from . import machine
+from fusedtp.ops import engines, operation
+from fusedtp.ops.launch import run as launch
+from fusedtp.ops.launch.config import Machine
+
+from .idle_driver import install
 from .options import Plan
 from .rank import Rank, run
 
 RANKS = 2
-PLAN = Plan(interpret=True)
+H100 = Machine("cuda", 132, 232448, name="H100", capability=90)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Host time of eager fused calls, launches stubbed. Microseconds, medians."""
+    """Host time of eager fused calls beside a driver that starts nothing. Microseconds, medians."""
 
     rounds: int = 2000
     """Interleaved repetitions of each call."""
@@ -44,17 +50,30 @@ class Options:
 
 def measure(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
     """call -> pass -> microseconds, of this rank. Collective."""
-    from triton.runtime.interpreter import InterpretedFunction
+    with tempfile.TemporaryDirectory() as folder:
+        install(folder)
+        return _measured(rank, rounds, tokens)
 
-    torch.set_num_threads(1)
-    group, comm = rank.group, rank.comm
-    assert comm is not None
-    fusedtp.reserve(group, 1 << 20)
-    workspace = comm.workspace
+
+def as_on_gpus(rank: Rank) -> None:
+    """From now on this rank on a CPU takes the paths of one on a GPU, with compiled kernels."""
+    assert rank.comm is not None
+    workspace = rank.comm.workspace
     workspace.on_cpu, workspace.meets = False, True
-    InterpretedFunction.__getitem__ = lambda self, grid: lambda *args, **kwargs: None
-    x, full = torch.zeros(tokens // RANKS, 64), torch.zeros(tokens, 64)
-    w1, w2, w3 = (torch.zeros(64, 64) for _ in range(3))
+    engines.interpreting = lambda: True  # type: ignore[assignment]
+    operation.clock_of = lambda device: "cuda"  # type: ignore[assignment]
+    launch.require_triton = lambda device: None
+    launch.machine_of = lambda device, ranks: H100  # type: ignore[assignment]
+
+
+def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    group = rank.group
+    fusedtp.reserve(group, 1 << 20)
+    as_on_gpus(rank)
+    bf16 = dict(dtype=torch.bfloat16)
+    x, full = torch.zeros(tokens // RANKS, 64, **bf16), torch.zeros(tokens, 64, **bf16)
+    w1, w2, w3 = (torch.zeros(64, 64, **bf16) for _ in range(3))
     calls: dict[str, Callable[..., Any]] = {
         "all_gather_matmul": lambda x, full, w: fusedtp.all_gather_matmul(x, [w], group, engine="triton")[0],
         "all_gather_matmul, 3 weights": lambda x, full, w: fusedtp.all_gather_matmul(
@@ -93,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     options = tyro.cli(Options, args=list(argv), prog="fusedtp bench host", description=Options.__doc__)
     about = machine.describe(RANKS, list(argv))
-    found = run(PLAN, RANKS, measure, options.rounds, options.tokens)
+    found = run(Plan(), RANKS, measure, options.rounds, options.tokens)
     table = Table("call", "no gradients", "repeated", "forward", "backward", title="host time, us")
     for name, of in found.items():
         table.add_row(name, *(f"{us:.1f}" for us in of.values()))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .repeated import Repeated
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class DeviceView:
     timeout_s: float
     ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
     meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
+
+    @cached_property
+    def bump(self) -> Repeated:
+        """What begins a call on the device."""
+        from fusedtp.kernels.signals import bump_epoch
+
+        return Repeated(bump_epoch, 1, dict(epoch=self.epoch, tickets=self.tickets), {})
+
+    @cached_property
+    def meetings(self) -> dict[int, Repeated]:
+        """kernels/meet.py, by signature."""
+        return {}
 
 
 def odd(n: int) -> int:
@@ -92,11 +106,25 @@ def meet_options(clock: str) -> dict[str, int]:
 
 def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
     """On the current stream: wait for all ranks of the group, and compare signatures. See kernels/meet.py."""
-    from fusedtp.kernels.meet import meet_kernel
-    from fusedtp.kernels.signals import bump_epoch
-
     device = view.epoch.device
-    clock = clock_of(device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        bump_epoch[(1,)](view.epoch, view.tickets)
-        meet_kernel[(1,)](peers_of(view, rank, world_size, sig, clock), **meet_options(clock))
+    kernel = view.meetings.get(sig)
+    if kernel is None:
+        from fusedtp.kernels.meet import meet_kernel
+
+        clock = clock_of(device)
+        peers = peers_of(view, rank, world_size, sig, clock)
+        kernel = Repeated(meet_kernel, 1, dict(peers=peers), meet_options(clock))
+        view.meetings[sig] = kernel
+    with on(device):
+        view.bump.start(device, {})
+        kernel.start(device, {})
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """`device` as the current one; that costs nothing where it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+_HERE: AbstractContextManager[Any] = nullcontext()

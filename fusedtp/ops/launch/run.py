@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.copies import Sending
+from fusedtp.comm.device_view import on
+from fusedtp.comm.repeated import Repeated
 from fusedtp.comm.streams import is_capturing
 
 from .config import Config, Machine, machine_of
@@ -46,6 +47,10 @@ class Launch:
             chosen["maxnreg"] = self.config.max_registers
         return chosen
 
+    @cached_property
+    def repeated(self) -> Repeated:
+        return Repeated(self.kernel, self.programs, self.args, self.options)
+
     def given(self, pointers: dict[str, Any]) -> Launch:
         """With the arguments that were missing."""
         return Launch(self.kernel, self.programs, {**self.args, **pointers}, self.config)
@@ -63,22 +68,20 @@ class Launch:
         them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
         handle of the vendor's library can, would wait for a kernel that waits for a rank that cannot start its own.
         """
-        from fusedtp.kernels.signals import bump_epoch
-
-        args = {**self.args, **pointers} if pointers else self.args
+        given = pointers or {}
         meet = None if view.meet is None or is_capturing() else view.meet
-        with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
+        with on(device):
             if meet is not None:
                 with _LOADING:
-                    bump_epoch.warmup(view.epoch, view.tickets, grid=(1,))._init_handles()
-                    self.kernel.warmup(**args, **self.options, grid=(self.programs,))._init_handles()
+                    view.bump.load({})
+                    self.repeated.load(given)
                 meet()
-            bump_epoch[(1,)](view.epoch, view.tickets)
+            view.bump.start(device, {})
             try:
                 if sending is not None:
                     sending.send()
                 if self.programs:
-                    self.kernel[(self.programs,)](**args, **self.options)
+                    self.repeated.start(device, given)
             finally:
                 if sending is not None:
                     sending.join()
@@ -89,7 +92,7 @@ class Launch:
         """Start a kernel that belongs to no call, if there is anything to do."""
         if not self.programs:
             return
-        with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
+        with on(device):
             self.kernel[(self.programs,)](**self.args, **self.options)
 
 
@@ -106,9 +109,6 @@ def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
     if len({t.stride() for t in tensors}) == 1:
         return list(tensors)
     return [t.contiguous() for t in tensors]
-
-
-_NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 
 def machine_for(view: Any, x: Tensor) -> Machine:
