@@ -116,8 +116,8 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
         kernel = Repeated(meet_kernel, 1, dict(peers=peers), meet_options(clock))
         view.meetings[sig] = kernel
     with on(device):
-        view.bump.start(device, {})
-        kernel.start(device, {})
+        view.bump.start(device)
+        kernel.start(device)
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

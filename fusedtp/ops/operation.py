@@ -388,27 +388,29 @@ def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
     """Raises ValueError, naming this rank, for operands of linear layers that do not fit."""
-    where = f"rank {at.rank}: "
+    dtype, device, width = x.dtype, x.device, x.shape[-1] if x.dim() else 0
     for w, b in zip(weights, biases, strict=True):
-        if w.dim() != 2 or x.dim() < 2:
+        shape = w.shape
+        if len(shape) != 2 or x.dim() < 2:
             raise ValueError(
-                f"{where}x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; a weight is [N, K]"
+                f"rank {at.rank}: x has shape {tuple(x.shape)}, the weight {tuple(shape)}; a weight is [N, K]"
             )
-        if x.shape[-1] != w.shape[1]:
+        if width != shape[1]:
             raise ValueError(
-                f"{where}x has {x.shape[-1]} columns, the weight {tuple(w.shape)} takes {w.shape[1]}"
+                f"rank {at.rank}: x has {width} columns, the weight {tuple(shape)} takes {shape[1]}"
             )
-        if b is not None and tuple(b.shape) != (w.shape[0],):
+        if b is not None and tuple(b.shape) != (shape[0],):
             raise ValueError(
-                f"{where}the bias has shape {tuple(b.shape)}, the weight {tuple(w.shape)} wants [{w.shape[0]}]"
+                f"rank {at.rank}: the bias has shape {tuple(b.shape)}, the weight {tuple(shape)} wants [{shape[0]}]"
             )
-        for name, t in (("weight", w), ("bias", b)):
-            if t is not None and (t.dtype != x.dtype or t.device != x.device):
-                raise ValueError(f"{where}x is {x.dtype} on {x.device}, the {name} {t.dtype} on {t.device}")
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"{where}x is {x.dtype}; the operations take floating-point tensors")
-    if x.device.type != at.device_type:
-        raise ValueError(f"{where}x is on {x.device}, the group {at.name!r} works on {at.device_type}")
+        if w.dtype != dtype or w.device != device:
+            raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the weight {w.dtype} on {w.device}")
+        if b is not None and (b.dtype != dtype or b.device != device):
+            raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the bias {b.dtype} on {b.device}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"rank {at.rank}: x is {dtype}; the operations take floating-point tensors")
+    if device.type != at.device_type:
+        raise ValueError(f"rank {at.rank}: x is on {device}, the group {at.name!r} works on {at.device_type}")
 
 
 # -- autograd --------------------------------------------------------------------------------------------------------

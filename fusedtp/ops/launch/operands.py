@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,11 +46,17 @@ def described(x: Tensor, block: Sequence[int]) -> Any:
 
     An eager call makes up to eight, and the checks take some microseconds each time.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    made = TensorDescriptor.__new__(TensorDescriptor)
+    kind = _descriptor()
+    made = kind.__new__(kind)
     made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), list(x.stride()), list(block)
     return made
+
+
+@cache
+def _descriptor() -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor
 
 
 def local_operands(

@@ -76,7 +76,7 @@ class Launch:
                     view.bump.load({})
                     self.repeated.load(given)
                 meet()
-            view.bump.start(device, {})
+            view.bump.start(device)
             try:
                 if sending is not None:
                     sending.send()
