@@ -55,7 +55,16 @@ def install(folder: str) -> None:
         raise RuntimeError("no C compiler, neither $CC nor gcc, clang or cc: Triton cannot build its driver")
     source, library = Path(folder) / "idle.c", Path(folder) / "libcuda.so.1"
     source.write_text(SOURCE)
-    command = [compiler, "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    command = [
+        compiler,
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(library),
+        str(source),
+    ]
     subprocess.run(command, check=True)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # whoever opens libcuda.so.1 from now on gets this one
     os.environ["TRITON_LIBCUDA_PATH"] = folder
@@ -65,7 +74,7 @@ def install(folder: str) -> None:
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
     from triton.runtime import driver
 
-    class Idle(CudaDriver):  # type: ignore[misc]
+    class Idle(CudaDriver):
         def __init__(self) -> None:
             self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
             self.get_device_capability: Any = lambda device=0: (9, 0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .repeated import Repeated
+from .repeated import Repeated, on
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,3 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
     with on(device):
         view.bump.start(device)
         kernel.start(device)
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """`device` as the current one; that costs nothing where it is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
-
-
-_HERE: AbstractContextManager[Any] = nullcontext()

@@ -14,7 +14,7 @@ from fusedtp.comm import Place
 def split(n: int, world_size: int) -> tuple[int, ...]:
     """n rows over ranks as torch.chunk (and DTensor's Shard) does: ceil(n / W) each, the last ones fewer or none."""
     each = -(-n // world_size)
-    return tuple(max(0, min(each, n - r * each)) for r in range(world_size))
+    return tuple([max(0, min(each, n - r * each)) for r in range(world_size)])
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,12 @@ class Rows:
 
 def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
     """The row map when `x` is this rank's shard. Without `sizes` all ranks hold as many rows as this one."""
-    _check_dim(x, dim)
+    if dim not in (0, 1):
+        raise ValueError(f"dim is {dim}; tokens are sharded along dim 0 of [T, K] or dim 1 of [B, S, K]")
+    if x.dim() != 2 + dim:
+        raise ValueError(
+            f"with dim={dim} the tensor must have {2 + dim} dimensions, not shape {tuple(x.shape)}"
+        )
     batch = x.shape[0] if dim == 1 else 1
     if sizes is None:
         return Rows((x.shape[dim],) * at.world_size, batch)
@@ -109,15 +114,6 @@ def rows_of_full(shape: Sequence[int], at: Place, sizes: Sequence[int] | None, d
             f"sizes {list(rows.sizes)} sum to {rows.length} but dimension {dim} of {tuple(shape)} differs"
         )
     return rows
-
-
-def _check_dim(x: Tensor, dim: int) -> None:
-    if dim not in (0, 1):
-        raise ValueError(f"dim is {dim}; tokens are sharded along dim 0 of [T, K] or dim 1 of [B, S, K]")
-    if x.dim() != 2 + dim:
-        raise ValueError(
-            f"with dim={dim} the tensor must have {2 + dim} dimensions, not shape {tuple(x.shape)}"
-        )
 
 
 def _check_sizes(sizes: tuple[int, ...], at: Place) -> None:

@@ -13,6 +13,7 @@ import mmap
 import sys
 import time
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fusedtp.comm.copies import Copies
+from fusedtp.comm.device_view import DeviceView
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
 from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul, sending_of
@@ -67,20 +69,21 @@ class World:
         base = [self.memory.data_ptr() + r * stride for r in range(size)]
         self.data = self.memory[rank * stride :][: self.data_bytes]
         table = torch.tensor(base, dtype=torch.int64)
-        self.view = SimpleNamespace(
+        status = torch.zeros(8, dtype=torch.int64)
+        self.view = DeviceView(
             data_ptrs=table,
             flag_ptrs=table + self.data_bytes,
             arrival_ptrs=table + self.data_bytes + flag_bytes,
             epoch=torch.zeros(1, dtype=torch.int32),
             tickets=torch.zeros(2, dtype=torch.int32),
-            status=torch.zeros(8, dtype=torch.int64),
+            status=status,
+            failure=status,
             slot_bytes=SLOT,
             flags_per_source=FLAGS,
             timeout_s=60.0,
             ranks_per_device=1,
             meet=None,
         )
-        self.view.failure = self.view.status
         self.flags = self.memory[rank * stride + self.data_bytes :][:flag_bytes].view(torch.int32)
         self.arrivals = self.memory[rank * stride + self.data_bytes + flag_bytes :][:arrival_bytes].view(
             torch.int64
@@ -301,7 +304,7 @@ def run(world: World, case: dict) -> list[str]:
     c = SimpleNamespace(**case)
     delay = torch.randint(0, 20, (world.size,), generator=torch.Generator().manual_seed(c.seed + 1))
     time.sleep(int(delay[world.rank]) * 1e-4)
-    world.view.flags_per_source = c.flags
+    world.view = replace(world.view, flags_per_source=c.flags)
     made.clear()
     wrong = OPS[c.op](world, c)
     world.poison()
@@ -314,8 +317,8 @@ def run(world: World, case: dict) -> list[str]:
 
 def fail(world: World, case: dict) -> dict:
     """A call in which a peer is missing (`absent`) or believes to be in another one (`other`)."""
-    view, c = world.view, SimpleNamespace(**case)
-    view.timeout_s = 2.0
+    c = SimpleNamespace(**case)
+    world.view = view = replace(world.view, timeout_s=2.0)
     c.sig += world.rank == c.other
     before = world.memory.clone()
     began = time.monotonic()

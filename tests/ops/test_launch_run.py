@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from fusedtp import VirtualWorld
 from fusedtp.comm import communicator
+from fusedtp.comm.device_view import DeviceView
 from fusedtp.ops.launch import Config, Launch
 
 W = 4
@@ -40,6 +42,11 @@ class Kernel:
         self.started.append(threading.current_thread().name)
 
 
+def device_view_of(**known: Any) -> DeviceView:
+    """Of a rank whose kernels look at nothing else."""
+    return DeviceView(**{field.name: known.get(field.name, torch.zeros(2)) for field in fields(DeviceView)})
+
+
 def test_ranks_of_one_gpu_compile_one_by_one_and_go_on_when_all_have_started(monkeypatch):
     signals = pytest.importorskip("fusedtp.kernels.signals")
     bump, kernel = Kernel(), Kernel()
@@ -48,9 +55,7 @@ def test_ranks_of_one_gpu_compile_one_by_one_and_go_on_when_all_have_started(mon
 
     def body(group: Any) -> int:
         time.sleep(0.02 * random.Random(group.rank()).random())
-        view = SimpleNamespace(
-            meet=communicator(group).world.barrier, epoch=torch.zeros(1), tickets=torch.zeros(2)
-        )
+        view = device_view_of(meet=communicator(group).world.barrier)
         launch.run(view, torch.device("cpu"))
         return len(kernel.started)  # what follows may wait for the device, and so for all of them
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.comm.copies import Sending
-from fusedtp.comm.device_view import on
-from fusedtp.comm.repeated import Repeated
+from fusedtp.comm.repeated import Repeated, on, start
 from fusedtp.comm.streams import is_capturing
 
 from .config import Config, Machine, machine_of
@@ -68,20 +67,21 @@ class Launch:
         them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
         handle of the vendor's library can, would wait for a kernel that waits for a rank that cannot start its own.
         """
-        given = pointers or {}
+        given = {} if pointers is None else pointers
+        peers = given.pop("peers", None)
         meet = None if view.meet is None or is_capturing() else view.meet
         with on(device):
             if meet is not None:
                 with _LOADING:
-                    view.bump.load({})
-                    self.repeated.load(given)
+                    view.bump.load()
+                    self.repeated.load(given, peers)
                 meet()
             view.bump.start(device)
             try:
                 if sending is not None:
                     sending.send()
                 if self.programs:
-                    self.repeated.start(device, given)
+                    self.repeated.start(device, given, peers)
             finally:
                 if sending is not None:
                     sending.join()
@@ -93,7 +93,7 @@ class Launch:
         if not self.programs:
             return
         with on(device):
-            self.kernel[(self.programs,)](**self.args, **self.options)
+            start(self.kernel, self.programs, self.args, self.options, device)
 
 
 def layouts(*tensors: Tensor) -> tuple[Any, ...]:
