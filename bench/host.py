@@ -9,6 +9,7 @@ two launches, and of the order of streams.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import tempfile
 import time
@@ -174,7 +175,8 @@ def _block(rank: Rank, tokens: int) -> Callable[[], object]:
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     options = tyro.cli(Options, args=list(argv), prog="fusedtp bench host", description=Options.__doc__)
-    about = machine.describe(RANKS, list(argv))
+    command = shlex.join(["fusedtp", "bench", "host", *argv])
+    about = machine.describe(RANKS, list(argv)) | {"triton": machine.version_of("triton"), "command": command}
     found = run(Plan(), RANKS, measure, options.rounds, options.tokens)
     table = Table("call", "pass", "us", "bound by Triton", title="host time")
     for name, of in found.items():

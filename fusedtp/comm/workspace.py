@@ -447,8 +447,9 @@ class Call:
     def _numbered(self, number: int) -> None:
         self.number, self.parity = number, number & 1
         self.ws.operation = self.signature.operation
-        self.words = self.signature.template.copy()  # what this rank publishes
-        self.words[CALL_AT] = number
+        if self.on_cpu or self.ws.world.shares_process:  # else kernels compare hashes
+            self.words = self.signature.template.copy()  # what this rank publishes
+            self.words[CALL_AT] = number
         if self.on_cpu:
             self.ws.epoch_word[0] = (number - 1) & 0xFFFFFFFF
 
