@@ -267,10 +267,14 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
         assert_no_finding(cases.case_reference_raises, schedules=1)
     with pytest.raises(UnsupportedKernel, match="plain function"):
         assert_no_finding(cases.case_plain_function)
-    with pytest.raises(  # compiling is a part of these seconds
-        AssertionError, match=r"no schedule ended in 4 s; the first stood at .*polls_and_counts"
-    ):
-        assert_no_finding(cases.case_polls_and_counts, seconds=4, targets="sm_80")
+    for seconds in (4, 40):  # compiling is a part of them
+        with pytest.raises(
+            AssertionError, match=rf"no schedule ended in {seconds} s; the first stood at "
+        ) as told:
+            assert_no_finding(cases.case_polls_and_counts, seconds=seconds, targets="sm_80")
+        if "before its kernels ran" not in str(told.value):
+            break
+    assert "polls_and_counts" in str(told.value)
 
 
 def test_a_finding_in_a_test_gives_a_command_that_finds_its_case() -> None:
