@@ -119,7 +119,7 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
             dy = torch.ones_like(y)
             timed(name, "backward", lambda: y.backward(dy))  # noqa: B023
     step = _block(rank, tokens)
-    for _ in range(rounds // 4 + 10):
+    for _ in range(rounds // 4 + 11):
         timed("block", "forward and backward", step)
         with bound_by_triton():
             timed("block", "forward and backward" + BOUND, step)

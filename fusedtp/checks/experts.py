@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops.launch.config import Machine
-from fusedtp.ops.moe.combine import combine_bytes, places_of, plan_combine, plan_matmul_combine
+from fusedtp.ops.moe.combine import combine_bytes, plan_combine, plan_matmul_combine
 from fusedtp.ops.moe.dispatch import (
     dispatch_bytes,
     dispatch_matmul_bytes,
     plan_dispatch,
     plan_dispatch_matmul,
 )
-from fusedtp.ops.moe.plan import Exchange, combine_index, offsets_of, packed_index, sort_choices, unpacked
+from fusedtp.ops.moe.plan import Exchange, packed_index, places_of, sort_choices, unpacked
 
 from .dense import Call
 
@@ -91,7 +91,7 @@ def routed(call: Call, seed: int) -> Routed:
     sorted_ = [sort_choices(part, experts) for part in ids.split(list(call.sizes))]
     table = torch.stack([counts for counts, _order in sorted_])
     at = [exchange_of(call, rank) for rank in range(world)]
-    words = [packed_index(table, each) for each in at]
+    words = [packed_index(table, places_of(sorted_[each.rank][1]), each) for each in at]
     of = [_rows(x.view(tokens, of_token, width), ids, each) for each in at]
     given = list(x.split([size * of_token for size in call.sizes]))
     wanted = {"rows": of}
@@ -184,7 +184,7 @@ def plan_exchange(
         )  # fmt: skip
         return planned, {"rows": rows}
     matrices = [matrix.clone() for matrix in given.experts[rank]] if given.experts else []
-    offsets = offsets_of(given.table, at)
+    offsets = layout.offsets[: EXPERTS + 1]
     if call.operation == "moe_dispatch_matmul":
         planned, outs = plan_dispatch_matmul(
             view, rank, x, order // TOP_K, matrices, offsets, layout, at, signature, "silu" if gated(call) else "",
@@ -195,7 +195,7 @@ def plan_exchange(
         config = replace(config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
         factors = None if call.keep else given.weights[rank]
         planned, y = plan_matmul_combine(
-            view, rank, [x + more for more in range(len(matrices))], matrices, offsets, combine_index(given.table, at),
+            view, rank, [x + more for more in range(len(matrices))], matrices, offsets,
             choices, factors, layout, at, signature, config, "ieee", machine,
         )  # fmt: skip
         return planned, {"y": y}

@@ -27,7 +27,7 @@ from fusedtp.ops.launch import (
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
 from fusedtp.ops.moe import combine, dispatch, grouped
-from fusedtp.ops.moe.plan import Exchange, combine_index, index_size, unpacked
+from fusedtp.ops.moe.plan import Exchange, index_size, plan_index, plan_sort, unpacked
 from fusedtp.ops.operation import OnRank
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Launch as Compiles
@@ -44,6 +44,8 @@ OWN = (
     "moe_combine_kernel",
     "moe_dispatch_matmul_kernel",
     "moe_matmul_combine_kernel",
+    "moe_sort_kernel",
+    "moe_index_kernel",
     "bump_epoch",
     "meet_kernel",
     "grouped_matmul_kernel",
@@ -62,6 +64,7 @@ OWN = (
 )
 SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
+PLANS = ("moe_sort_kernel", "moe_index_kernel")  # of integers
 LOCAL = ("matmul_kernel",)  # of one device: in more variants
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
@@ -167,7 +170,12 @@ ELEMENTWISE_VARIANTS = named(
     Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
 )
 
-EVERY_VARIANT = SCATTER_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+# Of 8 experts a rank; `dtype` is of ids.
+PLAN_VARIANTS = named(
+    Variant("int64", "int64", 8, 8192, (16,), 16), Variant("int32-few", "int32", 2, 6, (16,), 16)
+)
+
+EVERY_VARIANT = PLAN_VARIANTS | SCATTER_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
 
 
 def variants_of(kernel: str) -> dict[str, Variant]:
@@ -176,6 +184,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
         return {}
     if kernel in ELEMENTWISE:
         return ELEMENTWISE_VARIANTS
+    if kernel in PLANS:
+        return PLAN_VARIANTS
     if kernel in GROUPED:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
@@ -282,7 +292,12 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     w, t, dtype = variant.world_size, variant.rows // variant.world_size, getattr(torch, variant.dtype)
     at = Exchange("", 1, (t,) * w, 8 * w, 4, 0, "triton")
     at = at._replace(max_rows=at.max_recv_rows)
-    words = unpacked(torch.empty(index_size(at), dtype=torch.int32), at)
+    index = torch.empty(index_size(at), dtype=torch.int32)
+    if kernel == "moe_sort_kernel":
+        return plan_sort(torch.empty(t, at.top_k, dtype=dtype), at.num_experts)[0]
+    if kernel == "moe_index_kernel":
+        return plan_index(torch.empty(w, at.num_experts, dtype=torch.int32), index, at)[0]
+    words = unpacked(index, at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or a width whose alignment the compiler does not know
     view = _view(w)
@@ -303,10 +318,9 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     if kernel == "moe_matmul_combine_kernel":
         h, n, e = torch.empty(at.max_rows, variant.k, dtype=dtype), variant.widths[0], at.experts_here
         experts, offsets = torch.empty(e, n, variant.k, dtype=dtype), torch.empty(e + 1, dtype=torch.int32)
-        back = combine_index(torch.zeros(w, at.num_experts, dtype=torch.int32), at)
         pairs = 1 if variant.bias else 2  # of a product with weights, and of the gradients of gate and up
         sums = (choices, weights, words, at, 12345, None, variant.precision)
-        given = (view, 1, [h] * pairs, [experts] * pairs, offsets, back, *sums)
+        given = (view, 1, [h] * pairs, [experts] * pairs, offsets, *sums)
         return combine.plan_matmul_combine(*given, machine)[0]
     return combine.plan_combine(
         view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end

@@ -41,8 +41,8 @@ class Repeated:
     def start(self, device: torch.device, given: Mapping[str, Any] = {}, peers: Any = None) -> None:
         """Start on the current stream of `device`, the current one, with the arguments that `args` lacks.
 
-        given   the same names in every call, in one order: tensors, None, tuples of these, and TMA descriptors of the
-                same tiles in every call
+        given   the same names in every call, in one order: tensors, None, tuples of these, integers, and TMA
+                descriptors of the same tiles in every call
         peers   one more; the same object until the group's memory moves
         """
         if peers is not self._peers:
@@ -132,6 +132,8 @@ def _looked_at(given: Iterable[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]
             kinds.append(value.dtype)
             value = value.data_ptr()
             low |= value
+        elif isinstance(value, int):  # one, a multiple of 16, of more than 32 bits
+            kinds.append((value == 1, value & 15 == 0, value >> 31))
         else:  # a TMA descriptor, whose address is one that 16 divides
             kinds.append(value.base.dtype)
         values.append(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusedtp.checks.lint import _view, machine_of
+from fusedtp.checks.lint import OWN, SIGNALS, _planned, _view, machine_of, variants_of
 from fusedtp.comm import device_view, repeated
 from fusedtp.comm.device_view import DeviceView, meet, peers_of
+from fusedtp.ops.launch import Launch
 from fusedtp.ops.launch.pointwise import plan_rms_norm
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
@@ -22,20 +22,27 @@ MACHINE = machine_of(TARGETS["sm_90"])
 ROWS = Rows((16, 16))
 
 
-class Recording:
-    """What stands in for Triton's launcher: keeps what it is called with."""
+launches: list[tuple] = []  # what was launched
 
-    launches: list[tuple] = []
 
-    def __init__(self, src, metadata):
-        pass
+class Compiled:
+    """What stands in for a kernel that Triton compiled: its function is by what it was compiled for."""
 
-    def __call__(self, *args):
-        grid, (stream, function, packed), (_metadata, enter, leave) = args[:3], args[3:6], args[6:9]
-        Recording.launches.append((*grid, stream, function, packed, *map(plain, args[9:])))
+    packed_metadata = ()
+    metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+
+    def __init__(self, key):
+        self.function = key
+
+    def launch_metadata(self, *_):
+        return self
+
+    def run(self, *args):
+        grid, (stream, function, packed), (metadata, enter, leave) = args[:3], args[3:6], args[6:9]
         for hook in (enter, leave):
             if hook is not None:
-                hook(_metadata)
+                hook(metadata)
+        launches.append((*grid, stream, function, packed, *map(plain, args[9:])))
 
 
 def plain(value):
@@ -51,50 +58,78 @@ def plain(value):
 
 @pytest.fixture(scope="module")
 def triton():
-    """Triton with a driver of an H100 that is not there."""
-    pytest.importorskip("triton")
+    """Triton beside an H100 that is not there, for which it compiles nothing; binding and choosing are its own."""
+    jit = pytest.importorskip("triton.runtime.jit")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    functions = iter(range(1, 1000))
-    properties = {"max_shared_mem": 232448}
-    utils = SimpleNamespace(
-        load_binary=lambda *_: (object(), next(functions), 64, 0, 1024),
-        get_device_properties=lambda _: properties,
-        unload_module=lambda _: None,
-    )
+    used = set()
+
+    def do_compile(self, key, signature, device, *_):
+        used.add(self)
+        made = self.device_caches[device][0][key] = Compiled((self, key))
+        return made
+
     active = SimpleNamespace(
-        utils=utils,
-        launcher_cls=Recording,
         get_current_device=lambda: 0,
         get_current_stream=lambda _: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     driver.set_active(active)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit.JITFunction, "_do_compile", do_compile)
+        yield
     repeated._STARTED.clear()
-    for kernel in launched:
-        kernel.device_caches.clear()  # of functions that no GPU has
-    gc.collect()
+    for kernel in used:
+        kernel.device_caches.clear()
     driver.set_active(None)  # whoever asks next finds this machine's own
-
-
-launched: list = []
 
 
 def both(kernel, programs, args, options, ours) -> tuple:
     """(what we launched, what Triton launches)."""
-    launched.append(kernel)
     ours()
-    mine = Recording.launches.pop()
+    mine = launches.pop()
     kernel[(programs,)](**args, **options)
-    return mine, Recording.launches.pop()
+    return mine, launches.pop()
 
 
 def at(offset: int, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
     """New memory, `offset` elements past a multiple of 16 bytes."""
     count = torch.Size(shape).numel()
     return torch.zeros(count + offset, dtype=dtype)[offset:].view(shape)
+
+
+@pytest.mark.parametrize("kernel", [name for name in OWN if name not in SIGNALS])
+def test_every_kernel_is_launched_as_by_triton(triton, monkeypatch, kernel):
+    """In every variant: at first through Triton, then without, and again where the group's memory has moved."""
+    pointers = {}
+
+    def given(self, of_call):
+        pointers[id(self)] = self, dict(of_call)
+        return planned(self, of_call)
+
+    planned = Launch.given
+    monkeypatch.setattr(Launch, "given", given)
+    for variant in variants_of(kernel).values():
+        if "sm_90" not in (variant.targets or ["sm_90"]):
+            continue
+        pointers.clear()
+        whole = _planned(kernel, variant, MACHINE)
+        if pointers:
+            ((prepared, of_call),) = pointers.values()
+            first = of_call.pop("peers")
+            moved = first._replace(epoch=torch.zeros(1, dtype=torch.int32))
+        for peers in (first, first, moved) if pointers else (None, None):
+            args = whole.args if peers is None else {**whole.args, "peers": peers}
+
+            def ours() -> None:
+                if peers is None:  # noqa: B023
+                    whole.start(CPU)  # noqa: B023
+                else:
+                    prepared.repeated.start(CPU, of_call, peers)  # noqa: B023
+
+            mine, want = both(whole.kernel, whole.programs, args, whole.options, ours)
+            assert mine == want, variant
 
 
 @given(
@@ -157,7 +192,6 @@ def test_a_hook_sees_every_launch(triton, kept):
     from triton import knobs
 
     launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE)
-    launched.append(launch.kernel)
     seen = []
     again = launch.repeated.start if kept else launch.start
     again(CPU)
@@ -169,29 +203,24 @@ def test_a_hook_sees_every_launch(triton, kept):
     finally:
         knobs.runtime.launch_enter_hook.remove(seen.append)
     again(CPU)
-    assert [each.get()["name"] for each in seen] == ["rms_norm_kernel"] * 2
-    assert len({launch[3:6] for launch in Recording.launches}) == 1
-    Recording.launches.clear()
+    assert len(seen) == 2 and len(launches) == 5 and len({launch[4] for launch in launches}) == 1
+    launches.clear()
 
 
 def test_later_launches_do_not_bind(triton, monkeypatch):
     """The binding is what this saves: of a kept launch, of one made anew, of the bump and of the meeting kernel."""
     from triton.runtime.jit import JITFunction
 
-    from fusedtp.kernels.meet import meet_kernel
-    from fusedtp.kernels.signals import bump_epoch
-
     view = _view(2)
     monkeypatch.setattr(device_view, "clock_of", lambda _: "cuda")
     view = DeviceView(**{name: getattr(view, name) for name in DeviceView.__dataclass_fields__})
     calls = [lambda: plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE)[0].start(CPU)]
-    launched.extend((bump_epoch, meet_kernel))
     calls += [lambda: view.bump.start(CPU), lambda: meet(view, 1, 2, 12345)]
     for call in calls:
         call()
-    count = len(Recording.launches)
     monkeypatch.setattr(JITFunction, "run", None)
     for call in calls:
         call()
-    assert len(Recording.launches) == 2 * count == 8
-    Recording.launches.clear()
+    assert [launch[:6] for launch in launches[4:]] == [launch[:6] for launch in launches[:4]]
+    assert len(launches) == 8
+    launches.clear()

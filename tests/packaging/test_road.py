@@ -23,7 +23,7 @@ from tests.harness import world
 ROOT = Path(fusedtp.__file__).parents[1]
 APART = ("kernels", "sim", "tests")
 COLUMNS = 16  # of a weight: as wide as kernels like it
-TRIES = 5
+TRIES = 10
 
 
 class Road:

@@ -28,6 +28,7 @@ from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, plain, pointwise
 from fusedtp.ops.launch.config import Config, Machine
 from fusedtp.ops.moe import grouped
+from fusedtp.ops.moe import plan as exchange
 from fusedtp.sim import Case, Launch, Run, Schedule, compare, run_schedule
 from fusedtp.sim.case import Work
 
@@ -35,7 +36,7 @@ FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items()}
 FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
-LOCAL = (*PRODUCTS, *ROWS.split(), "rope", "logit_stats", "logit_gradient")
+LOCAL = (*PRODUCTS, *ROWS.split(), "rope", "logit_stats", "logit_gradient", "moe_sort", "moe_index")
 KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")), "bump_epoch")
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
@@ -202,7 +203,7 @@ def local(name: str, target: str, k: int = 20) -> Case:
         launch, given = plan_local(name, k, gpu(target))
         outs = [y for y in ([given] if isinstance(given, Tensor) else given) if y is not None]
         for y in outs:
-            y.fill_(torch.nan)
+            y.fill_(torch.nan if y.is_floating_point() else -7)
         return Launch(launch.kernel, launch.programs, launch.args, options=launch.options), outs
 
     launch, wanted = made()
@@ -243,6 +244,14 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
             config = replace(config, block_m=32, block_n=64)
             return grouped.plan_wgrad(dy, x, offsets, torch.float32, config, "ieee", machine)
         return grouped.plan_gated_backward(dy, draw(59, 40), draw(59, 40), offsets, "silu", machine)
+    if name == "moe_sort":  # blocks of 16, some choices dropped
+        launch, *outs = exchange.plan_sort(torch.randint(-1, 6, (13, 3), generator=generator), 6, 16)
+        return launch, outs
+    if name == "moe_index":  # of the second of three ranks, with room for all rows but two
+        table = torch.randint(0, 20, (3, 6), generator=generator, dtype=torch.int32)
+        at = exchange.Exchange("", 1, (20, 20, 20), 6, 3, int(table[:, 2:4].sum()) - 2, "triton")
+        index = torch.empty(exchange.index_size(at), dtype=torch.int32)
+        return exchange.plan_index(table, index, at, 16)[0], index
     t, h = (5, 9000) if "wide" in name else (70, 40)  # the first in three parts
     x, other, dy, weight, r = draw(t, h), draw(t, h), draw(t, h), draw(h), draw(t)
     if name in ("rms_norm", "rms_norm_wide"):

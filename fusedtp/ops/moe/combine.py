@@ -53,14 +53,13 @@ from .grouped import (
 )
 from .plan import (
     Blocks,
-    CombineIndex,
     Exchange,
     MoEHandle,
     PackedIndex,
     RoutingPlan,
     as_chosen,
     check_outputs,
-    combine_index,
+    own_places,
     unpacked,
 )
 
@@ -260,12 +259,6 @@ def weighed_rows(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def places_of(order: Tensor) -> Tensor:
-    """order [T * k], a permutation -> where each choice stands in it, int64."""
-    places = torch.empty(order.shape[0], dtype=torch.int64, device=order.device)
-    return places.scatter_(0, order.long(), torch.arange(order.shape[0], device=order.device))
-
-
 def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """parts [T * k, N], places [T, k] of each choice in it, weights [T, k] or None: ones -> [T, N] of parts' dtype."""
     wide = accumulator(parts.dtype)
@@ -402,7 +395,7 @@ def _by_choices(combine: Combining) -> Callable[..., Tensor]:
         max_rows: int,
     ) -> Tensor:  # fmt: skip
         at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
-        places = places_of(orders[at.choices_of(at.rank)])
+        places = own_places(plan, at)
         return combine(call, y, places.view(-1, 1 if per_choice else at.top_k), weights, plan, at)
 
     return engine
@@ -416,7 +409,7 @@ def _after_matmul(combine: Combining) -> Callable[..., Tensor]:
         table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
     ) -> Tensor:  # fmt: skip
         at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
-        places = places_of(orders[at.choices_of(at.rank)]).view(-1, at.top_k)
+        places = own_places(plan, at).view(-1, at.top_k)
         y = matmul_engine(at.local_engine, hs, experts, offsets, None)
         return combine(call, y, places, weights, plan, at)
 
@@ -429,7 +422,7 @@ def chunked_matmul(
 ) -> Tensor:  # fmt: skip
     """Expert by expert, each product straight into the memory of its tokens' ranks."""
     at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
-    places = places_of(orders[at.choices_of(at.rank)]).view(-1, at.top_k)
+    places = own_places(plan, at).view(-1, at.top_k)
     nothing = hs[0].new_empty(0, experts[0].shape[1])
     return _pushed(call, nothing, matmul_by_expert(hs, experts, offsets), places, weights, plan, at)
 
@@ -442,8 +435,8 @@ def triton_matmul(
     at = Exchange.of(call.spec, max_rows)
     if at.experts_here >= FLAGS_PER_SOURCE:
         return _after_matmul(triton)(call, hs, experts, offsets, weights, table, orders, index, max_rows)
-    precision, home = fp32_precision(), combine_index(table, at)
-    places = places_of(orders[at.choices_of(at.rank)]).view(-1, at.top_k).to(torch.int32)
+    precision, words = fp32_precision(), unpacked(index, at)
+    places = words.places[: at.tokens * at.top_k].view(-1, at.top_k)
     with call.call() as running:
         view = running.kernel_view()
         hs, experts = of_one_layout(hs), of_one_layout(experts)
@@ -461,10 +454,9 @@ def triton_matmul(
             hs,
             experts,
             offsets,
-            home,
             places,
             weights,
-            unpacked(index, at),
+            words,
             at,
             out,
         )
@@ -635,7 +627,6 @@ def matmul_combine_pointers(
     hs: Sequence[Tensor],
     experts: Sequence[Tensor],
     offsets: Tensor,
-    home: CombineIndex,
     places: Tensor,
     weights: Tensor | None,
     index: PackedIndex,
@@ -651,9 +642,9 @@ def matmul_combine_pointers(
         x2=h2[0] if h2 else None,
         w2=w2[0] if w2 else None,
         offsets=offsets.contiguous(),
-        to=home.to,
-        at=home.at,
-        items=items_of(home.counts, at.world_size, launch.args["chunk_rows"]),
+        to=index.to,
+        at=index.to_places,
+        items=items_of(index.counts[: at.num_experts], at.world_size, launch.args["chunk_rows"]),
         begins=index.begins,
         totals=index.totals,
         max_rows=at.max_rows,
@@ -665,7 +656,7 @@ def matmul_combine_pointers(
 
 
 def plan_matmul_combine(
-    view: Any, rank: int, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor, home: CombineIndex,
+    view: Any, rank: int, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor,
     places: Tensor, weights: Tensor | None, index: PackedIndex, at: Exchange, sig: int, config: Config | None,
     precision: str, machine: Machine,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
@@ -674,9 +665,7 @@ def plan_matmul_combine(
     launch = prepare_matmul_combine(view, hs, experts, at, config, precision, machine)
     out = hs[0].new_empty(places.shape[0], experts[0].shape[1])
     peers = peers_of(view, rank, at.world_size, sig, machine.clock)
-    given = matmul_combine_pointers(
-        launch, peers, hs, experts, offsets, home, places, weights, index, at, out
-    )
+    given = matmul_combine_pointers(launch, peers, hs, experts, offsets, places, weights, index, at, out)
     return launch.given(given), out
 
 

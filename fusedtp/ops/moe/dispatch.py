@@ -121,7 +121,7 @@ def moe_dispatch(
 def dispatch(x: Tensor, weights: Tensor, plan: RoutingPlan, at: Exchange) -> tuple[Tensor, Tensor, MoEHandle]:
     """moe_dispatch by a plan that has been made."""
     rows, row_weights = dispatch_rows(x, weights.detach(), plan, at)
-    offsets = offsets_of(plan.table, at)
+    offsets = offsets_of(plan, at)
     return rows, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
 
 
@@ -220,7 +220,7 @@ def _with_matmul(
         x, *matrices = as_autocast(x.device.type, x, *matrices)
         plan, where = make_plan(x, expert_ids, weights, num_experts, at, **options)
         where = known_room(plan, where)
-        offsets = offsets_of(plan.table, where)
+        offsets = offsets_of(plan, where)
         check_grouped(
             x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True))
         )

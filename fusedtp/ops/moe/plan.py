@@ -19,21 +19,25 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.comm import Communicator, Group, Place, alone, communicator, place
 from fusedtp.comm.constant import constant_to_compiler
-from fusedtp.comm.device_view import runs_kernels
+from fusedtp.comm.device_view import odd, runs_kernels
 from fusedtp.comm.signature import COMM_DTYPES
 
 from .. import engines
 from ..engines import Choice
+from ..launch.config import Config, power_of_two
+from ..launch.run import Launch
 from ..operation import Operation, Shared, Spec
 from ..operation import Plan as Call
 from ..rows import Rows
 from .fp8 import fault
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SORT_BLOCK = 2048  # choices that a program of the sort looks at at once
 
 
 class Exchange(NamedTuple):
@@ -267,11 +271,22 @@ def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
 
 
 def _plan_for_kernels(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
-    table, orders, _ = _plan_by_collective(call, expert_ids, max_rows)
-    return table, orders, packed_index(table, Exchange.of(call.spec, max_rows))
+    """As _plan_by_collective, on the device by two kernels."""
+    at = Exchange.of(call.spec, max_rows)
+    lengths = [at.num_experts + n * at.top_k for n in at.sizes]
+    words, places = sorted_words(expert_ids, at.num_experts)
+    with call.comm.agreed(call.signature):
+        gathered = call.comm.all_gather(words, lengths)
+    table, orders, _ = _plan_of(gathered, lengths, at)
+    return table, orders, packed_index(table, places, at)
 
 
 def _plan_of(gathered: Tensor, lengths: Sequence[int], at: Exchange) -> Parts:
+    if min(lengths) == max(lengths):
+        table, orders = gathered.view(len(lengths), -1).split(
+            [at.num_experts, lengths[0] - at.num_experts], 1
+        )
+        return table.contiguous(), orders.reshape(-1), gathered.new_empty(0)
     parts = gathered.split(lengths)
     table = torch.stack([part[: at.num_experts] for part in parts])
     orders = torch.cat([part[at.num_experts :] for part in parts])
@@ -302,9 +317,11 @@ moe_plan = Operation(
 )
 
 
-def offsets_of(table: Tensor, at: Exchange) -> Tensor:
+def offsets_of(plan: RoutingPlan, at: Exchange) -> Tensor:
     """int32 [E / W + 1]: where each expert of this rank begins among its rows, and where the last one ends."""
-    mine = table[:, at.rank * at.experts_here : (at.rank + 1) * at.experts_here]
+    if plan.packed.shape[0]:
+        return unpacked(plan.packed, at).offsets[: at.experts_here + 1]
+    mine = plan.table[:, at.rank * at.experts_here : (at.rank + 1) * at.experts_here]
     ends = mine.sum(0).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
@@ -382,7 +399,7 @@ def known_room(plan: RoutingPlan, at: Exchange) -> Exchange:
 
 
 class PackedIndex(NamedTuple):
-    """Where segments begin and where the rows of a choice belong, int32: views of one tensor.
+    """Where segments begin and where the rows of a choice belong, int32: views of one tensor, padded to 16 bytes.
 
     n[s, o]      rows from source s to owner o, a segment
     begins       [W + 1]      this rank's order: where the segment for each owner begins, and where the last one ends
@@ -393,6 +410,12 @@ class PackedIndex(NamedTuple):
     blocks       [W * E_r + 1]   so ordered: where the rows of each source for each expert begin
     arrivals     [max_rows]   by (source, expert, choice) -> by (expert, source, choice)
     origins      [max_rows]   and back
+    offsets      [E_r + 1]    where each expert of this rank begins among its rows, and where the last one ends
+    to, to_places   [max_rows]   the source of each of this rank's rows, and where it stands in that source's order
+    counts       [E]          rows of every expert, of all owners
+    places       [T_r k]      where each choice of this rank stands in its order
+
+    What has max_rows entries is undefined past the last row.
     """
 
     begins: Tensor
@@ -403,37 +426,67 @@ class PackedIndex(NamedTuple):
     blocks: Tensor
     arrivals: Tensor
     origins: Tensor
+    offsets: Tensor
+    to: Tensor
+    to_places: Tensor
+    counts: Tensor
+    places: Tensor
 
 
-def _index_lengths(at: Exchange) -> list[int]:
-    w = at.world_size
-    return [w + 1, w + 1, w, w, w, w * at.experts_here + 1, at.max_rows, at.max_rows]
+def index_lengths(at: Exchange) -> list[int]:
+    """Elements of each part of a PackedIndex, without padding."""
+    w, each, rows = at.world_size, at.experts_here, at.max_rows
+    first = [w + 1, w + 1, w, w, w, w * each + 1, rows, rows]
+    return [*first, each + 1, rows, rows, at.num_experts, at.tokens * at.top_k]
+
+
+def _padded_lengths(at: Exchange) -> list[int]:
+    return [-(-n // 4) * 4 for n in index_lengths(at)]
 
 
 def index_size(at: Exchange) -> int:
     """Elements of what `packed_index` makes."""
-    return sum(_index_lengths(at))
+    return sum(_padded_lengths(at))
 
 
-def packed_index(table: Tensor, at: Exchange) -> Tensor:
-    """table [W, E] -> a PackedIndex as one int32 tensor; shapes are known on the host, values stay on the device."""
+def unpacked(index: Tensor, at: Exchange) -> PackedIndex:
+    """What `packed_index` made."""
+    return PackedIndex(*index.split(_padded_lengths(at)))
+
+
+def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
+    """table [W, E] and places [T_r k] -> a PackedIndex as one int32 tensor.
+
+    Shapes are known on the host, values stay on the device. By a kernel where there is one for it.
+    """
+    if table.device.type == "cpu" or torch.compiler.is_compiling() or not runs_kernels(table.device):
+        return index_formula(table, places, at)
+    index = torch.empty(index_size(at), dtype=torch.int32, device=table.device)
+    launch, parts = plan_index(table, index, at)
+    launch.start(table.device)
+    parts.places[: places.shape[0]].copy_(places)
+    return index
+
+
+def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
+    """`packed_index` in torch."""
     w, r, each = at.world_size, at.rank, at.experts_here
+    here = slice(r * each, (r + 1) * each)
     table = table.long()
     n = table.view(w, w, each).sum(2)
     begins, sources = _begins(n[r]), _begins(n[:, r])
     at_owners = (n.cumsum(0) - n)[r]
     in_sources = (n.cumsum(1) - n)[:, r]
-    mine = table[:, r * each : (r + 1) * each]
-    by_source, by_expert = _begins(mine.reshape(-1)), _begins(mine.t().reshape(-1))
+    by_source, by_expert = _begins(table[:, here].reshape(-1)), _begins(table[:, here].t().reshape(-1))
     arrivals = _new_rows(by_source, by_expert[:-1].view(each, w).t(), at.max_rows)
     origins = _new_rows(by_expert, by_source[:-1].view(w, each).t(), at.max_rows)
+    in_order = (table.cumsum(1) - table)[:, here].t()
+    to_places = _new_rows(by_expert, in_order, at.max_rows)
+    rows = torch.arange(at.max_rows, device=table.device)
+    to = torch.searchsorted(by_expert[1:], rows, right=True) % w
     parts = [begins, sources, at_owners, in_sources, n.sum(0), by_source, arrivals, origins]
-    return torch.cat(parts).to(torch.int32)
-
-
-def unpacked(index: Tensor, at: Exchange) -> PackedIndex:
-    """What `packed_index` made."""
-    return PackedIndex(*index.split(_index_lengths(at)))
+    parts += [by_expert[::w], to, to_places, table.sum(0), places]
+    return torch.cat([F.pad(part, (0, -part.shape[0] % 4)) for part in parts]).to(torch.int32)
 
 
 def _begins(counts: Tensor) -> Tensor:
@@ -448,31 +501,65 @@ def _new_rows(begins: Tensor, targets: Tensor, rows: int) -> Tensor:
     return targets.reshape(-1)[block] + row - begins[block]
 
 
-class CombineIndex(NamedTuple):
-    """Where this rank's rows go back to, as kernels/moe_matmul_combine.py reads it; undefined past the last row.
-
-    to      int32 [max_rows]   the source of each row
-    at      int32 [max_rows]   where the row stands in that source's order
-    counts  int32 [E]          rows of every expert, of all owners
-    """
-
-    to: Tensor
-    at: Tensor
-    counts: Tensor
+def own_places(plan: RoutingPlan, at: Exchange) -> Tensor:
+    """[T_r k]: where each choice of this rank stands in its order."""
+    if plan.packed.shape[0]:
+        return unpacked(plan.packed, at).places[: at.tokens * at.top_k]
+    return places_of(plan.orders[at.choices_of(at.rank)])
 
 
-def combine_index(table: Tensor, at: Exchange) -> CombineIndex:
-    """table [W, E] -> CombineIndex; shapes are known on the host, values stay on the device."""
-    here = slice(at.rank * at.experts_here, (at.rank + 1) * at.experts_here)
-    table = table.long()
-    sizes = table[:, here].t().reshape(-1)  # of the blocks of rows, by (expert, source)
-    places = (table.cumsum(1) - table)[:, here].t().reshape(-1)
-    ends = sizes.cumsum(0)
-    rows = torch.arange(at.max_rows, device=table.device)
-    block = torch.searchsorted(ends, rows, right=True).clamp(max=sizes.shape[0] - 1)
-    place = rows + (places - ends + sizes)[block]
-    parts = (block % at.world_size, place, table.sum(0))
-    return CombineIndex(*(part.to(torch.int32) for part in parts))
+def places_of(order: Tensor) -> Tensor:
+    """order [T * k], a permutation -> where each choice stands in it, int64."""
+    places = torch.empty(order.shape[0], dtype=torch.int64, device=order.device)
+    return places.scatter_(0, order.long(), torch.arange(order.shape[0], device=order.device))
+
+
+# -- its kernels -----------------------------------------------------------------------------------------------------
+
+
+def sorted_words(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """expert_ids [T, k] -> counts [E] and order [T k] as one tensor, and places [T k], all int32."""
+    if expert_ids.device.type == "cpu":
+        counts, order = sort_choices(expert_ids, num_experts)
+        return torch.cat([counts, order]), places_of(order)
+    launch, words, places = plan_sort(expert_ids, num_experts)
+    launch.start(expert_ids.device)
+    return words, places
+
+
+def plan_sort(expert_ids: Tensor, num_experts: int, block: int = SORT_BLOCK) -> tuple[Launch, Tensor, Tensor]:
+    """The launch of a sort by choice, not yet run, and what it makes."""
+    from fusedtp.kernels.moe_plan import moe_sort_kernel
+
+    ids = expert_ids.reshape(-1).contiguous()
+    count = ids.shape[0]
+    words, places = (
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (num_experts + count, count)
+    )
+    block = min(block, max(16, power_of_two(count)))
+    args = dict(ids=ids, words=words, places=places, count=count, NUM_EXPERTS=num_experts, BLOCK=block)
+    config = Config(0, 0, 0, num_warps=max(1, min(8, block // 256)))
+    return Launch(moe_sort_kernel, num_experts + 1, args, config), words, places
+
+
+def plan_index(table: Tensor, index: Tensor, at: Exchange, block: int = 1024) -> tuple[Launch, PackedIndex]:
+    """The launch that fills `index`, but for `places`, from a contiguous table; and its parts."""
+    from fusedtp.kernels.moe_plan import moe_index_kernel
+
+    parts, w, each = unpacked(index, at), at.world_size, at.experts_here
+    args = parts._asdict() | dict(
+        table=table,
+        rank2=odd(at.rank),
+        max_rows=at.max_rows,
+        WORLD=w,
+        HERE=each,
+        SOURCES=power_of_two(w),
+        EXPERTS=power_of_two(each),
+        ALL=power_of_two(w * each),
+        BLOCK=block,
+    )
+    del args["places"]
+    return Launch(moe_index_kernel, w * each + w + 1, args, Config(0, 0, 0, num_warps=4)), parts
 
 
 # -- what users can get wrong ----------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from .plan import (
     offsets_of,
     packed_index,
     place_of,
+    places_of,
     without_dropped,
 )
 
@@ -149,7 +150,7 @@ def _all_rounds(
 
         def forth(choices: Tensor, of_round: RoutingPlan = of_round, here: Exchange = here) -> Tensor:
             rows, _ = dispatch_rows(choices, None, of_round, here)
-            return compute(rows, offsets_of(of_round.table, here))
+            return compute(rows, offsets_of(of_round, here))
 
         keep = i == 0 or torch.compiler.is_compiling()
         y = forth(choices) if keep else checkpoint(forth, choices, use_reentrant=False)
@@ -190,7 +191,7 @@ class Windows:
         low, high = i * at.bound, (i + 1) * at.bound
         table = (self.begins + self.counts).clamp(low, high) - self.begins.clamp(low, high)
         first = torch.sort(2 * self.source + (self.round != i), stable=True).indices
-        table, index = table.to(torch.int32), self.orders.new_empty(0)
+        table, orders, index = table.to(torch.int32), self.orders[first], self.orders.new_empty(0)
         if at.engine == "triton":
-            index = packed_index(table, at)
-        return RoutingPlan(table, self.orders[first], index)
+            index = packed_index(table, places_of(orders[at.choices_of(at.rank)]), at)
+        return RoutingPlan(table, orders, index)

@@ -167,7 +167,7 @@ class Planned:
         """The layer by its plan, with nothing that looks at values."""
         x, weights, up, down = self.leaves
         rows, row_weights = dispatch_rows(x, weights.detach(), self.plan, self.at)
-        offsets = offsets_of(self.plan.table, self.at)
+        offsets = offsets_of(self.plan, self.at)
         handle = MoEHandle(weights, row_weights, self.plan, self.at, offsets)
         hidden = fusedtp.grouped_matmul(rows, up, offsets).relu()
         return fusedtp.moe_combine(fusedtp.grouped_matmul(hidden, down, offsets), handle)

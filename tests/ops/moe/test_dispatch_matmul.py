@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fusedtp
 from fusedtp.ops.moe import moe_dispatch_matmul
-from fusedtp.ops.moe.plan import Exchange, offsets_of, packed_index, sort_choices
+from fusedtp.ops.moe.plan import Exchange, RoutingPlan, offsets_of, packed_index, places_of, sort_choices
 from fusedtp.ops.pointwise import ACTIVATIONS
 from tests.harness import WorldError, world
 from tests.ops.moe import matmul_laws as laws
@@ -149,8 +149,8 @@ def check_op(group, act: str, engine: str) -> None:
     at = Exchange(group.group_name, group.rank(), (2, 0, 3), 6, 2, 3, engine)
     x, weights = torch.ones(len(ids), 4), torch.ones(ids.shape)
     matrices = [torch.ones(2, 3, 4) for _ in range(2 if act else 1)]
-    plan = table, orders, packed_index(table, at)
-    given = (x, weights, matrices, offsets_of(table, at), act, bool(act), *plan, at.max_rows, *at.spec)
+    plan = RoutingPlan(table, orders, packed_index(table, places_of(sorted_[group.rank()][1]), at))
+    given = (x, weights, matrices, offsets_of(plan, at), act, bool(act), *plan, at.max_rows, *at.spec)
     torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul.default, given)
 
 

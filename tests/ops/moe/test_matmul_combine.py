@@ -12,7 +12,16 @@ from fusedtp.comm import communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.engines import has_triton
 from fusedtp.ops.moe import moe_dispatch_gated, moe_matmul_combine
-from fusedtp.ops.moe.plan import Exchange, combine_index, offsets_of, packed_index, sort_choices
+from fusedtp.ops.moe.plan import (
+    Exchange,
+    RoutingPlan,
+    index_formula,
+    offsets_of,
+    packed_index,
+    places_of,
+    sort_choices,
+    unpacked,
+)
 from tests.harness import WorldError, world
 from tests.ops.moe.laws import SKEWS, Case
 from tests.ops.moe.matmul_combine_laws import Cut, equals_the_formula, same_bits
@@ -95,10 +104,11 @@ def check_op(group, engine: str) -> None:
     parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     at = Exchange(group.group_name, group.rank(), SIZES, EXPERTS, 2, 4, engine)
-    plan = (table, torch.cat([order for _counts, order in parts]), packed_index(table, at))
+    packed = packed_index(table, places_of(parts[group.rank()][1]), at)
+    plan = RoutingPlan(table, torch.cat([order for _counts, order in parts]), packed)
     h, experts, weights = (torch.ones(*shape) for shape in ((4, 3), (2, 5, 3), (at.tokens, 2)))
     for some in (weights, None):
-        given = ([h], [experts], offsets_of(table, at), some, *plan, at.max_rows, *at.spec)
+        given = ([h], [experts], offsets_of(plan, at), some, *plan, at.max_rows, *at.spec)
         torch.library.opcheck(torch.ops.fusedtp.moe_matmul_combine.default, given)
 
 
@@ -244,7 +254,8 @@ def test_homes_are_where_a_combine_looks():
     parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     for rank in range(3):
-        found = combine_index(table, Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton"))
+        at = Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton")
+        found = unpacked(index_formula(table, places_of(parts[rank][1]), at), at)
         wanted = []
         for expert in (2 * rank, 2 * rank + 1):
             for source, ids in enumerate(IDS.split(list(SIZES))):
@@ -252,8 +263,8 @@ def test_homes_are_where_a_combine_looks():
                 wanted += [
                     (source, at) for at, slot in enumerate(order) if ids[slot // 2, slot % 2] == expert
                 ]
-        assert [*zip(found.to.tolist(), found.at.tolist(), strict=True)] == wanted
-        assert found.counts.tolist() == torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist()
+        assert [*zip(found.to.tolist(), found.to_places.tolist(), strict=True)] == wanted
+        assert found.counts[:EXPERTS].tolist() == torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist()
 
 
 def short(group) -> None:

@@ -1,0 +1,119 @@
+"""The plan of a mixture of experts on the device: a rank's choices in order, and where rows come from and go to.
+
+What the words mean stands in fusedtp/ops/moe/plan.py, with the same in torch, which is how a CPU makes it.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import decoded, inline
+
+
+@inline
+def expert_of(ids, at, count, NUM_EXPERTS):
+    """ids[at], NUM_EXPERTS of a choice that is dropped, and more past the end."""
+    expert = tl.load(ids + at, mask=at < count, other=NUM_EXPERTS + 1).to(tl.int32)
+    return tl.where(expert < 0, NUM_EXPERTS, expert)
+
+
+@triton.jit
+def moe_sort_kernel(ids, words, places, count, NUM_EXPERTS, BLOCK: tl.constexpr):
+    """ids [count] -> words int32 [NUM_EXPERTS + count]: how often each expert is chosen, then the choices in order; and
+    places int32 [count], where each choice stands in that order.
+
+    A program has one expert, the last one the dropped choices. It counts those of the experts before it, then it writes
+    its own behind them, as they come: a stable sort without a counter that programs share.
+    """
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros_like(lanes)
+    own = tl.zeros_like(lanes)
+    for first in range(0, count, BLOCK):
+        found = expert_of(ids, first + lanes, count, NUM_EXPERTS)
+        before += (found < expert).to(tl.int32)
+        own += (found == expert).to(tl.int32)
+    if expert < NUM_EXPERTS:
+        tl.store(words + expert, tl.sum(own, 0))
+    place = tl.sum(before, 0)
+    for first in range(0, count, BLOCK):
+        here = expert_of(ids, first + lanes, count, NUM_EXPERTS) == expert
+        at = place + tl.cumsum(here.to(tl.int32), 0) - 1
+        tl.store(words + NUM_EXPERTS + at, first + lanes, mask=here)
+        tl.store(places + first + lanes, at, mask=here)
+        place += tl.sum(here.to(tl.int32), 0)
+
+
+@triton.jit
+def moe_index_kernel(
+    table,
+    begins,
+    sources,
+    at_owners,
+    in_sources,
+    totals,
+    blocks,
+    arrivals,
+    origins,
+    offsets,
+    to,
+    to_places,
+    counts,
+    rank2,
+    max_rows,
+    WORLD: tl.constexpr,
+    HERE: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """table int32 [WORLD, WORLD * HERE] -> the index of one rank, all int32; HERE experts are on each.
+
+    SOURCES, EXPERTS and ALL are the powers of two that cover WORLD, HERE and WORLD * HERE. A program has a block, the
+    rows from one source for one of the rank's experts. WORLD + 1 more have a rank each, and the end of every list.
+    """
+    rank = decoded(rank2)
+    program = tl.program_id(0)
+    source = tl.arange(0, SOURCES)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = (source < WORLD) & (expert < HERE)
+    rows = table + source * (WORLD * HERE) + expert
+    mine = tl.load(rows + rank * HERE, mask=inside, other=0)
+    everyone = tl.arange(0, ALL)
+    if program < WORLD * HERE:
+        s = program // HERE
+        e = program % HERE
+        size = tl.load(table + s * (WORLD * HERE) + rank * HERE + e)
+        by_source = tl.sum(tl.sum(tl.where((source < s) | ((source == s) & (expert < e)), mine, 0), 1), 0)
+        by_expert = tl.sum(tl.sum(tl.where((expert < e) | ((expert == e) & (source < s)), mine, 0), 1), 0)
+        chosen = tl.load(table + s * (WORLD * HERE) + everyone, mask=everyone < rank * HERE + e, other=0)
+        in_order = tl.sum(chosen, 0)
+        tl.store(blocks + program, by_source)
+        if s == 0:
+            tl.store(offsets + e, by_expert)
+        for first in range(0, size, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            arrived = by_source + row
+            tl.store(arrivals + arrived, by_expert + row, mask=(row < size) & (arrived < max_rows))
+            sorted_row = by_expert + row
+            fits = (row < size) & (sorted_row < max_rows)
+            tl.store(origins + sorted_row, arrived, mask=fits)
+            tl.store(to + sorted_row, tl.zeros_like(row) + s, mask=fits)
+            tl.store(to_places + sorted_row, in_order + row, mask=fits)
+    else:
+        p = program - WORLD * HERE
+        own = tl.load(table + rank * (WORLD * HERE) + everyone, mask=everyone < p * HERE, other=0)
+        tl.store(begins + p, tl.sum(own, 0))
+        tl.store(sources + p, tl.sum(tl.sum(tl.where(source < p, mine, 0), 1), 0))
+        if p < WORLD:
+            theirs = tl.load(rows + p * HERE, mask=inside, other=0)
+            tl.store(totals + p, tl.sum(tl.sum(theirs, 1), 0))
+            tl.store(at_owners + p, tl.sum(tl.sum(tl.where(source < rank, theirs, 0), 1), 0))
+            sent = tl.load(table + p * (WORLD * HERE) + everyone, mask=everyone < rank * HERE, other=0)
+            tl.store(in_sources + p, tl.sum(sent, 0))
+            of_expert = tl.arange(0, EXPERTS)
+            tl.store(counts + p * HERE + of_expert, tl.sum(theirs, 0), mask=of_expert < HERE)
+        else:
+            total = tl.sum(tl.sum(mine, 1), 0)
+            tl.store(blocks + WORLD * HERE, total)
+            tl.store(offsets + HERE, total)

@@ -1,0 +1,75 @@
+"""The kernels of an exchange's plan against its formulas in torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops.moe.plan import (
+    Exchange,
+    index_formula,
+    index_lengths,
+    index_size,
+    places_of,
+    plan_index,
+    plan_sort,
+    sort_choices,
+    unpacked,
+)
+
+UNDEFINED_PAST_THE_LAST_ROW = ("arrivals", "origins", "to", "to_places")
+
+
+def drawn(sizes: list[int], here: int, top_k: int, dropped: float, skewed: bool, seed: int) -> list[Tensor]:
+    """Ids of every rank's tokens: all different ones of a token, some dropped; with `skewed` mostly the first."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = here * len(sizes)
+    likes = torch.rand(sum(sizes), experts, generator=generator) + skewed * torch.arange(experts, 0, -1) / 8
+    ids = likes.topk(top_k).indices
+    return list(torch.where(torch.rand(ids.shape, generator=generator) < dropped, -1, ids).split(sizes))
+
+
+def sort_law(ids: Tensor, experts: int, block: int = 2048) -> Tensor:
+    """What the kernel makes of ids [T, k], which is what the formula makes; the counts."""
+    launch, words, places = plan_sort(ids, experts, block)
+    launch.start(ids.device)
+    counts, order = sort_choices(ids, experts)
+    torch.testing.assert_close(words, torch.cat([counts, order]), rtol=0, atol=0)
+    torch.testing.assert_close(places.long(), places_of(order), rtol=0, atol=0)
+    return counts
+
+
+def index_law(table: Tensor, at: Exchange, block: int = 1024) -> None:
+    """Every part of the index of one rank, as far as it is defined."""
+    index = unfilled_index(table, at)
+    launch, _ = plan_index(table, index, at, block)
+    launch.start(table.device)
+    check_index(index, table, at)
+
+
+def unfilled_index(table: Tensor, at: Exchange) -> Tensor:
+    return torch.full((index_size(at),), -7, dtype=torch.int32, device=table.device)
+
+
+def check_index(index: Tensor, table: Tensor, at: Exchange) -> None:
+    """Against the formula; what is undefined was not written."""
+    places = torch.arange(at.tokens * at.top_k, device=table.device)
+    want = unpacked(index_formula(table, places, at), at)
+    rows = min(int(want.offsets[at.experts_here]), at.max_rows)
+    for name, got, length in zip(want._fields, unpacked(index, at), index_lengths(at), strict=True):
+        known = rows if name in UNDEFINED_PAST_THE_LAST_ROW else 0 if name == "places" else length
+        torch.testing.assert_close(got[:known], getattr(want, name)[:known], rtol=0, atol=0, msg=name)
+        assert (got[known:] == -7).all(), f"{name}: what is undefined was written"
+
+
+def plan_law(
+    group: object, device: str, dtype: torch.dtype, sizes: list[int], here: int, top_k: int, dropped: float,
+    skewed: bool, bound: float, block: int, seed: int,
+) -> None:  # fmt: skip
+    """Both kernels, of every rank. bound: room for that share of what any routing needs."""
+    ids = [each.to(device, dtype) for each in drawn(sizes, here, top_k, dropped, skewed, seed)]
+    experts = here * len(sizes)
+    table = torch.stack([sort_law(each, experts, block) for each in ids])
+    for rank in range(len(sizes)):
+        at = Exchange("", rank, tuple(sizes), experts, top_k, 0, "triton")
+        index_law(table, at._replace(max_rows=int(bound * at.max_recv_rows)), block)
