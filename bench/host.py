@@ -31,6 +31,7 @@ from fusedtp.nn.init import init_
 from fusedtp.ops import engines, operation, pointwise
 from fusedtp.ops.launch import run as launch
 from fusedtp.ops.launch.config import Machine
+from fusedtp.ops.moe.plan import Exchange, index_formula, index_size, plan_index
 
 from . import machine
 from .idle_driver import install
@@ -96,7 +97,7 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
         ),
         "matmul_all_reduce": lambda x, full, w: fusedtp.matmul_all_reduce(full, w, group, engine="triton"),
     }
-    taken: dict[str, dict[str, list[float]]] = {name: {} for name in (*calls, "block")}
+    taken: dict[str, dict[str, list[float]]] = {name: {} for name in (*calls, "block", "plan of experts")}
 
     def timed(name: str, which: str, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
@@ -123,6 +124,10 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
         timed("block", "forward and backward", step)
         with bound_by_triton():
             timed("block", "forward and backward" + BOUND, step)
+    by_kernels, in_torch = _plan_of_experts()
+    for _ in range(rounds // 4 + 11):
+        timed("plan of experts", "index by a kernel", by_kernels)
+        timed("plan of experts", "index in torch", in_torch)
     return {
         name: {which: statistics.median(each[10:]) for which, each in of.items()}
         for name, of in taken.items()
@@ -170,6 +175,21 @@ def _block(rank: Rank, tokens: int) -> Callable[[], object]:
         return torch.autograd.grad(y, inputs, y.detach())
 
     return step
+
+
+def _plan_of_experts() -> tuple[Callable[[], object], Callable[[], object]]:
+    """The index of an exchange of 8 ranks and 64 experts, few tokens: by its kernel, and as it is made in torch."""
+    at = Exchange("", 1, (8,) * 8, 64, 2, 64, "triton")
+    table = torch.ones(8, 64, dtype=torch.int32)
+    places = torch.arange(16, dtype=torch.int32)
+
+    def by_kernel() -> None:
+        index = torch.empty(index_size(at), dtype=torch.int32)
+        prepared, parts = plan_index(table, index, at)
+        prepared.start(torch.device("cpu"))
+        parts.places[:16].copy_(places)
+
+    return by_kernel, lambda: index_formula(table, places, at)
 
 
 def main(argv: Sequence[str]) -> int:

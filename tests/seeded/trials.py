@@ -248,8 +248,8 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
         launch, *outs = exchange.plan_sort(torch.randint(-1, 6, (13, 3), generator=generator), 6, 16)
         return launch, outs
     if name == "moe_index":  # of the second of three ranks, with room for all rows but two
-        table = torch.randint(0, 20, (3, 6), generator=generator, dtype=torch.int32)
-        at = exchange.Exchange("", 1, (20, 20, 20), 6, 3, int(table[:, 2:4].sum()) - 2, "triton")
+        table = torch.randint(0, 20, (3, 9), generator=generator, dtype=torch.int32)
+        at = exchange.Exchange("", 1, (20, 20, 20), 9, 3, int(table[:, 3:6].sum()) - 2, "triton")
         index = torch.empty(exchange.index_size(at), dtype=torch.int32)
         return exchange.plan_index(table, index, at, 16)[0], index
     t, h = (5, 9000) if "wide" in name else (70, 40)  # the first in three parts
