@@ -37,6 +37,7 @@ from ..rows import Rows
 from .fp8 import fault
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+UNDEFINED = 2**31 - 1
 SORT_BLOCK = 2048  # choices that a program of the sort looks at at once
 
 
@@ -469,7 +470,7 @@ def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
 
 
 def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
-    """`packed_index` in torch."""
+    """`packed_index` in torch; whoever reads what is undefined is far out of bounds."""
     w, r, each = at.world_size, at.rank, at.experts_here
     here = slice(r * each, (r + 1) * each)
     table = table.long()
@@ -484,6 +485,10 @@ def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
     to_places = _new_rows(by_expert, in_order, at.max_rows)
     rows = torch.arange(at.max_rows, device=table.device)
     to = torch.searchsorted(by_expert[1:], rows, right=True) % w
+    last = by_expert[-1]
+    arrivals, origins, to, to_places = (
+        torch.where(rows < last, part, UNDEFINED) for part in (arrivals, origins, to, to_places)
+    )
     parts = [begins, sources, at_owners, in_sources, n.sum(0), by_source, arrivals, origins]
     parts += [by_expert[::w], to, to_places, table.sum(0), places]
     return torch.cat([F.pad(part, (0, -part.shape[0] % 4)) for part in parts]).to(torch.int32)
