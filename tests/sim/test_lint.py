@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fusedtp.checks.command import _by_finding
-from fusedtp.checks.lint import OWN, check, own_cases, variants_of
+from fusedtp.checks.lint import OWN, PLANS, check, own_cases, variants_of
 from fusedtp.sim import Launch, lint
 from fusedtp.sim.lint import speed
 from fusedtp.sim.lint.listing import Value, behind
@@ -27,7 +27,7 @@ from tests.sim.lint_sample import sample, takes
 pytestmark = pytest.mark.slow
 KERNELS = Path(__file__).parents[2] / "kernels"
 COMMUNICATING = [name for name in OWN if name.startswith(("all_gather_", "matmul_reduce", "moe_"))]
-COMMUNICATING += ["one_shot_kernel", "two_shot_kernel"]
+COMMUNICATING = [name for name in COMMUNICATING if name not in PLANS] + ["one_shot_kernel", "two_shot_kernel"]
 
 
 @pytest.fixture(scope="module")
