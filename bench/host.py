@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.moe.plan import Exchange, index_formula, index_size, plan_index
 
 from . import machine
-from .idle_driver import install
+from .idle_driver import c_compiler, install
 from .options import Plan
 from .rank import Rank, run
 
@@ -195,6 +196,9 @@ def _plan_of_experts() -> tuple[Callable[[], object], Callable[[], object]]:
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     options = tyro.cli(Options, args=list(argv), prog="fusedtp bench host", description=Options.__doc__)
+    if c_compiler() is None:
+        print("fusedtp bench host: no C compiler, neither $CC nor gcc, clang or cc", file=sys.stderr)
+        return 2
     command = shlex.join(["fusedtp", "bench", "host", *argv])
     about = machine.describe(RANKS, list(argv)) | {"triton": machine.version_of("triton"), "command": command}
     found = run(Plan(), RANKS, measure, options.rounds, options.tokens)

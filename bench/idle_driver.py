@@ -45,14 +45,15 @@ DOES_NOTHING(cuLaunchKernelEx) DOES_NOTHING(cuLaunchKernel)
 """
 
 
-def install(folder: str) -> None:
-    """Make it Triton's active driver in this process, built in `folder`, where Triton's cache goes as well.
+def c_compiler() -> str | None:
+    """Which Triton needs too, for its own driver."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 
-    Raises RuntimeError where there is no C compiler, which Triton needs for its own driver too.
-    """
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-    if compiler is None:
-        raise RuntimeError("no C compiler, neither $CC nor gcc, clang or cc: Triton cannot build its driver")
+
+def install(folder: str) -> None:
+    """Make it Triton's active driver in this process, built in `folder`, where Triton's cache goes as well."""
+    compiler = c_compiler()
+    assert compiler is not None
     source, library = Path(folder) / "idle.c", Path(folder) / "libcuda.so.1"
     source.write_text(SOURCE)
     command = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch import Tensor
 from fusedtp.bench import cli
 from fusedtp.bench.cases import OPERATIONS, Case, ways
 from fusedtp.bench.cpu import WAYS, Result, Row, measure_step
+from fusedtp.bench.idle_driver import c_compiler
 from fusedtp.bench.machine import slug
 from fusedtp.bench.options import Plan
 from fusedtp.bench.rank import run, run_ranks
@@ -124,7 +123,7 @@ def test_a_machine_names_its_folder() -> None:
 
 def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("triton")
-    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+    if c_compiler() is None:
         pytest.skip("Triton's launcher needs a C compiler")
     assert cli.main(["host", "--rounds", "3"]) == 0
     printed = capsys.readouterr().out
