@@ -58,7 +58,7 @@ def test_what_is_measured_goes_before_what_is_predicted(tmp_path):
         assert found.engine == "collective" and f"measured crossover of {GPU}" in found.reason
 
 
-@pytest.mark.parametrize("node", ["h100", "h200"])
+@pytest.mark.parametrize("node", ["h100", "h200", "a100"])
 def test_the_table_that_ships_follows_from_the_times_that_are_kept(node, tmp_path):
     (path,) = predicted.write(SAVED / f"{node}.json", tmp_path)
     assert path.read_bytes() == (measured.SHIPPED / path.name).read_bytes()
