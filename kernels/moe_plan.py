@@ -11,9 +11,10 @@ from .tiles import decoded, inline
 
 @inline
 def expert_of(ids, at, count, NUM_EXPERTS):
-    """ids[at], NUM_EXPERTS of a choice that is dropped, and more past the end."""
-    expert = tl.load(ids + at, mask=at < count, other=NUM_EXPERTS + 1).to(tl.int32)
-    return tl.where(expert < 0, NUM_EXPERTS, expert)
+    """ids[at], NUM_EXPERTS of a choice that is dropped or of no expert, and more past the end."""
+    expert = tl.load(ids + at, mask=at < count, other=0)
+    expert = tl.where((expert < 0) | (expert > NUM_EXPERTS), NUM_EXPERTS, expert).to(tl.int32)
+    return tl.where(at < count, expert, NUM_EXPERTS + 1)
 
 
 @triton.jit

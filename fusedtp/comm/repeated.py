@@ -34,9 +34,8 @@ class Repeated:
         self._runtime = knobs.runtime  # which has the hooks
         self._peers: Any = None
         self._places: list[int] = []  # of a call's arguments among all
-        self._ready: dict[
-            Any, tuple[Any, list[Any]]
-        ] = {}  # what was compiled, and all arguments of its first call
+        # of each kind: what was compiled, which unloads its module when nobody holds it; its launcher; its arguments
+        self._ready: dict[Any, tuple[Any, Any, list[Any]]] = {}
 
     def start(self, device: torch.device, given: Mapping[str, Any] = {}, peers: Any = None) -> None:
         """Start on the current stream of `device`, the current one, with the arguments that `args` lacks.
@@ -57,7 +56,7 @@ class Repeated:
             if kinds is not None:
                 self._keep(kinds, compiled, args, list(given))
             return
-        launch, first = ready
+        _compiled, launch, first = ready
         arguments = first.copy()
         for place, value in zip(self._places, values):
             arguments[place] = value
@@ -77,7 +76,10 @@ class Repeated:
         every = [args.get(name, parameter.default) for name, parameter in parameters.items()]
         first = [self.programs, 1, 1, 0, compiled.function, compiled.packed_metadata, None, None, None]
         self._places = [len(first) + list(parameters).index(name) for name in given]
-        self._ready[kinds] = compiled.run, [*first, *map(_addresses, every)]
+        arguments = [*first, *map(_addresses, every)]
+        for place in self._places:  # of the first call, whose descriptors hold tensors
+            arguments[place] = None
+        self._ready.setdefault(kinds, (compiled, compiled.run, arguments))
 
 
 def start(

@@ -157,6 +157,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys rotated by the same tables, on a GPU in one launch."""
-    if cos.dtype == torch.float32 and pointwise.serves(q, k):
+    if cos.dtype == torch.float32 and pointwise.serves(q, k, cos, sin):
         return pointwise.rotate_pair(q, k, cos, sin)
     return rotate(q, cos, sin), rotate(k, cos, sin)

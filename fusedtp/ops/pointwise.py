@@ -20,12 +20,12 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels take these here: fp32, fp16 or bf16 on a GPU that Triton compiles for, in eager mode."""
+    """Whether the kernels take these here: fp32, fp16 or bf16 on one GPU that Triton compiles for, in eager mode."""
     first = tensors[0]
     return (
         first.device.type == "cuda"
         and not torch.compiler.is_compiling()
-        and all(x.dtype in DTYPES for x in tensors)
+        and all(x.dtype in DTYPES and x.device == first.device for x in tensors)
         and runs_kernels(first.device)
     )
 

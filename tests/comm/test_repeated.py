@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,8 @@ from fusedtp.checks.lint import OWN, SIGNALS, _planned, _view, machine_of, varia
 from fusedtp.comm import device_view, repeated
 from fusedtp.comm.device_view import DeviceView, meet, peers_of
 from fusedtp.ops.launch import Launch
+from fusedtp.ops.launch.operands import local_config
+from fusedtp.ops.launch.plain import plan_matmul
 from fusedtp.ops.launch.pointwise import plan_rms_norm
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
@@ -37,12 +42,18 @@ class Compiled:
     def launch_metadata(self, *_):
         return self
 
-    def run(self, *args):
-        grid, (stream, function, packed), (metadata, enter, leave) = args[:3], args[3:6], args[6:9]
-        for hook in (enter, leave):
-            if hook is not None:
-                hook(metadata)
-        launches.append((*grid, stream, function, packed, *map(plain, args[9:])))
+    @property
+    def run(self):
+        return note  # which does not hold the kernel
+
+
+def note(*args) -> None:
+    """What stands in for a launcher: notes what it is called with, and calls the hooks."""
+    grid, (stream, function, packed), (metadata, enter, leave) = args[:3], args[3:6], args[6:9]
+    for hook in (enter, leave):
+        if hook is not None:
+            hook(metadata)
+    launches.append((*grid, stream, function, packed, *map(plain, args[9:])))
 
 
 def plain(value):
@@ -224,3 +235,29 @@ def test_later_launches_do_not_bind(triton, monkeypatch):
     assert [launch[:6] for launch in launches[4:]] == [launch[:6] for launch in launches[:4]]
     assert len(launches) == 8
     launches.clear()
+
+
+@pytest.mark.parametrize("tma", [True, False])
+def test_what_is_kept_holds_no_tensor_of_a_call(triton, tma):
+    """By TMA neither, where a descriptor is given and not an address."""
+    x, weight = at(0, 128, 64), at(0, 128, 64)
+    config = replace(local_config(MACHINE, x.dtype, "ieee", 128, 128), tma=tma)
+    launch, y = plan_matmul(x, weight, None, x.dtype, config, "ieee", MACHINE)
+    launch.start(CPU)
+    alive = [weakref.ref(tensor) for tensor in (x, weight, y)]
+    del x, weight, y, launch
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+    launches.clear()
+
+
+def test_what_was_compiled_lives_as_long_as_what_starts_it(triton):
+    """Else its module would be unloaded, as of two threads that compile at once: Triton keeps the later one."""
+    launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE)
+    launch.kernel.device_caches.clear()
+    launch.repeated.start(CPU)
+    alive = weakref.ref(*launch.kernel.device_caches[0][0].values())
+    launch.kernel.device_caches.clear()
+    launches.clear()
+    gc.collect()
+    assert alive() is not None

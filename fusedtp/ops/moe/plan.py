@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 from fusedtp.comm import Communicator, Group, Place, alone, communicator, place
 from fusedtp.comm.constant import constant_to_compiler
@@ -460,7 +461,8 @@ def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
 
     Shapes are known on the host, values stay on the device. By a kernel where there is one for it.
     """
-    if table.device.type == "cpu" or torch.compiler.is_compiling() or not runs_kernels(table.device):
+    traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack()
+    if table.device.type == "cpu" or traced or not runs_kernels(table.device):
         return index_formula(table, places, at)
     index = torch.empty(index_size(at), dtype=torch.int32, device=table.device)
     launch, parts = plan_index(table, index, at)
@@ -548,12 +550,12 @@ def plan_sort(expert_ids: Tensor, num_experts: int, block: int = SORT_BLOCK) -> 
 
 
 def plan_index(table: Tensor, index: Tensor, at: Exchange, block: int = 1024) -> tuple[Launch, PackedIndex]:
-    """The launch that fills `index`, but for `places`, from a contiguous table; and its parts."""
+    """The launch that fills `index`, but for `places`; and its parts."""
     from fusedtp.kernels.moe_plan import moe_index_kernel
 
     parts, w, each = unpacked(index, at), at.world_size, at.experts_here
     args = parts._asdict() | dict(
-        table=table,
+        table=table.contiguous(),
         rank2=odd(at.rank),
         max_rows=at.max_rows,
         WORLD=w,

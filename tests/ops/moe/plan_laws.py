@@ -70,6 +70,7 @@ def plan_law(
     ids = [each.to(device, dtype) for each in drawn(sizes, here, top_k, dropped, skewed, seed)]
     experts = here * len(sizes)
     table = torch.stack([sort_law(each, experts, block) for each in ids])
+    table = table if seed % 2 else table.t().contiguous().t()  # as rounds have it
     for rank in range(len(sizes)):
         at = Exchange("", rank, tuple(sizes), experts, top_k, 0, "triton")
         index_law(table, at._replace(max_rows=int(bound * at.max_recv_rows)), block)
