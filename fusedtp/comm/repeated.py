@@ -47,7 +47,10 @@ class Repeated:
         if peers is not self._peers:
             self._ready.clear()
             self._peers = peers
-        kinds, values = _looked_at(given.values()) if self._compiled else (None, [])
+        kinds: tuple[Any, ...] | None = () if self._compiled else None
+        values: list[Any] = []
+        if given and self._compiled:
+            kinds, values = _looked_at(given.values())
         ready = self._ready.get(kinds)
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
         if ready is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):

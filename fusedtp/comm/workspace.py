@@ -714,6 +714,7 @@ class Call:
 class PeerWatch(threading.Thread):
     """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
 
+    SECONDS = 0.2  # between two looks
     GRACE_SECONDS = 2.0  # a peer that exits after its last signal is no failure
 
     def __init__(self, call: Call) -> None:
@@ -728,7 +729,7 @@ class PeerWatch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._stopped.wait(0.2):
+        while not self._stopped.wait(self.SECONDS):
             fault = next((f for p in self.call.ws.peers if (f := self.call.lost(p)) is not None), None)
             if fault is not None and not self._stopped.wait(self.GRACE_SECONDS):
                 self.error = fault

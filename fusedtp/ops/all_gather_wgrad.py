@@ -220,7 +220,7 @@ def pointers(
     """The arguments that a prepared launch lacks. outputs dw_i [N_i, K] of x's dtype, or fp32: as accumulated."""
     args = dict(peers=peers, x=x, grads=tuple(dys), outputs=tuple(outputs))
     if launch.args["TMA"]:
-        args |= descriptors(dys, (launch.config.block_k, launch.config.block_m))
+        args |= descriptors(dys, [launch.config.block_k, launch.config.block_m])
     return args
 
 

@@ -105,7 +105,7 @@ def test_a_descriptor_is_what_its_constructor_makes(transposed):
     full = torch.empty(40, 64, dtype=torch.bfloat16)
     x = full[:, 8:32] if not transposed else full.t().contiguous().t()[:, :24].t()
     made, want = (
-        described(x, (16, 8)),
+        described(x, [16, 8]),
         descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 8]),
     )
     assert isinstance(made, descriptors.TensorDescriptor) and made.base is x

@@ -41,14 +41,14 @@ def describable(x: Tensor) -> bool:
     )
 
 
-def described(x: Tensor, block: Sequence[int]) -> Any:
+def described(x: Tensor, block: list[int]) -> Any:
     """The TMA descriptor of a matrix that TMA takes, made without its constructor, whose checks `describable` has made.
 
     An eager call makes up to eight, and the checks take some microseconds each time.
     """
     kind = _descriptor()
     made = kind.__new__(kind)
-    made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), list(x.stride()), list(block)
+    made.base, made.shape, made.strides, made.block_shape = x, [*x.shape], [*x.stride()], block
     return made
 
 
@@ -92,9 +92,9 @@ def weight_descriptors(launch: Launch, weights: Sequence[Tensor], name: str = "d
     """Arguments name0, name1, ... of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
     config = launch.config
     if launch.args["ACROSS"]:
-        weights, block = [w.t() for w in weights], (config.block_k, config.block_n)
+        weights, block = [w.t() for w in weights], [config.block_k, config.block_n]
     else:
-        block = (config.block_n, config.block_k)
+        block = [config.block_n, config.block_k]
     return descriptors(weights, block, name)
 
 
@@ -102,11 +102,11 @@ def local_descriptors(launch: Launch, xs: Sequence[Tensor], weights: Sequence[Te
     """The weights of a launch with `local_operands` that takes them by TMA, and the x_i if those go by TMA too."""
     args = weight_descriptors(launch, weights, "w_descriptor")
     if launch.args["X_TMA"]:
-        args |= descriptors(xs, (launch.config.block_m, launch.config.block_k), "x_descriptor")
+        args |= descriptors(xs, [launch.config.block_m, launch.config.block_k], "x_descriptor")
     return args
 
 
-def descriptors(matrices: Sequence[Tensor], block: Sequence[int], name: str = "descriptor") -> dict[str, Any]:
+def descriptors(matrices: Sequence[Tensor], block: list[int], name: str = "descriptor") -> dict[str, Any]:
     """Arguments descriptor0, 1, ... of a gather's launch by TMA, of the operands that peers do not write.
 
     Strides stay those of pointers, which the kernel is given as well: it takes both from one list of operands.
@@ -142,10 +142,10 @@ def operands(config: Config, precision: str, x: Tensor, weight: Tensor) -> dict[
     """The plain kernel's arguments for x [M, K] and w [N, K], in the tiles of `config`."""
     by_tma, k = config.tma, x.shape[1]
     return dict(
-        x=described(x, (config.block_m, config.block_k)) if by_tma else x,
+        x=described(x, [config.block_m, config.block_k]) if by_tma else x,
         stride_xm=0 if by_tma else x.stride(0),
         stride_xk=0 if by_tma else x.stride(1),
-        w=described(weight, (config.block_n, config.block_k)) if by_tma else weight,
+        w=described(weight, [config.block_n, config.block_k]) if by_tma else weight,
         stride_wn=0 if by_tma else weight.stride(0),
         stride_wk=0 if by_tma else weight.stride(1),
         K=k,
