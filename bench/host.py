@@ -40,6 +40,7 @@ from .options import Plan
 from .rank import Rank, run
 
 RANKS = 2
+IN_A_ROW = 20  # as in a loop that does nothing else: all is in the core's caches
 BOUND = ", bound by Triton"
 H100 = Machine("cuda", 132, 232448, name="H100", capability=90)
 
@@ -112,9 +113,7 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
                 timed(name, "no gradients", lambda: call(x, full, w1))  # noqa: B023
                 for which, hooks in (("repeated", nullcontext()), ("repeated" + BOUND, bound_by_triton())):
                     with hooks:
-                        for _ in range(
-                            20
-                        ):  # as in a loop that does nothing else: all is in the core's caches
+                        for _ in range(IN_A_ROW):
                             timed(name, which, lambda: call(x, full, w1))  # noqa: B023
             leaves = x.detach().requires_grad_(), full.detach().requires_grad_(), w1.detach().requires_grad_()
             y = timed(name, "forward", lambda: call(*leaves))  # noqa: B023

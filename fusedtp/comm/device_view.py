@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .repeated import Repeated, on
+from .launching import Repeated, on
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,11 @@ class DeviceView:
 
     @cached_property
     def meetings(self) -> dict[int, Repeated]:
-        """kernels/meet.py, by signature."""
+        """Launches of kernels/meet.py by signature, as many as `meet` keeps."""
         return {}
+
+
+MOST_MEETINGS = 1024  # kept: with sizes that change from call to call so do signatures
 
 
 def odd(n: int) -> int:
@@ -113,6 +116,8 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
         clock = clock_of(device)
         peers = peers_of(view, rank, world_size, sig, clock)
         kernel = Repeated(meet_kernel, 1, dict(peers=peers), meet_options(clock))
+        if len(view.meetings) >= MOST_MEETINGS:
+            view.meetings.clear()
         view.meetings[sig] = kernel
     with on(device):
         view.bump.start(device)

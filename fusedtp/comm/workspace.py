@@ -714,7 +714,6 @@ class Call:
 class PeerWatch(threading.Thread):
     """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
 
-    SECONDS = 0.2  # between two looks
     GRACE_SECONDS = 2.0  # a peer that exits after its last signal is no failure
 
     def __init__(self, call: Call) -> None:
@@ -729,7 +728,7 @@ class PeerWatch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._stopped.wait(self.SECONDS):
+        while not self._stopped.wait(0.2):
             fault = next((f for p in self.call.ws.peers if (f := self.call.lost(p)) is not None), None)
             if fault is not None and not self._stopped.wait(self.GRACE_SECONDS):
                 self.error = fault

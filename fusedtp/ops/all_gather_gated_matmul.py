@@ -25,6 +25,7 @@ from torch.autograd import Function
 from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.communicator import copied
 from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.launching import Launch, layouts
 
 from . import cpu, pointwise
 from .all_gather_matmul import (
@@ -39,7 +40,7 @@ from .all_gather_matmul import reference as linear_reference
 from .launch import pointwise as launcher
 from .launch.config import Config, Machine
 from .launch.operands import by_pointers, local_config
-from .launch.run import Launch, check, layouts, machine_for, of_one_layout
+from .launch.run import check, machine_for, of_one_layout
 from .main_grad import MainGrad, main_grads_of
 from .matmul import linear, linear_into, to_fp32
 from .operation import (

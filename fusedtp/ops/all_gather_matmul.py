@@ -27,11 +27,12 @@ from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.communicator import copied
 from fusedtp.comm.copies import Copies, Sending
 from fusedtp.comm.device_view import odd, peers_of
+from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, power_of_two, tiles
 from .launch.operands import weight_descriptors, weights_by_tma
-from .launch.run import Launch, check, layouts, machine_for
+from .launch.run import check, machine_for
 from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from .matmul import linear, linear_into, matmul_as, to_fp32
 from .operation import (

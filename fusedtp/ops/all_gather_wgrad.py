@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.launching import Launch, layouts
 
 from .all_gather_matmul import (
     choose_config,
@@ -24,7 +25,7 @@ from .all_gather_matmul import (
 )
 from .launch.config import VECTOR, Config, Machine
 from .launch.operands import descriptors, even_columns, takes_tma
-from .launch.run import Launch, check, layouts, machine_for
+from .launch.run import check, machine_for
 from .matmul import is_16_bit, matmul_as, to_fp32, widens
 from .operation import Example, FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard

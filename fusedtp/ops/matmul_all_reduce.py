@@ -20,9 +20,10 @@ from torch.autograd import Function
 
 from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
+from fusedtp.comm.launching import Launch, layouts
 
 from .launch.config import Config, Machine
-from .launch.run import Launch, check, layouts, machine_for
+from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked

@@ -24,11 +24,12 @@ from torch.autograd import Function
 
 from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
+from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
 from .launch.operands import MOST_DESCRIPTORS, local_descriptors, local_operands
-from .launch.run import Launch, check, layouts, machine_for
+from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (

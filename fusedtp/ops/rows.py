@@ -13,7 +13,9 @@ from fusedtp.comm import Place
 
 def split(n: int, world_size: int) -> tuple[int, ...]:
     """n rows over ranks as torch.chunk (and DTensor's Shard) does: ceil(n / W) each, the last ones fewer or none."""
-    if not torch.compiler.is_compiling() and n % world_size == 0:  # no guard of a graph
+    if (
+        not torch.compiler.is_compiling() and n % world_size == 0
+    ):  # while tracing, a graph would be guarded by it
         return (n // world_size,) * world_size
     each = -(-n // world_size)
     return tuple([max(0, min(each, n - r * each)) for r in range(world_size)])

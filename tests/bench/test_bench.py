@@ -123,8 +123,9 @@ def test_a_machine_names_its_folder() -> None:
 
 def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("triton")
-    if c_compiler() is None:
-        pytest.skip("Triton's launcher needs a C compiler")
+    if c_compiler() is None:  # without one Triton cannot build its launcher
+        assert cli.main(["host", "--rounds", "3"]) == 2 and "no C compiler" in capsys.readouterr().err
+        return
     assert cli.main(["host", "--rounds", "3"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.strip().startswith("│")]
@@ -139,3 +140,10 @@ def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixt
             assert not bound, row
     last = ["forward and backward", "index by a kernel", "index in torch"]
     assert passes == [*["no gradients", "repeated", "forward", "backward"] * 4, *last], printed
+
+
+def test_host_time_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert cli.main(["host", "--rounds", "3"]) == 2
+    assert "no C compiler" in capsys.readouterr().err

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.checks.lint import _view, machine_of
+from fusedtp.comm.launching import Launch
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, Config, tiles
 from fusedtp.ops.launch.operands import described, even_columns
-from fusedtp.ops.launch.run import Launch
 from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, window_args

@@ -1,10 +1,13 @@
 """Elementwise kernels under the interpreter: values and gradients of fp64 for any shape, dtype and layout."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.nn.rope import rotate_pair
 from fusedtp.ops import pointwise
 from tests.interpreting import interpreted
 from tests.ops.pointwise_laws import Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
@@ -68,3 +71,28 @@ def test_an_activation_that_no_kernel_has_is_refused():
 )
 def test_rotary_embedding_of_queries_and_keys(draw, shared_positions):
     interpreted(rope_law, draw, shared_positions)
+
+
+def test_kernels_serve_tensors_of_one_gpu(monkeypatch):
+    """A launch looks at addresses alone: operands on another device would be read as if they were on this one."""
+    monkeypatch.setattr(pointwise, "runs_kernels", lambda device: True)
+
+    def on(device, dtype=torch.float32):
+        return SimpleNamespace(device=torch.device(device), dtype=dtype)
+
+    assert pointwise.serves(on("cuda:0"), on("cuda:0", torch.bfloat16))
+    for other in (on("cpu"), on("cuda:1"), on("cuda:0", torch.float64)):
+        assert not pointwise.serves(on("cuda:0"), other)
+
+
+def test_a_rotation_asks_for_its_tables_too(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pointwise, "serves", lambda *tensors: asked.extend(map(id, tensors)))
+    q, k, cos, sin = (
+        torch.ones(1, 3, 2, 4),
+        torch.ones(1, 3, 1, 4),
+        torch.ones(1, 3, 1, 2),
+        torch.ones(1, 3, 1, 2),
+    )
+    rotate_pair(q, k, cos, sin)
+    assert asked == [id(each) for each in (q, k, cos, sin)]

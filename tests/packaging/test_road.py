@@ -17,14 +17,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
-from fusedtp.comm.workspace import PeerWatch
 from fusedtp.nn.experts import Experts
 from tests.harness import world
 
 ROOT = Path(fusedtp.__file__).parents[1]
 APART = ("kernels", "sim", "tests")
 COLUMNS = 16  # of a weight: as wide as kernels like it
-TRIES = 10
+TRIES = 5
 
 
 class Road:
@@ -81,15 +80,6 @@ def road_of_experts(group: Any, backward: bool) -> list[Road]:
 
 
 def roads_of(call: Callable[[], None], tries: int = TRIES) -> list[Road]:
-    """Of so many calls, in which nobody looks whether a peer is alive, however long the interpreter takes."""
-    before, PeerWatch.SECONDS = PeerWatch.SECONDS, 60.0
-    try:
-        return _roads_of(call, tries)
-    finally:
-        PeerWatch.SECONDS = before
-
-
-def _roads_of(call: Callable[[], None], tries: int) -> list[Road]:
     call()
     roads = []
     for _ in range(tries):

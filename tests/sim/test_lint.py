@@ -26,8 +26,8 @@ from tests.sim.lint_sample import sample, takes
 
 pytestmark = pytest.mark.slow
 KERNELS = Path(__file__).parents[2] / "kernels"
-COMMUNICATING = [name for name in OWN if name.startswith(("all_gather_", "matmul_reduce", "moe_"))]
-COMMUNICATING = [name for name in COMMUNICATING if name not in PLANS] + ["one_shot_kernel", "two_shot_kernel"]
+EXCHANGING = ("all_gather_", "matmul_reduce", "moe_", "one_shot", "two_shot")
+COMMUNICATING = [name for name in OWN if name.startswith(EXCHANGING) and name not in PLANS]
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,12 @@ The launchers of fused and grouped matmuls stand in their operations' files. Out
 the workspace is handed out. Imports triton lazily.
 """
 
+from fusedtp.comm.launching import Launch
+
 from . import cross_entropy, pointwise
 from .config import Config, Machine
 from .plain import matmul, scaled_matmul
-from .run import DTYPES, Launch, require_triton
+from .run import DTYPES, require_triton
 
 __all__ = [
     "DTYPES",

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.launching import Launch
+
 from .config import VECTOR, Config, Machine, machine_of, power_of_two
-from .run import Launch
 
 ACCESS = 16  # bytes of a thread's access to memory
 LANES = 1024  # accesses of a program at once: four of each thread, so that enough bytes are under way

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.launching import Launch
+
 from . import tuned
 from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
-from .run import Launch
 
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.launching import Launch
+
 from . import tuned
 from .config import VECTOR, Config, Machine, machine_of
 from .operands import FP8, local_config, operands, with_tile, within_reach
-from .run import DTYPES, Launch, check_tensors, require_triton
+from .run import DTYPES, check_tensors, require_triton
 
 Scales = tuple[
     Tensor | None, Tensor | None

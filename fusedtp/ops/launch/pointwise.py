@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedtp.comm.launching import Launch
+
 from .config import VECTOR, Config, Machine, machine_of, power_of_two
-from .run import Launch
 
 WHOLE = 8192  # width of a row that one program holds in registers, with its weight's gradient
 WIDE_WARPS = 16  # of a program for a part of a wider one

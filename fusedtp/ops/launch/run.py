@@ -1,107 +1,22 @@
-"""From checked tensors and a workspace's device view to a launch.
+"""What is checked before a launch: tensors, room, and whether Triton can run here.
 
 Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedtp.comm.copies import Sending
-from fusedtp.comm.repeated import Repeated, on, start
-from fusedtp.comm.streams import is_capturing
-
-from .config import Config, Machine, machine_of
+from .config import Machine, machine_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST = (
     2**31 - 2**16
 )  # rows or columns: kernels number them by 32 bits, a tile past the end; addresses have 64
-_LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, the others find it
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with its arguments; `run` starts it on the current stream.
-
-    A prepared launch lacks the arguments that change from call to call, its pointers; see `prepare` in the operations.
-    """
-
-    kernel: Any
-    programs: int
-    args: dict[str, Any]
-    config: Config
-
-    @cached_property
-    def options(self) -> dict[str, int]:
-        chosen = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
-        if self.config.max_registers:  # an option that only the CUDA backend has
-            chosen["maxnreg"] = self.config.max_registers
-        return chosen
-
-    @cached_property
-    def repeated(self) -> Repeated:
-        return Repeated(self.kernel, self.programs, self.args, self.options)
-
-    def given(self, pointers: dict[str, Any]) -> Launch:
-        """With the arguments that were missing."""
-        return Launch(self.kernel, self.programs, {**self.args, **pointers}, self.config)
-
-    def run(
-        self,
-        view: Any,
-        device: torch.device,
-        sending: Sending | None = None,
-        pointers: dict[str, Any] | None = None,
-    ) -> None:
-        """Begin a call of the group and start. `sending`: copies beside the kernel, which then sends nothing.
-
-        Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
-        them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
-        handle of the vendor's library can, would wait for a kernel that waits for a rank that cannot start its own.
-        """
-        given = {} if pointers is None else pointers
-        peers = given.pop("peers", None)
-        meet = None if view.meet is None or is_capturing() else view.meet
-        with on(device):
-            if meet is not None:
-                with _LOADING:
-                    view.bump.load()
-                    self.repeated.load(given, peers)
-                meet()
-            view.bump.start(device)
-            try:
-                if sending is not None:
-                    sending.send()
-                if self.programs:
-                    self.repeated.start(device, given, peers)
-            finally:
-                if sending is not None:
-                    sending.join()
-        if meet is not None:
-            meet()
-
-    def start(self, device: torch.device) -> None:
-        """Start a kernel that belongs to no call, if there is anything to do."""
-        if not self.programs:
-            return
-        with on(device):
-            start(self.kernel, self.programs, self.args, self.options, device)
-
-
-def layouts(*tensors: Tensor) -> tuple[Any, ...]:
-    """Cache key of a prepared launch: shape, strides and alignment of each operand."""
-    found = []
-    for t in tensors:
-        found.append((t.shape, t.stride(), t.data_ptr() % 16 == 0))
-    return tuple(found)
 
 
 def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:

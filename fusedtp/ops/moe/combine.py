@@ -30,11 +30,12 @@ from torch.autograd import Function
 
 from fusedtp.comm import place, propagate_errors
 from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.launching import Launch, layouts
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
 from ..cpu import accumulator, cache_blocks
 from ..launch.config import Config, Machine
-from ..launch.run import Launch, check, layouts, machine_for, of_one_layout
+from ..launch.run import check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call
@@ -656,9 +657,9 @@ def matmul_combine_pointers(
 
 
 def plan_matmul_combine(
-    view: Any, rank: int, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor,
-    places: Tensor, weights: Tensor | None, index: PackedIndex, at: Exchange, sig: int, config: Config | None,
-    precision: str, machine: Machine,
+    view: Any, rank: int, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor, places: Tensor,
+    weights: Tensor | None, index: PackedIndex, at: Exchange, sig: int, config: Config | None, precision: str,
+    machine: Machine,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
     """The whole launch of a matmul with its combine, not yet run, and its output."""
     hs, experts = of_one_layout(hs), of_one_layout(experts)

@@ -30,11 +30,12 @@ from torch.autograd import Function
 
 from fusedtp.comm import Group, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
+from fusedtp.comm.launching import Launch, layouts
 from fusedtp.comm.signature import COMM_DTYPES
 
 from ..cpu import accumulator
 from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
-from ..launch.run import DTYPES, Launch, check, layouts, machine_for, of_one_layout
+from ..launch.run import DTYPES, check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
 from ..operation import Plan as Call

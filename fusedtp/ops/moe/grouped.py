@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fusedtp.comm.device_view import runs_kernels
+from fusedtp.comm.launching import Launch
 
 from .. import cpu
 from .. import matmul as dense
@@ -41,7 +42,7 @@ from ..engines import has_triton, interpreting
 from ..launch.config import Config, Machine, machine_of
 from ..launch.operands import by_pointers, even_columns, local_config
 from ..launch.pointwise import ELEMENTS
-from ..launch.run import DTYPES, Launch, check_tensors, of_one_layout
+from ..launch.run import DTYPES, check_tensors, of_one_layout
 from ..main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from ..matmul import is_16_bit, joined, matmul_add
 from ..operation import LocalOperation, as_autocast, needs_grad, wanted

@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: igno
 from fusedtp.comm import Communicator, Group, Place, alone, communicator, place
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import odd, runs_kernels
+from fusedtp.comm.launching import Launch
 from fusedtp.comm.signature import COMM_DTYPES
 
 from .. import engines
 from ..engines import Choice
 from ..launch.config import Config, power_of_two
-from ..launch.run import Launch
 from ..operation import Operation, Shared, Spec
 from ..operation import Plan as Call
 from ..rows import Rows
@@ -252,12 +252,8 @@ def _plan_alone(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
 
 
 def _plan_by_collective(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
-    """One small gather of counts and orders; its shape is known on the host."""
     at = Exchange.of(call.spec, max_rows)
-    lengths = [at.num_experts + n * at.top_k for n in at.sizes]
-    with call.comm.agreed(call.signature):
-        gathered = call.comm.all_gather(torch.cat(sort_choices(expert_ids, at.num_experts)), lengths)
-    return _plan_of(gathered, lengths, at)
+    return _gathered(call, torch.cat(sort_choices(expert_ids, at.num_experts)), at)
 
 
 def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
@@ -275,12 +271,16 @@ def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
 def _plan_for_kernels(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
     """As _plan_by_collective, on the device by two kernels."""
     at = Exchange.of(call.spec, max_rows)
-    lengths = [at.num_experts + n * at.top_k for n in at.sizes]
     words, places = sorted_words(expert_ids, at.num_experts)
-    with call.comm.agreed(call.signature):
-        gathered = call.comm.all_gather(words, lengths)
-    table, orders, _ = _plan_of(gathered, lengths, at)
+    table, orders, _ = _gathered(call, words, at)
     return table, orders, packed_index(table, places, at)
+
+
+def _gathered(call: Call, words: Tensor, at: Exchange) -> Parts:
+    """One small gather of counts and orders; its shape is known on the host."""
+    lengths = [at.num_experts + n * at.top_k for n in at.sizes]
+    with call.comm.agreed(call.signature):
+        return _plan_of(call.comm.all_gather(words, lengths), lengths, at)
 
 
 def _plan_of(gathered: Tensor, lengths: Sequence[int], at: Exchange) -> Parts:
@@ -528,7 +528,7 @@ def sorted_words(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """expert_ids [T, k] -> counts [E] and order [T k] as one tensor, and places [T k], all int32."""
     if expert_ids.device.type == "cpu":
         counts, order = sort_choices(expert_ids, num_experts)
-        return torch.cat([counts, order]), places_of(order)
+        return torch.cat([counts, order]), places_of(order).to(torch.int32)
     launch, words, places = plan_sort(expert_ids, num_experts)
     launch.start(expert_ids.device)
     return words, places

@@ -74,3 +74,14 @@ def plan_law(
     for rank in range(len(sizes)):
         at = Exchange("", rank, tuple(sizes), experts, top_k, 0, "triton")
         index_law(table, at._replace(max_rows=int(bound * at.max_recv_rows)), block)
+
+
+def stray_law(group: object, device: str) -> None:
+    """Ids of no expert, which a GPU does not refuse: they end up as dropped ones do, and every choice has one place."""
+    for dtype, stray in ((torch.int32, 2**31 - 1), (torch.int64, 2**32 + 1), (torch.int64, -(2**40))):
+        ids = torch.tensor([[0, stray], [3, 2], [stray, 4]], dtype=dtype, device=device)
+        launch, words, places = plan_sort(ids, 4, 16)
+        launch.start(ids.device)
+        assert words[:4].tolist() == [1, 0, 1, 1]
+        assert words[4:].tolist() == [0, 3, 2, 1, 4, 5]
+        assert places.tolist() == [0, 3, 2, 1, 4, 5]

@@ -7,11 +7,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fusedtp.comm.launching import Launch as Planned
+from fusedtp.ops.moe import plan as exchange
 from fusedtp.ops.moe.plan import Exchange, places_of, plan_index, plan_sort, sort_choices
 from fusedtp.sim import Launch, Run, Schedule, compare, run_schedule
 from tests.harness import world
 
-from .plan_laws import check_index, drawn, plan_law, unfilled_index
+from .plan_laws import check_index, drawn, plan_law, stray_law, unfilled_index
 
 
 @st.composite
@@ -38,6 +40,46 @@ def exchanges(draw):
 def test_kernels_make_the_plan_of_the_formula(exchange, dtype, dropped, skewed, bound, block, seed):
     pytest.importorskip("triton")
     world(1).run(plan_law, "cpu", dtype, *exchange, dropped, skewed, bound, block, seed)
+
+
+def test_an_id_of_no_expert_counts_as_a_dropped_choice():
+    pytest.importorskip("triton")
+    world(1).run(stray_law, "cpu")
+
+
+def test_the_plan_on_a_gpu_takes_two_kernels_and_few_operations(monkeypatch):
+    """As the host issues them: on tensors without memory, with kernels that do not start."""
+    started, at = [], Exchange("", 1, (8,) * 4, 8, 2, 64, "triton")
+    monkeypatch.setattr(exchange, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(Planned, "start", lambda launch, device: started.append(launch.kernel.__name__))
+    ids = torch.empty(8, 2, dtype=torch.int64, device="meta")
+    gathered = torch.empty(4 * 24, dtype=torch.int32, device="meta")
+
+    def planned() -> None:
+        _, places = exchange.sorted_words(ids, 8)
+        table, _, _ = exchange._plan_of(gathered, [24] * 4, at)
+        exchange.packed_index(table, places, at)
+
+    def in_torch() -> None:
+        sort_choices(ids, 8)
+        table, orders, _ = exchange._plan_of(gathered, [24] * 4, at)
+        exchange.index_formula(table, places_of(orders[:16]), at)
+
+    assert len(operations_of(planned)) <= 3 and started == ["moe_sort_kernel", "moe_index_kernel"]
+    assert len(operations_of(in_torch)) >= 50
+
+
+VIEWS = "view split split_with_sizes slice select t transpose permute unsqueeze reshape contiguous empty new_empty"
+FREE = {f"aten::{name}" for name in VIEWS.split()}  # unless they copy
+
+
+def operations_of(call) -> list[str]:
+    """torch's operations that would start a kernel."""
+    with torch.profiler.profile() as profile:
+        call()
+    outer = [each for each in profile.events() if each.cpu_parent is None]
+    copies = [any(child.name == "aten::clone" for child in each.cpu_children) for each in outer]
+    return [each.name for each, copy in zip(outer, copies, strict=True) if copy or each.name not in FREE]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -1,23 +1,140 @@
-"""Kernels that are launched again and again: what Triton finds out at each launch, found out once.
+"""A kernel with its arguments, and how it is launched: the first time by Triton, then without.
 
-`kernel[grid](**arguments)` binds arguments by name, asks each what the compiler specialises on, and looks for what it
-compiled by the whole list. In an eager call that takes longer than all else. But of tensors only dtype and alignment
-count, and all else is the same from call to call; so a later launch hands the compiled kernel its addresses, no more.
+`kernel[grid](**arguments)` binds arguments by name, asks each what the compiler specialises on, and looks up what it
+compiled by the whole list. In an eager call that takes longer than all else. But of a tensor only dtype and alignment
+count, and everything else is the same from call to call; so a later launch hands the compiled kernel its addresses and
+nothing more.
 
-The first launch of a kind goes through Triton, which compiles then. So do all with an address that 16 does not divide,
-or while a hook watches launches (a profiler's), all under the interpreter, and on AMD, where what is compiled depends
-on a tensor's size as well.
+The first launch of a kind goes through Triton, which compiles then. So does every launch with an address that is no
+multiple of 16 or while a hook watches launches (a profiler's), every one under the interpreter, and every one on AMD,
+where what is compiled depends on a tensor's size as well.
+
+Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .copies import Sending
+from .streams import is_capturing
 
 STREAM = 3  # which argument of a launcher it is
+MOST_KEPT = 4096  # launches that nobody else keeps: sizes are a part of their key, and some never come again
+_HERE: AbstractContextManager[Any] = nullcontext()
+_LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, the others find it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments; `run` starts it on the current stream.
+
+    A prepared launch lacks the arguments that change from call to call, its pointers; see `prepare` in the operations.
+    """
+
+    kernel: Any
+    programs: int
+    args: dict[str, Any]
+    config: Any  # a launch.config.Config of the operations
+
+    @cached_property
+    def options(self) -> dict[str, int]:
+        chosen = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        if self.config.max_registers:  # an option that only the CUDA backend has
+            chosen["maxnreg"] = self.config.max_registers
+        return chosen
+
+    @cached_property
+    def repeated(self) -> Repeated:
+        return Repeated(self.kernel, self.programs, self.args, self.options)
+
+    def given(self, pointers: dict[str, Any]) -> Launch:
+        """With the arguments that were missing."""
+        return Launch(self.kernel, self.programs, {**self.args, **pointers}, self.config)
+
+    def run(
+        self,
+        view: Any,
+        device: torch.device,
+        sending: Sending | None = None,
+        pointers: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin a call of the group and start. `sending`: copies beside the kernel, which then sends nothing.
+        `pointers`: the arguments that were missing, in a dictionary of this call alone.
+
+        Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
+        them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
+        handle of the vendor's library can, would wait for a kernel that waits for a rank that cannot start its own.
+        """
+        given = pointers or {}
+        peers = given.pop("peers", None)
+        meet = None if view.meet is None or is_capturing() else view.meet
+        with on(device) if device.type == "cuda" else _HERE:
+            if meet is not None:
+                with _LOADING:
+                    view.bump.load()
+                    self.repeated.load(given, peers)
+                meet()
+            view.bump.start(device)
+            try:
+                if sending is not None:
+                    sending.send()
+                if self.programs:
+                    self.repeated.start(device, given, peers)
+            finally:
+                if sending is not None:
+                    sending.join()
+        if meet is not None:
+            meet()
+
+    def start(self, device: torch.device) -> None:
+        """Start a kernel that belongs to no call, if there is anything to do.
+
+        Nobody keeps this launch: what was compiled is found by all its arguments that are no tensors. (Where the tiles
+        of a TMA descriptor differ, so does one of the constants.)
+        """
+        if not self.programs:
+            return
+        same: dict[str, Any] = {}
+        given: dict[str, Any] = {}
+        for name, value in self.args.items():
+            first = value[0] if type(value) is tuple and value else value
+            # a TMA descriptor has a base
+            of_call = first is None or isinstance(first, Tensor) or hasattr(first, "base")
+            (given if of_call else same)[name] = value
+        made = _kept(
+            self.kernel, self.programs, device, tuple(self.options.items()), tuple(same.items()), tuple(given)
+        )
+        with on(device):
+            made.start(device, given)
+
+
+def layouts(*tensors: Tensor) -> tuple[Any, ...]:
+    """Cache key of a prepared launch: shape, strides and alignment of each operand."""
+    found = []
+    for t in tensors:
+        found.append((t.shape, t.stride(), t.data_ptr() % 16 == 0))
+    return tuple(found)
+
+
+@lru_cache(MOST_KEPT)
+def _kept(
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    options: tuple[tuple[str, Any], ...],
+    same: tuple[tuple[str, Any], ...],
+    given: tuple[str, ...],
+) -> Repeated:
+    return Repeated(kernel, programs, dict(same), dict(options))
 
 
 class Repeated:
@@ -75,6 +192,8 @@ class Repeated:
     def _keep(self, kinds: tuple[Any, ...], compiled: Any, args: Mapping[str, Any], given: list[str]) -> None:
         """As Triton launches what it has found: with a grid, a stream, the function, no hooks, and all arguments."""
         self._compiled = compiled.metadata.target.backend == "cuda"
+        if not self._compiled:
+            return
         parameters = self.kernel.signature.parameters
         every = [args.get(name, parameter.default) for name, parameter in parameters.items()]
         first = [self.programs, 1, 1, 0, compiled.function, compiled.packed_metadata, None, None, None]
@@ -83,32 +202,6 @@ class Repeated:
         for place in self._places:  # of the first call, whose descriptors hold tensors
             arguments[place] = None
         self._ready.setdefault(kinds, (compiled, compiled.run, arguments))
-
-
-def start(
-    kernel: Any, programs: int, args: Mapping[str, Any], options: Mapping[str, Any], device: torch.device
-) -> None:
-    """kernel[(programs,)](**args, **options), a launch that nobody keeps, found by all arguments that are no tensors.
-
-    Where a TMA descriptor's tiles differ, so does one of the constants.
-    """
-    same: dict[str, Any] = {}
-    given: dict[str, Any] = {}
-    for name, value in args.items():
-        first = value[0] if type(value) is tuple and value else value
-        of_call = first is None or isinstance(first, torch.Tensor) or hasattr(first, "base")
-        (given if of_call else same)[name] = value
-    key = (kernel, programs, device, *options.values(), *given, *same.values())
-    found = _STARTED.get(key)
-    if found is None:
-        if len(_STARTED) >= MOST_STARTED:
-            _STARTED.clear()
-        found = _STARTED[key] = Repeated(kernel, programs, same, options)
-    found.start(device, given)
-
-
-MOST_STARTED = 4096  # kept: sizes are part of a key, and some never come again
-_STARTED: dict[tuple[Any, ...], Repeated] = {}
 
 
 def _looked_at(given: Iterable[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]:
@@ -133,7 +226,7 @@ def _looked_at(given: Iterable[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]
                     low |= each
                 of_tuple.append(each)
             value = tuple(of_tuple)
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             kinds.append(value.dtype)
             value = value.data_ptr()
             low |= value
@@ -149,7 +242,7 @@ def _addresses(value: Any) -> Any:
     """A tensor's address, also in tuples within tuples; all else as it is."""
     if isinstance(value, tuple):
         return tuple(map(_addresses, value))
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -157,6 +250,3 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
-
-
-_HERE: AbstractContextManager[Any] = nullcontext()

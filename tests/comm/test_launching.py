@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedtp.checks.lint import OWN, SIGNALS, _planned, _view, machine_of, variants_of
-from fusedtp.comm import device_view, repeated
+from fusedtp.comm import device_view, launching
 from fusedtp.comm.device_view import DeviceView, meet, peers_of
 from fusedtp.ops.launch import Launch
 from fusedtp.ops.launch.operands import local_config
@@ -90,7 +90,7 @@ def triton():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit.JITFunction, "_do_compile", do_compile)
         yield
-    repeated._STARTED.clear()
+    launching._kept.cache_clear()
     for kernel in used:
         kernel.device_caches.clear()
     driver.set_active(None)  # whoever asks next finds this machine's own
@@ -234,6 +234,17 @@ def test_later_launches_do_not_bind(triton, monkeypatch):
         call()
     assert [launch[:6] for launch in launches[4:]] == [launch[:6] for launch in launches[:4]]
     assert len(launches) == 8
+    launches.clear()
+
+
+def test_meetings_of_ever_new_signatures_are_not_all_kept(triton, monkeypatch):
+    monkeypatch.setattr(device_view, "clock_of", lambda _: "cuda")
+    monkeypatch.setattr(device_view, "MOST_MEETINGS", 2)
+    view = _view(2)
+    view = DeviceView(**{name: getattr(view, name) for name in DeviceView.__dataclass_fields__})
+    for signature in range(5):
+        meet(view, 1, 2, signature)
+        assert signature in view.meetings and len(view.meetings) <= 2
     launches.clear()
 
 
