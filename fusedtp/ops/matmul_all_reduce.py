@@ -78,13 +78,13 @@ def matmul_all_reduce(
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)
         check_linear(at, x, [weight], [bias])
-        flat, needs = x.flatten(0, -2), needs_grad(x, weight, bias)
+        flat, needs = x if x.dim() == 2 else x.flatten(0, -2), needs_grad(x, weight, bias)
         spec = Spec(at.name, at.rank, split(flat.shape[0], at.world_size), 1, engine, needs, layer)
         if needs:
             y = _AllReduced.apply(spec, main_grad, flat, weight, bias)
         else:
             y = op(spec, flat, weight, bias)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        return y if flat is x else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
