@@ -28,6 +28,7 @@ from .virtual_world import ThreadWorld, VirtualGroup
 from .workspace import COMPARED_CALLS, Workspace
 
 Group = dist.ProcessGroup | DeviceMesh | VirtualGroup | str
+_NO_SPAN = nullcontext()
 
 
 def copied(x: Tensor) -> Tensor:
@@ -120,9 +121,10 @@ class Communicator:
             return
         if self.device.type == "cpu" and self.world_size > 1:
             words = signature.words(0)
-            table = self.world.all_gather(torch.from_numpy(words)[None], [1] * self.world_size)
-            for p, theirs in enumerate(table.numpy()):
-                compare(words, theirs, self.rank, p, self.world_size)
+            mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+            every = self.world.all_gather(mine[None], [1] * self.world_size)
+            for p, theirs in enumerate(every.numpy()):
+                compare(words, theirs.tobytes(), self.rank, p, self.world_size)
         yield
 
     def count(self, operation: str, engine: str, layer: str = "") -> None:
@@ -132,15 +134,15 @@ class Communicator:
         key = layer or operation, engine
         self.layer_calls[key] = self.layer_calls.get(key, 0) + 1
 
-    @contextmanager
-    def span(self, label: str) -> Iterator[None]:
+    def span(self, label: str) -> AbstractContextManager[None]:
         """Record a stretch of host time in `timeline`, if one is being kept."""
-        if self.timeline is None:
-            yield
-            return
+        return _NO_SPAN if self.timeline is None else self._recorded(self.timeline, label)
+
+    @contextmanager
+    def _recorded(self, timeline: list[tuple[str, float, float]], label: str) -> Iterator[None]:
         begin = monotonic()
         yield
-        self.timeline.append((label, begin, monotonic()))
+        timeline.append((label, begin, monotonic()))
 
     def _timed(self, fn: Any, *args: Any) -> Tensor:
         begin = monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from sys import byteorder
 
 import numpy as np
 import torch
@@ -73,15 +74,15 @@ class Signature:
     comm_dtype: int = 0
 
     @cached_property
-    def template(self) -> np.ndarray:
-        """[NUM_WORDS] int64: the words of every call, but for the call's number at CALL_AT."""
-        return _template(self)
+    def _around(self) -> tuple[bytes, bytes]:
+        """The words before the call's number, and those behind it."""
+        words = _template(self).tobytes()
+        return words[: 8 * CALL_AT], words[8 * (CALL_AT + 1) :]
 
-    def words(self, call: int) -> np.ndarray:
-        """[NUM_WORDS] int64."""
-        out = self.template.copy()
-        out[CALL_AT] = call
-        return out
+    def words(self, call: int) -> bytes:
+        """NUM_WORDS of int64. Only the first `published_bytes` say anything."""
+        before, behind = self._around
+        return before + call.to_bytes(8, byteorder) + behind
 
     @cached_property
     def hash32(self) -> int:
@@ -110,9 +111,14 @@ def _name_words(name: str) -> np.ndarray:
     return np.frombuffer(given.ljust(8 * NAME_WORDS, b"\0"), np.int64)
 
 
-def operation_of(words: np.ndarray) -> str:
+def published_bytes(world_size: int) -> int:
+    """How much of a signature's words ranks exchange: no sizes but theirs."""
+    return 8 * (SIZES_AT + min(world_size, MAX_SIZES))
+
+
+def operation_of(words: bytes) -> str:
     """The name of the operation that published these words; FAILED or REFUSED of a rank that raised."""
-    return words[:NAME_WORDS].tobytes().rstrip(b"\0").decode(errors="replace")
+    return words[: 8 * NAME_WORDS].rstrip(b"\0").decode(errors="replace")
 
 
 @lru_cache(256)
@@ -120,12 +126,12 @@ def _hash32(s: Signature) -> int:
     return (zlib.crc32(_template(s).tobytes()) & 0x7FFFFFFF) or 1
 
 
-def failure_words(call: int, kind: str = FAILED) -> np.ndarray:
+def failure_words(call: int, kind: str = FAILED) -> bytes:
     """What a rank publishes that raised in the middle of a call, or (REFUSED) in place of it."""
     out = np.zeros(NUM_WORDS, np.int64)
     out[:NAME_WORDS] = _name_words(kind)
     out[CALL_AT] = call
-    return out
+    return out.tobytes()
 
 
 def _show(field: str, value: int) -> str:
@@ -140,12 +146,12 @@ def _show(field: str, value: int) -> str:
     return str(value)
 
 
-def compare(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_size: int) -> None:
+def compare(mine: bytes, theirs: bytes, rank: int, peer: int, world_size: int) -> None:
     """Raises SignatureMismatch naming both ranks and the first field that differs, PeerFailed if the peer raised."""
-    if mine.tobytes() == theirs.tobytes():
+    if mine == theirs:
         return
     ours, other = operation_of(mine), operation_of(theirs)
-    call = int(mine[CALL_AT])
+    call = int.from_bytes(mine[8 * CALL_AT : 8 * (CALL_AT + 1)], byteorder)
     if other in (FAILED, REFUSED):
         when = "during" if other == FAILED else "before it began"
         raise PeerFailed(f"rank {peer} raised {when} {ours} (call {call}); rank {rank} stops too")
@@ -155,9 +161,10 @@ def compare(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_si
     raise SignatureMismatch(f"ranks disagree on {ours} (call {call}): {detail}")
 
 
-def _difference(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, world_size: int) -> str:
+def _difference(mine: bytes, theirs: bytes, rank: int, peer: int, world_size: int) -> str:
     """The first field that differs, in words."""
-    for name, a, b in zip(FIELDS, mine[NAME_WORDS:].tolist(), theirs[NAME_WORDS:].tolist(), strict=False):
+    both = [np.frombuffer(words, np.int64).tolist() for words in (mine, theirs)]
+    for name, a, b in zip(FIELDS, *(words[NAME_WORDS:] for words in both), strict=False):
         if a != b:
             detail = f"{name} is {_show(name, a)} on rank {rank} and {_show(name, b)} on rank {peer}"
             if name == "tables":
@@ -166,5 +173,5 @@ def _difference(mine: np.ndarray, theirs: np.ndarray, rank: int, peer: int, worl
                     "have not the same multiprocessors: use engine='chunked')"
                 )
             return detail
-    a, b = (words[SIZES_AT : SIZES_AT + world_size].tolist() for words in (mine, theirs))
+    a, b = (words[SIZES_AT : SIZES_AT + world_size] for words in both)
     return f"sizes is {a} on rank {rank} and {b} on rank {peer} (pass the same `sizes` on all ranks)"

@@ -1,7 +1,7 @@
 """One workspace a group: two rotating data slots, flags, and the protocol that every call follows.
 
     control region   semaphores [W]         CPU: posted by source, taken by the owner
-                     records [2, W, words]  signatures, by call parity and source
+                     records [2, W]         words of signatures, by call parity and source
                      flags [W, 4096] int32  kernels: set to the epoch by source and chunk
                      arrivals [2, W] int64  kernels: epoch and hash of the signature, by call parity and source
                      gone [W] int32         CPU: 1 + the rank that a source gave up on; it will not signal again
@@ -87,7 +87,7 @@ from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooM
 from .memory import Region, round_up
 from .process_world import ProcessWorld
 from .semaphore import LIBC
-from .signature import CALL_AT, NUM_WORDS, REFUSED, Signature, compare, failure_words, operation_of
+from .signature import FAILED, REFUSED, Signature, compare, failure_words, operation_of, published_bytes
 from .streams import SideStream, StreamOrder, finish, is_capturing
 from .virtual_world import ThreadWorld
 
@@ -145,7 +145,8 @@ class Workspace:
     def _make_control_region(self) -> None:
         w, device = self.world_size, self.device
         self._records_at = w * semaphore.SIZE
-        self._flags_at = self._records_at + 2 * w * NUM_WORDS * 8
+        self.record_bytes = published_bytes(w)
+        self._flags_at = self._records_at + 2 * w * self._record_stride
         self._arrivals_at = self._flags_at + w * FLAGS_PER_SOURCE * 4
         self._gone_at = self._arrivals_at + 2 * w * 8
         self.control = self.world.allocate(self._gone_at + w * 4)
@@ -167,7 +168,9 @@ class Workspace:
             self.semaphores = [
                 a + self.rank * semaphore.SIZE for a in self.control.addresses
             ]  # this rank's, at p
-            self.records = [self._array(p, self._records_at, np.int64, (2, w, NUM_WORDS)) for p in range(w)]
+            own = self.rank
+            self.records_at = [[self._record(p, parity, own) for p in range(w)] for parity in (0, 1)]
+            self.records_of = [[self._record(own, parity, p) for p in range(w)] for parity in (0, 1)]
             self._flags = [self._array(p, self._flags_at, np.int32, (w, FLAGS_PER_SOURCE)) for p in range(w)]
             self._arrivals = [self._array(p, self._arrivals_at, np.int64, (2, w)) for p in range(w)]
             self.gone = [self._array(p, self._gone_at, np.int32, (w,)) for p in range(w)]
@@ -179,6 +182,16 @@ class Workspace:
     def _array(self, p: int, offset: int, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
         count = int(np.prod(shape))
         return np.frombuffer(self.control.buffers[p].numpy(), dtype, count, offset).reshape(shape)
+
+    @property
+    def _record_stride(self) -> int:
+        return round_up(self.record_bytes, semaphore.SIZE)
+
+    def _record(self, p: int, parity: int, source: int) -> memoryview:
+        """What `source` publishes to rank p in calls of that parity."""
+        at = self._records_at + (parity * self.world_size + source) * self._record_stride
+        control: Any = self.control.buffers[p].numpy()
+        return memoryview(control)[at : at + self.record_bytes]
 
     @property
     def nbytes(self) -> int:
@@ -382,10 +395,14 @@ class Workspace:
             call.meet()
         self._fused_last = fused
 
-    def fail_kernels_of_peers(self, number: int, words: np.ndarray) -> None:
+    def failure_words(self, number: int, kind: str = FAILED) -> bytes:
+        """What a rank publishes that raised."""
+        return failure_words(number, kind)[: self.record_bytes]
+
+    def fail_kernels_of_peers(self, number: int, words: bytes) -> None:
         """CPU: let an interpreted kernel of a peer that waits for this rank's flags leave with a mismatch."""
         for p in self.peers:  # all of these first: a kernel that leaves makes its rank tell the others
-            self.records[p][number & 1, self.rank] = words
+            self.records_at[number & 1][p][:] = words
         for p in self.peers:
             self._arrivals[p][number & 1, self.rank] = number & 0xFFFFFFFF  # of signature 0
             self._flags[p][self.rank, :] = int32(number)
@@ -448,8 +465,7 @@ class Call:
         self.number, self.parity = number, number & 1
         self.ws.operation = self.signature.operation
         if self.on_cpu or self.ws.world.shares_process:  # else kernels compare hashes
-            self.words = self.signature.template.copy()  # what this rank publishes
-            self.words[CALL_AT] = number
+            self.words = self.signature.words(number)[: self.ws.record_bytes]  # what this rank publishes
         if self.on_cpu:
             self.ws.epoch_word[0] = (number - 1) & 0xFFFFFFFF
 
@@ -530,8 +546,8 @@ class Call:
         """Acquire what rank p released in this call; raises SignalTimeout, PeerDied or SignatureMismatch."""
         if self.on_cpu:
             self.take(p)
-            theirs = self.ws.records[self.ws.rank][self.parity, p]
-            if self.words.tobytes() != theirs.tobytes():
+            theirs = self.ws.records_of[self.parity][p].tobytes()
+            if self.words != theirs:
                 compare(self.words, theirs, self.ws.rank, p, self.ws.world_size)
 
     def handshake(self) -> None:
@@ -599,8 +615,8 @@ class Call:
 
     def _is_refused(self) -> bool:
         """After all peers' signals were taken: whether one of them refused this call."""
-        records = self.ws.records[self.ws.rank][self.parity]
-        return any(operation_of(records[p]) == REFUSED for p in self.ws.peers)
+        records = self.ws.records_of[self.parity]
+        return any(operation_of(records[p].tobytes()) == REFUSED for p in self.ws.peers)
 
     def _close(self) -> None:
         """Signal and wait for whoever is left (Note [Two rotating buffers]), and raise what a kernel recorded."""
@@ -627,9 +643,9 @@ class Call:
 
     # -- between CPU ranks: semaphores, and leaving a call when something fails -------------------------------------
 
-    def _post(self, p: int, words: np.ndarray) -> None:
+    def _post(self, p: int, words: bytes) -> None:
         ws = self.ws
-        ws.records[p][self.parity, ws.rank] = words
+        ws.records_at[self.parity][p][:] = words
         if LIBC.post(ws.semaphores[p]) != 0:
             semaphore.fail("sem_post")
         self.to_publish.discard(p)
@@ -678,7 +694,7 @@ class Call:
             return
         ws = self.ws
         consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then the blame is another rank's
-        words = self.words if consequence else failure_words(self.number)
+        words = self.words if consequence else ws.failure_words(self.number)
         ws.fail_kernels_of_peers(self.number, words)
         for p in sorted(self.to_publish):
             self._post(p, words)
@@ -693,7 +709,7 @@ class Call:
     def refuse(self, number: int) -> None:
         """Note [Refused calls]: signal every peer that this rank raised in place of this call."""
         self._numbered(number)
-        words = failure_words(number, REFUSED)
+        words = self.ws.failure_words(number, REFUSED)
         self.ws.fail_kernels_of_peers(number, words)
         for p in self.ws.peers:
             self._post(p, words)
@@ -703,7 +719,7 @@ class Call:
         """After a timeout or an interrupt: notify peers that still wait for this rank, without waiting."""
         if not self.on_cpu:
             return
-        words = failure_words(self.number)
+        words = self.ws.failure_words(self.number)
         self.ws.fail_kernels_of_peers(self.number, words)
         for p in range(self.ws.world_size):
             self.ws.gone[p][self.ws.rank] = self.blamed + 1

@@ -57,6 +57,7 @@ from .operation import (
     needs_grad,
     wanted,
 )
+from .parts import Lying, laid_alike, parts
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
@@ -108,14 +109,15 @@ def all_gather_gated_matmul(
         main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[:2], operands[2:]
-        check_linear(at, x, weights, biases)
+        own_weights, own_biases = parts(weights), parts(biases)
+        check_linear(at, x, own_weights, own_biases)
         needs = needs_grad(x, *weights, *biases)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
         if needs:
             y = _GatedColumnParallel.apply(spec, main_grads, keep_gathered, flat, *weights, *biases, act)
         else:
-            y = op(spec, flat, weights, biases, act, False, False)[0]
+            y = op(spec, flat, own_weights, own_biases, act, False, False)[0]
         return (y if dim == 0 else y.view(rows.batch, rows.length, y.shape[1]),)
 
 
@@ -135,6 +137,8 @@ class _GatedColumnParallel(Function):
     ) -> Tensor:
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & 3
         keep = keep and need_weights != 0
+        ctx.lying = (None, *map(Lying.of, (gate, up, gate_bias, up_bias)))
+        gate, up, gate_bias, up_bias = parts((gate, up, gate_bias, up_bias))
         y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep)
         saved = (gathered[0] if keep else x) if need_weights else None
         ctx.save_for_backward(g, u, saved, *((gate, up) if need_x else ()))
@@ -155,7 +159,8 @@ class _GatedColumnParallel(Function):
             dys = gated_grads(dy, g, u, ctx.act)
         if needs[0] and x is not None and not any(needs[1:]):  # a weight pass follows
             ctx.kept = dy, dy._version, dys
-        return None, None, None, *column_grads(ctx, needs, x, weights, dys), None
+        grads = column_grads(ctx, needs, x, weights, dys)
+        return None, None, None, *laid_alike(grads, ctx.lying), None
 
 
 def _gated_grads(dy: Tensor, g: Tensor, u: Tensor, act: str) -> list[Tensor]:

@@ -49,6 +49,7 @@ from .operation import (
     needs_grad,
     wanted,
 )
+from .parts import Lying, laid_alike, parts
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
@@ -77,7 +78,8 @@ def all_gather_matmul(
         layer    the kind of layer that the call and its backward are counted for
         return   [T, N_i]    one a weight; with dim=1 [B, S, N_i]
 
-    A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+    A weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: parts.py. One with an
+    attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
@@ -94,14 +96,15 @@ def all_gather_matmul(
         main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[: len(weights)], operands[len(weights) :]
-        check_linear(at, x, weights, biases)
+        own_weights, own_biases = parts(weights), parts(biases)
+        check_linear(at, x, own_weights, own_biases)
         needs = needs_grad(x, *weights, *biases)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
         if needs:
             ys = _ColumnParallel.apply(spec, main_grads, keep_gathered, flat, *weights, *biases)
         else:
-            ys = tuple(op(spec, flat, weights, biases, False))
+            ys = tuple(op(spec, flat, own_weights, own_biases, False))
         return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
 
 
@@ -115,8 +118,8 @@ class _ColumnParallel(Function):
         x: Tensor,
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        n = len(main_grads)
-        weights, biases = list(operands[:n]), list(operands[n:])
+        n, own = len(main_grads), parts(operands)
+        weights, biases = own[:n], own[n:]
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
         keep = keep and need_weights != 0
         outs = op(spec, x, weights, biases, keep)
@@ -124,12 +127,14 @@ class _ColumnParallel(Function):
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
         ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
+        ctx.lying = (None, *map(Lying.of, operands))
         return tuple(outs[:n])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        return None, None, None, *column_grads(ctx, wanted(ctx)[3:], x, weights, dys)
+        grads = column_grads(ctx, wanted(ctx)[3:], x, weights, dys)
+        return None, None, None, *laid_alike(grads, ctx.lying)
 
 
 def column_grads(

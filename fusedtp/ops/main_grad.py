@@ -31,6 +31,7 @@ from fusedtp.comm.constant import constant_to_compiler
 from .first_order import first_order
 from .matmul import matmul_as
 from .operation import OPERATIONS, Spec
+from .parts import part
 from .rows import split
 
 
@@ -87,7 +88,7 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
     """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
     main_grads = []
     for w in weights:
-        main_grad = main_grad_of(w)
+        main_grad, w = part(main_grad_of(w)), part(w)
         main_grads.append(main_grad)
         if isinstance(main_grad, Tensor) and main_grad.shape != w.shape:
             raise ValueError(

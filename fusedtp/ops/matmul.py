@@ -49,9 +49,15 @@ def to_fp32(x: Tensor) -> Tensor:
 
 def _by_fp32(*xs: Tensor) -> bool:
     """Whether matmuls with these left operands run in fp32; see Note [Odd K on CPU]."""
-    if not is_16_bit(xs[0].dtype) or xs[0].device.type != "cpu":
+    dtype = xs[0].dtype
+    if not is_16_bit(dtype) or xs[0].device.type != "cpu":
         return False
-    return not _is_native(xs[0].dtype) or any(x.shape[1] % 2 for x in xs)
+    if not _is_native(dtype):
+        return True
+    for x in xs:
+        if x.shape[1] % 2:
+            return True
+    return False
 
 
 def _blocks(rows: int) -> Iterator[slice]:

@@ -46,6 +46,7 @@ from .operation import (
     needs_grad,
     wanted,
 )
+from .parts import Lying, laid_alike, part
 from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
@@ -88,14 +89,15 @@ def matmul_reduce_scatter(
         rows = rows_of_full(x.shape, at, sizes, dim)
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)
-        check_linear(at, x, [weight], [bias])
+        own_weight, own_bias = part(weight), part(bias)
+        check_linear(at, x, [own_weight], [own_bias])
         needs = needs_grad(x, weight, bias)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
         if needs:
             y = _RowParallel.apply(spec, main_grad, flat, weight, bias)
         else:
-            y = op(spec, [flat], [weight], bias)
+            y = op(spec, [flat], [own_weight], own_bias)
         return y if dim == 0 else y.view(rows.batch, rows.sizes[at.rank], y.shape[1])
 
 
@@ -105,6 +107,8 @@ class _RowParallel(Function):
         ctx: Any, spec: Spec, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
+        ctx.lying = None, Lying.of(weight), Lying.of(bias)
+        weight, bias = part(weight), part(bias)
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.spec, ctx.main_grad, ctx.gathered_dy = spec._replace(needs_grad=0), main_grad, None
         return op(spec, [x], [weight], bias)
@@ -127,7 +131,7 @@ class _RowParallel(Function):
         if need_w:
             full = OPERATIONS["all_gather_rows"](ctx.spec, dy) if full is None else full
             dw = weight_grad(full, x, ctx.main_grad)
-        return None, None, dx, dw, dy.sum(0) if need_b else None
+        return None, None, *laid_alike((dx, dw, dy.sum(0) if need_b else None), ctx.lying)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -167,9 +171,8 @@ def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: T
         for p in ring(comm, own="last"):
             partial = partials_of(call, comm.rank, rows, width, dtype, p)
             with comm.span(f"matmul {p}"):
-                blocks = [list(rows.blocks(x, p)) for x in xs]
-                for b, out in enumerate(partial.split(rows.sizes[p]) if rows.sizes[p] else ()):
-                    sum_linear_into(out, [of_x[b] for of_x in blocks], weights)
+                for out, *blocks in zip(rows.runs(partial, p), *(rows.blocks(x, p) for x in xs), strict=True):
+                    sum_linear_into(out, blocks, weights)
             if p != comm.rank:
                 call.publish(p)
         parts = arrived_partials(call, comm, rows, width, dtype)

@@ -58,15 +58,22 @@ class Rows:
 
     def blocks(self, full: Tensor, p: int) -> Iterator[Tensor]:
         """Rank p's rows of a global [total, N] as views of contiguous rows, one a batch entry."""
-        for b in range(self.batch):
-            begin = b * self.length + self.offset(p)
-            yield full[begin : begin + self.sizes[p]]
+        begin, n = self.offset(p), self.sizes[p]
+        length = self.length if self.batch > 1 else 0
+        for _ in range(self.batch):
+            yield full[begin : begin + n]
+            begin += length
+
+    def runs(self, local: Tensor, p: int) -> Sequence[Tensor]:
+        """The same rows of rank p's own [local(p), N]."""
+        if self.batch == 1:
+            return (local,)
+        n = self.sizes[p]
+        return [local[b * n : (b + 1) * n] for b in range(self.batch)]
 
     def pairs(self, full: Tensor, local: Tensor, p: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(view of the global rows, view of the local rows) of rank p, one pair a batch entry."""
-        n = self.sizes[p]
-        for b, block in enumerate(self.blocks(full, p)):
-            yield block, local[b * n : (b + 1) * n]
+        return zip(self.blocks(full, p), self.runs(local, p), strict=True)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Every rank's local [local(p), N] -> global [total, N]."""

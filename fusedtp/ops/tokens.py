@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -59,7 +60,7 @@ def copy_to_group(x: Tensor, group: Group, layer: str = "") -> Tensor:
 
 def all_reduce_sum(x: Tensor, group: Group, layer: str = "") -> Tensor:
     """The sum over ranks; the gradient is replicated and passes unchanged."""
-    return _Sum.apply(x, _spec_of_all(x, group, layer))
+    return _all_reduce(x, _spec_of_all(x, group, layer))
 
 
 def _spec(group: Group, sizes: Sequence[int], layer: str) -> Spec:
@@ -80,6 +81,11 @@ def _as_rows(x: Tensor) -> Tensor:
 def _own(x: Tensor, spec: Spec) -> Tensor:
     begin = Rows(spec.sizes).offset(spec.rank)
     return x[begin : begin + spec.sizes[spec.rank]].clone()
+
+
+def _all_reduce(x: Tensor, spec: Spec) -> Tensor:
+    records = x.requires_grad and torch.is_grad_enabled()
+    return _Sum.apply(x, spec) if records else _summed(x, spec)
 
 
 def _summed(x: Tensor, spec: Spec) -> Tensor:
@@ -140,7 +146,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(dy, ctx.spec), None
+        return _all_reduce(dy, ctx.spec), None
 
 
 class _Sum(Function):

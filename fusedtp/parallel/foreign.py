@@ -51,6 +51,7 @@ from fusedtp.ops.tokens import (
 )
 
 from .attention_maps import gather_maps
+from .by_token import by_token
 from .layers import ColumnParallel, Member, RowParallel, VocabParallel
 from .placement import Mesh, Placement, local, read
 from .styles import FusedEmbedding, Style
@@ -163,6 +164,7 @@ class Own:
     children   names of modules of which it may read parameters without calling them
     splits     some of its children are split, so that its own parameters may meet parts of heads
     inner      the instance's own forward, where it has one
+    alike      its class's forward, where that is known to treat every token alike
     """
 
     members: str
@@ -172,6 +174,7 @@ class Own:
     children: tuple[str, ...] = ()
     splits: bool = False
     inner: Callable[..., Any] | None = None
+    alike: Callable[..., Any] | None = None
     rotary_width: int = 0
     seen: Seen = field(default_factory=Seen, compare=False)
 
@@ -354,11 +357,27 @@ def tokens_of(at: Any, lead: tuple[int, ...]) -> Tokens:
 
 def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
-    inner = self.parallel.inner
+    at: Own = self.parallel
+    if at.alike is type(self).forward and len(args) == 1 and not kwargs and isinstance(args[0], TokenShard):
+        return each_token(self, args[0])
     if self._parameters:
-        self.parallel.look((args, kwargs))
+        at.look((args, kwargs))
     with _plain_parameters(self):
-        return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs) if at.inner is None else at.inner(*args, **kwargs)
+
+
+def each_token(self: Any, x: TokenShard) -> TokenShard:
+    """The forward of a module that treats every token alike, see by_token.py: on this rank's rows, as plain tensors."""
+    at, rows, parameters = self.parallel, x.local, self._parameters
+    kept = dict(parameters)
+    try:
+        for name, parameter in kept.items():
+            if parameter is not None:
+                parameters[name] = read(parameter, at.members)
+        y = at.alike(self, rows)
+    finally:
+        parameters.update(kept)
+    return x if y is rows else x.like(y)
 
 
 def mla_down_projection(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -497,7 +516,9 @@ class Foreign(Style):
         }  # fmt: skip
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(module, comm)), own_forward)
+        own = self.own(module, comm)
+        alike = None if own["sharded"] or own["children"] else by_token(module)
+        install(module, Own(**own, alike=alike), own_forward)
 
 
 class PartialGradients(Foreign):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fusedtp import ops
 from fusedtp.nn.linear_loss import linear_cross_entropy
@@ -125,7 +126,7 @@ class ColumnParallel(Member):
         self, x: Tensor, linears: Sequence[Any], sizes: Sequence[int] | None, gathering: Any = None
     ) -> tuple[Tensor, ...]:
         """x [T_r, K], `sizes` every rank's rows -> one [T, N_i] for each."""
-        weights, biases = self._weights(x, linears)
+        weights, biases = self._weights(x, linears, fused=True)
         whole = any(each.parallel.gather_output for each in linears)
         ys = (ops.all_gather_matmul if gathering is None or whole else gathering)(
             x, weights, self.group, biases=biases, sizes=sizes, dim=self.dim, engine=self.engine,
@@ -140,13 +141,20 @@ class ColumnParallel(Member):
         ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
         return _outputs(ys, linears)
 
-    def _weights(self, x: Tensor, linears: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _weights(
+        self, x: Tensor, linears: Sequence[Any], fused: bool = False
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         if any(not isinstance(each.parallel, ColumnParallel) for each in linears):
             raise ValueError(f"linears that share one input must all be column-parallel, not {list(linears)}")
-        weights = [each.parallel._weight(each.weight, x.dtype) for each in linears]
-        return weights, [
-            None if each.bias is None else each.parallel._own(each.bias).to(x.dtype) for each in linears
-        ]
+        weights: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        for each in linears:
+            at, weight, bias = each.parallel, each.weight, each.bias
+            weights.append(weight if fused and at._is_operand(weight, x) else at._weight(weight, x.dtype))
+            if bias is not None and not (fused and at._is_operand(bias, x)):
+                bias = at._own(bias).to(x.dtype)
+            biases.append(bias)
+        return weights, biases
 
     def cross_entropy(
         self, x: Tensor, linear: Any, labels: Tensor, layout: Any = None, **options: Any
@@ -163,6 +171,9 @@ class ColumnParallel(Member):
         else:
             x = copy_to_group(x, self.group, layer=self.layer)
         return linear_cross_entropy(x, weight, labels, self.group, bias=bias, sizes=sizes, **options)
+
+    def _is_operand(self, parameter: Tensor, x: Tensor) -> bool:
+        return self.features is None and is_operand(parameter, x)
 
     def _own(self, parameter: Tensor) -> Tensor:
         own = accumulated(parameter)
@@ -190,7 +201,8 @@ class RowParallel(Member):
 
     def scattered(self, x: Tensor, linear: Any, sizes: Sequence[int] | None) -> Tensor:
         """x [T, K_r] -> [T_r, N], `sizes` every rank's rows."""
-        weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
+        weight, bias = linear.weight, linear.bias
+        weight = weight if is_operand(weight, x) else with_main_grad(weight, x.dtype)
         bias = None if bias is None else read(accumulated(bias), self.group).to(x.dtype)
         return ops.matmul_reduce_scatter(
             x, weight, self.group, bias=bias, sizes=sizes, dim=self.dim, engine=self.engine, layer=self.layer
@@ -257,6 +269,12 @@ def kind_of(name: str) -> str:
 def joined_kind(kinds: Sequence[str]) -> str:
     """self_attn.q_proj, self_attn.k_proj -> self_attn.q_proj+k_proj"""
     return "+".join([kinds[0], *(kind.rpartition(".")[2] for kind in kinds[1:])])
+
+
+def is_operand(parameter: Tensor, x: Tensor) -> bool:
+    """Whether a fused operation takes the parameter beside x as it lies, see ops/parts.py."""
+    plain = isinstance(parameter, DTensor) and parameter.dtype == x.dtype and not torch.compiler.is_compiling()
+    return plain and main_grad_of(parameter) is None
 
 
 def accumulated(parameter: Tensor) -> Tensor:

@@ -211,6 +211,9 @@ class Conv1DColumns(Columns):
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return accumulated(weight).to(dtype).t()
 
+    def _is_operand(self, parameter: Tensor, x: Tensor) -> bool:
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conv1DRows(Rows):
