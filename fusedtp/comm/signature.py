@@ -74,14 +74,14 @@ class Signature:
     comm_dtype: int = 0
 
     @cached_property
-    def _around(self) -> tuple[bytes, bytes]:
+    def around(self) -> tuple[bytes, bytes]:
         """The words before the call's number, and those behind it."""
         words = _template(self).tobytes()
         return words[: 8 * CALL_AT], words[8 * (CALL_AT + 1) :]
 
     def words(self, call: int) -> bytes:
         """NUM_WORDS of int64. Only the first `published_bytes` say anything."""
-        before, behind = self._around
+        before, behind = self.around
         return before + call.to_bytes(8, byteorder) + behind
 
     @cached_property

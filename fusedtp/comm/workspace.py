@@ -24,6 +24,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
 
                                        chunked         triton
     all_gather_matmul, _wgrad          max R_p * K     T * K
+    column_grads, of both              (T+max R_p)*K   -
     matmul_reduce_scatter              T * N           W * max R_p * N
     matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
@@ -34,9 +35,9 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     moe_matmul_combine                 as moe_combine  max R_p * k * N, and max_rows * N backward
     collective: none
 
-So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push
-W partials of a rank's rows into the slot of that rank, and slots are of equal size on all ranks. Evenly split rows
-make that T * N, rounded up to W equal shards; rows of one rank alone, W times as much.
+So two slots are at most twice the largest gathered or scattered tensor, and on CPUs a shard of it more; but for the
+kernels that reduce: they push W partials of a rank's rows into the slot of that rank, and slots are of equal size on
+all ranks. Evenly split rows make that T * N, rounded up to W equal shards; rows of one rank alone, W times as much.
 
 Note [Signatures]
 A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.
@@ -74,6 +75,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from sys import byteorder
 from typing import Any
 
 import numpy as np
@@ -465,7 +467,9 @@ class Call:
         self.number, self.parity = number, number & 1
         self.ws.operation = self.signature.operation
         if self.on_cpu or self.ws.world.shares_process:  # else kernels compare hashes
-            self.words = self.signature.words(number)[: self.ws.record_bytes]  # what this rank publishes
+            before, behind = self.signature.around
+            words = before + number.to_bytes(8, byteorder) + behind
+            self.words = words[: self.ws.record_bytes]  # what this rank publishes
         if self.on_cpu:
             self.ws.epoch_word[0] = (number - 1) & 0xFFFFFFFF
 

@@ -29,7 +29,6 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import cpu, pointwise
 from .all_gather_matmul import (
-    column_grads,
     gather_args,
     gather_slot_bytes,
     sending_of,
@@ -37,16 +36,18 @@ from .all_gather_matmul import (
     without_senders,
 )
 from .all_gather_matmul import reference as linear_reference
+from .column_grads import column_grads
 from .launch import pointwise as launcher
 from .launch.config import Config, Machine
 from .launch.operands import by_pointers, local_config
 from .launch.run import check, machine_for, of_one_layout
 from .main_grad import MainGrad, main_grads_of
-from .matmul import linear, linear_into, to_fp32
+from .matmul import linear, matmul_into, to_fp32
 from .operation import (
     Example,
     FusedKernel,
     LocalOperation,
+    Lying,
     OnRank,
     Operation,
     Plan,
@@ -54,10 +55,11 @@ from .operation import (
     Spec,
     as_autocast,
     check_linear,
+    laid_alike,
     needs_grad,
+    parts,
     wanted,
 )
-from .parts import Lying, laid_alike, parts
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
@@ -227,18 +229,18 @@ def chunked(
     rows, comm, n = plan.rows, plan.comm, weights[0].shape[0]
     y, g, u = (x.new_empty(rows.total, n) for _ in range(3))
     full = x.new_empty(rows.total, x.shape[1]) if keep else None
-    weights = [to_fp32(w) for w in weights]
+    transposed = [to_fp32(w).t() for w in weights]
+    blocks = [rows.parts(out) for out in (g, u, y)]
     with plan.call() as call:
         for p, shard in shards_as_they_arrive(call, comm, x, rows):
             with comm.span(f"matmul {p}"):
-                for out, w, b in zip((g, u), weights, biases, strict=True):
-                    for block, part in rows.pairs(out, shard, p):
-                        linear_into(block, part, w, b)
-                for gs, us, ys in zip(*(rows.blocks(t, p) for t in (g, u, y)), strict=True):
-                    cpu.gated(gs, us, act, ys)
+                for run, *outs in zip(rows.runs(shard, p), *(of_out[p] for of_out in blocks), strict=True):
+                    for out, w, b in zip(outs[:2], transposed, biases, strict=True):
+                        matmul_into(out, [run], [w], b)
+                    cpu.gated(outs[0], outs[1], act, outs[2])
             if full is not None:
-                for block, part in rows.pairs(full, shard, p):
-                    block.copy_(part)
+                for block, run in rows.pairs(full, shard, p):
+                    block.copy_(run)
     return [y, *((g, u) if products else ()), *(() if full is None else (full,))]
 
 

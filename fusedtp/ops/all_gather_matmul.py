@@ -8,7 +8,7 @@ rank r, triton      some programs push x to every peer, then multiply as all the
                     own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
 
 forward  y_i = all_gather(x) @ w_i.T + b_i
-dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange
+dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange        together: column_grads.py
 wgrad    dw_i = all_gather_wgrad(x, dy_i), or local on a gathered x that was kept
 saved    the shard of x and the weights; with `keep_gathered` the gathered x, copied out of the workspace
 """
@@ -29,16 +29,17 @@ from fusedtp.comm.copies import Copies, Sending
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
+from .column_grads import column_grads
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, power_of_two, tiles
 from .launch.operands import weight_descriptors, weights_by_tma
 from .launch.run import check, machine_for
-from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
-from .matmul import linear, linear_into, matmul_as, to_fp32
+from .main_grad import MainGrad, main_grads_of
+from .matmul import linear, matmul_into, to_fp32
 from .operation import (
-    OPERATIONS,
     Example,
     FusedKernel,
+    Lying,
     OnRank,
     Operation,
     Plan,
@@ -46,10 +47,11 @@ from .operation import (
     Spec,
     as_autocast,
     check_linear,
+    laid_alike,
     needs_grad,
+    parts,
     wanted,
 )
-from .parts import Lying, laid_alike, parts
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
@@ -78,7 +80,8 @@ def all_gather_matmul(
         layer    the kind of layer that the call and its backward are counted for
         return   [T, N_i]    one a weight; with dim=1 [B, S, N_i]
 
-    A weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: parts.py. One with an
+    A weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
+    operands] in operation.py. One with an
     attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
@@ -137,33 +140,6 @@ class _ColumnParallel(Function):
         return None, None, None, *laid_alike(grads, ctx.lying)
 
 
-def column_grads(
-    ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products."""
-    n = len(ctx.main_grads)
-    dx: Tensor | None = None
-    dws: list[Tensor | None] = [None] * n
-    dbs: list[Tensor | None] = [None] * n
-    if needs[0]:
-        transposed = list(map(Tensor.t, weights))
-        dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
-    if any(needs[1 : n + 1]):
-        assert x is not None
-        dtype = wgrad_dtype(x, ctx.main_grads)
-        if ctx.has_gathered:
-            made = [matmul_as(dy.t(), x, dtype) for dy in dys]
-        else:
-            made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
-        for i in range(n):
-            if needs[1 + i]:
-                dws[i] = accumulate_grad(made[i], ctx.main_grads[i], x.dtype)
-    for i in range(n):
-        if needs[1 + n + i]:
-            dbs[i] = dys[i].sum(0)
-    return [dx, *dws, *dbs]
-
-
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -195,16 +171,18 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
     rows, comm, width = plan.rows, plan.comm, x.shape[1]
     outs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     full = x.new_empty(rows.total, width) if keep else None
-    weights = [to_fp32(w) for w in weights]
+    transposed = [to_fp32(w).t() for w in weights]
+    blocks = [rows.parts(out) for out in outs]
     with plan.call() as call:
         for p, shard in shards_as_they_arrive(call, comm, x, rows):
             with comm.span(f"matmul {p}"):
-                for out, w, b in zip(outs, weights, biases, strict=True):
-                    for block, part in rows.pairs(out, shard, p):
-                        linear_into(block, part, w, b)
+                runs = rows.runs(shard, p)
+                for of_out, w, b in zip(blocks, transposed, biases, strict=True):
+                    for block, run in zip(of_out[p], runs, strict=True):
+                        matmul_into(block, [run], [w], b)
             if full is not None:
-                for block, part in rows.pairs(full, shard, p):
-                    block.copy_(part)
+                for block, run in rows.pairs(full, shard, p):
+                    block.copy_(run)
     return outs if full is None else [*outs, full]
 
 

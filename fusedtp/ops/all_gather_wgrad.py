@@ -23,10 +23,11 @@ from .all_gather_matmul import (
     sending_of,
     without_senders,
 )
+from .column_grads import wgrads
 from .launch.config import VECTOR, Config, Machine
 from .launch.operands import descriptors, even_columns, takes_tma
 from .launch.run import check, machine_for
-from .matmul import is_16_bit, matmul_as, to_fp32, widens
+from .matmul import matmul_as
 from .operation import Example, FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
@@ -86,23 +87,10 @@ def collective(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> 
 
 
 def chunked(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Accumulates shard by shard where that rounds no more than one matmul does; else gathers the shards first."""
-    rows, comm, width = plan.rows, plan.comm, x.shape[1]
-    gathers = is_16_bit(x.dtype) and not widens(x)
-    full = x.new_empty(rows.total, width) if gathers else None
-    sums = x.dtype if not widens(x) else torch.float32
-    dws = [] if gathers else [x.new_zeros(dy.shape[1], width, dtype=sums) for dy in dys]
+    """Shard by shard as they arrive, own rows first."""
     with plan.call() as call:
-        for p, shard in shards_as_they_arrive(call, comm, x, rows):
-            with comm.span(f"matmul {p}"):
-                if full is not None:
-                    for block, part in rows.pairs(full, shard, p):
-                        block.copy_(part)
-                    continue
-                for dw, dy in zip(dws, dys, strict=True):
-                    for block, part in rows.pairs(dy, shard, p):
-                        dw.addmm_(to_fp32(block).t(), to_fp32(part))
-    return [dw.to(dtype) for dw in dws] if full is None else [matmul_as(dy.t(), full, dtype) for dy in dys]
+        arriving = shards_as_they_arrive(call, plan.comm, x, plan.rows)
+        return wgrads(arriving, plan.comm, plan.rows, dys, x, dtype)
 
 
 def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -30,8 +30,7 @@ from fusedtp.comm.constant import constant_to_compiler
 
 from .first_order import first_order
 from .matmul import matmul_as
-from .operation import OPERATIONS, Spec
-from .parts import part
+from .operation import OPERATIONS, Spec, parts
 from .rows import split
 
 
@@ -88,7 +87,7 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
     """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
     main_grads = []
     for w in weights:
-        main_grad, w = part(main_grad_of(w)), part(w)
+        main_grad, w = parts((main_grad_of(w), w))
         main_grads.append(main_grad)
         if isinstance(main_grad, Tensor) and main_grad.shape != w.shape:
             raise ValueError(
@@ -100,7 +99,7 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
 def accumulate_grad(dw: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tensor | None:
     """What a node returns for a weight of `dtype`: None where it is added to main_grad, else dw rounded to dtype."""
     if main_grad is None:
-        return dw.to(dtype)
+        return dw if dw.dtype is dtype else dw.to(dtype)
     main_grad.add_(dw)
     return None
 

@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 18  # of fp32 sums held at a time, so that they stay in a co
 
 
 def is_16_bit(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)
+    return dtype is torch.bfloat16 or dtype is torch.float16
 
 
 @cache
@@ -47,17 +47,14 @@ def to_fp32(x: Tensor) -> Tensor:
     return x.float() if widens(x) else x
 
 
-def _by_fp32(*xs: Tensor) -> bool:
+def _by_fp32(xs: Sequence[Tensor]) -> bool:
     """Whether matmuls with these left operands run in fp32; see Note [Odd K on CPU]."""
     dtype = xs[0].dtype
     if not is_16_bit(dtype) or xs[0].device.type != "cpu":
         return False
     if not _is_native(dtype):
         return True
-    for x in xs:
-        if x.shape[1] % 2:
-            return True
-    return False
+    return any(x.shape[1] % 2 for x in xs)
 
 
 def _blocks(rows: int) -> Iterator[slice]:
@@ -69,7 +66,7 @@ def _blocks(rows: int) -> Iterator[slice]:
 
 def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: Tensor | None = None) -> None:
     """out [M, N] = sum_j xs[j] [M, K_j] @ ys[j] [K_j, N] + bias, in place. `ys` may be widened already."""
-    if not _by_fp32(*xs):
+    if not _by_fp32(xs):
         if bias is None:
             torch.mm(xs[0], ys[0], out=out)
         else:
@@ -89,7 +86,7 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
 
 def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], y [K, N] -> a new [M, N], rounded once."""
-    if not _by_fp32(x):
+    if not _by_fp32([x]):
         return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
     out = x.new_empty(x.shape[0], y.shape[1])
     matmul_into(out, [x], [y], bias)
@@ -113,7 +110,7 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
     """total [M, N] += x [M, K] @ y [K, N], without a copy; an fp32 total of 16-bit operands takes them unrounded."""
     if total.dtype == x.dtype:
-        if _by_fp32(x):
+        if _by_fp32([x]):
             total.copy_(total.float().addmm_(x.float(), y.float()))
         else:
             total.addmm_(x, y)

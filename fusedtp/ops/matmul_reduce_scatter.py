@@ -31,11 +31,12 @@ from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
 from .launch.operands import MOST_DESCRIPTORS, local_descriptors, local_operands
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
-from .matmul import joined, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
+from .matmul import joined, matmul_into, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
     Example,
     FusedKernel,
+    Lying,
     OnRank,
     Operation,
     Plan,
@@ -43,10 +44,11 @@ from .operation import (
     Spec,
     as_autocast,
     check_linear,
+    laid_alike,
     needs_grad,
+    parts,
     wanted,
 )
-from .parts import Lying, laid_alike, part
 from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
@@ -89,7 +91,7 @@ def matmul_reduce_scatter(
         rows = rows_of_full(x.shape, at, sizes, dim)
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)
-        own_weight, own_bias = part(weight), part(bias)
+        own_weight, own_bias = parts((weight, bias))
         check_linear(at, x, [own_weight], [own_bias])
         needs = needs_grad(x, weight, bias)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
@@ -108,7 +110,7 @@ class _RowParallel(Function):
     ) -> Tensor:
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
         ctx.lying = None, Lying.of(weight), Lying.of(bias)
-        weight, bias = part(weight), part(bias)
+        weight, bias = parts((weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.spec, ctx.main_grad, ctx.gathered_dy = spec._replace(needs_grad=0), main_grad, None
         return op(spec, [x], [weight], bias)
@@ -166,13 +168,14 @@ def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: T
     rows, comm = plan.rows, plan.comm
     xs, weights = joined(xs, weights)
     width, dtype = weights[0].shape[0], xs[0].dtype
-    weights = [to_fp32(w) for w in weights]
+    transposed = [to_fp32(w).t() for w in weights]
+    blocks = [rows.parts(x) for x in xs]
     with plan.call() as call:
         for p in ring(comm, own="last"):
             partial = partials_of(call, comm.rank, rows, width, dtype, p)
             with comm.span(f"matmul {p}"):
-                for out, *blocks in zip(rows.runs(partial, p), *(rows.blocks(x, p) for x in xs), strict=True):
-                    sum_linear_into(out, blocks, weights)
+                for out, *own in zip(rows.runs(partial, p), *(of_x[p] for of_x in blocks), strict=True):
+                    matmul_into(out, own, transposed)
             if p != comm.rank:
                 call.publish(p)
         parts = arrived_partials(call, comm, rows, width, dtype)

@@ -29,16 +29,22 @@ The custom ops have no autograd: differentiate the public functions. Each kind o
 and compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a
 Function asks `wanted` which gradients this pass is for, and communicates for no others. The row-parallel layer gathers
 dy in its input pass and keeps it for its weight pass.
+
+Note [DTensors as operands]
+A parameter may be a DTensor on the group's mesh: a linear layer takes this rank's part, and its gradient lies as the
+parameter. With `parameter.to_local()` in front of the operation, the graph has one more node for each parameter, which
+costs the host as much as the operation's own. So the Functions of linear layers take the DTensors themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
@@ -439,4 +445,44 @@ def wanted(ctx: Any) -> Sequence[bool]:
                 found[i] = torch._C._will_engine_execute_node(nodes.pop(0))
             except (RuntimeError, AttributeError):
                 pass  # a leaf that torch.autograd.grad captures; a torch that cannot be asked
+    return found
+
+
+# -- operands that lie on a mesh -------------------------------------------------------------------------------------
+
+
+class Lying(NamedTuple):
+    """How a DTensor lies: its specification, and the strides of this rank's part. Note [DTensors as operands]."""
+
+    spec: Any
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, operand: Tensor | None) -> Lying | None:
+        """None of any other tensor."""
+        if not isinstance(operand, DTensor):
+            return None
+        return cls(operand._spec, operand._local_tensor.stride())
+
+    def laid(self, own: Tensor) -> DTensor:
+        """This rank's part of a gradient as one that lies like this."""
+        if own.stride() != self.strides:
+            strided = torch.empty_strided(own.shape, self.strides, dtype=own.dtype, device=own.device)
+            own = strided.copy_(own)
+        return DTensor(own, self.spec, requires_grad=False)
+
+
+def parts(operands: Iterable[Any]) -> list[Any]:
+    """This rank's part of each DTensor, below autograd; anything else is itself."""
+    own = []
+    for operand in operands:
+        own.append(operand._local_tensor if isinstance(operand, DTensor) else operand)
+    return own
+
+
+def laid_alike(gradients: Iterable[Tensor | None], like: Sequence[Lying | None]) -> list[Tensor | None]:
+    """Gradients of this rank's parts, as the operands lie."""
+    found: list[Tensor | None] = []
+    for own, lying in zip(gradients, like, strict=True):
+        found.append(own if own is None or lying is None else lying.laid(own))
     return found

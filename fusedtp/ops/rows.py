@@ -56,20 +56,18 @@ class Rows:
         """Rows that rank p holds."""
         return self.batch * self.sizes[p]
 
-    def blocks(self, full: Tensor, p: int) -> Iterator[Tensor]:
-        """Rank p's rows of a global [total, N] as views of contiguous rows, one a batch entry."""
-        begin, n = self.offset(p), self.sizes[p]
-        length = self.length if self.batch > 1 else 0
-        for _ in range(self.batch):
-            yield full[begin : begin + n]
-            begin += length
+    def parts(self, full: Tensor) -> list[Sequence[Tensor]]:
+        """Every rank's rows of a global [total, N] as views of contiguous rows, one a batch entry."""
+        views, w = full.split_with_sizes(self.sizes * self.batch), len(self.sizes)
+        return [views[p::w] for p in range(w)]
+
+    def blocks(self, full: Tensor, p: int) -> Sequence[Tensor]:
+        """The same of one rank."""
+        return self.parts(full)[p]
 
     def runs(self, local: Tensor, p: int) -> Sequence[Tensor]:
         """The same rows of rank p's own [local(p), N]."""
-        if self.batch == 1:
-            return (local,)
-        n = self.sizes[p]
-        return [local[b * n : (b + 1) * n] for b in range(self.batch)]
+        return (local,) if self.batch == 1 else local.split_with_sizes((self.sizes[p],) * self.batch)
 
     def pairs(self, full: Tensor, local: Tensor, p: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(view of the global rows, view of the local rows) of rank p, one pair a batch entry."""

@@ -40,7 +40,7 @@ class Text(NamedTuple):
 
 
 def by_token(module: Any) -> Callable[..., Any] | None:
-    """The forward of the module's class, if module(x) [..., H] is a function of each x[..., :] and of parameters alone."""
+    """Its class's forward, if module(x) [..., H] is a function of each x[..., :] and of the module's parameters."""
     forward = type(module).forward
     cls: Any = type(module)
     text = None if module._modules or "forward" in module.__dict__ else _read(forward, cls)
@@ -125,7 +125,9 @@ class _Reader:
                 return name in self.known
             case ast.Constant(value=value):
                 return isinstance(value, Number) or value is None
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), right=right):
+            case ast.BinOp(
+                left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), right=right
+            ):
                 return self.value(left) and self.value(right)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self.value(operand)

@@ -272,8 +272,10 @@ def joined_kind(kinds: Sequence[str]) -> str:
 
 
 def is_operand(parameter: Tensor, x: Tensor) -> bool:
-    """Whether a fused operation takes the parameter beside x as it lies, see ops/parts.py."""
-    plain = isinstance(parameter, DTensor) and parameter.dtype == x.dtype and not torch.compiler.is_compiling()
+    """Whether a fused operation takes the parameter beside x as it lies."""
+    plain = (
+        isinstance(parameter, DTensor) and parameter.dtype == x.dtype and not torch.compiler.is_compiling()
+    )
     return plain and main_grad_of(parameter) is None
 
 

@@ -36,8 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import VirtualGroup
-from fusedtp.ops.first_order import first_order
-from fusedtp.ops.parts import Lying
+from fusedtp.ops.operation import Lying
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
 
@@ -152,8 +151,9 @@ class _Local(torch.autograd.Function):
         return own.view_as(own)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("double backward of a parameter that is a DTensor is not supported")
         if grad is None:
             return None, None
         return ctx.lying.laid(grad if ctx.group is None else all_reduce_sum(grad, ctx.group)), None

@@ -36,6 +36,10 @@ def arguments(name: str, engine: str, group) -> tuple:
         "all_gather_wgrad": (
             shard, [numbers(5, 3, grad=False), numbers(5, 1, grad=False)], torch.float32, *place, engine, 0, "", [],
         ),
+        "column_grads": (
+            shard, [numbers(5, 5, grad=False), numbers(5, 2, grad=False)], weights, torch.float32,
+            *place, engine, 0, "", [],
+        ),
         "all_gather_rows": (shard, *place, engine, 0, "", []),
         "reduce_scatter_rows": (full, *place, engine, 0, "embedding", []),
         "all_reduce_rows": (full, *place, engine, 0, "", []),
@@ -43,7 +47,7 @@ def arguments(name: str, engine: str, group) -> tuple:
 
 
 OPS = [
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad",
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad", "column_grads",
     "all_gather_rows", "reduce_scatter_rows", "all_reduce_rows",
 ]  # fmt: skip
 

@@ -23,7 +23,8 @@ def profiled(group, engine: str) -> set[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_profiler_ranges_carry_the_operation_and_the_engine(engine):
-    operations = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad")
+    wgrad = "column_grads" if engine == "chunked" else "all_gather_wgrad"
+    operations = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", wgrad)
     want = {f"fusedtp.{operation}.{engine}" for operation in operations}
     assert world(2).run(profiled, engine) == [want | {"fusedtp.all_gather_rows.chunked"}] * 2
 

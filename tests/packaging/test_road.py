@@ -100,7 +100,9 @@ def test_a_gather_reaches_its_kernel_through_at_most_8_files_and_35_functions():
     for roads in world(2).run(road, "triton", False):
         shortest = min(roads, key=lambda seen: seen.counts(seen.start)[1])
         files, functions = shortest.counts(shortest.start)
-        assert 0 < files <= 8 and 0 < functions <= 35, list(shortest.entered)[: shortest.start]
+        assert 0 < files <= 8 and 0 < functions <= 35, "\n".join(
+            map(str, list(shortest.entered)[: shortest.start])
+        )
 
 
 def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
@@ -108,7 +110,7 @@ def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
     for roads in world(2).run(road, "triton", True):
         shortest = min(roads, key=lambda seen: seen.counts()[1])
         files, functions = shortest.counts()
-        assert 0 < files <= 10 and 0 < functions <= 55, list(shortest.entered)
+        assert 0 < files <= 10 and 0 < functions <= 55, "\n".join(map(str, shortest.entered))
 
 
 @pytest.mark.parametrize(("backward", "most"), [(False, 14), (True, 18)])
@@ -117,4 +119,4 @@ def test_a_layer_of_experts_enters_at_most_14_files_and_18_with_its_backward(bac
     for roads in world(2).run(road_of_experts, backward, timeout=200):
         shortest = min(roads, key=lambda seen: seen.counts()[0])
         files = {file for file, _, _ in shortest.entered}
-        assert 0 < len(files) <= most, sorted(files)
+        assert 0 < len(files) <= most, "\n".join(sorted(files))

@@ -101,18 +101,18 @@ def test_gradients_when_the_gathered_rows_are_kept():
 
 
 def check_gather_without_reduction(group) -> None:
-    from fusedtp.ops import operation
+    from fusedtp.ops import column_grads
+    from fusedtp.ops.operation import OPERATIONS
 
-    def own_rows_only(spec, dys, transposed, bias):
-        dx = sum(dy @ w.t() for dy, w in zip(dys, transposed, strict=True))
-        return dx.split(spec.sizes)[spec.rank].clone()
+    def own_rows_only(spec, x, dys, weights, dtype):
+        dx = sum(dy @ w for dy, w in zip(dys, weights, strict=True))
+        return [dx.split(spec.sizes)[spec.rank].clone(), *OPERATIONS["all_gather_wgrad"](spec, x, dys, dtype)]
 
-    name = "matmul_reduce_scatter"
-    true, operation.OPERATIONS[name] = operation.OPERATIONS[name], own_rows_only
+    true, column_grads.op = column_grads.op, own_rows_only
     try:
         check_gather(group, "chunked", (2, 1), False)
     finally:
-        operation.OPERATIONS[name] = true
+        column_grads.op = true
 
 
 def test_an_input_gradient_that_is_not_summed_over_ranks_is_seen():

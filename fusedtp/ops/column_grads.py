@@ -1,0 +1,180 @@
+"""Gradients of column-parallel layers y_i = all_gather(x) @ w_i.T: dx by a reduce-scatter, dw_i by an all-gather.
+
+Both communications belong to one pass, so on a CPU they share one call, and a rank waits for its peers once, late:
+
+    chunked    x to slot | dy_p @ w of each peer | publish | own dy @ w | wait r+1 | dw += ... | ... | sum of dx
+                                                                                 a peer has long published
+
+Elsewhere they are two operations, one kernel each: matmul_reduce_scatter, then all_gather_wgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Communicator, registered
+
+from . import engines
+from .main_grad import accumulate_grad, wgrad_dtype
+from .matmul import is_16_bit, joined, matmul_as, matmul_into, sum_in_rank_order, to_fp32, widens
+from .measured import GENERATION
+from .operation import OPERATIONS, Operation, Plan, Shared, Spec
+from .rows import Rows
+from .shards import partials_of, ring
+
+TOGETHER = ("auto", "chunked")  # engines that may run both in one call
+
+
+def column_grads(
+    ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products.
+
+    ctx   of its node: spec, main_grads, and has_gathered, whether x is that of all ranks
+    """
+    n = len(ctx.main_grads)
+    need_x, need_weights = needs[0], any(needs[1 : n + 1])
+    dx: Tensor | None = None
+    dws: list[Tensor | None] = [None] * n
+    dbs: list[Tensor | None] = [None] * n
+    made: Sequence[Tensor] = ()
+    dtype = torch.float32 if x is None else wgrad_dtype(x, ctx.main_grads)
+    both = need_x and need_weights and not ctx.has_gathered
+    if both and ctx.spec.engine in TOGETHER and _in_one_call(ctx.spec, x):
+        dx, *made = op(ctx.spec, x, list(dys), list(weights), dtype)
+    else:
+        if need_x:
+            transposed = list(map(Tensor.t, weights))
+            dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
+        if need_weights and ctx.has_gathered:
+            assert x is not None
+            made = [matmul_as(dy.t(), x, dtype) for dy in dys]
+        elif need_weights:
+            made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
+    for i, dw in enumerate(made):
+        if needs[1 + i]:
+            assert x is not None
+            main_grad = ctx.main_grads[i]
+            plain = main_grad is None and dw.dtype is x.dtype
+            dws[i] = dw if plain else accumulate_grad(dw, main_grad, x.dtype)
+    for i in range(n):
+        if needs[1 + n + i]:
+            dbs[i] = dys[i].sum(0)
+    return [dx, *dws, *dbs]
+
+
+def _in_one_call(spec: Spec, x: Tensor | None) -> bool:
+    """Whether both run on CPU ranks that read each other's shards: what all ranks decide alike."""
+    if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    comm = registered(spec.group)
+    key = "in one call", spec.sizes, spec.batch, spec.engine, x.dtype, x.shape[1], GENERATION[0]
+    found = comm.plans.get(key)
+    if found is None:
+        rows = Rows(spec.sizes, spec.batch)
+        found = comm.plans[key] = all(
+            engines.choose(comm, spec.engine, rows, x.dtype, name, x.shape[1]).engine == "chunked"
+            for name in ("matmul_reduce_scatter", "all_gather_wgrad")
+        )
+    return bool(found)
+
+
+def reference(x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The formula on one device: the full x [T, K], dys [T, N_i] and weights [N_i, K]."""
+    dx = sum((dy @ w for dy, w in zip(dys, weights, strict=True)), torch.zeros_like(x))
+    return [dx, *(dy.t() @ x for dy in dys)]
+
+
+def chunked(
+    plan: Plan, x: Tensor, dys: list[Tensor], weights: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """See above; `dtype` is that of the weights' gradients."""
+    rows, comm, width = plan.rows, plan.comm, x.shape[1]
+    lefts, rights = joined(dys, [w.t() for w in weights])
+    rights = [to_fp32(w).t() for w in rights]
+    blocks = [rows.parts(dy) for dy in lefts]
+    at = _bytes_of_partials(rows, width, x.dtype)
+    with plan.call() as call:
+        shards = [call.buffer(p, (rows.local(p), width), x.dtype, at) for p in range(comm.world_size)]
+        shards[comm.rank].copy_(x)
+        for p in ring(comm, own="last"):
+            partial = partials_of(call, comm.rank, rows, width, x.dtype, p)
+            with comm.span(f"matmul {p}"):
+                for out, *own in zip(rows.runs(partial, p), *(of_dy[p] for of_dy in blocks), strict=True):
+                    matmul_into(out, own, rights)
+            if p != comm.rank:
+                call.publish(p)
+
+        def arriving() -> Iterator[tuple[int, Tensor]]:
+            for p in ring(comm, own="first"):
+                if p != comm.rank:
+                    with comm.span(f"wait {p}"):
+                        call.wait(p)
+                yield p, shards[p]
+
+        dws = wgrads(arriving(), comm, rows, dys, x, dtype)
+        with comm.span("sum"):
+            partials = [partials_of(call, p, rows, width, x.dtype, comm.rank) for p in range(comm.world_size)]
+            return [sum_in_rank_order(partials), *dws]
+
+
+def wgrads(
+    arriving: Iterable[tuple[int, Tensor]],
+    comm: Communicator,
+    rows: Rows,
+    dys: Sequence[Tensor],
+    x: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Accumulates shard by shard where that rounds no more than one matmul does; else gathers the shards first.
+
+    arriving   (rank, its rows), as they come; x, one of them, says of what dtype and width
+    """
+    width = x.shape[1]
+    gathers = is_16_bit(x.dtype) and not widens(x)
+    full = x.new_empty(rows.total, width) if gathers else None
+    sums = x.dtype if not widens(x) else torch.float32
+    dws = [] if gathers else [x.new_zeros(dy.shape[1], width, dtype=sums) for dy in dys]
+    blocks = [] if gathers else [rows.parts(dy) for dy in dys]
+    for p, shard in arriving:
+        with comm.span(f"matmul {p}"):
+            if full is not None:
+                for block, run in rows.pairs(full, shard, p):
+                    block.copy_(run)
+                continue
+            for dw, of_dy in zip(dws, blocks, strict=True):
+                for block, run in zip(of_dy[p], rows.runs(shard, p), strict=True):
+                    dw.addmm_(to_fp32(block).t(), to_fp32(run))
+    return [dw.to(dtype) for dw in dws] if full is None else [matmul_as(dy.t(), full, dtype) for dy in dys]
+
+
+def _bytes_of_partials(rows: Rows, width: int, dtype: torch.dtype) -> int:
+    return rows.total * width * dtype.itemsize
+
+
+def _fake(
+    spec: Spec, x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    return [torch.empty_like(x), *(x.new_empty(w.shape, dtype=dtype) for w in weights)]
+
+
+op = Operation(
+    "column_grads",
+    "Tensor x, Tensor[] dys, Tensor[] weights, ScalarType dtype",
+    "Tensor[]",
+    fake=_fake,
+    reference=reference,
+    shared=lambda x, dys, weights, dtype: Shared(x.dtype, x.shape[1], len(dys)),
+    engines=dict(chunked=chunked),
+    slot_bytes=dict(
+        chunked=lambda rows, shared: (
+            _bytes_of_partials(rows, shared.features, shared.dtype)
+            + rows.longest * shared.features * shared.dtype.itemsize
+        )
+    ),
+    choose=lambda name, comm, spec, rows, shared: engines.Choice("chunked", "both of its halves are"),
+)
