@@ -29,6 +29,7 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import cpu, pointwise
 from .all_gather_matmul import (
+    column_grads,
     gather_args,
     gather_slot_bytes,
     sending_of,
@@ -36,7 +37,6 @@ from .all_gather_matmul import (
     without_senders,
 )
 from .all_gather_matmul import reference as linear_reference
-from .column_grads import column_grads
 from .launch import pointwise as launcher
 from .launch.config import Config, Machine
 from .launch.operands import by_pointers, local_config
@@ -47,7 +47,6 @@ from .operation import (
     Example,
     FusedKernel,
     LocalOperation,
-    Lying,
     OnRank,
     Operation,
     Plan,
@@ -111,7 +110,7 @@ def all_gather_gated_matmul(
         main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[:2], operands[2:]
-        own_weights, own_biases = parts(weights), parts(biases)
+        (own_weights, _), (own_biases, _) = parts(weights), parts(biases)
         check_linear(at, x, own_weights, own_biases)
         needs = needs_grad(x, *weights, *biases)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
@@ -139,8 +138,7 @@ class _GatedColumnParallel(Function):
     ) -> Tensor:
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & 3
         keep = keep and need_weights != 0
-        ctx.lying = (None, *map(Lying.of, (gate, up, gate_bias, up_bias)))
-        gate, up, gate_bias, up_bias = parts((gate, up, gate_bias, up_bias))
+        (x, gate, up, gate_bias, up_bias), ctx.lying = parts((x, gate, up, gate_bias, up_bias))
         y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep)
         saved = (gathered[0] if keep else x) if need_weights else None
         ctx.save_for_backward(g, u, saved, *((gate, up) if need_x else ()))
@@ -162,7 +160,7 @@ class _GatedColumnParallel(Function):
         if needs[0] and x is not None and not any(needs[1:]):  # a weight pass follows
             ctx.kept = dy, dy._version, dys
         grads = column_grads(ctx, needs, x, weights, dys)
-        return None, None, None, *laid_alike(grads, ctx.lying), None
+        return None, None, None, *(laid_alike(grads, ctx.lying) if ctx.lying else grads), None
 
 
 def _gated_grads(dy: Tensor, g: Tensor, u: Tensor, act: str) -> list[Tensor]:

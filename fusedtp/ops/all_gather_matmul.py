@@ -8,8 +8,8 @@ rank r, triton      some programs push x to every peer, then multiply as all the
                     own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
 
 forward  y_i = all_gather(x) @ w_i.T + b_i
-dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange        together: column_grads.py
-wgrad    dw_i = all_gather_wgrad(x, dy_i), or local on a gathered x that was kept
+dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange; on CPUs with
+wgrad    dw_i = all_gather_wgrad(x, dy_i) in one call (column_backward.py), or local on a gathered x that was kept
 saved    the shard of x and the weights; with `keep_gathered` the gathered x, copied out of the workspace
 """
 
@@ -29,17 +29,17 @@ from fusedtp.comm.copies import Copies, Sending
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
-from .column_grads import column_grads
+from . import column_backward
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, power_of_two, tiles
 from .launch.operands import weight_descriptors, weights_by_tma
 from .launch.run import check, machine_for
-from .main_grad import MainGrad, main_grads_of
-from .matmul import linear, matmul_into, to_fp32
+from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
+from .matmul import linear, matmul_as, matmul_into, to_fp32
 from .operation import (
+    OPERATIONS,
     Example,
     FusedKernel,
-    Lying,
     OnRank,
     Operation,
     Plan,
@@ -99,7 +99,7 @@ def all_gather_matmul(
         main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[: len(weights)], operands[len(weights) :]
-        own_weights, own_biases = parts(weights), parts(biases)
+        (own_weights, _), (own_biases, _) = parts(weights), parts(biases)
         check_linear(at, x, own_weights, own_biases)
         needs = needs_grad(x, *weights, *biases)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
@@ -121,7 +121,8 @@ class _ColumnParallel(Function):
         x: Tensor,
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        n, own = len(main_grads), parts(operands)
+        n = len(main_grads)
+        (x, *own), ctx.lying = parts((x, *operands))
         weights, biases = own[:n], own[n:]
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
         keep = keep and need_weights != 0
@@ -130,14 +131,51 @@ class _ColumnParallel(Function):
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
         ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
-        ctx.lying = (None, *map(Lying.of, operands))
         return tuple(outs[:n])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grads = column_grads(ctx, wanted(ctx)[3:], x, weights, dys)
-        return None, None, None, *laid_alike(grads, ctx.lying)
+        return None, None, None, *(laid_alike(grads, ctx.lying) if ctx.lying else grads)
+
+
+def column_grads(
+    ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products.
+
+    ctx   of its node: spec, main_grads, and has_gathered, whether x is that of all ranks
+    """
+    n = len(ctx.main_grads)
+    need_x, need_weights = needs[0], any(needs[1 : n + 1])
+    dx: Tensor | None = None
+    dws: list[Tensor | None] = [None] * n
+    dbs: list[Tensor | None] = [None] * n
+    made: Sequence[Tensor] = ()
+    dtype = torch.float32 if x is None else wgrad_dtype(x, ctx.main_grads)
+    both = need_x and need_weights and not ctx.has_gathered
+    if both and ctx.spec.engine in column_backward.TOGETHER and column_backward.in_one_call(ctx.spec, x):
+        dx, *made = column_backward.op(ctx.spec, x, list(dys), list(weights), dtype)
+    else:
+        if need_x:
+            transposed = list(map(Tensor.t, weights))
+            dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
+        if need_weights and ctx.has_gathered:
+            assert x is not None
+            made = [matmul_as(dy.t(), x, dtype) for dy in dys]
+        elif need_weights:
+            made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
+    for i, dw in enumerate(made):
+        if needs[1 + i]:
+            assert x is not None
+            main_grad = ctx.main_grads[i]
+            plain = main_grad is None and dw.dtype is x.dtype
+            dws[i] = dw if plain else accumulate_grad(dw, main_grad, x.dtype)
+    for i in range(n):
+        if needs[1 + n + i]:
+            dbs[i] = dys[i].sum(0)
+    return [dx, *dws, *dbs]
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------

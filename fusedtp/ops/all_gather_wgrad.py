@@ -23,7 +23,7 @@ from .all_gather_matmul import (
     sending_of,
     without_senders,
 )
-from .column_grads import wgrads
+from .column_backward import wgrads
 from .launch.config import VECTOR, Config, Machine
 from .launch.operands import descriptors, even_columns, takes_tma
 from .launch.run import check, machine_for

@@ -36,7 +36,6 @@ from .operation import (
     OPERATIONS,
     Example,
     FusedKernel,
-    Lying,
     OnRank,
     Operation,
     Plan,
@@ -91,7 +90,7 @@ def matmul_reduce_scatter(
         rows = rows_of_full(x.shape, at, sizes, dim)
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)
-        own_weight, own_bias = parts((weight, bias))
+        (own_weight, own_bias), _ = parts((weight, bias))
         check_linear(at, x, [own_weight], [own_bias])
         needs = needs_grad(x, weight, bias)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
@@ -109,8 +108,7 @@ class _RowParallel(Function):
         ctx: Any, spec: Spec, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
-        ctx.lying = None, Lying.of(weight), Lying.of(bias)
-        weight, bias = parts((weight, bias))
+        (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.spec, ctx.main_grad, ctx.gathered_dy = spec._replace(needs_grad=0), main_grad, None
         return op(spec, [x], [weight], bias)

@@ -458,10 +458,7 @@ class Lying(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, operand: Tensor | None) -> Lying | None:
-        """None of any other tensor."""
-        if not isinstance(operand, DTensor):
-            return None
+    def of(cls, operand: DTensor) -> Lying:
         return cls(operand._spec, operand._local_tensor.stride())
 
     def laid(self, own: Tensor) -> DTensor:
@@ -472,17 +469,19 @@ class Lying(NamedTuple):
         return DTensor(own, self.spec, requires_grad=False)
 
 
-def parts(operands: Iterable[Any]) -> list[Any]:
-    """This rank's part of each DTensor, below autograd; anything else is itself."""
-    own = []
-    for operand in operands:
-        own.append(operand._local_tensor if isinstance(operand, DTensor) else operand)
-    return own
+def parts(operands: Iterable[Any]) -> tuple[list[Any], dict[int, Lying]]:
+    """This rank's part of each DTensor, below autograd, anything else as it is; and which of them are DTensors."""
+    own, lying = [], {}
+    for i, operand in enumerate(operands):
+        if isinstance(operand, DTensor):
+            lying[i], operand = Lying.of(operand), operand._local_tensor
+        own.append(operand)
+    return own, lying
 
 
-def laid_alike(gradients: Iterable[Tensor | None], like: Sequence[Lying | None]) -> list[Tensor | None]:
-    """Gradients of this rank's parts, as the operands lie."""
-    found: list[Tensor | None] = []
-    for own, lying in zip(gradients, like, strict=True):
-        found.append(own if own is None or lying is None else lying.laid(own))
+def laid_alike(gradients: Iterable[Tensor | None], lying: dict[int, Lying]) -> list[Tensor | None]:
+    """Gradients of operands' parts, as the operands lie."""
+    found = []
+    for i, own in enumerate(gradients):
+        found.append(lying[i].laid(own) if i in lying and own is not None else own)
     return found

@@ -1,6 +1,7 @@
 """Shards on their way between ranks without a matmul: what `chunked` engines share, and the operations made of it.
 
     all_gather_rows       x [T_r, N] -> [T, N]
+    all_gather_tensors    the same of several x, of any widths and dtypes
     reduce_scatter_rows   x [T, N], a partial on every rank -> [T_r, N], the sum in rank order
     all_reduce_rows       x [T, N], a partial on every rank -> [T, N], bitwise equal on all ranks
 
@@ -10,18 +11,20 @@ differentiable functions of tokens.py are made of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fusedtp.comm import Call, Communicator, Signature
 from fusedtp.comm.communicator import copied
+from fusedtp.comm.memory import round_up
 
 from .matmul import sum_in_rank_order
 from .operation import Operation, Plan, Shared
 from .rows import Rows
 
+ALIGNED = 64  # bytes, of tensors that share a slot
 TWO_SHOT_BYTES = 1 << 20  # from this size on an all-reduce is a reduce-scatter and an all-gather
 
 
@@ -111,18 +114,46 @@ def gather_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
     return out
 
 
+def gather_tensors(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Each x [local rows, N] -> a new [rows.total, N], all in one call."""
+    rows, comm = plan.rows, plan.comm
+    outs, at = [], 0
+    with plan.call() as call:
+        shards: list[list[Tensor]] = []
+        for x in xs:
+            shapes = [(rows.local(p), x.shape[1]) for p in range(comm.world_size)]
+            shards.append([call.buffer(p, shape, x.dtype, at) for p, shape in enumerate(shapes)])
+            shards[-1][comm.rank].copy_(x)
+            at += round_up(rows.longest * x.shape[1] * x.element_size(), ALIGNED)
+            outs.append(x.new_empty(rows.total, x.shape[1]))
+        call.publish_all()
+        for p in ring(comm, own="first"):
+            if p != comm.rank:
+                with comm.span(f"wait {p}"):
+                    call.wait(p)
+            for x, out, of_x in zip(xs, outs, shards, strict=True):
+                for block, part in rows.pairs(out, x if p == comm.rank else of_x[p], p):
+                    block.copy_(part)
+    return outs
+
+
 def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
     """x [rows.total, N], a partial on every rank -> a new [local rows, N] over the workspace."""
     width = x.shape[1]
     signature = Signature("reduce_scatter_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
     with comm.workspace.call(signature, rows.total * width * x.element_size()) as call:
         for p in ring(comm, own="last"):
+            if p == comm.rank and rows.batch == 1:
+                continue  # nobody else reads it
             slot = partials_of(call, comm.rank, rows, width, x.dtype, p)
             for block, part in rows.pairs(x, slot, p):
                 part.copy_(block)
             if p != comm.rank:
                 call.publish(p)
-        return sum_in_rank_order(arrived_partials(call, comm, rows, width, x.dtype))
+        partials = arrived_partials(call, comm, rows, width, x.dtype)
+        if rows.batch == 1:
+            (partials[comm.rank],) = rows.blocks(x, comm.rank)
+        return sum_in_rank_order(partials)
 
 
 def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
@@ -175,6 +206,20 @@ all_gather_rows = Operation(
         local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)
     ),
     slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize),
+)
+
+all_gather_tensors = Operation(
+    "all_gather_tensors",
+    "Tensor[] xs",
+    "Tensor[]",
+    fake=lambda spec, xs: [x.new_empty(spec.batch * sum(spec.sizes), x.shape[1]) for x in xs],
+    shared=lambda xs: Shared(torch.uint8, sum(x.shape[1] * x.element_size() for x in xs), len(xs)),
+    engines=dict(
+        local=lambda plan, xs: [copied(x) for x in xs],
+        collective=lambda plan, xs: [_all_gather(plan, x) for x in xs],
+        chunked=gather_tensors,
+    ),
+    slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features + ALIGNED * shared.weights),
 )
 
 reduce_scatter_rows = Operation(

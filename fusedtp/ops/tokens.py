@@ -6,7 +6,7 @@ are counted for.
 
     forward                  backward, given a gradient that is
     gather_tokens            this rank's rows, replicated
-    all_gather_tokens        a reduce-scatter, partial
+    all_gather_tokens, _of   a reduce-scatter, partial
     take_tokens              a gather, of each rank's own rows
     reduce_scatter_tokens    a gather, of each rank's own rows
     copy_to_group            a sum over ranks, partial
@@ -26,7 +26,7 @@ from fusedtp.comm import Group, place
 
 from .operation import Spec
 from .rows import Rows, split
-from .shards import all_gather_rows, all_reduce_rows, reduce_scatter_rows
+from .shards import all_gather_rows, all_gather_tensors, all_reduce_rows, reduce_scatter_rows
 
 
 def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
@@ -39,6 +39,16 @@ def all_gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str 
     """x [T_r, ...] -> [T, ...] on every rank; the gradient is partial: ranks sum it, each for its own rows."""
     full = _AllGather.apply(_as_rows(x), _spec(group, sizes, layer))
     return full.reshape(full.shape[0], *x.shape[1:])
+
+
+def all_gather_tokens_of(
+    xs: Sequence[Tensor], group: Group, sizes: Sequence[int], layer: str = ""
+) -> list[Tensor]:
+    """all_gather_tokens of several, in one call; those that are no floating-point numbers have no gradient."""
+    if len(xs) == 1:
+        return [all_gather_tokens(xs[0], group, sizes, layer)]
+    fulls = _AllGatherTensors.apply(_spec(group, sizes, layer), *map(_as_rows, xs))
+    return [full.reshape(full.shape[0], *x.shape[1:]) for full, x in zip(fulls, xs, strict=True)]
 
 
 def take_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
@@ -114,6 +124,24 @@ class _AllGather(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _ReduceScatter.apply(dy.contiguous(), ctx.spec), None
+
+
+class _AllGatherTensors(Function):
+    @staticmethod
+    def forward(ctx: Any, spec: Spec, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        fulls = all_gather_tensors(spec, list(xs))
+        ctx.mark_non_differentiable(*(full for full in fulls if not full.is_floating_point()))
+        return tuple(fulls)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = zip(dys, ctx.needs_input_grad[1:], strict=True)
+        return None, *(
+            _ReduceScatter.apply(dy.contiguous(), ctx.spec) if dy is not None and needed else None
+            for dy, needed in needs
+        )
 
 
 class _Take(Function):

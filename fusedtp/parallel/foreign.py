@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -43,6 +43,7 @@ from fusedtp.comm import Communicator
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import (
     all_gather_tokens,
+    all_gather_tokens_of,
     all_reduce_sum,
     copy_to_group,
     gather_tokens,
@@ -399,7 +400,7 @@ def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that makes a part of a sum of the same tokens on every rank."""
     at: PartialSum = self.parallel
     every = [x for x in (*args, *kwargs.values()) if isinstance(x, TokenShard)]
-    args, kwargs = tree_map(_for_parts(at.members), (args, kwargs))
+    args, kwargs = tree_map(_for_parts(at.members, every), (args, kwargs))
     y = own_forward(self, *args, **kwargs)
     like = every[0] if every else None
     if like is None or y.shape[: len(like.lead)] != like.lead:
@@ -408,12 +409,21 @@ def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
     return like.like(own.reshape(own.shape[0], *y.shape[len(like.lead) :]))
 
 
-def _for_parts(group: str) -> Callable[[Any], Any]:
-    """What every rank holds alike, for a use of which each has a part: the gradient is summed."""
+def _for_parts(group: str, shards: Sequence[TokenShard] = ()) -> Callable[[Any], Any]:
+    """What every rank holds alike, for a use of which each has a part: the gradient is summed.
+
+    shards   some of what it will be given, which are gathered in one call
+    """
+    gathered: dict[int, Tensor] = {}
+    if len(shards) > 1 and len({x.tokens.sizes for x in shards}) == 1:
+        fulls = all_gather_tokens_of([x.local for x in shards], group, shards[0].tokens.sizes)
+        gathered = {id(x): full for x, full in zip(shards, fulls, strict=True)}
 
     def whole(x: Any) -> Any:
         if isinstance(x, TokenShard):
-            full = all_gather_tokens(x.local, group, x.tokens.sizes)
+            full = gathered.get(id(x))
+            if full is None:
+                full = all_gather_tokens(x.local, group, x.tokens.sizes)
             return full.reshape(*x.lead, *full.shape[1:])
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             return copy_to_group(x, group)

@@ -47,6 +47,36 @@ def test_movers_and_their_transposes(sizes, tail):
     world(len(sizes)).run(all_movers, tuple(sizes), tail)
 
 
+def several_in_one_call(group, sizes: tuple[int, ...], tail: tuple[int, ...]) -> None:
+    """As one after the other, with gradients for those that have one; the numbers of calls are 1 and 2."""
+    r, comm = group.rank(), communicator(group)
+    own = [
+        numbers(sizes[r], *tail, seed=r),
+        numbers(sizes[r], 2, seed=50 + r).long(),
+        numbers(sizes[r], 3, seed=90 + r),
+    ]
+    gradients = [numbers(sum(sizes), *tail, seed=20 + r), None, numbers(sum(sizes), 3, seed=30 + r)]
+    found = []
+    for together in (False, True):
+        xs = [x.clone().requires_grad_(x.is_floating_point()) for x in own]
+        comm.engine_calls.clear()
+        if together:
+            ys = tokens.all_gather_tokens_of(xs, group, sizes)
+            assert len(sizes) == 1 or comm.engine_calls == {("all_gather_tensors", "chunked"): 1}
+        else:
+            ys = [tokens.all_gather_tokens(x, group, sizes) for x in xs]
+        torch.autograd.backward([ys[0], ys[2]], [gradients[0], gradients[2]])
+        assert not ys[1].requires_grad
+        found.append([*ys, xs[0].grad, xs[2].grad])
+    assert all(map(torch.equal, *found)) and found[0][1].dtype == found[1][1].dtype == torch.int64
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.sampled_from([(3,), (1,), (2, 2), (), (0,)]))
+def test_several_are_gathered_in_one_call(sizes, tail):
+    world(len(sizes)).run(several_in_one_call, tuple(sizes), tail)
+
+
 def scalar(group) -> None:
     x = torch.tensor(float(group.rank() + 1), requires_grad=True)
     y = tokens.all_reduce_sum(x, group)

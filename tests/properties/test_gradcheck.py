@@ -101,18 +101,18 @@ def test_gradients_when_the_gathered_rows_are_kept():
 
 
 def check_gather_without_reduction(group) -> None:
-    from fusedtp.ops import column_grads
+    from fusedtp.ops import column_backward
     from fusedtp.ops.operation import OPERATIONS
 
     def own_rows_only(spec, x, dys, weights, dtype):
         dx = sum(dy @ w for dy, w in zip(dys, weights, strict=True))
         return [dx.split(spec.sizes)[spec.rank].clone(), *OPERATIONS["all_gather_wgrad"](spec, x, dys, dtype)]
 
-    true, column_grads.op = column_grads.op, own_rows_only
+    true, column_backward.op = column_backward.op, own_rows_only
     try:
         check_gather(group, "chunked", (2, 1), False)
     finally:
-        column_grads.op = true
+        column_backward.op = true
 
 
 def test_an_input_gradient_that_is_not_summed_over_ranks_is_seen():

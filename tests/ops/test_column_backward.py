@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.ops import column_grads
+from fusedtp.ops import column_backward
 from fusedtp.ops.operation import OPERATIONS, Spec
 from tests.harness import PerRank, world
 
@@ -25,7 +25,7 @@ def in_one_call_and_in_two(group, sizes, batch, k, widths, dtype, total) -> None
     dys = [randoms(rows, n, seed=10 + 10 * comm.rank + i, dtype=dtype) for i, n in enumerate(widths)]
     weights = [randoms(n, k, seed=50 + 10 * comm.rank + i, dtype=dtype) for i, n in enumerate(widths)]
     for _ in range(3):  # both slots, and again
-        dx, *dws = column_grads.op(spec, x, dys, weights, total)
+        dx, *dws = column_backward.op(spec, x, dys, weights, total)
         transposed = [w.t() for w in weights]
         assert torch.equal(dx, OPERATIONS["matmul_reduce_scatter"](spec, dys, transposed, None))
         apart = OPERATIONS["all_gather_wgrad"](spec, x, dys, total)
@@ -67,7 +67,7 @@ def test_one_call_where_both_are_wanted(engine):
 def of_other_widths(group, k: int) -> None:
     comm = communicator(group)
     x, w, dy = torch.ones(2, k), torch.ones(3, k), torch.ones(4, 3)
-    column_grads.op(Spec(comm.name, comm.rank, (2, 2)), x, [dy], [w], torch.float32)
+    column_backward.op(Spec(comm.name, comm.rank, (2, 2)), x, [dy], [w], torch.float32)
 
 
 def test_ranks_that_disagree_are_named():

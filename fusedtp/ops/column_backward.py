@@ -11,7 +11,6 @@ Elsewhere they are two operations, one kernel each: matmul_reduce_scatter, then 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,55 +18,16 @@ from torch import Tensor
 from fusedtp.comm import Communicator, registered
 
 from . import engines
-from .main_grad import accumulate_grad, wgrad_dtype
 from .matmul import is_16_bit, joined, matmul_as, matmul_into, sum_in_rank_order, to_fp32, widens
 from .measured import GENERATION
-from .operation import OPERATIONS, Operation, Plan, Shared, Spec
+from .operation import Operation, Plan, Shared, Spec
 from .rows import Rows
 from .shards import partials_of, ring
 
 TOGETHER = ("auto", "chunked")  # engines that may run both in one call
 
 
-def column_grads(
-    ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products.
-
-    ctx   of its node: spec, main_grads, and has_gathered, whether x is that of all ranks
-    """
-    n = len(ctx.main_grads)
-    need_x, need_weights = needs[0], any(needs[1 : n + 1])
-    dx: Tensor | None = None
-    dws: list[Tensor | None] = [None] * n
-    dbs: list[Tensor | None] = [None] * n
-    made: Sequence[Tensor] = ()
-    dtype = torch.float32 if x is None else wgrad_dtype(x, ctx.main_grads)
-    both = need_x and need_weights and not ctx.has_gathered
-    if both and ctx.spec.engine in TOGETHER and _in_one_call(ctx.spec, x):
-        dx, *made = op(ctx.spec, x, list(dys), list(weights), dtype)
-    else:
-        if need_x:
-            transposed = list(map(Tensor.t, weights))
-            dx = OPERATIONS["matmul_reduce_scatter"](ctx.spec, list(dys), transposed, None)
-        if need_weights and ctx.has_gathered:
-            assert x is not None
-            made = [matmul_as(dy.t(), x, dtype) for dy in dys]
-        elif need_weights:
-            made = OPERATIONS["all_gather_wgrad"](ctx.spec, x, list(dys), dtype)
-    for i, dw in enumerate(made):
-        if needs[1 + i]:
-            assert x is not None
-            main_grad = ctx.main_grads[i]
-            plain = main_grad is None and dw.dtype is x.dtype
-            dws[i] = dw if plain else accumulate_grad(dw, main_grad, x.dtype)
-    for i in range(n):
-        if needs[1 + n + i]:
-            dbs[i] = dys[i].sum(0)
-    return [dx, *dws, *dbs]
-
-
-def _in_one_call(spec: Spec, x: Tensor | None) -> bool:
+def in_one_call(spec: Spec, x: Tensor | None) -> bool:
     """Whether both run on CPU ranks that read each other's shards: what all ranks decide alike."""
     if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
