@@ -455,7 +455,9 @@ def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _plain_parameters(module: Any) -> Iterator[None]:
     at: Own = module.parallel
-    modules = [module, *(module._modules[name] for name in at.children)]
+    children = [module._modules[name] for name in at.children]
+    # where ranks have parts of heads, a module looks at its parameters' gradients itself
+    modules = [module, *(each for each in children if not each.parallel.splits)]
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for each in modules:

@@ -68,6 +68,48 @@ def test_bf16(autocast: bool):
     world(2).run(low_precision, autocast)
 
 
+def with_parameters_that_no_plan_names(group: Any) -> None:
+    """In attention and MLP of a class of the user's, where they meet parts of heads and features."""
+    from transformers.models.llama import modeling_llama as llama
+
+    class Attention(llama.LlamaAttention):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.scale = nn.Parameter(torch.randn(self.head_dim))
+
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            parts = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+            q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in parts)
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            y = nn.functional.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    class MLP(llama.LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.randn(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.up_proj(x) * self.gate_proj(x).sigmoid() * self.scale)
+
+    true = llama.LlamaAttention, llama.LlamaMLP
+    llama.LlamaAttention, llama.LlamaMLP = Attention, MLP
+    try:
+        plain = model_of("llama")
+    finally:
+        llama.LlamaAttention, llama.LlamaMLP = true
+    for sequence_parallel in (True, False):
+        model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), sequence_parallel=sequence_parallel)
+        for _ in range(2):  # the first backward learns what the second one knows
+            for each in (plain, model):
+                each.zero_grad()
+            assert_alike(model, plain)
+
+
+def test_parameters_that_meet_parts_of_heads_though_no_plan_names_them():
+    world(2).run(with_parameters_that_no_plan_names)
+
+
 def adapted(group: Any, targets: list[str], frozen: bool) -> None:
     from peft import LoraConfig, get_peft_model
 
