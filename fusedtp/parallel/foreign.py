@@ -54,7 +54,7 @@ from fusedtp.ops.tokens import (
 from .attention_maps import gather_maps
 from .by_token import by_token
 from .layers import ColumnParallel, Member, RowParallel, VocabParallel
-from .placement import Mesh, Placement, local, read
+from .placement import Mesh, Placement, local, locals_of, read
 from .styles import FusedEmbedding, Style
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
@@ -163,6 +163,7 @@ class Own:
     partial    each rank's gradient of its parameters is a part of a sum
     sharded    names of the parameters of which each rank holds a part, whose gradient is whole for that part
     children   names of modules of which it may read parameters without calling them
+    below      of a layer of a stack: names of modules in it, at any depth, whose gradients are summed in one call
     splits     some of its children are split, so that its own parameters may meet parts of heads
     inner      the instance's own forward, where it has one
     alike      its class's forward, where that is known to treat every token alike
@@ -173,6 +174,7 @@ class Own:
     partial: bool = False
     sharded: frozenset[str] = frozenset()
     children: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
     splits: bool = False
     inner: Callable[..., Any] | None = None
     alike: Callable[..., Any] | None = None
@@ -460,6 +462,11 @@ def _plain_parameters(module: Any) -> Iterator[None]:
     modules = [module, *(each for each in children if not each.parallel.splits)]
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
+        together = [found for path in at.below for found in _replicas(module, path)]
+        owns = locals_of([parameter for _, _, parameter in together], at.members)
+        for (parameters, name, parameter), own in zip(together, owns, strict=True):
+            kept.append((parameters, name, parameter))
+            parameters[name] = own
         for each in modules:
             for name, parameter in each._parameters.items():
                 if parameter is None or (each is not module and not _is_on_one_mesh(parameter)):
@@ -468,8 +475,20 @@ def _plain_parameters(module: Any) -> Iterator[None]:
                 each._parameters[name] = at.read(name, parameter) if each is module else local(parameter)
         yield
     finally:
-        for parameters, name, parameter in kept:
+        for parameters, name, parameter in reversed(kept):
             parameters[name] = parameter
+
+
+def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there."""
+    for name in path.split("."):
+        module = module._modules.get(name)
+        if module is None:
+            return
+    for name, parameter in module._parameters.items():
+        trained = parameter is not None and parameter.requires_grad
+        if trained and _is_replicated(parameter) and _is_on_one_mesh(parameter):
+            yield module._parameters, name, parameter
 
 
 def _is_on_one_mesh(parameter: Tensor) -> bool:
@@ -493,6 +512,7 @@ class Foreign(Style):
         super().__init__()
         self.model, self.named = model, dict(named or {})
         self.children: tuple[str, ...] = ()
+        self.below: tuple[str, ...] = ()
         self.splits = False
         self.options: dict[str, Any] = {"engine": engine, "sequence_parallel": sequence_parallel}
 
@@ -523,7 +543,8 @@ class Foreign(Style):
             name for name, placement in placed.items() if not isinstance(placement, Replicate)
         )
         return {
-            "members": comm.name, "world_size": comm.world_size, "children": self.children, "splits": self.splits,
+            "members": comm.name, "world_size": comm.world_size, "children": self.children, "below": self.below,
+            "splits": self.splits,
             "sharded": sharded,
         }  # fmt: skip
 

@@ -300,6 +300,18 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
         if name in plain:
             above.children += (_last(name),)
         above.splits |= isinstance(style, Colwise | Rowwise)
+    for name in plain:
+        layer = _layer_of(name)
+        leaf = not styles[name].children and not styles[name].splits and not styles[name].named
+        if leaf and layer != name and type(styles.get(layer)) is Foreign:
+            styles[layer].below += (name.removeprefix(f"{layer}."),)
+
+
+def _layer_of(name: str) -> str:
+    """model.layers.3.self_attn.q_norm -> model.layers.3; the name itself where it is in no list of modules."""
+    parts = name.split(".")
+    ends = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: ends[0] + 1]) if ends else name
 
 
 _FORWARD_OF_NONE = nn.ModuleList.forward

@@ -24,7 +24,7 @@ complete, nothing downstream communicates, and there are no hidden hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeAlias
@@ -130,10 +130,60 @@ def local(parameter: Tensor) -> Tensor:
 
 def read(parameter: Tensor, group: Any) -> Tensor:
     """A replicated parameter as a plain tensor, its gradient summed over the group."""
+    for_group, part = getattr(parameter, "_fusedtp_part", (None, parameter))
+    if for_group == group:
+        return part
     plain = not isinstance(parameter, DTensor)
     if plain or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return copy_to_group(local(parameter), group)
     return _Local.apply(parameter, group)
+
+
+def locals_of(parameters: Sequence[Tensor], group: str) -> Sequence[Tensor]:
+    """What `local` gives of each replicated parameter, by one node; `read` of it sums all their gradients in one call.
+
+    The node's backward runs when all their gradients have come: what stands together here should be used together.
+    """
+    if len(parameters) < 2 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return [local(parameter) for parameter in parameters]
+    made = _Locals.apply(group, *parameters)
+    owns, parts = made[: len(parameters)], made[len(parameters) :]
+    for own, part in zip(owns, parts, strict=True):
+        own._fusedtp_part = group, part
+    return owns
+
+
+class _Locals(torch.autograd.Function):
+    """group, DTensors -> their local tensors, for uses that see all tokens and heads, and again, for all other uses."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *parameters: DTensor) -> tuple[Tensor, ...]:
+        owns = [parameter._local_tensor for parameter in parameters]
+        ctx.lying, ctx.group = [Lying.of(parameter) for parameter in parameters], group
+        ctx.set_materialize_grads(False)
+        return tuple(own.view_as(own) for own in (*owns, *owns))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("double backward of a parameter that is a DTensor is not supported")
+        count = len(ctx.lying)
+        found = list(grads[:count])
+        for i, total in _summed({i: g for i, g in enumerate(grads[count:]) if g is not None}, ctx.group):
+            own = found[i]
+            found[i] = total if own is None else own + total
+        laid = (None if g is None else lying.laid(g) for g, lying in zip(found, ctx.lying, strict=True))
+        return None, *laid
+
+
+def _summed(parts: Mapping[int, Tensor], group: str) -> Iterator[tuple[int, Tensor]]:
+    """The same over all ranks, all of a dtype in one call."""
+    for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+        some = {i: part for i, part in parts.items() if part.dtype == dtype}
+        flat = torch.cat([part.reshape(-1) for part in some.values()])
+        totals = all_reduce_sum(flat, group).split([part.numel() for part in some.values()])
+        for (i, part), total in zip(some.items(), totals, strict=True):
+            yield i, total.view(part.shape)
 
 
 class _Local(torch.autograd.Function):

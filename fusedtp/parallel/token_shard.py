@@ -48,8 +48,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fusedtp.ops.rows import split
-from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
+from fusedtp.ops.tokens import gather_tokens, take_tokens
 
+from .placement import read
 from .torch_names import (
     ALONG,
     ELEMENTWISE,
@@ -496,7 +497,7 @@ def _same_for_all(x: Any, like: TokenShard) -> Any:
     """A value without token dimensions, beside local rows: its gradient is this rank's part of a sum."""
     x = _plain(x)
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-        return copy_to_group(x, like.tokens.group)
+        return read(x, like.tokens.group)
     return x
 
 

@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedtp.parallel.placement import Way
+import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.parallel.placement import Way, locals_of, place, read
+from tests.harness import world
+
+from .support import tp_mesh
 
 
 class NewBytes(TorchDispatchMode):
@@ -63,3 +70,58 @@ def test_a_part_of_a_packed_part_has_memory_of_its_own(rank: int):
 def test_a_replicated_parameter_is_not_copied():
     full = torch.ones(3, 4)
     assert Way((Replicate(),), (2,)).part(full, [1]).data_ptr() == full.data_ptr()
+
+
+def several(group: Any, uses: list[tuple[bool, bool]], dtypes: list[torch.dtype]) -> None:
+    """Parameters of one node, each used as a whole, as a part, both or not at all: gradients, and calls for them."""
+    comm, mesh = communicator(group), tp_mesh(group)
+    ways = [Way((Replicate(),), (group.size(),))] * len(uses)
+    plain = [torch.arange(3.0 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]
+    parameters = [place(nn.Parameter(x), mesh, way) for x, way in zip(plain, ways, strict=True)]
+    owns = locals_of(parameters, comm.name)
+    assert all(type(own) is Tensor for own in owns)
+    comm.engine_calls.clear()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (own, (as_whole, as_part)) in enumerate(zip(owns, uses, strict=True)):
+        if as_whole:
+            total = total + (own * (i + 1)).sum()
+        if as_part:
+            total = total + (read(own, comm.name) * (comm.rank + 10)).sum()
+    if total.requires_grad:
+        total.backward()
+    for i, (parameter, (as_whole, as_part)) in enumerate(zip(parameters, uses, strict=True)):
+        want = (i + 1) * as_whole + sum(p + 10 for p in range(group.size())) * as_part
+        if as_whole or as_part:
+            assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
+            assert torch.equal(parameter.grad.to_local(), torch.full_like(plain[i], want))
+        else:
+            assert parameter.grad is None
+    of = {dtype for dtype, (_, as_part) in zip(dtypes, uses, strict=True) if as_part}
+    assert sum(comm.engine_calls.values()) == (len(of) if len(uses) > 1 else sum(part for _, part in uses))
+
+
+@given(data=st.data())
+def test_gradients_of_several_are_summed_in_one_call(data):
+    uses = data.draw(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=4))
+    kinds = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+    world(2).run(several, uses, [data.draw(kinds) for _ in uses])
+
+
+def norm_calls(group: Any, name: str) -> tuple[int, int]:
+    """All-reduces in the second backward of a model, and its layers."""
+    from .hf.families import model_of
+
+    model = fusedtp.parallelize(model_of(name), tp_mesh(group))
+    ids = torch.arange(1, 11).view(2, 5)
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        communicator(group).engine_calls.clear()
+        loss.backward()
+    return communicator(group).engine_calls["all_reduce_rows", "chunked"], len(model.model.layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_a_layer_sums_its_norms_gradients_in_one_call(name):
+    pytest.importorskip("transformers")
+    for calls, layers in world(2).run(norm_calls, name):
+        assert calls == layers + 1  # and the last norm
