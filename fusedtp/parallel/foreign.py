@@ -459,7 +459,7 @@ def _plain_parameters(module: Any) -> Iterator[None]:
     at: Own = module.parallel
     children = [module._modules[name] for name in at.children]
     # where ranks have parts of heads, a module looks at its parameters' gradients itself
-    modules = [module, *(each for each in children if not each.parallel.splits)]
+    modules = [module, *(each for each in children if not _splits(each))]
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         together = [found for path in at.below for found in _replicas(module, path)]
@@ -477,6 +477,19 @@ def _plain_parameters(module: Any) -> Iterator[None]:
     finally:
         for parameters, name, parameter in reversed(kept):
             parameters[name] = parameter
+
+
+def sum_apart(model: nn.Module) -> None:
+    """For a backward in two passes: torch cannot defer the gradient of parameters that one node of the graph reads."""
+    for module in model.modules():
+        at = getattr(module, "parallel", None)
+        if isinstance(at, Own) and at.below:
+            module.parallel = replace(at, below=())  # type: ignore[assignment]
+
+
+def _splits(module: Any) -> bool:
+    at = getattr(module, "parallel", None)
+    return isinstance(at, Own) and at.splits
 
 
 def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

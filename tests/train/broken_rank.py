@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fusedtp import cli, ops
-from fusedtp.parallel import placement
+from fusedtp.parallel import layers, placement
 from fusedtp.train import loop
 
 
 def own_partial(x, weight, group, *, bias=None, sizes=None, dim=0, engine="auto", layer=""):
     """matmul_reduce_scatter that forgets the other ranks' part of the sum."""
     rank = dist.get_rank()
-    return F.linear(x, weight)[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+    return F.linear(x, placement.local(weight))[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
 def off_by_one_percent(*args, **kwargs):
@@ -48,7 +48,7 @@ def failing_on_rank_1(options, step):
 matmul_reduce_scatter, backward = ops.matmul_reduce_scatter, loop.backward
 BREAKAGES: dict[str, AbstractContextManager] = {
     "row_sum": patch.object(ops, "matmul_reduce_scatter", own_partial),
-    "replicated_gradient": patch.object(placement, "copy_to_group", lambda x, *_, **__: x),
+    "replicated_gradient": patch.object(layers, "read", lambda parameter, group: placement.local(parameter)),
     "late": patch.object(loop, "backward", broken_from_step_12),
     "raise": patch("fusedtp.train.run.learning_rate", failing_on_rank_1),
 }
