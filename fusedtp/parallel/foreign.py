@@ -25,7 +25,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -365,7 +365,8 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return each_token(self, args[0])
     if self._parameters:
         at.look((args, kwargs))
-    with _plain_parameters(self):
+    reads = self._parameters or at.children or at.below
+    with _plain_parameters(self) if reads else nullcontext():
         return type(self).forward(self, *args, **kwargs) if at.inner is None else at.inner(*args, **kwargs)
 
 
