@@ -24,7 +24,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
 
                                        chunked         triton
     all_gather_matmul, _wgrad          max R_p * K     T * K
-    column_grads, of both              (T+max R_p)*K   -
+    column_grads, of both              T * K           -
     matmul_reduce_scatter              T * N           W * max R_p * N
     matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
@@ -35,9 +35,9 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     moe_matmul_combine                 as moe_combine  max R_p * k * N, and max_rows * N backward
     collective: none
 
-So two slots are at most twice the largest gathered or scattered tensor, and on CPUs a shard of it more; but for the
-kernels that reduce: they push W partials of a rank's rows into the slot of that rank, and slots are of equal size on
-all ranks. Evenly split rows make that T * N, rounded up to W equal shards; rows of one rank alone, W times as much.
+So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push
+W partials of a rank's rows into the slot of that rank, and slots are of equal size on all ranks. Evenly split rows
+make that T * N, rounded up to W equal shards; rows of one rank alone, W times as much.
 
 Note [Signatures]
 A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.

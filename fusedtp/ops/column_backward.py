@@ -57,16 +57,18 @@ def chunked(
     lefts, rights = joined(dys, [w.t() for w in weights])
     rights = [to_fp32(w).t() for w in rights]
     blocks = [rows.parts(dy) for dy in lefts]
-    at = _bytes_of_partials(rows, width, x.dtype)
+    own_partial = x.new_empty(x.shape)
     with plan.call() as call:
-        shards = [call.buffer(p, (rows.local(p), width), x.dtype, at) for p in range(comm.world_size)]
+        # nobody else reads this rank's partial of its own rows: in its place stand the rows of x
+        shards = [partials_of(call, p, rows, width, x.dtype, p) for p in range(comm.world_size)]
         shards[comm.rank].copy_(x)
         for p in ring(comm, own="last"):
-            partial = partials_of(call, comm.rank, rows, width, x.dtype, p)
+            mine = p == comm.rank
+            partial = own_partial if mine else partials_of(call, comm.rank, rows, width, x.dtype, p)
             with comm.span(f"matmul {p}"):
                 for out, *own in zip(rows.runs(partial, p), *(of_dy[p] for of_dy in blocks), strict=True):
                     matmul_into(out, own, rights)
-            if p != comm.rank:
+            if not mine:
                 call.publish(p)
 
         def arriving() -> Iterator[tuple[int, Tensor]]:
@@ -79,6 +81,7 @@ def chunked(
         dws = wgrads(arriving(), comm, rows, dys, x, dtype)
         with comm.span("sum"):
             partials = [partials_of(call, p, rows, width, x.dtype, comm.rank) for p in range(comm.world_size)]
+            partials[comm.rank] = own_partial
             return [sum_in_rank_order(partials), *dws]
 
 
@@ -112,10 +115,6 @@ def wgrads(
     return [dw.to(dtype) for dw in dws] if full is None else [matmul_as(dy.t(), full, dtype) for dy in dys]
 
 
-def _bytes_of_partials(rows: Rows, width: int, dtype: torch.dtype) -> int:
-    return rows.total * width * dtype.itemsize
-
-
 def _fake(
     spec: Spec, x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
@@ -130,11 +129,6 @@ op = Operation(
     reference=reference,
     shared=lambda x, dys, weights, dtype: Shared(x.dtype, x.shape[1], len(dys)),
     engines=dict(chunked=chunked),
-    slot_bytes=dict(
-        chunked=lambda rows, shared: (
-            _bytes_of_partials(rows, shared.features, shared.dtype)
-            + rows.longest * shared.features * shared.dtype.itemsize
-        )
-    ),
+    slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize),
     choose=lambda name, comm, spec, rows, shared: engines.Choice("chunked", "both of its halves are"),
 )

@@ -1,8 +1,8 @@
 """How long the road is from a public call to its kernel: files and functions of the library that a call enters.
 
 Counted on the second call, on all threads, with Triton's interpreter. Apart are kernels/ (device code) and sim/ (which
-makes the interpreter faster). Where a peer comes late the host waits in more ways than one, so of several calls the
-shortest counts.
+makes the interpreter faster). Where a peer comes late the host waits in more ways than one, so of several calls of both
+ranks the shortest counts.
 """
 
 import sys
@@ -95,28 +95,28 @@ def roads_of(call: Callable[[], None], tries: int = TRIES) -> list[Road]:
     return roads
 
 
+def every_road(function: Callable[..., list[Road]], *arguments: Any) -> list[Road]:
+    """Of all ranks: one that waits for the other in each of its calls says nothing of the road."""
+    return [seen for roads in world(2).run(function, *arguments, timeout=200) for seen in roads]
+
+
 def test_a_gather_reaches_its_kernel_through_at_most_8_files_and_35_functions():
     pytest.importorskip("triton")
-    for roads in world(2).run(road, "triton", False):
-        shortest = min(roads, key=lambda seen: seen.counts(seen.start)[1])
-        files, functions = shortest.counts(shortest.start)
-        assert 0 < files <= 8 and 0 < functions <= 35, "\n".join(
-            map(str, list(shortest.entered)[: shortest.start])
-        )
+    shortest = min(every_road(road, "triton", False), key=lambda seen: seen.counts(seen.start)[1])
+    files, functions = shortest.counts(shortest.start)
+    assert 0 < files <= 8 and 0 < functions <= 35, "\n".join(map(str, [*shortest.entered][: shortest.start]))
 
 
 def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
     pytest.importorskip("triton")
-    for roads in world(2).run(road, "triton", True):
-        shortest = min(roads, key=lambda seen: seen.counts()[1])
-        files, functions = shortest.counts()
-        assert 0 < files <= 10 and 0 < functions <= 55, "\n".join(map(str, shortest.entered))
+    shortest = min(every_road(road, "triton", True), key=lambda seen: seen.counts()[1])
+    files, functions = shortest.counts()
+    assert 0 < files <= 10 and 0 < functions <= 55, "\n".join(map(str, shortest.entered))
 
 
 @pytest.mark.parametrize(("backward", "most"), [(False, 14), (True, 18)])
 def test_a_layer_of_experts_enters_at_most_14_files_and_18_with_its_backward(backward, most):
     pytest.importorskip("triton")
-    for roads in world(2).run(road_of_experts, backward, timeout=200):
-        shortest = min(roads, key=lambda seen: seen.counts()[0])
-        files = {file for file, _, _ in shortest.entered}
-        assert 0 < len(files) <= most, "\n".join(sorted(files))
+    shortest = min(every_road(road_of_experts, backward), key=lambda seen: seen.counts()[0])
+    files = {file for file, _, _ in shortest.entered}
+    assert 0 < len(files) <= most, "\n".join(sorted(files))
