@@ -61,6 +61,7 @@ class Communicator:
         self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
         self.layer_calls: dict[tuple[str, str], int] = {}  # (kind of layer, engine that ran) -> calls
         self.plans: dict[Any, Any] = {}  # how operations run here, see ops/operation.py
+        self.joint: dict[Any, bool] = {}  # whose gradients share a call, see ops/column_backward.py
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
         self.timeline: list[tuple[str, float, float]] | None = (
             None  # a list here receives (label, begin, end)

@@ -87,8 +87,9 @@ def all_gather_gated_matmul(
         layer    the kind of layer that the call and its backward are counted for
         return   ([T, N],)   act(x @ gate.T) * (x @ up.T); with dim=1 [B, S, N]
 
-    `triton` activates fp32 sums and rounds once; the other engines round both products first. A weight with an
-    attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+    `triton` activates fp32 sums and rounds once; the other engines round both products first. A weight or bias may be a
+    DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as operands] in operation.py. A
+    weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shazeer 2020, "GLU variants"; Korthikanti et al. 2022, section 4.2.2.

@@ -81,7 +81,7 @@ def all_gather_matmul(
         return   [T, N_i]    one a weight; with dim=1 [B, S, N_i]
 
     A weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
-    operands] in operation.py. One with an
+    operands] in operation.py. A weight with an
     attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.

@@ -10,7 +10,7 @@ Elsewhere they are two operations, one kernel each: matmul_reduce_scatter, then 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from fusedtp.comm import Communicator, registered
 from . import engines
 from .matmul import is_16_bit, joined, matmul_as, matmul_into, sum_in_rank_order, to_fp32, widens
 from .measured import GENERATION
-from .operation import Operation, Plan, Shared, Spec
+from .operation import MAX_PLANS, Operation, Plan, Shared, Spec
 from .rows import Rows
-from .shards import partials_of, ring
+from .shards import as_they_arrive, partials_of, ring
 
 TOGETHER = ("auto", "chunked")  # engines that may run both in one call
 
@@ -32,15 +32,17 @@ def in_one_call(spec: Spec, x: Tensor | None) -> bool:
     if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     comm = registered(spec.group)
-    key = "in one call", spec.sizes, spec.batch, spec.engine, x.dtype, x.shape[1], GENERATION[0]
-    found = comm.plans.get(key)
+    key = spec.sizes, spec.batch, spec.engine, x.dtype, x.shape[1], GENERATION[0]
+    found = comm.joint.get(key)
     if found is None:
         rows = Rows(spec.sizes, spec.batch)
-        found = comm.plans[key] = all(
+        if len(comm.joint) >= MAX_PLANS:
+            comm.joint.clear()
+        found = comm.joint[key] = all(
             engines.choose(comm, spec.engine, rows, x.dtype, name, x.shape[1]).engine == "chunked"
             for name in ("matmul_reduce_scatter", "all_gather_wgrad")
         )
-    return bool(found)
+    return found
 
 
 def reference(x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -71,14 +73,8 @@ def chunked(
             if not mine:
                 call.publish(p)
 
-        def arriving() -> Iterator[tuple[int, Tensor]]:
-            for p in ring(comm, own="first"):
-                if p != comm.rank:
-                    with comm.span(f"wait {p}"):
-                        call.wait(p)
-                yield p, shards[p]
-
-        dws = wgrads(arriving(), comm, rows, dys, x, dtype)
+        arriving = ((p, shards[p]) for p in as_they_arrive(call, comm))
+        dws = wgrads(arriving, comm, rows, dys, x, dtype)
         with comm.span("sum"):
             partials = [partials_of(call, p, rows, width, x.dtype, comm.rank) for p in range(comm.world_size)]
             partials[comm.rank] = own_partial

@@ -76,7 +76,9 @@ def matmul_reduce_scatter(
         layer   the kind of layer that the call and its backward are counted for
         return  [T_r, N]  summed over ranks, in rank order, rounded once; with dim=1 [B, S_r, N]
 
-    A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+    The weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
+    operands] in operation.py. A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in
+    main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.

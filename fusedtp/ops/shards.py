@@ -35,6 +35,15 @@ def ring(comm: Communicator, *, own: str) -> list[int]:
     return [r, *others] if own == "first" else [*others, r]
 
 
+def as_they_arrive(call: Call, comm: Communicator) -> Iterator[int]:
+    """Every rank whose rows can be read, this one first."""
+    for p in ring(comm, own="first"):
+        if p != comm.rank:
+            with comm.span(f"wait {p}"):
+                call.wait(p)
+        yield p
+
+
 def shards_as_they_arrive(
     call: Call, comm: Communicator, x: Tensor, rows: Rows
 ) -> Iterator[tuple[int, Tensor]]:
@@ -48,13 +57,12 @@ def shards_as_they_arrive(
     views[comm.rank].copy_(x)
     call.publish_all()
     copies = None if call.on_cpu else CopyStream(x.device)
-    order = ring(comm, own="first")
-    fetched = {p: copies.fetch(views[p]) for p in order[1:]} if copies else {}
-    yield comm.rank, x
-    for p in order[1:]:
-        with comm.span(f"wait {p}"):
-            call.wait(p)
-        yield p, fetched[p]() if copies else views[p]
+    fetched = {p: copies.fetch(views[p]) for p in comm.workspace.peers} if copies else {}
+    for p in as_they_arrive(call, comm):
+        if p == comm.rank:
+            yield p, x
+        else:
+            yield p, fetched[p]() if copies else views[p]
 
 
 def partials_of(call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int) -> Tensor:
@@ -127,10 +135,7 @@ def gather_tensors(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
             at += round_up(rows.longest * x.shape[1] * x.element_size(), ALIGNED)
             outs.append(x.new_empty(rows.total, x.shape[1]))
         call.publish_all()
-        for p in ring(comm, own="first"):
-            if p != comm.rank:
-                with comm.span(f"wait {p}"):
-                    call.wait(p)
+        for p in as_they_arrive(call, comm):
             for x, out, of_x in zip(xs, outs, shards, strict=True):
                 for block, part in rows.pairs(out, x if p == comm.rank else of_x[p], p):
                     block.copy_(part)
@@ -142,17 +147,14 @@ def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
     width = x.shape[1]
     signature = Signature("reduce_scatter_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
     with comm.workspace.call(signature, rows.total * width * x.element_size()) as call:
-        for p in ring(comm, own="last"):
-            if p == comm.rank and rows.batch == 1:
-                continue  # nobody else reads it
+        for p in comm.workspace.peers:
             slot = partials_of(call, comm.rank, rows, width, x.dtype, p)
             for block, part in rows.pairs(x, slot, p):
                 part.copy_(block)
-            if p != comm.rank:
-                call.publish(p)
+            call.publish(p)
         partials = arrived_partials(call, comm, rows, width, x.dtype)
-        if rows.batch == 1:
-            (partials[comm.rank],) = rows.blocks(x, comm.rank)
+        own = rows.blocks(x, comm.rank)  # which nobody else reads
+        partials[comm.rank] = own[0] if len(own) == 1 else torch.cat(list(own))
         return sum_in_rank_order(partials)
 
 

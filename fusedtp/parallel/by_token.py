@@ -69,8 +69,8 @@ def _read(function: Any, cls: type, within: tuple[Any, ...] = ()) -> Text | None
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or function in within:
         return None
-    if not _is_what_runs(function):
-        return None
+    if hasattr(function, "__wrapped__") or function.__closure__ or not _is_what_runs(function):
+        return None  # its text is another's, or has names that are not its module's
     reader = _Reader(cls, function.__globals__, (*within, function))
     return Text(frozenset(reader.attributes), frozenset(reader.methods)) if reader.reads(definition) else None
 
@@ -169,11 +169,14 @@ class _Reader:
             return all(map(self.value, [*rest, *options.values()]))
         if name in ("to", "type"):
             return len(rest) + len(options) == 1 and all(map(self.value, [*rest, *options.values()]))
-        if name in OVER_FEATURES:
-            given = dict(zip(("dim", "keepdim"), rest)) | options
-            return _constant(given.pop("dim", None)) == -1 and _constant(given.pop("keepdim", None)) is True and (
-                all(isinstance(each, ast.Constant) for each in given.values())
-            )  # fmt: skip
+        if name in OVER_FEATURES:  # the second of var is no keepdim
+            places = ("dim", "keepdim") if name == "mean" else ("dim",)
+            if len(rest) > len(places) or (places[0] in options and rest):
+                return False
+            given = dict(zip(places, rest)) | options
+            of_features = _constant(given.pop("dim", None)) == -1
+            keeps = _constant(given.pop("keepdim", None)) is True
+            return of_features and keeps and all(isinstance(each, ast.Constant) for each in given.values())
         return False
 
     def method(self, name: str) -> bool:

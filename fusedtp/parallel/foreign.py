@@ -361,8 +361,10 @@ def tokens_of(at: Any, lead: tuple[int, ...]) -> Tokens:
 def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
     at: Own = self.parallel
-    if at.alike is type(self).forward and len(args) == 1 and not kwargs and isinstance(args[0], TokenShard):
-        return each_token(self, args[0])
+    if at.alike is type(self).forward and len(args) == 1 and not kwargs:
+        x = args[0]
+        if isinstance(x, TokenShard) and x.features:  # else its last dimension counts tokens
+            return each_token(self, x)
     if self._parameters:
         at.look((args, kwargs))
     reads = self._parameters or at.children or at.below

@@ -1,12 +1,13 @@
 """How long the road is from a public call to its kernel: files and functions of the library that a call enters.
 
 Counted on the second call, on all threads, with Triton's interpreter. Apart are kernels/ (device code) and sim/ (which
-makes the interpreter faster). Where a peer comes late the host waits in more ways than one, so of several calls of both
-ranks the shortest counts.
+makes the interpreter faster). Where a peer comes late the host waits in more ways than one, so of several calls, of
+which each rank begins some last, the shortest counts.
 """
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,8 @@ from tests.harness import world
 ROOT = Path(fusedtp.__file__).parents[1]
 APART = ("kernels", "sim", "tests")
 COLUMNS = 16  # of a weight: as wide as kernels like it
-TRIES = 5
+TRIES = 10
+LATE_SECONDS = 0.02
 
 
 class Road:
@@ -60,7 +62,7 @@ def road(group: Any, engine: str, backward: bool) -> list[Road]:
         if backward:
             y.sum().backward()
 
-    return roads_of(call)
+    return roads_of(call, group.rank())
 
 
 def road_of_experts(group: Any, backward: bool) -> list[Road]:
@@ -76,13 +78,14 @@ def road_of_experts(group: Any, backward: bool) -> list[Road]:
         if backward:
             y.sum().backward()
 
-    return roads_of(call)
+    return roads_of(call, group.rank())
 
 
-def roads_of(call: Callable[[], None], tries: int = TRIES) -> list[Road]:
+def roads_of(call: Callable[[], None], rank: int) -> list[Road]:
     call()
     roads = []
-    for _ in range(tries):
+    for i in range(TRIES):
+        time.sleep(LATE_SECONDS * ((i + rank) % 2))
         seen = Road()
         threading.setprofile(seen)
         sys.setprofile(seen)
@@ -95,28 +98,28 @@ def roads_of(call: Callable[[], None], tries: int = TRIES) -> list[Road]:
     return roads
 
 
-def every_road(function: Callable[..., list[Road]], *arguments: Any) -> list[Road]:
-    """Of all ranks: one that waits for the other in each of its calls says nothing of the road."""
-    return [seen for roads in world(2).run(function, *arguments, timeout=200) for seen in roads]
-
-
 def test_a_gather_reaches_its_kernel_through_at_most_8_files_and_35_functions():
     pytest.importorskip("triton")
-    shortest = min(every_road(road, "triton", False), key=lambda seen: seen.counts(seen.start)[1])
-    files, functions = shortest.counts(shortest.start)
-    assert 0 < files <= 8 and 0 < functions <= 35, "\n".join(map(str, [*shortest.entered][: shortest.start]))
+    for roads in world(2).run(road, "triton", False):
+        shortest = min(roads, key=lambda seen: seen.counts(seen.start)[1])
+        files, functions = shortest.counts(shortest.start)
+        assert 0 < files <= 8 and 0 < functions <= 35, "\n".join(
+            map(str, [*shortest.entered][: shortest.start])
+        )
 
 
 def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
     pytest.importorskip("triton")
-    shortest = min(every_road(road, "triton", True), key=lambda seen: seen.counts()[1])
-    files, functions = shortest.counts()
-    assert 0 < files <= 10 and 0 < functions <= 55, "\n".join(map(str, shortest.entered))
+    for roads in world(2).run(road, "triton", True):
+        shortest = min(roads, key=lambda seen: seen.counts()[1])
+        files, functions = shortest.counts()
+        assert 0 < files <= 10 and 0 < functions <= 55, "\n".join(map(str, shortest.entered))
 
 
 @pytest.mark.parametrize(("backward", "most"), [(False, 14), (True, 18)])
 def test_a_layer_of_experts_enters_at_most_14_files_and_18_with_its_backward(backward, most):
     pytest.importorskip("triton")
-    shortest = min(every_road(road_of_experts, backward), key=lambda seen: seen.counts()[0])
-    files = {file for file, _, _ in shortest.entered}
-    assert 0 < len(files) <= most, "\n".join(sorted(files))
+    for roads in world(2).run(road_of_experts, backward, timeout=200):
+        shortest = min(roads, key=lambda seen: seen.counts()[0])
+        files = {file for file, _, _ in shortest.entered}
+        assert 0 < len(files) <= most, "\n".join(sorted(files))

@@ -1,8 +1,11 @@
 """What the text of a forward shows: norms treat tokens alike, and what might not is refused."""
 
 import copy
+import functools
 import importlib.util
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.ops.rows import split
 from fusedtp.parallel.by_token import by_token
-from fusedtp.parallel.token_shard import TokenShard
+from fusedtp.parallel.token_shard import Tokens, TokenShard
 from tests.harness import world
 
 from .support import tp_mesh
@@ -99,6 +104,21 @@ class OverAll(Norm):
 class WithoutItsDimension(Norm):
     def forward(self, x):
         return x - x.mean(-1)
+
+
+class BiasedVariance(Norm):
+    def forward(self, x):
+        return x - x.var(-1, True)
+
+
+class Deviation(Norm):
+    def forward(self, x):
+        return x - torch.var(x, -1, False)
+
+
+class TwiceADimension(Norm):
+    def forward(self, x):
+        return x - x.mean(1, dim=-1, keepdim=True)
 
 
 class Branching(Norm):
@@ -199,6 +219,26 @@ class Decorated(Norm):
     forward = decorated
 
 
+def centred(self: Any, x: Tensor) -> Tensor:
+    return Norm.forward(self, x - x.mean(1, keepdim=True))
+
+
+class Wrapped(Norm):
+    """inspect gives the text of what was wrapped."""
+
+    forward = functools.wraps(Norm.forward)(centred)
+
+
+def of_another_torch() -> type:
+    torch = SimpleNamespace(rsqrt=lambda x: x.flip(1))
+
+    class Shadowed(Norm):
+        def forward(self, x):
+            return torch.rsqrt(x)
+
+    return Shadowed
+
+
 def of_something_outside() -> type:
     inner = torch.ones(3, 1)
 
@@ -213,6 +253,7 @@ APART = [
     OverTokens, OverTokensFromTheEnd, OverBoth, OverAll, WithoutItsDimension, Branching, BranchingInside, Looping,
     BySize, Drawing, Dropping, Indexed, Flipped, OfATable, OfSomethingGlobal, OfTwo, Changing, InPlace, Calling,
     CallingItself, OfAnotherTorch, Decorated, of_something_outside(), nn.BatchNorm1d, nn.Softmax2d,
+    BiasedVariance, Deviation, TwiceADimension, Wrapped, of_another_torch(),
 ]  # fmt: skip
 
 
@@ -344,3 +385,23 @@ def patched_after_the_split(group) -> None:
 
 def test_a_forward_that_was_replaced_since_is_the_one_that_runs():
     world(2).run(patched_after_the_split)
+
+
+def of_scores(group) -> None:
+    """A norm over [B, S], whose features are the tokens."""
+    _, parallel, _ = split_llama(group)
+    norm = parallel.model.norm
+    x = torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(1))
+    place = communicator(group)
+    shard = TokenShard.of(
+        x.flatten().split(split(x.numel(), place.world_size))[place.rank],
+        x.shape,
+        Tokens(place.name, place.rank, split(x.numel(), place.world_size), Counter()),
+    )
+    got = norm(shard)
+    got = got.full_tensor() if isinstance(got, TokenShard) else got
+    torch.testing.assert_close(got, norm(x))
+
+
+def test_a_norm_whose_last_dimension_counts_tokens_gathers_them():
+    world(2).run(of_scores)
