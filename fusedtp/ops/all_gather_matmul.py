@@ -8,8 +8,9 @@ rank r, triton      some programs push x to every peer, then multiply as all the
                     own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
 
 forward  y_i = all_gather(x) @ w_i.T + b_i
-dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange; on CPUs with
-wgrad    dw_i = all_gather_wgrad(x, dy_i) in one call (column_backward.py), or local on a gathered x that was kept
+dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange
+wgrad    dw_i = all_gather_wgrad(x, dy_i), or local on a gathered x that was kept
+both     in one call on CPU ranks: column_backward.py
 saved    the shard of x and the weights; with `keep_gathered` the gathered x, copied out of the workspace
 """
 
@@ -81,8 +82,8 @@ def all_gather_matmul(
         return   [T, N_i]    one a weight; with dim=1 [B, S, N_i]
 
     A weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
-    operands] in operation.py. A weight with an
-    attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+    operands] in operation.py. A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in
+    main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.

@@ -2,7 +2,7 @@
 
 A norm is the case that matters: every decoder layer of others has two or more, each five or ten operations long, and
 each operation on a TokenShard costs the host more than the same one on a plain tensor. Where the text shows that no
-operation can tell tokens apart, the forward runs once on the plain rows instead, see `own_rows` in foreign.py.
+operation can tell tokens apart, the forward runs once on the plain rows instead, see `each_token` in foreign.py.
 
 The text is a proof, since little is understood: straight lines, without conditions or loops; arithmetic of the input,
 of numbers and of the module's own parameters of one dimension; functions of one element; means over the last dimension;
@@ -62,15 +62,18 @@ def _is_of_features(module: Any, name: str) -> bool:
 @lru_cache(512)
 def _read(function: Any, cls: type, within: tuple[Any, ...] = ()) -> Text | None:
     """None where it may tell tokens apart. `within`: the methods that call it."""
+    if not inspect.isfunction(function) or function in within:
+        return None
+    if hasattr(function, "__wrapped__") or function.__closure__:
+        return None  # the text would be another's, or have names that are not its module's
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
+        runs = _is_what_runs(function)
+    except (OSError, SyntaxError):
         return None
     definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or function in within:
+    if not runs or not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
         return None
-    if hasattr(function, "__wrapped__") or function.__closure__ or not _is_what_runs(function):
-        return None  # its text is another's, or has names that are not its module's
     reader = _Reader(cls, function.__globals__, (*within, function))
     return Text(frozenset(reader.attributes), frozenset(reader.methods)) if reader.reads(definition) else None
 
@@ -182,7 +185,7 @@ class _Reader:
     def method(self, name: str) -> bool:
         """A method of the class, written in the same way."""
         function = inspect.getattr_static(self.cls, name, None)
-        text = _read(function, self.cls, self.within) if inspect.isfunction(function) else None
+        text = _read(function, self.cls, self.within)
         if text is None:
             return False
         self.attributes |= text.attributes
