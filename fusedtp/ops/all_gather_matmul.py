@@ -100,7 +100,8 @@ def all_gather_matmul(
         main_grads = main_grads_of(weights)
         x, *operands = as_autocast(at.device_type, x, *weights, *biases)
         weights, biases = operands[: len(weights)], operands[len(weights) :]
-        (own_weights, _), (own_biases, _) = parts(weights), parts(biases)
+        own, _ = parts(operands)
+        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
         check_linear(at, x, own_weights, own_biases)
         needs = needs_grad(x, *weights, *biases)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)

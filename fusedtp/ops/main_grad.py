@@ -87,7 +87,9 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
     """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
     main_grads = []
     for w in weights:
-        (main_grad, w), _ = parts((main_grad_of(w), w))
+        main_grad = main_grad_of(w)
+        if main_grad is not None:
+            (main_grad, w), _ = parts((main_grad, w))
         main_grads.append(main_grad)
         if isinstance(main_grad, Tensor) and main_grad.shape != w.shape:
             raise ValueError(
