@@ -98,6 +98,8 @@ class VirtualWorld(Ranks):
 
         def body(rank: int) -> None:
             stream = torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()
+            if self._streams:
+                torch.cuda.set_device(self.device)  # else this thread has no context until it launches
             try:
                 with stream, torch.autograd.set_multithreading_enabled(False):
                     results[rank] = fn(self.groups[rank])

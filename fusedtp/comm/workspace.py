@@ -554,18 +554,21 @@ class Call:
             if self.words != theirs:
                 compare(self.words, theirs, self.ws.rank, p, self.ws.world_size)
 
-    def handshake(self) -> None:
-        """Publish to all, wait for all: every rank is in this call with the same signature.
-
-        On a GPU the waiting is the stream's, and the host hears of another signature when it next looks.
-        """
-        if not self.on_cpu:
-            if self.ws.meets:
-                self.meet()
-            return
+    def publish_and_wait(self) -> None:
+        """What every rank has stored in its slot so far can be read from here on."""
         self.publish_all()
         for p in sorted(self.to_wait):
             self.wait(p)
+
+    def handshake(self) -> None:
+        """Every rank is in this call with the same signature; on a GPU this orders no data.
+
+        There kernels compare, if they can, and the host hears of another signature when it next looks.
+        """
+        if self.on_cpu:
+            self.publish_and_wait()
+        elif self.ws.meets:
+            self.meet()
 
     def meet(self) -> None:
         """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""

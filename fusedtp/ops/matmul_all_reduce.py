@@ -156,7 +156,7 @@ def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     with plan.call() as call:
         parts = [call.buffer(p, shape, x.dtype) for p in range(comm.world_size)]
         linear_into(parts[comm.rank], x, weight, None)
-        call.handshake()
+        call.publish_and_wait()
         return sum_in_rank_order(parts, bias)
 
 

@@ -165,7 +165,7 @@ def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
     with plan.call() as call:
         parts = [call.buffer(p, tuple(x.shape), x.dtype) for p in range(comm.world_size)]
         parts[comm.rank].copy_(x)
-        call.handshake()
+        call.publish_and_wait()
         return sum_in_rank_order(parts)
 
 

@@ -69,7 +69,7 @@ def test_model() -> None:
         with torch.no_grad():
             for p in shaken.parameters():
                 signs = torch.randint(0, 2, p.shape, generator=generator) * 2 - 1
-                p.mul_(1 + signs * torch.finfo(p.dtype).eps)
+                p.mul_(1 + signs.to(p.dtype) * torch.finfo(p.dtype).eps)
         for name, value in gradients(shaken, "cpu").items():
             one_eps[name] = max(one_eps[name], (value - want[name]).abs().max().item())
     for name in want:

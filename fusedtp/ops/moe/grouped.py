@@ -495,7 +495,7 @@ def _vendor_matmul(
         y = xs[0].new_zeros(r, n)
     else:
         y, *others = (
-            F.grouped_mm(_aligned(x), _aligned(w).transpose(1, 2), offs=offsets[1:].contiguous())
+            F.grouped_mm(_whole_rows(x), _aligned(w).transpose(1, 2), offs=offsets[1:].contiguous())
             for x, w in zip(xs, weights, strict=True)
         )
         for other in others:
@@ -512,7 +512,7 @@ def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     _check_vendor(x, dy.shape[1], x.shape[1])
     if 0 in (*dy.shape, x.shape[1]):
         return x.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1])
-    dw = F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=offsets[1:].contiguous())
+    dw = F.grouped_mm(_whole_rows(dy).t(), _whole_rows(x), offs=offsets[1:].contiguous())
     if not _writes_empty(dw.device):
         dw.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
     return dw
@@ -542,6 +542,13 @@ def _aligned(x: Tensor) -> Tensor:
     outer = [*x.stride()[:-2], *inner]
     fits = len(inner) < 2 and all(s % ALIGNED == 0 and s > 0 for s in outer) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
+
+
+def _whole_rows(x: Tensor) -> Tensor:
+    """x [R, K] aligned and with contiguous rows: grouped_mm takes columns of a multiple of 8 rows an expert only, and
+    fails on the device, for good, where an expert has other numbers of them.
+    """
+    return _aligned(x if x.stride(1) == 1 else x.contiguous())
 
 
 # -- the launchers of the kernels --------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
     with call.call() as running:
         shared = [running.buffer(p, (n,), torch.int32) for p, n in enumerate(lengths)]
         shared[at.rank].copy_(words)
-        running.handshake()
+        running.publish_and_wait()
         return _plan_of(torch.cat(shared), lengths, at)
 
 
