@@ -9,7 +9,7 @@ Only the device knows the number of tiles, and the host does not ask: a fixed nu
 and each counts tiles for itself. Tiles are dealt in turn across the borders of experts:
 
     expert    0 (3 tiles)   1 (none)   2 (5 tiles)          program p takes every P-th tile, whoever it belongs to;
-    program   0  1  2           -      3  0  1  2  3        it walks on with `next_start`
+    program   0  1  2           -      3  0  1  2  3        how many of an expert's `dealt` says
               ready(0)                 ready(2)
 
 `ready` is asked for an expert before a program's first tile of it, in the loop over experts, see Note [Waits stand in
@@ -26,7 +26,7 @@ import triton.language as tl
 from .epilogue import add_bias
 from .matmul import dot_loop, pair_loop, store_tile, tile_of
 from .swiglu import activated
-from .tiles import cdiv, halves, inline, next_start, to_int64
+from .tiles import cdiv, dealt, halves, inline, to_int64
 
 
 @inline
@@ -174,10 +174,11 @@ def group_tiles(
         begin = end
         end = last_row(offsets, expert, begin, R)
         num_rows = cdiv(end - begin, BLOCK_M)
-        if start < num_rows * num_cols:
+        mine = dealt(start, num_rows * num_cols, programs)
+        if mine > 0:
             ready(peers, arrivals, expert)
-        for tile in range(start, num_rows * num_cols, programs):
-            row, col = tile_of(tile, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
+        for _ in range(mine):
+            row, col = tile_of(start, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
             rows = begin + row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
             inside = rows < end
@@ -213,7 +214,8 @@ def group_tiles(
                     finish_group(y, right, bias, expert, rows, inside, first + BLOCK_N // 2, N)
                 else:
                     finish_group(y, acc, bias, expert, rows, inside, cols, N)
-        start = next_start(start, num_rows * num_cols, programs)
+            start += programs
+        start -= num_rows * num_cols
 
 
 @triton.jit

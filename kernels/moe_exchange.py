@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .tiles import cdiv, copy_rows, inline, narrow, next_start, shard, to_int64, widen
+from .tiles import cdiv, copy_rows, dealt, inline, narrow, shard, to_int64, widen
 
 
 @inline
@@ -159,12 +159,14 @@ def pull_rows(
     rows,
     K,
     start,
+    mine,
     programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy every `programs`-th block of the rows that are wanted of a source, from `start` on, to where they belong."""
-    for block in range(start, cdiv(count, BLOCK_M), programs):
+    """Copy `mine` blocks of the rows that are wanted of a source, from `start` on, to where they belong."""
+    for step in range(mine):
+        block = start + step * programs
         at = block * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = at < count
         taken = tl.load(wanted + at, mask=inside, other=0) // choices_per_row
@@ -217,20 +219,21 @@ def moe_dispatch_kernel(
             wanted = orders + offset + tl.load(in_sources + src)
             begin, count = segment(sources, src)
             blocks = cdiv(count, PULL_M)
+            mine = dealt(start, blocks, programs)
             if src == rank:
                 pull_rows(
-                    x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K, start,
+                    x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K, start, mine,
                     programs, PULL_M, BLOCK_K,
                 )  # fmt: skip
             else:
-                if start < blocks:
+                if mine > 0:
                     signals.wait_chunks(peers, src, 0, cdiv(size // choices_per_row, chunk_rows))
                 published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
                 pull_rows(
                     tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row, arrivals + begin, count,
-                    rows, K, start, programs, PULL_M, BLOCK_K,
+                    rows, K, start, mine, programs, PULL_M, BLOCK_K,
                 )  # fmt: skip
-            start = next_start(start, blocks, programs)
+            start += mine * programs - blocks
         if leader:
             signals.wait_all_arrivals(peers)
 

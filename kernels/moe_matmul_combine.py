@@ -33,7 +33,7 @@ import triton.language as tl
 from . import signals
 from .grouped_matmul import first_row, last_row, sum_tile
 from .moe_exchange import overflows, segment, sum_choices
-from .tiles import cdiv, halves, inline, narrow, next_start
+from .tiles import cdiv, dealt, halves, inline, narrow
 
 
 @inline
@@ -62,7 +62,6 @@ def multiply_and_send(
     offsets,
     to,
     at,
-    items,
     E,
     R,
     N,
@@ -83,19 +82,17 @@ def multiply_and_send(
     if start == 0:
         signals.arrive(peers)
     num_cols = cdiv(N, BLOCK_N)
-    _first, count = segment(items, signals.rank_of(peers))
-    stored = tl.full((), -1, tl.int32)  # the flag of the item that is stored and not yet published
+    flag = start  # of the next item: numbered as they are dealt, those of a program are `programs` apart
     for part in range(cdiv(num_cols, part_tiles)):
         first_col = part * part_tiles
         width = tl.minimum(part_tiles, num_cols - first_col)
-        done = part * count
         end = first_row(offsets, R)
         for expert in range(E):
             begin = end
             end = last_row(offsets, expert, begin, R)
             own = cdiv(end - begin, chunk_rows)
-            for item in range(start, own, programs):
-                first = begin + item * chunk_rows
+            for _ in range(dealt(start, own, programs)):
+                first = begin + start * chunk_rows
                 last = tl.minimum(first + chunk_rows, end)
                 num_rows = cdiv(last - first, BLOCK_M)
                 for tile in range(num_rows * width):
@@ -119,9 +116,8 @@ def multiply_and_send(
                         EVEN_K,
                         PRECISION,
                     )
-                    if stored >= 0:  # Note [Late publish]
-                        signals.publish_to_all(peers, stored)
-                        stored = tl.full((), -1, tl.int32)
+                    if (tile == 0) & (flag >= programs):  # Note [Late publish]
+                        signals.publish_to_all(peers, flag - programs)
                     home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
                     if HALVES:
                         left, right = halves(acc)
@@ -130,11 +126,11 @@ def multiply_and_send(
                         send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
                     else:
                         send_tile(home, acc, inside, cols, N, ELEMENT)
-                stored = done + item
-            start = next_start(start, own, programs)
-            done += own
-    if stored >= 0:
-        signals.publish_to_all(peers, stored)
+                flag += programs
+                start += programs
+            start -= own
+    if flag >= programs:
+        signals.publish_to_all(peers, flag - programs)
 
 
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "part_tiles", "send_programs"])
@@ -180,7 +176,7 @@ def moe_matmul_combine_kernel(
     element: tl.constexpr = out.dtype.element_ty
     if tl.program_id(0) < send_programs:
         multiply_and_send(
-            peers, x, w, x2, w2, strides, offsets, to, at, items, E, R, N, K, chunk_rows, part_tiles, send_programs,
+            peers, x, w, x2, w2, strides, offsets, to, at, E, R, N, K, chunk_rows, part_tiles, send_programs,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, element,
         )  # fmt: skip
     else:

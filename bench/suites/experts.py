@@ -62,7 +62,7 @@ DIRECTIONS = ("fwd", "dgrad", "wgrad")
 ALONE = "experts alone"
 ONE_BY_ONE = ", one by one"
 TORCHS_OWN = " + F.linear"
-SAMPLED = 32  # tokens of a rank that are held against fp64
+SAMPLED = {"cuda": 2, "cpu": 32}  # tokens of a rank that are held against fp64
 
 
 # -- grouped-matmul --------------------------------------------------------------------------------------------------
@@ -308,17 +308,19 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
     here, mine = layer.experts // case.tp, sizes[rank.rank]
     dtype = getattr(torch, case.dtype)
 
-    def weight(of: int, which: int, out: int, width: int) -> Tensor:
-        """Of all experts of rank `of`."""
-        generator = torch.Generator().manual_seed(1000 * which + of)
-        drawn = torch.randn(here, out, width, generator=generator) * width**-0.5
-        return drawn.to(rank.device, dtype)
+    sides = ((layer.hidden, layer.dim), (layer.hidden, layer.dim), (layer.dim, layer.hidden))
 
-    def experts_of(of: int) -> list[Tensor]:
-        sides = ((layer.hidden, layer.dim), (layer.hidden, layer.dim), (layer.dim, layer.hidden))
-        return [weight(of, which, *side) for which, side in enumerate(sides)]
+    def weight(expert: int, which: int) -> Tensor:
+        """Gate, up or down of an expert, the same on every rank."""
+        generator = torch.Generator(rank.device).manual_seed(3 * expert + which)
+        drawn = torch.randn(sides[which], generator=generator, device=rank.device)
+        return (drawn * sides[which][1] ** -0.5).to(dtype)
 
-    own = [w.requires_grad_() for w in experts_of(rank.rank)]
+    first = rank.rank * here
+    own = [
+        torch.stack([weight(e, which) for e in range(first, first + here)]).requires_grad_()
+        for which in range(3)
+    ]
 
     def operands(seed: int) -> tuple[Any, ...]:
         ids, weights = chosen(case, mine, 100 * seed + rank.rank, rank.device)
@@ -370,12 +372,9 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
     sets = rank.copies(operands)
     ways.add(ALONE, _Alone(own, partial(arrived, *sets[0])))
     ways.prepare({"": sets, ALONE: [()]}, lambda name, fn: fn if name == ALONE else _both(fn, own))
-    some = slice(0, min(SAMPLED, mine))
+    some = slice(0, min(SAMPLED[rank.device.type], mine))
     x, ids, weights = (t.detach()[some].cpu() for t in sets[0])
-    every = [
-        expert for of in range(case.tp) for expert in zip(*(w.cpu() for w in experts_of(of)), strict=True)
-    ]
-    want = reference(x, ids, weights, every)
+    want = reference(x, ids, weights, lambda e: [weight(e, which) for which in range(3)])
     # Two matmuls and their product round, then each choice and their sum; fp32 sums have as many terms as a row.
     allowed = (4 + layer.top_k) * errors.unit(dtype) + 2 * max(layer.dim, layer.hidden) * errors.unit(
         torch.float32
@@ -498,11 +497,11 @@ def _expert(by: Linear, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Te
     return by(F.silu(by(x, gate)) * by(x, up), down)
 
 
-def reference(x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """The same in fp64 for a few tokens x [n, H], expert by expert; `experts` holds (gate, up, down) of all of them."""
+def reference(x: Tensor, ids: Tensor, weights: Tensor, expert: Callable[[int], Sequence[Tensor]]) -> Tensor:
+    """The same in fp64 for a few tokens x [n, H], expert by expert; expert(e) is its gate, up and down."""
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for e, own in enumerate(experts):
-        gate, up, down = (w.double() for w in own)
+    for e in ids.unique().tolist():
+        gate, up, down = (w.cpu().double() for w in expert(e))
         token, choice = (ids == e).nonzero(as_tuple=True)
         h = x[token].double()
         y = (F.silu(h @ gate.t()) * (h @ up.t())) @ down.t()

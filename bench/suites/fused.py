@@ -4,7 +4,8 @@ From the declaration (fusedtp/ops/operation.py, Example) follow the layers it ru
 the communication alone, both after each other, the call of each engine, the bytes and flops, and a reference for the
 error. Only what others offer stands here by name: torch's own fusion, and the kernel with all its data there
 (arrived.py). That one has a GPU of its own, which of a virtual world only the first rank has, while the others are
-idle.
+idle. There "matmul alone" takes the whole GPU for each rank in turn, and fused kernels a part of it each; so another
+row has the plain kernel in these parts, side by side.
 
 Everything is sampled in one interleaved run, and each fused row carries the times of the two parts, from which its
 share of hidden communication follows.
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from fusedtp.nn.mlp import gated
+from fusedtp.ops.launch import plain
+from fusedtp.ops.launch.config import machine_of
 from fusedtp.ops.operation import OPERATIONS
 from fusedtp.ops.rows import Rows, split
 from fusedtp.ops.shards import gather_rows, scatter_rows
@@ -35,6 +38,7 @@ from ..ways import Function, Ways
 
 MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
 ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
+SIDE_BY_SIDE = "plain Triton matmul, side by side"
 LocalError = Callable[[Tensor], Error]
 TORCHS = {  # operation -> (torch.ops.symm_mem, group) -> a function of both operands
     "all_gather_matmul": lambda library, group: (
@@ -106,6 +110,16 @@ class Parts:
 
     def local(self, x: Tensor, w: Tensor) -> Tensor:
         return self.finish(matmul(*self.factors(x if self.full is None else self.full, w)))
+
+    def side_by_side(self, x: Tensor, w: Tensor) -> Tensor:
+        """`local` by the plain kernel, on this rank's part of a GPU."""
+        comm = self.rank.comm
+        assert comm is not None
+        a, b = self.factors(x if self.full is None else self.full, w)
+        machine = machine_of(a.device, comm.world.ranks_per_device)
+        launch, y = plain.plan_matmul(a, b, None, a.dtype, None, "ieee", machine)
+        launch.start(a.device)
+        return self.finish(y)
 
     def by_hand(self, hand: Any) -> tuple[Function, Function]:
         """(communication alone, both after each other) by the group's collectives."""
@@ -179,11 +193,13 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         else:
             pair, is_wrong = parts.there()
             ways.functions |= {ARRIVED: pair.fused, PLAIN: pair.plain}
+    if rank.world == "virtual" and "fusedtp triton" in ways.functions:
+        ways.functions[SIDE_BY_SIDE] = parts.side_by_side
     ways.prepare(rank.copies(case.draw(rank)))
     wrong = {
         name: parts.error(function(*parts.first), name in ours)
         for name, function in ways.functions.items()
-        if "alone" not in name and name not in (ARRIVED, PLAIN)
+        if "alone" not in name and name not in (ARRIVED, PLAIN, SIDE_BY_SIDE)
     }
     if ARRIVED in ways.functions:
         y = ways.functions[ARRIVED](*parts.first)
@@ -203,7 +219,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             figures |= dict(flops=flops, roof=rank.roofs[case.dtype], error=wrong.get(name))
         if name == ARRIVED:
             figures |= dict(t_plain=spreads[PLAIN].median if PLAIN in spreads else None)
-        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN):
+        elif name not in (OURS_ALONE, collective_alone, MATMUL, PLAIN, SIDE_BY_SIDE):
             figures |= dict(t_comm=t_comm, t_matmul=t_matmul)
         rows.append(ways.row(name, spread, **figures))
     return rows + ways.missing()

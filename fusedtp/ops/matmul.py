@@ -168,9 +168,11 @@ def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Te
         for part in parts[2:]:
             out.add_(part)
         return out if bias is None else out.add_(bias)
-    rows = max(1, _BLOCK_BYTES // (4 * max(1, first.shape[1])))
-    for begin in range(0, first.shape[0], rows):
-        block = slice(begin, begin + rows)
+    rows = first.shape[0]
+    if not first.is_cuda:  # whose kernels are large rather than many
+        rows = _BLOCK_BYTES // (4 * max(1, first.shape[1]))
+    for begin in range(0, first.shape[0], max(1, rows)):
+        block = slice(begin, begin + max(1, rows))
         total = parts[0][block].float()
         for part in parts[1:]:
             total.add_(part[block])
