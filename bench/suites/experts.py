@@ -328,7 +328,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         return x.requires_grad_(), ids, weights.requires_grad_()
 
     def ours(engine: str, overlapped: bool = True) -> Callable[..., Tensor]:
-        how: dict[str, Any] = dict(sizes=sizes, engine=engine)
+        how: dict[str, Any] = dict(sizes=sizes, engine=engine, max_rows=room)
 
         def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             hidden, _, handle = moe_dispatch_gated(
@@ -345,9 +345,13 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
 
     def arrived(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, offsets) of this rank's experts, by the engine that `auto` takes."""
-        rows, offsets, _ = fusedtp.moe_dispatch(x, ids, weights, layer.experts, rank.group, sizes=sizes)
+        rows, offsets, _ = fusedtp.moe_dispatch(
+            x, ids, weights, layer.experts, rank.group, sizes=sizes, max_rows=room
+        )
         return rows.detach().requires_grad_(), offsets
 
+    sets = rank.copies(operands)
+    room = rows_of_one_rank(rank, [ids for _, ids, _ in sets], here)
     ways = Ways(rank, "moe", case)
     by_hand = f"{'nccl' if rank.device.type == 'cuda' else 'gloo'} all_to_all + torch"
     if isinstance(rank.group, dist.ProcessGroup):
@@ -369,7 +373,6 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         ways.add(f"fusedtp {engine}", ours(engine))
         if engine == "triton":
             ways.add("fusedtp triton" + ONE_BY_ONE, ours(engine, overlapped=False))
-    sets = rank.copies(operands)
     ways.add(ALONE, _Alone(own, partial(arrived, *sets[0])))
     ways.prepare({"": sets, ALONE: [()]}, lambda name, fn: fn if name == ALONE else _both(fn, own))
     some = slice(0, min(SAMPLED[rank.device.type], mine))
@@ -393,6 +396,15 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
     # Of all ranks, forward and both gradients of three matmuls.
     flops = 3 * 6.0 * case.tokens * layer.top_k * layer.dim * layer.hidden
     return with_gain(ways.rows(found, flops=flops, roof=rank.roofs[case.dtype]))
+
+
+def rows_of_one_rank(rank: Rank, every: Sequence[Tensor], here: int) -> int:
+    """The most rows that any rank gets by any of these choices. As `max_rows` it lets a GPU hold the buffers of all
+    ranks of a virtual world, which the worst case, that one rank gets all rows, does not.
+    """
+    assert rank.comm is not None
+    owners = [torch.bincount((ids // here).flatten(), minlength=rank.world_size) for ids in every]
+    return int(rank.comm.all_reduce(torch.stack(owners)).max())
 
 
 def with_gain(rows: list[Row]) -> list[Row]:

@@ -589,6 +589,11 @@ class Call:
         if not world.shares_process or is_capturing():
             return
         for p, theirs in enumerate(world.exchange(self.words)):
+            if not isinstance(theirs, bytes):
+                what = f"{self.signature.operation} (call {self.number})"
+                raise SignatureMismatch(
+                    f"rank {p} is not in a call of the group, rank {world.rank} in {what}: it may have raised in one"
+                )
             compare(self.words, theirs, world.rank, p, world.world_size)
 
     def _agree(self) -> None:

@@ -15,7 +15,7 @@ from fusedtp.ops.engines import BY_COPY
 
 pytestmark = pytest.mark.gpu
 W, T, K, N = 4, 64, 128, 96
-REPLAYS = 1000
+REPLAYS, INPUTS = 1000, 7
 
 
 def whole(number: int, *shape: int) -> Tensor:
@@ -31,10 +31,12 @@ class Calls:
         self.x, self.full = torch.zeros(T, K).cuda().half(), torch.zeros(rows, K).cuda().half()
         self.up, self.down = (whole(10 + i, N, K) for i in range(2))
         self.dy = whole(20, rows, N)
+        # made now: a copy from the host would wait for the device
+        self.inputs = [whole(100 + number, rows, K) for number in range(INPUTS)]
 
     def refresh(self, number: int) -> None:
-        """New inputs, the same on every rank, of which x is this rank's rows."""
-        self.full.copy_(whole(100 + number, *self.full.shape))
+        """Other inputs, the same on every rank, of which x is this rank's rows."""
+        self.full.copy_(self.inputs[number % INPUTS])
         self.x.copy_(self.full[self.rank * T : (self.rank + 1) * T])
 
     def gather(self) -> list[Tensor]:
@@ -102,7 +104,7 @@ def replays(which: str, between: str, group: VirtualGroup) -> None:
         torch.cuda.synchronize()
         communicator(group).world.barrier()
         for number in range(REPLAYS):
-            calls.refresh(number % 7)
+            calls.refresh(number)
             graph.replay()
             other(number)
             if number % 50 in (0, 1):
@@ -158,16 +160,16 @@ def by_copies(group: VirtualGroup) -> None:
 
     with torch.no_grad():
         for number in range(200):
-            right(number % 7, "copy" if (number + group.rank()) % 3 else "programs")
+            right(number, "copy" if (number + group.rank()) % 3 else "programs")
             if number % 20 == 0:
                 fusedtp.matmul_reduce_scatter(calls.full, calls.down, group, engine="triton")
         assert comm.workspace.epochs == int(comm.workspace.epoch), "the host counts as the device does"
         graph, _outs = captured(group, lambda: call("copy"))
         assert comm.workspace.epochs is None
         for number in range(50):
-            calls.refresh(number % 7)
+            calls.refresh(number)
             graph.replay()
-            right(number % 7, "copy")
+            right(number, "copy")
     torch.cuda.synchronize()
     fusedtp.check(group)
 

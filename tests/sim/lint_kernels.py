@@ -130,6 +130,27 @@ def push(inbox, flag, x, own, N: tl.constexpr, HINT: tl.constexpr):
     notify(flag, "")
 
 
+@triton.jit
+def walk(ends, y, lists, BOUND: tl.constexpr):
+    """Programs share the items of lists in turn. BOUND: where a program stands is nothing but a loop's bound."""
+    programs = tl.num_programs(0)
+    start, end = tl.program_id(0), tl.load(ends)
+    for each in range(lists):
+        begin = end
+        end = tl.load(ends + each + 1)
+        count = end - begin
+        mine = (tl.maximum(count - start, 0) + programs - 1) // programs
+        if BOUND:
+            for item in range(start, count, programs):
+                tl.store(y + begin + item + tl.arange(0, 32), tl.program_id(0))
+            start += mine * programs
+        else:
+            for _ in range(mine):
+                tl.store(y + begin + start + tl.arange(0, 32), tl.program_id(0))
+                start += programs
+        start -= count
+
+
 # -- as launches -------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +177,11 @@ def descriptor_launch(specialized: bool = False, num_stages: int = 3) -> Launch:
     x, w, y = (torch.empty(16, dtype=torch.float16) for _ in "xwy")
     args = dict(x=x, w=w, y=y, K=4096, M=128, BLOCK_K=64, SPECIALIZED=specialized)
     return Launch(by_descriptor, 1, args, options=dict(num_warps=8, num_stages=num_stages))
+
+
+def walk_launch(bound: bool) -> Launch:
+    ends, y = torch.zeros(8, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    return Launch(walk, 2, dict(ends=ends, y=y, lists=5, BOUND=bound), options=dict(num_warps=1))
 
 
 def push_case(hint: bool) -> Case:

@@ -541,7 +541,7 @@ def _aligned(x: Tensor) -> Tensor:
     inner = [s for s in x.stride()[-2:] if s != 1]
     outer = [*x.stride()[:-2], *inner]
     fits = len(inner) < 2 and all(s % ALIGNED == 0 and s > 0 for s in outer) and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _whole_rows(x: Tensor) -> Tensor:

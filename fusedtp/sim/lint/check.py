@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     speed.vector_width,
     speed.tensor_core,
     speed.pipelined,
+    speed.carried,
 )
 ORDERING: tuple[Rule, ...] = (ordering.barriers, ordering.system_scope, ordering.gated_load)
 

@@ -14,6 +14,7 @@ UNITS = {"mma": r"mma\.sync", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05
 PRODUCTS = "|".join((*UNITS.values(), r"fma\."))
 _POINTERS = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<[a-z]+(\d+)")
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)([a-z]\w*)")
+_LOOP = re.compile(r"scf\.for [^\n]*?iter_args\([^\n]*?\) -> \(([^\n]*?)\)\s*: i\d+")
 
 
 # -- what ranks exchange -----------------------------------------------------------------------------------------------
@@ -126,3 +127,29 @@ def pipelined(made: Compiled) -> Iterator[Finding]:
             yield Finding("pipelined", f"a matmul's load is {said}", op.text, op.frames)
         elif not specialised and not ahead:
             yield Finding("pipelined", "no copy of this load is issued ahead of the loop", op.text, op.frames)
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def carried(made: Compiled) -> Iterator[Finding]:
+    """Numbers that a loop of the source carries from round to round are carried in the compiled code too.
+
+    Triton 3.6 takes for dead what nothing but the bounds of an inner loop depends on, and puts its first value in its
+    place (pass tritongpu-remove-layout-conversions). Where that is the next item of a list that programs share, all
+    work is still done, by fewer of them. Loops that carry tiles are not compared: pipelining adds counters to them.
+    """
+    before, after = (_carried_by_loops(made.files[kind]) for kind in ("ttir", "ttgir"))
+    if after < before:
+        said = f"loops carry {before} numbers in the source, {after} in the compiled code"
+        yield Finding(
+            "carried", f"{said}; use such a number inside of the inner loop, not as its bound alone"
+        )
+
+
+def _carried_by_loops(text: str) -> int:
+    found = 0
+    for types in _LOOP.findall(text):
+        if "<" not in types:  # neither tiles nor what they are copied through
+            found += types.count(",") + 1
+    return found
