@@ -11,7 +11,7 @@ memory of its own that is never read:
                   and as many programs as multiply there; for a scatter then torch's sum of the W parts of the own rows
 
 So time(fused) / time(plain) is what arrivals, polls, publishing, the order by shards, and counting cost. TMA, which the
-plain matmul takes by itself on some GPUs, is in neither: the suite `matmul` has that. Not measured on a GPU yet.
+plain matmul takes by itself on some GPUs, is in neither: the suite `matmul` has that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""python -m bench.markdown RESULT.json: the tables of the README, or of the suite `train`, from a saved result."""
+"""python -m bench.markdown RESULT.json: the tables of the README or docs/gpu.md, or of the suite `train`, from a saved
+result.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,49 @@ def trainer(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *told])
 
 
+RIVALS = {  # suite -> (the row that ours is held against, ours)
+    "matmul": ("torch.matmul (cuBLAS)", "fusedtp triton"),
+    "grouped-matmul": ("torch grouped_mm", "fusedtp triton"),
+    "pointwise": ("Liger-Kernel", "fusedtp"),
+    "block": ("torch.compile", "fusedtp"),
+}
+
+
+def engines(result: dict[str, Any], **only: Any) -> str:
+    """A table a suite: a row a shape, among those with the fields `only`, a column an engine, microseconds; and how
+    many times as long the suite's rival took.
+    """
+    tables = []
+    for suite in dict.fromkeys(row["suite"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["suite"] == suite and row["seconds"]]
+        rows = [row for row in rows if all(row["shape"].get(k, v) == v for k, v in only.items())]
+        names = list(dict.fromkeys(row["engine"] for row in rows))
+        shapes = list({str(row["shape"]): row["shape"] for row in rows}.values())
+        common = [k for k, v in shapes[0].items() if all(shape[k] == v for shape in shapes)]
+        told = ", ".join(f"{k} {shapes[0][k]}" for k in common)
+        fields = [k for k in shapes[0] if k not in common]
+        rival, ours = RIVALS.get(suite, ("", ""))
+        header = [*fields, *names, *([f"{rival} / {ours}"] if rival else [])]
+        lines = [f"`{suite}`, {told}, {rows[0]['dtype']}, us:", "", "| " + " | ".join(header) + " |"]
+        lines.append("|" + "---|" * len(fields) + "---:|" * (len(header) - len(fields)))
+        for shape in shapes:
+            us = {r["engine"]: 1e6 * r["seconds"]["median"] for r in rows if r["shape"] == shape}
+            cells = [str(shape[k]) for k in fields]
+            cells += [f"{us[name]:.0f}" if name in us else "" for name in names]
+            cells += [f"{us[rival] / us[ours]:.2f}"] if rival else []
+            lines.append("| " + " | ".join(cells) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
 def machine(result: dict[str, Any]) -> str:
     """Where, with what and how it was measured."""
     about = result["machine"]
+    if about.get("gpu"):
+        return (
+            f"{about['gpu']} (driver {about['gpu_state']['driver_version']}), Python {about['python']}, "
+            f"torch {about['torch']}, Triton {about['triton']}, commit {about['commit']}, `{about['command']}`"
+        )
     return (
         f"{about['cpu']} ({about['capability']}, {about['cores']} cores), Python {about['python']}, "
         f"torch {about['torch']}, `{about['command']}`"
@@ -71,7 +113,9 @@ def machine(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text())
-    if "rows" in found:
+    if found["machine"].get("gpu"):
+        tables = [engines(found)]
+    elif "rows" in found:
         tables = [trainer(found)]
     else:
         tables = [operations(found), training_step(found)]

@@ -23,7 +23,7 @@ Tiles and sums are those of the two kernels one after another, and the product i
 travels: so the results are the same bits.
 
 Flags go to all ranks, whether an item has rows of theirs or not: to tell would cost both sides a walk over a table of
-experts. Programs that sum stand beside the matmul, and take processors from it. None of it was measured on a GPU yet.
+experts. Programs that sum stand beside the matmul, and take processors from it. Its time on a GPU is not known yet.
 Source: the cut by columns is COMET's, Zhang et al. 2025 (arXiv 2502.19811), section 3.1.
 """
 

@@ -42,7 +42,7 @@ from .streams import SideStream
 
 # Copies of a shard to one peer. Each has a start, and another for its flags, while which the link idles: predicted for
 # 8 H100 and the gate and up projections of Llama 3 8B, 8192 tokens, 349 us in one piece, 358 in two, 383 in four, where
-# programs take 389 and the product alone 334; 2048 tokens, 133, 168, 245, 122 and 97 (not measured on a GPU yet).
+# programs take 389 and the product alone 334; 2048 tokens, 133, 168, 245, 122 and 97 (not measured over NVLink yet).
 PIECES = 1
 
 

@@ -57,6 +57,17 @@ def test_the_measured_tables_are_those_of_the_saved_result():
     assert summary(result["operations"]["rows"]) in text
 
 
+def test_the_tables_of_a_gpu_are_those_of_the_saved_results():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    paths = sorted((ROOT / "bench" / "results" / "nvidia-h100-80gb-hbm3").glob("*.json"))
+    assert paths
+    for path in paths:
+        result = json.loads(path.read_text())
+        only = {"skew": "balanced"} if path.stem == "experts" else {}
+        assert markdown.machine(result) in text, path
+        assert markdown.engines(result, **only) in text, path
+
+
 def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
     result, text = saved_result(), (ROOT / "README.md").read_text()
     assert markdown.machine(result) in text
