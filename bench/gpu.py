@@ -1,6 +1,6 @@
 """fusedtp bench gpu, or make gpu: GPU tests, then every suite on one GPU, unattended, in nine minutes.
 
-    tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu                          (in a checkout)
+    tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu, in several processes    (in a checkout)
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
     virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes, many tokens
     pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
@@ -10,6 +10,7 @@
     short      virtual-8 with few tokens
     experts    the matmuls of published mixtures of experts on a rank of eight
     moe        a layer of experts split over eight virtual ranks; its dispatch and combine alone, DeepSeek-V3's
+    host       host time of fused calls, two processes on the GPU
 
 Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
 journal before. Another call of the same code skips the parts that are there and goes on within the one that was
@@ -19,6 +20,7 @@ the others; the exit code is 1 if any did.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -28,6 +30,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from . import machine
 from .options import parse
@@ -45,6 +49,7 @@ class Part:
     name: str
     share: float
     command: tuple[str, ...]
+    goes_on: bool = True  # within what it has measured, in the time that it is told
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ def parts(options: Options) -> list[Part]:
     found = []
     if options.tests and machine.in_checkout():
         tests = ("tests/gpu", "tests/nn/test_gpu.py")
-        found.append(Part("tests", 9.0, (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *tests)))
+        command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *processes_for_tests(), *tests)
+        found.append(Part("tests", 9.0, command))
 
     def add(name: str, share: float, suites: str, sizes: str, *more: str) -> None:
         small = "--smoke --device cpu" if on_cpu else sizes
@@ -90,7 +96,21 @@ def parts(options: Options) -> list[Part]:
         add("experts", 1.0, "grouped-matmul", "--tokens 8192", "--tp", ranks)
         # 1024 tokens a rank
         add("moe", 1.0, "moe,moe-exchange", "--tokens 8192", *virtual, ranks)
+        host = (sys.executable, "-m", "fusedtp", "bench", "host", "--gpu")
+        found.append(Part("host", 1.0, host, goes_on=False))
     return found
+
+
+def processes_for_tests() -> tuple[str, ...]:
+    """pytest's options for as many as cores and memory allow: most of the tests' time goes into compiling.
+
+    Each loads all of torch's kernels (see tests/gpu/conftest.py): 5 GB of the GPU on an H100.
+    """
+    if importlib.util.find_spec("xdist") is None or not torch.cuda.is_available():
+        return ()
+    memory = torch.cuda.get_device_properties(0).total_memory
+    count = min(8, len(os.sched_getaffinity(0)), memory // (8 << 30))
+    return ("-n", str(count), "--dist", "worksteal") if count > 1 else ()
 
 
 def seconds_for(part: Part, later: Sequence[Part], left: float) -> float:
@@ -138,8 +158,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _has(device: str) -> bool:
-    import torch
-
     return device != "cuda" or torch.cuda.is_available()
 
 
@@ -172,8 +190,13 @@ def run_parts(
             command += ["-p", "tests.resume", "--resume", str(passed), "--code", commit]
         else:
             # Starting, compilation (torch.compile's above all), roofs, checks and drawing take longer than samples.
-            command += ["--out", str(folder / f"{part.name}.json"), "--minutes", f"{0.3 * seconds / 60:.3f}"]
-            command += [] if options.fresh else ["--resume"]
+            command += ["--out", str(folder / f"{part.name}.json")]
+            if part.goes_on:
+                command += [
+                    "--minutes",
+                    f"{0.3 * seconds / 60:.3f}",
+                    *([] if options.fresh else ["--resume"]),
+                ]
         print(f"{part.name}: at most {seconds:.0f} s", flush=True)
         begin = time.monotonic()
         code = codes[part.name] = run(command, seconds)

@@ -4,11 +4,15 @@ Two processes on CPU take the paths of ranks on GPUs: no signal of the host's, n
 plan of the call, the workspace, the prepared launch and its pointers, and what Triton does to launch a kernel compiled
 for sm_90, its C code included. Only the driver does nothing (idle_driver.py). So CUDA's own time is missing: that of
 two launches, and of the order of streams.
+
+With --gpu all of that is there: the two processes have a GPU each, or share this machine's one, where kernels take
+turns, which the host does not wait for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -17,9 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +44,7 @@ from fusedtp.ops.moe.plan import Exchange, index_formula, index_size, plan_index
 from . import machine
 from .idle_driver import c_compiler, install
 from .options import Plan
-from .rank import Rank, run
+from .rank import Rank, run, run_ranks
 
 RANKS = 2
 IN_A_ROW = 20  # as in a loop that does nothing else: all is in the core's caches
@@ -53,8 +60,16 @@ class Options:
     """Interleaved repetitions of each call."""
     tokens: int = 64
     """Rows of all ranks; they cost the host nothing."""
+    gpu: bool = False
+    """On GPUs, with nothing left out. At most 100 rounds."""
     save: bool = False
     """Keep the result in the repository."""
+    out: str = ""
+    """File of the result."""
+
+
+Calls = dict[str, Callable[..., Any]]
+MOST_ROUNDS_OF_GPU = 100
 
 
 def measure(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
@@ -86,19 +101,7 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
     group = rank.group
     fusedtp.reserve(group, 1 << 20)
     as_on_gpus(rank)
-    x, full, w1, w2, w3 = (
-        torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (tokens // RANKS, tokens, 64, 64, 64)
-    )
-    calls: dict[str, Callable[..., Any]] = {
-        "all_gather_matmul": lambda x, full, w: fusedtp.all_gather_matmul(x, [w], group, engine="triton")[0],
-        "all_gather_matmul, 3 weights": lambda x, full, w: fusedtp.all_gather_matmul(
-            x, [w, w2, w3], group, engine="triton"
-        )[0],
-        "matmul_reduce_scatter": lambda x, full, w: fusedtp.matmul_reduce_scatter(
-            full, w, group, engine="triton"
-        ),
-        "matmul_all_reduce": lambda x, full, w: fusedtp.matmul_all_reduce(full, w, group, engine="triton"),
-    }
+    (x, full, w1), calls = _calls(group, tokens, torch.device("cpu"))
     taken: dict[str, dict[str, list[float]]] = {name: {} for name in (*calls, "block", "plan of experts")}
 
     def timed(name: str, which: str, call: Callable[[], Any]) -> Any:
@@ -134,6 +137,65 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
     }
 
 
+def _calls(group: Any, tokens: int, device: torch.device) -> tuple[list[torch.Tensor], Calls]:
+    """Operands x, full and w, and calls of them."""
+    x, full, w1, w2, w3 = (
+        torch.zeros(rows, 64, dtype=torch.bfloat16, device=device)
+        for rows in (tokens // RANKS, tokens, 64, 64, 64)
+    )
+    return [x, full, w1], {
+        "all_gather_matmul": lambda x, full, w: fusedtp.all_gather_matmul(x, [w], group, engine="triton")[0],
+        "all_gather_matmul, 3 weights": lambda x, full, w: fusedtp.all_gather_matmul(
+            x, [w, w2, w3], group, engine="triton"
+        )[0],
+        "matmul_reduce_scatter": lambda x, full, w: fusedtp.matmul_reduce_scatter(
+            full, w, group, engine="triton"
+        ),
+        "matmul_all_reduce": lambda x, full, w: fusedtp.matmul_all_reduce(full, w, group, engine="triton"),
+    }
+
+
+def measure_on_gpu(_rank: int, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
+    """As `measure`, with real launches: what is enqueued is waited for after each round, which the times leave out."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    group: Any = dist.group.WORLD
+    rank = Rank(Plan(device="cuda", world="processes"), group)
+    fusedtp.reserve(group, 1 << 20)
+    operands, calls = _calls(group, tokens, device)
+    calls = {"torch.nn.functional.linear": lambda x, full, w: F.linear(full, w), **calls}
+    taken: dict[str, dict[str, list[float]]] = {name: {} for name in (*calls, "block")}
+    step = _block(rank, tokens)
+
+    def timed(name: str, which: str, call: Callable[[], Any], times: int = 1) -> Any:
+        begin = time.perf_counter()
+        for _ in range(times):
+            made = call()
+        taken[name].setdefault(which, []).append(1e6 * (time.perf_counter() - begin) / times)
+        return made
+
+    warm = 10
+    for _ in range(min(rounds, MOST_ROUNDS_OF_GPU) + warm):
+        for name, call in calls.items():
+            for which, hooks in (("repeated", nullcontext()), ("repeated" + BOUND, bound_by_triton())):
+                rank.meeting.barrier()
+                with hooks, torch.no_grad():
+                    timed(name, which, lambda: call(*operands), IN_A_ROW)  # noqa: B023
+                torch.cuda.synchronize()
+            leaves = [t.detach().requires_grad_() for t in operands]
+            y = timed(name, "forward", lambda: call(*leaves))  # noqa: B023
+            dy = torch.ones_like(y)
+            timed(name, "backward", lambda: y.backward(dy))  # noqa: B023
+            torch.cuda.synchronize()
+        timed("block", "forward and backward", step)
+        torch.cuda.synchronize()
+    fusedtp.check(group)
+    return {
+        name: {which: statistics.median(each[warm:]) for which, each in of.items()}
+        for name, of in taken.items()
+    }
+
+
 @contextmanager
 def bound_by_triton() -> Iterator[None]:
     """All launches go through Triton, as where a hook watches them; the difference is what its binding costs."""
@@ -158,16 +220,17 @@ def _block(rank: Rank, tokens: int) -> Callable[[], object]:
         hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2
     )
     config = ModelConfig(dtype="bfloat16", param_dtype="bfloat16", **sizes)
+    device = rank.device
     block = TransformerBlock(config)
-    init_(block, seed=0)
+    init_(block, seed=0).to(device)
     fusedtp.parallelize(block, rank.mesh, engine="triton")
     layout = prepared(
         TokenLayout(1, tokens, (tokens // RANKS,) * RANKS, rank.rank),
         config,
-        torch.device("cpu"),
+        device,
         torch.bfloat16,
     )
-    x = torch.zeros(tokens // RANKS, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.zeros(tokens // RANKS, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     inputs = [x, *block.parameters()]
 
     def step() -> object:
@@ -195,12 +258,20 @@ def _plan_of_experts() -> tuple[Callable[[], object], Callable[[], object]]:
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     options = tyro.cli(Options, args=list(argv), prog="fusedtp bench host", description=Options.__doc__)
+    if options.gpu and not torch.cuda.is_available():
+        print("fusedtp bench host: torch sees no GPU here", file=sys.stderr)
+        return 2
     if c_compiler() is None:
         print("fusedtp bench host: no C compiler, neither $CC nor gcc, clang or cc", file=sys.stderr)
         return 2
     command = shlex.join(["fusedtp", "bench", "host", *argv])
     about = machine.describe(RANKS, list(argv)) | {"triton": machine.version_of("triton"), "command": command}
-    found = run(Plan(), RANKS, measure, options.rounds, options.tokens)
+    if options.gpu:
+        about |= machine.describe_run("cuda", ["host", *argv])
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of the processes that this one starts
+        found = run_ranks(measure_on_gpu, RANKS, options.rounds, options.tokens, backend="cpu:gloo,cuda:gloo")
+    else:
+        found = run(Plan(), RANKS, measure, options.rounds, options.tokens)
     table = Table("call", "pass", "us", "bound by Triton", title="host time")
     for name, of in found.items():
         for which, us in of.items():
@@ -212,8 +283,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=None if Console().is_terminal else 130)
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim", soft_wrap=True)
     console.print(table)
-    if options.save:
-        path = machine.folder_of(about, True) / "host.json"
+    if options.save or options.out:
+        path = Path(options.out) if options.out else machine.folder_of(about, True) / "host.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dict(about=about, us=found), indent=1) + "\n")
         console.print(str(path), soft_wrap=True)

@@ -262,7 +262,7 @@ def _interpreting() -> Iterator[None]:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> Any:
     """What fn(rank, *args) returns on rank 0; fn runs in a process for each number of a rank.
 
-    With a backend that serves CUDA, rank r has GPU r.
+    With a backend that serves CUDA, rank r has GPU r; gloo's ranks may share one.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A fork server imports once for all ranks and worlds. CUDA must not start before a fork, and Triton interprets
@@ -281,7 +281,7 @@ def _enter(
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; its host name need not resolve
     if "cuda" in backend:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         pin(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)

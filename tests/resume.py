@@ -1,12 +1,14 @@
 """pytest -p tests.resume --resume FILE --code COMMIT: go on with the tests that have not passed yet.
 
 FILE holds the commit and, line by line, the tests that passed with it, written as each ends; so a run that was cut off
-loses nothing. Of another commit, or of none, it begins anew.
+loses nothing. Of another commit, or of none, it begins anew. Under xdist the process that started writes, and tells the
+others what they leave out.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,32 +19,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--resume") is not None:
-        config.pluginmanager.register(Resume(config.getoption("--resume"), config.getoption("--code")))
+    path = config.getoption("--resume")
+    if path is not None:
+        passed = getattr(config, "workerinput", {}).get("passed")
+        config.pluginmanager.register(Resume(path, config.getoption("--code"), passed))
 
 
 class Resume:
-    """Leaves out what has passed, and keeps what passes."""
+    """Leaves out what has passed, and keeps what passes. passed: what another process has read and will write."""
 
-    def __init__(self, path: Path, commit: str) -> None:
-        self.path, self.left_out = path, 0
+    def __init__(self, path: Path, commit: str, passed: list[str] | None) -> None:
+        self.path, self.writes = path, passed is None
+        if passed is not None:
+            self.passed = set(passed)
+            return
         lines = path.read_text().splitlines() if path.is_file() else []
         self.passed = set(lines[1:]) if commit and lines[:1] == [commit] else set()
         if not self.passed:
             path.write_text(f"{commit}\n")
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["passed"] = sorted(self.passed)
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         done = [item for item in items if item.nodeid in self.passed]
-        self.left_out = len(done)
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if item.nodeid not in self.passed]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
+        if self.writes and report.when == "call" and report.passed:
             with self.path.open("a") as file:
                 file.write(f"{report.nodeid}\n")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.left_out:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:  # all have
             session.exitstatus = pytest.ExitCode.OK

@@ -40,6 +40,7 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
         "short",
         "experts",
         "moe",
+        "host",
     ]
     assert [part.name for part in every] == names
 
@@ -61,7 +62,9 @@ def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     ranks = {}
-    for part in gpu.parts(gpu.Options(tests=False)):
+    *every, host = gpu.parts(gpu.Options(tests=False))
+    assert host.command[-2:] == ("host", "--gpu")
+    for part in every:
         options = parse(Options, part.command[part.command.index("all") + 1 :], "x")
         plan = plan_of(options)
         jobs = runner.jobs_of(plan, options.suites.split(","))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TESTS = """
 import os, pathlib, pytest
@@ -21,8 +23,8 @@ def test_of(name):
 """
 
 
-def run(folder: Path, commit: str, **environment: str) -> tuple[int, str]:
-    """The exit code, and which tests ran."""
+def run(folder: Path, commit: str, *options: str, **environment: str) -> tuple[int, str]:
+    """The exit code, and which tests ran, in order; by several processes, sorted."""
     ran = folder / "ran"
     ran.write_text("")
     command = [
@@ -46,12 +48,12 @@ def run(folder: Path, commit: str, **environment: str) -> tuple[int, str]:
         str(folder / "test_it.py"),
     ]
     done = subprocess.run(
-        [sys.executable, *command, *more],
+        [sys.executable, *command, *more, *options],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
     )
-    return done.returncode, ran.read_text()
+    return done.returncode, "".join(sorted(ran.read_text())) if options else ran.read_text()
 
 
 def test_only_what_has_not_passed_runs_again(tmp_path):
@@ -63,3 +65,14 @@ def test_only_what_has_not_passed_runs_again(tmp_path):
     assert run(tmp_path, "two", ENDS="c") == (1, "abc")  # other code begins anew
     assert run(tmp_path, "two") == (0, "c")
     assert run(tmp_path, "") == (0, "abc") and run(tmp_path, "") == (0, "abc")  # of nobody knows what
+
+
+def test_several_processes_go_on_together(tmp_path):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_it.py").write_text(TESTS)
+    several = ("-n", "2", "--dist", "worksteal")
+    assert run(tmp_path, "one", *several, FAILS="b") == (1, "abc")
+    assert run(tmp_path, "one", *several, FAILS="b") == (1, "b")
+    assert run(tmp_path, "one", *several) == (0, "b")
+    assert run(tmp_path, "one", *several) == (0, "")
+    assert run(tmp_path, "two", *several) == (0, "abc")
