@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from fusedtp.checks.dense import SimulatedWorld, launches
+from fusedtp.checks.dense import SimulatedWorld, launched
 from fusedtp.comm.copies import PIECES, parts
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
@@ -171,7 +171,7 @@ def fused_run(problem: Problem, node: Node) -> Run:
             one = is_one_shot(p.tokens, n, p.dtype)
             plan = plan_one_shot if one else plan_two_shot
             planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
-        mine: list[Work] = list(launches(planned, world, rank))
+        mine: list[Work] = [launched(planned)]
         if p.transport == ENGINE:
             mine += _copies(p, world, rank, x, config.chunk)
         work.append(mine)

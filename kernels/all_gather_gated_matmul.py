@@ -107,3 +107,4 @@ def all_gather_gated_matmul_kernel(
         done += num_rows * num_cols
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
+    signals.leave(peers)

@@ -161,3 +161,4 @@ def all_gather_wgrad_kernel(
         tl.store(at, narrow(acc, out.dtype.element_ty), mask=n_mask & k_mask)
         had += 1
         ticket = signals.take(peers, signals.TILE)
+    signals.leave(peers)

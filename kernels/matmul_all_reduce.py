@@ -133,6 +133,7 @@ def one_shot_kernel(
                     tl.store(y + at, narrow(acc, element), mask=mask)
         if pid == send_programs:
             signals.wait_all_arrivals(peers)
+    signals.leave(peers)
 
 
 @triton.jit(do_not_specialize=["group", "window", "behind", "parts", "height"])
@@ -234,3 +235,4 @@ def two_shot_kernel(
         piece = signals.take(peers, signals.PUSH)
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
+    signals.leave(peers)

@@ -487,3 +487,4 @@ def matmul_reduce_scatter_kernel(
     )
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
+    signals.leave(peers)

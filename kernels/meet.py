@@ -8,11 +8,12 @@ signatures, so ranks in different calls are found at once. One program, so it fi
 
 import triton
 
-from .signals import arrive, wait_all_arrivals
+from .signals import arrive, leave, wait_all_arrivals
 
 
 @triton.jit
 def meet_kernel(peers):
-    """Signal every peer, wait for every peer; after bump_epoch, as every call of a group."""
+    """Signal every peer, wait for every peer."""
     arrive(peers)
     wait_all_arrivals(peers)
+    leave(peers)

@@ -186,3 +186,4 @@ def moe_dispatch_matmul_kernel(
                 start - copy_programs, tl.num_programs(0) - send_programs - copy_programs, BLOCK_M, BLOCK_N,
                 BLOCK_K, GROUP, EVEN_K, HALVES, ACT, PRECISION,
             )  # fmt: skip
+    signals.leave(peers)

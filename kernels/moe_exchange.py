@@ -236,6 +236,7 @@ def moe_dispatch_kernel(
             start += mine * programs - blocks
         if leader:
             signals.wait_all_arrivals(peers)
+    signals.leave(peers)
 
 
 @inline
@@ -332,3 +333,4 @@ def moe_combine_kernel(
         )
         if start == 0:
             signals.wait_all_arrivals(peers)
+    signals.leave(peers)

@@ -198,3 +198,4 @@ def moe_matmul_combine_kernel(
             )  # fmt: skip
         if start == 0:
             signals.wait_all_arrivals(peers)
+    signals.leave(peers)

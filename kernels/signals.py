@@ -43,6 +43,11 @@ Note [Tickets]: of work that any program of a rank can do, whoever is free takes
 run. A piece that waits for peers is handed out only after all pieces of its own rank that have to be done before that
 wait can end anywhere, and a program that waits has published what it did: so one resident program a rank is enough.
 
+Note [The next call]: a call's number lies in the device's memory, so that a replayed CUDA graph counts on. No program
+may change it while another one of its launch reads it. So programs count themselves out, and the last one counts the
+call: what the others have read happens before, as each releases and the last acquires. A launch of its own in front of
+each kernel could do that too, but costs the host as much as the kernel's own. A failed call may not be counted.
+
 Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
 program it happens to. From then on waits return at once, no chunk is published, and later launches return
 before they do anything. What the call wrote to its outputs is garbage, which the host never hands out.
@@ -66,7 +71,7 @@ TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
-PUSH, TILE = tl.constexpr(0), tl.constexpr(1)  # words of `tickets`
+PUSH, TILE, LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # words of `tickets`
 ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
@@ -78,8 +83,9 @@ class Peers(NamedTuple):
     data         int64 [W]   address of every rank's data region, two slots of slot_bytes
     flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source], by source and chunk
     arrivals     int64 [W]   address of every rank's int64 [2, W], by parity and source: signature << 32 | epoch
-    epoch        int32 [1]   number of this call
-    tickets      int32 [2]   own memory on the device: how many pieces of PUSH and of TILE work this call has handed out
+    epoch        int32 [1]   number of this call, from 1 on
+    tickets      int32 [3]   own memory on the device: how many pieces of PUSH and of TILE work this call has handed
+                             out, how many programs have LEFT it
     failure      int64 [8]   own memory on the device, read by every program: nonzero after a failure
     status       int64 [8]   where the host looks: code, peer, chunk or ARRIVAL, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
@@ -104,14 +110,19 @@ class Peers(NamedTuple):
     high2: Any
 
 
-@triton.jit
-def bump_epoch(epoch, tickets):
-    """Start a call: one program, on the stream of the fused kernel and before it, which only reads the epoch.
+@inline
+def leave(peers):
+    """End this program's part in a call: the last thing that each does. The last one begins the next call.
 
-    The number lives in device memory, so a replayed CUDA graph counts on. No piece of work is handed out yet.
+    See Note [The next call].
     """
-    tl.store(epoch, tl.load(epoch) + 1)
-    tl.store(tickets + tl.arange(0, 2), 0)
+    tl.debug_barrier()  # what this program's threads read of this call
+    left = tl.atomic_add(peers.tickets + LEFT, 1, sem="acq_rel", scope="gpu")
+    if left == tl.num_programs(0) - 1:
+        tl.store(peers.tickets + PUSH, 0)
+        tl.store(peers.tickets + TILE, 0)
+        tl.store(peers.tickets + LEFT, 0)
+        tl.store(peers.epoch, tl.load(peers.epoch) + 1)
 
 
 @inline

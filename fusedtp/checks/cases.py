@@ -24,7 +24,7 @@ from fusedtp.ops.rows import split
 from fusedtp.sim.case import Case, Copy, Launch, Mismatch, Run, Work, compare
 
 from . import dense, experts
-from .dense import DECLARED, GPU, TILE, Call, Operands, SimulatedWorld, beside_copies, launches, meeting
+from .dense import DECLARED, GPU, TILE, Call, Operands, SimulatedWorld, beside_copies, launched, meeting
 from .experts import ROUTINGS, Routed
 
 Given = Operands | Routed
@@ -70,10 +70,10 @@ def issue(
     for rank, of_rank in enumerate(work):
         planned, named = plan(call, given, world, rank, signature)
         if rank in call.copied:
-            begun = sum(isinstance(each, Launch) and each.name == "bump_epoch" for each in of_rank)
+            begun = sum(isinstance(each, Launch) for each in of_rank)
             of_rank.extend(beside_copies(planned, world, rank, call.rows, 1 + begun))
         else:
-            of_rank.extend(launches(planned, world, rank))
+            of_rank.append(launched(planned))
         made.append(named)
     return made
 
@@ -250,7 +250,7 @@ def _gather(
             if p != rank and len(shards[p])
         ]
         own = [Copy(to, shard.view(-1).clone()) for to in (slots[rank], parts[rank]) if len(shard)]
-        work[rank] += [*(meet if opening else []), *own, *meet, *fetches, *meet]
+        work[rank] += [*([meet] if opening else []), *own, meet, *fetches, meet]
         outs.append(out)
     return outs
 
@@ -322,8 +322,9 @@ def replayed_case(
                     work[rank] += [
                         Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()
                     ]
-                    both = launches(planned, world, rank)
-                    work[rank] += both if counted or number == 0 else both[1:]
+                    if not counted:  # the number of the first replay, as if a graph had kept it
+                        work[rank].append(Copy(world.epochs.tensors[rank], torch.full((1,), 1 + i).int()))
+                    work[rank].append(launched(planned))
                     kept.append({name: out.clone() for name, out in outs.items()})
                     work[rank] += [Copy(kept[rank][name], out) for name, out in outs.items() if out.numel()]
                 results.append((inputs, kept))

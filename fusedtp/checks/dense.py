@@ -5,7 +5,7 @@ All that is known of an operation here is what its file declares: its kernels (o
 
 A gather whose rows travel by copies is issued as its rank's host does, see Note [Copies beside a kernel]:
 
-    stream 0      bump_epoch | event 0 | the kernel, without senders             | event 1 awaited
+    stream 0      event 0 | the kernel, without senders             | event 1 awaited
     stream copy                event 0 awaited | rows | flags | rows | ... | event 1
 """
 
@@ -59,7 +59,9 @@ class SimulatedWorld:
         self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
         self.arrivals = symmetric("arrivals", w, (2, w), torch.int64, poisoned=False)
         self.epochs = symmetric("epoch", w, (1,), torch.int32, poisoned=False)
-        self.tickets = symmetric("tickets", w, (2,), torch.int32, poisoned=False)
+        for epoch in self.epochs.tensors:
+            epoch.fill_(1)
+        self.tickets = symmetric("tickets", w, (3,), torch.int32, poisoned=False)
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
         self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
 
@@ -98,31 +100,18 @@ class SimulatedWorld:
         return found
 
 
-def launches(planned: Planned, world: SimulatedWorld, rank: int) -> list[Launch]:
-    """A call as its rank's stream runs it: the epoch is bumped, then the fused kernel starts."""
-    return [
-        bump(world, rank),
-        Launch(planned.kernel, planned.programs, planned.args, options=planned.options),
-    ]
+def launched(planned: Planned) -> Launch:
+    """A call as its rank's stream runs it."""
+    return Launch(planned.kernel, planned.programs, planned.args, options=planned.options)
 
 
-def bump(world: SimulatedWorld, rank: int) -> Launch:
-    """How the rank starts a call."""
-    from fusedtp.kernels.signals import bump_epoch
-
-    return Launch(bump_epoch, 1, dict(epoch=world.epochs.tensors[rank], tickets=world.tickets.tensors[rank]))
-
-
-def meeting(world: SimulatedWorld, rank: int, signature: int) -> list[Launch]:
+def meeting(world: SimulatedWorld, rank: int, signature: int) -> Launch:
     """A meeting of all ranks as `rank`'s stream runs it."""
     from fusedtp.kernels.meet import meet_kernel
 
     clock = world.machine.clock
     peers = peers_of(world.view(rank), rank, world.world_size, signature, clock)
-    return [
-        bump(world, rank),
-        Launch(meet_kernel, 1, dict(peers=peers), options=meet_options(clock)),
-    ]
+    return Launch(meet_kernel, 1, dict(peers=peers), options=meet_options(clock))
 
 
 # -- a call ----------------------------------------------------------------------------------------------------------
@@ -270,17 +259,16 @@ def beside_copies(
     planned: Planned, world: SimulatedWorld, rank: int, rows: Rows, number: int, pieces: int = 3
 ) -> list[Work]:
     """The work of one call on `rank`. number: of this call, as the host counts."""
-    bumped, kernel = launches(planned, world, rank)
     forked, done = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
     x, chunk = planned.args["x"], planned.args["chunk_rows"]
-    work: list[Work] = [bumped, Signal(forked, 1), Await(forked, 1, STREAM)]
+    work: list[Work] = [Signal(forked, 1), Await(forked, 1, STREAM)]
     for part in parts(rank, world.world_size, x.shape[0], chunk, pieces):
         there = place_of(world, part, x, rows.batch * rows.offset(rank), number)
         if there.numel():
             work.append(Copy(there, x[part.first : part.last].view(-1), pieces=2, stream=STREAM))
         flags = world.flags.tensors[part.peer][rank]
         work += [Signal(flags[part.flag + i :][:1], number, STREAM) for i in range(part.flags)]
-    return [*work, Signal(done, 1, STREAM), kernel, Await(done, 1)]
+    return [*work, Signal(done, 1, STREAM), launched(planned), Await(done, 1)]
 
 
 def place_of(world: SimulatedWorld, part: Part, x: Tensor, begin: int, number: int) -> Tensor:

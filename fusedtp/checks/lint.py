@@ -46,7 +46,6 @@ OWN = (
     "moe_matmul_combine_kernel",
     "moe_sort_kernel",
     "moe_index_kernel",
-    "bump_epoch",
     "meet_kernel",
     "grouped_matmul_kernel",
     "grouped_gated_kernel",
@@ -62,7 +61,7 @@ OWN = (
     "rms_norm_wide_kernel",
     "rms_norm_wide_backward_kernel",
 )
-SIGNALS = ("bump_epoch", "meet_kernel")  # have no configuration
+SIGNALS = ("meet_kernel",)  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
 PLANS = ("moe_sort_kernel", "moe_index_kernel")  # of integers
 LOCAL = ("matmul_kernel",)  # of one device: in more variants
@@ -329,11 +328,8 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
 
 def _signal(kernel: str, world_size: int, clock: str) -> Compiles:
     from fusedtp.kernels.meet import meet_kernel
-    from fusedtp.kernels.signals import bump_epoch
 
     view = _view(world_size)
-    if kernel == "bump_epoch":
-        return Compiles(bump_epoch, 1, dict(epoch=view.epoch, tickets=view.tickets))
     peers = peers_of(view, 1, world_size, 12345, clock)
     return Compiles(meet_kernel, 1, dict(peers=peers), options=meet_options(clock))
 
@@ -419,7 +415,7 @@ def _view(world_size: int) -> SimpleNamespace:
         flag_ptrs=words,
         arrival_ptrs=words,
         epoch=torch.zeros(1, dtype=torch.int32),
-        tickets=torch.zeros(2, dtype=torch.int32),
+        tickets=torch.zeros(3, dtype=torch.int32),
         status=words,
         slot_bytes=1 << 30,
         flags_per_source=4096,

@@ -1,7 +1,7 @@
 """A shard's rows carried to the peers by copies in place of programs: the other transport of a fused gather.
 
-    current stream   epoch | E |  fused kernel: arrives, waits for each flag, multiplies         | waits for F | next
-    copy stream              waits for E | rows to r + 1 | their flags | rows to r + 2 | ... | F
+    current stream   E |  fused kernel: arrives, waits for each flag, multiplies         | waits for F | next
+    copy stream          waits for E | rows to r + 1 | their flags | rows to r + 2 | ... | F
 
 On a GPU a copy engine does it beside the kernel, and all programs of the kernel multiply. On CPU the rank copies before
 it interprets its kernel.
@@ -72,7 +72,7 @@ class Copies:
 
     slots   uint8 [slot_bytes]         a rank: the slot of this call
     flags   int32 [flags_per_source]   a rank: the words there that this rank sets
-    epoch   int32 [1]                  on the device, still of the call before
+    epoch   int32 [1]                  on the device, the number of this call
     side    the copy stream; None on CPU
     """
 
@@ -101,7 +101,7 @@ class Sending:
         self.bytes = x.detach().reshape(-1).view(torch.uint8)
         self.parts = tuple(parts(copies.rank, len(copies.slots), num_rows, chunk_rows))
         most = max((part.flags for part in self.parts), default=1)
-        self.words = (copies.epoch + 1).repeat(most)  # now: a kernel of torch's may have to be loaded
+        self.words = copies.epoch.repeat(most)  # now: a kernel of torch's may have to be loaded
 
     def send(self) -> None:
         """Enqueue all copies; on CPU, make them."""

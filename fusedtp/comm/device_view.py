@@ -24,8 +24,8 @@ class DeviceView:
     data_ptrs: Tensor  # int64 [W]
     flag_ptrs: Tensor  # int64 [W]
     arrival_ptrs: Tensor  # int64 [W]
-    epoch: Tensor  # int32 [1], own memory, bumped on the device before each fused kernel
-    tickets: Tensor  # int32 [2], own memory: what kernels count pieces of work with, zeroed with the bump
+    epoch: Tensor  # int32 [1], own memory: the number of the call; each kernel counts one up as it ends
+    tickets: Tensor  # int32 [3], own memory, zero between calls: with these a kernel counts its work and its programs
     status: Tensor  # int64 [8], where the host reads it: code, peer, chunk, wanted, seen
     failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
     slot_bytes: int
@@ -33,13 +33,6 @@ class DeviceView:
     timeout_s: float
     ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
     meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
-
-    @cached_property
-    def bump(self) -> Repeated:
-        """What begins a call on the device."""
-        from fusedtp.kernels.signals import bump_epoch
-
-        return Repeated(bump_epoch, 1, dict(epoch=self.epoch, tickets=self.tickets), {})
 
     @cached_property
     def meetings(self) -> dict[int, Repeated]:
@@ -120,5 +113,4 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
             view.meetings.clear()
         view.meetings[sig] = kernel
     with on(device):
-        view.bump.start(device)
         kernel.start(device)

@@ -67,7 +67,7 @@ class Launch:
         sending: Sending | None = None,
         pointers: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a call of the group and start. `sending`: copies beside the kernel, which then sends nothing.
+        """Start the kernel of a call of the group. `sending`: copies beside the kernel, which then sends nothing.
         `pointers`: the arguments that were missing, in a dictionary of this call alone.
 
         Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
@@ -80,10 +80,8 @@ class Launch:
         with on(device) if device.type == "cuda" else _HERE:
             if meet is not None:
                 with _LOADING:
-                    view.bump.load()
                     self.repeated.load(given, peers)
                 meet()
-            view.bump.start(device)
             try:
                 if sending is not None:
                     sending.send()

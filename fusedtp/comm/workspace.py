@@ -157,8 +157,8 @@ class Workspace:
         self.views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
         self._flag_views: dict[tuple[int, int], Tensor] = {}
         self._view: DeviceView | None = None
-        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
+        self.epoch = torch.ones(1, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(3, dtype=torch.int32, device=device)
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._status: Any = self.status.numpy()
         if device.type == "cpu":
@@ -471,7 +471,7 @@ class Call:
             words = before + number.to_bytes(8, byteorder) + behind
             self.words = words[: self.ws.record_bytes]  # what this rank publishes
         if self.on_cpu:
-            self.ws.epoch_word[0] = (number - 1) & 0xFFFFFFFF
+            self.ws.epoch_word[0] = number & 0xFFFFFFFF
 
     def _grow(self) -> None:
         """Growing is collective: every rank comes to it, or every rank raises."""
@@ -504,6 +504,7 @@ class Call:
         """
         ws = self.ws
         if self.on_cpu:
+            ws.tickets.zero_()  # a kernel that failed left them
             self.publish_all()
             self.watch = PeerWatch(self)
         else:
@@ -646,7 +647,6 @@ class Call:
                 raise PeerFailed(
                     f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too"
                 )
-            ws.epoch_word[0] = self.number & 0xFFFFFFFF  # kernels count one up when they start
             return
         if self.counted is not None:
             ws.epochs = self.counted + 1
@@ -715,7 +715,6 @@ class Call:
                 self.take(p)
         except SignalTimeout as timeout:
             ws.failed = timeout
-        ws.epoch_word[0] = self.number & 0xFFFFFFFF
         ws.status.zero_()
 
     def refuse(self, number: int) -> None:
@@ -725,7 +724,6 @@ class Call:
         self.ws.fail_kernels_of_peers(number, words)
         for p in self.ws.peers:
             self._post(p, words)
-        self.ws.epoch_word[0] = number & 0xFFFFFFFF
 
     def leave_peers(self) -> None:
         """After a timeout or an interrupt: notify peers that still wait for this rank, without waiting."""

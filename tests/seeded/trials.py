@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
-from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches, meeting
+from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launched, meeting
 from fusedtp.checks.experts import OPERATIONS as EXPERTS
 from fusedtp.checks.experts import routed
 from fusedtp.ops.launch import Launch as Planned
@@ -37,7 +37,7 @@ FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
 LOCAL = (*PRODUCTS, *ROWS.split(), "rope", "logit_stats", "logit_gradient", "moe_sort", "moe_index")
-KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")), "bump_epoch")
+KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
 
@@ -66,11 +66,10 @@ def gpu(target: str) -> Machine:
 
 
 def under_trial(kernels: Iterable[str]) -> list[str]:
-    """The kernels that trials of these launch: of fused ones the first few; with those of calls the one that counts."""
-    wanted = {*kernels} | ({"meet_kernel"} if "bump_epoch" in kernels else set())
+    """The kernels that trials of these launch: of fused ones the first few."""
+    wanted = {*kernels}
     fused = [name for name in FUSED if name in wanted][:MOST_FUSED]
-    alone = [name for name in KERNELS if name in wanted and name not in (*FUSED, "bump_epoch")]
-    return [*alone, *fused, *(["bump_epoch"] if fused or "meet_kernel" in wanted else [])]
+    return [*(name for name in KERNELS if name in wanted and name not in FUSED), *fused]
 
 
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
@@ -139,9 +138,9 @@ def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Ca
 
     def make() -> Run:
         run = case.make()
-        counting = [memory for memory in run.memory if memory.name in ("flags", "epoch")]
-        for tensor in [tensor for memory in counting for tensor in memory.tensors]:
-            tensor.fill_(number)
+        for memory in [memory for memory in run.memory if memory.name in ("flags", "epoch")]:
+            for tensor in memory.tensors:
+                tensor.fill_(number).add_(memory.name == "epoch")  # which wraps
         return run
 
     return replace(case, make=make)
@@ -179,11 +178,11 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
         work: list[list[Work]] = []
         for rank, call in enumerate(made):
             if call is None:
-                work.append([*meeting(world, rank, 7 + rank)])
+                work.append([meeting(world, rank, 7 + rank)])
             else:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
                 planned.args.update(args)
-                work.append([*launches(planned, world, rank)])
+                work.append([launched(planned)])
         wanted = [torch.tensor(each) for each in said]
         # what a failed call reads is not used
         memory = [replace(each, poisoned=False) for each in world.memory]

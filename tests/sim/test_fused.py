@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusedtp.checks import experts
 from fusedtp.checks.cases import compiled_cases, fused_case, operands, plan, slot_bytes
-from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launches
+from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launched
 from fusedtp.checks.lint import OWN
 from fusedtp.kernels import signals
 from fusedtp.ops.operation import OPERATIONS
@@ -117,7 +117,7 @@ def other_call(operation: str) -> Run:
     call = Call(operation, (16, 9, 5), chunk=16 if DECLARED[operation][1].gathers else 1)
     world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
     planned = [plan(call, given, world, rank, 7 + (rank == 1))[0] for rank in range(3)]
-    work = [launches(each, world, rank) for rank, each in enumerate(planned)]
+    work = [[launched(each)] for each in planned]
     return Run(work, world.memory, lambda: (), world.recorded)
 
 

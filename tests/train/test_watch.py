@@ -375,7 +375,7 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
         False,
     ]
     assert first["samples"] == second["samples"] == 5 * 8
-    (line,) = first["told"]
+    (line,) = [line for line in first["told"] if "slow" not in line]  # a loaded machine may hold a rank up
     assert line.startswith("step 3: ") and line.endswith("; the step was left out")
 
 

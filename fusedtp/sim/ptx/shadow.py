@@ -8,7 +8,7 @@ leave stamps (tick, thread) in cells: the last write, and for each slot of progr
 their words keep them by thread. The first race of a schedule is found exactly, but for these:
 
     of a cell that several threads of one program read, the last reader alone is remembered
-    Note [Loads in every thread]. A compiler loads a scalar in every thread and uses one thread's (`bump_epoch` in
+    Note [Loads in every thread]. A compiler loads a scalar in every thread and uses one thread's (`leave` in
     kernels/signals.py), so a thread may store to it before another warp has loaded. Within a program, a write after
     a read is not judged; nor, warp by warp, a read of the line that read the cell before the write. Where it matters,
     warps in random order show it in the numbers.
