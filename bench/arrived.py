@@ -6,7 +6,7 @@ memory of its own that is never read:
     flags         of every peer are far ahead: each wait polls once, and passes. Signatures agree
     gather        the other ranks' shards lie in the slot, where peers would have pushed them; no program sends
     scatter       the other ranks' partials of the own rows lie in the slot; the kernel's own it waits for, as ever
-    fused         the launch that counts the call, then the kernel, as every call of the library starts them
+    fused         the kernel as every call of the library starts it
     plain         kernels/matmul.py on the same rows, with the fused launch's tiles, warps and stages, by pointers,
                   and as many programs as multiply there; for a scatter then torch's sum of the W parts of the own rows
 
@@ -68,8 +68,7 @@ def view_of(
         data_ptrs=table(slots),
         flag_ptrs=table([part.data_ptr() for part in flags]),
         arrival_ptrs=table([part.data_ptr() for part in arrivals]),
-        epoch=torch.ones(1, dtype=torch.int32, device=device),
-        tickets=torch.zeros(3, dtype=torch.int32, device=device),
+        epoch=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
         status=status,
         failure=failure,
         slot_bytes=0,

@@ -3,7 +3,7 @@
 Two processes on CPU take the paths of ranks on GPUs: no signal of the host's, no wait. All runs: checks, autograd, the
 plan of the call, the workspace, the prepared launch and its pointers, and what Triton does to launch a kernel compiled
 for sm_90, its C code included. Only the driver does nothing (idle_driver.py). So CUDA's own time is missing: that of
-two launches, and of the order of streams.
+a launch, and of the order of streams.
 
 With --gpu all of that is there: the two processes have a GPU each, or share this machine's one, where kernels take
 turns, which the host does not wait for.

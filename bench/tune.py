@@ -342,8 +342,8 @@ def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
 
     words = torch.zeros(max(8, world), dtype=torch.int64, device=rank.device)
     view = SimpleNamespace(
-        data_ptrs=words, flag_ptrs=words, arrival_ptrs=words, epoch=words[:1].int(),
-        tickets=words[:3].int(), status=words, failure=words,
+        data_ptrs=words, flag_ptrs=words, arrival_ptrs=words, epoch=words[:4].int(),
+        status=words, failure=words,
         slot_bytes=1 << 30, flags_per_source=FLAGS_PER_SOURCE, timeout_s=600.0, meet=None,
         ranks_per_device=1 if rank.comm is None else rank.comm.world.ranks_per_device,
     )  # fmt: skip

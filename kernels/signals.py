@@ -71,7 +71,7 @@ TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
-PUSH, TILE, LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # words of `tickets`
+PUSH, TILE, LEFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # words behind the epoch
 ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
@@ -83,9 +83,8 @@ class Peers(NamedTuple):
     data         int64 [W]   address of every rank's data region, two slots of slot_bytes
     flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source], by source and chunk
     arrivals     int64 [W]   address of every rank's int64 [2, W], by parity and source: signature << 32 | epoch
-    epoch        int32 [1]   number of this call, from 1 on
-    tickets      int32 [3]   own memory on the device: how many pieces of PUSH and of TILE work this call has handed
-                             out, how many programs have LEFT it
+    epoch        int32 [4]   own memory on the device: number of this call, from 1 on; how many pieces of PUSH and of
+                             TILE work it has handed out; how many programs have LEFT it
     failure      int64 [8]   own memory on the device, read by every program: nonzero after a failure
     status       int64 [8]   where the host looks: code, peer, chunk or ARRIVAL, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
@@ -97,7 +96,6 @@ class Peers(NamedTuple):
     flags: Any
     arrivals: Any
     epoch: Any
-    tickets: Any
     failure: Any
     status: Any
     world_size: Any
@@ -117,11 +115,11 @@ def leave(peers):
     See Note [The next call].
     """
     tl.debug_barrier()  # what this program's threads read of this call
-    left = tl.atomic_add(peers.tickets + LEFT, 1, sem="acq_rel", scope="gpu")
+    left = tl.atomic_add(peers.epoch + LEFT, 1, sem="acq_rel", scope="gpu")
     if left == tl.num_programs(0) - 1:
-        tl.store(peers.tickets + PUSH, 0)
-        tl.store(peers.tickets + TILE, 0)
-        tl.store(peers.tickets + LEFT, 0)
+        tl.store(peers.epoch + PUSH, 0)
+        tl.store(peers.epoch + TILE, 0)
+        tl.store(peers.epoch + LEFT, 0)
         tl.store(peers.epoch, tl.load(peers.epoch) + 1)
 
 
@@ -153,7 +151,7 @@ def failed(peers):
 @inline
 def take(peers, kind):
     """The number of the next piece of work of this kind: 0, 1, ..., each to one program. See Note [Tickets]."""
-    return tl.atomic_add(peers.tickets + kind, 1, sem="relaxed", scope="gpu")
+    return tl.atomic_add(peers.epoch + kind, 1, sem="relaxed", scope="gpu")
 
 
 @inline

@@ -323,7 +323,7 @@ def replayed_case(
                         Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()
                     ]
                     if not counted:  # the number of the first replay, as if a graph had kept it
-                        work[rank].append(Copy(world.epochs.tensors[rank], torch.full((1,), 1 + i).int()))
+                        work[rank].append(Copy(world.epochs.tensors[rank][:1], torch.full((1,), 1 + i).int()))
                     work[rank].append(launched(planned))
                     kept.append({name: out.clone() for name, out in outs.items()})
                     work[rank] += [Copy(kept[rank][name], out) for name, out in outs.items() if out.numel()]

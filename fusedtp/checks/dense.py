@@ -58,16 +58,15 @@ class SimulatedWorld:
         self.data = symmetric("slots", w, (2, self.slot_bytes), torch.uint8)
         self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
         self.arrivals = symmetric("arrivals", w, (2, w), torch.int64, poisoned=False)
-        self.epochs = symmetric("epoch", w, (1,), torch.int32, poisoned=False)
+        self.epochs = symmetric("epoch", w, (4,), torch.int32, poisoned=False)
         for epoch in self.epochs.tensors:
-            epoch.fill_(1)
-        self.tickets = symmetric("tickets", w, (3,), torch.int32, poisoned=False)
+            epoch[0] = 1
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
         self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        return self.data, self.flags, self.arrivals, self.epochs, self.tickets, self.failures, self.statuses
+        return self.data, self.flags, self.arrivals, self.epochs, self.failures, self.statuses
 
     def view(self, rank: int) -> DeviceView:
         """The rank's view, as launchers take it. Its waits never time out: the simulator finds deadlocks itself."""
@@ -76,7 +75,6 @@ class SimulatedWorld:
             flag_ptrs=self.flags.pointers,
             arrival_ptrs=self.arrivals.pointers,
             epoch=self.epochs.tensors[rank],
-            tickets=self.tickets.tensors[rank],
             status=self.statuses.tensors[rank],
             failure=self.failures.tensors[rank],
             slot_bytes=self.slot_bytes,

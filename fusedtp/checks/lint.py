@@ -415,7 +415,6 @@ def _view(world_size: int) -> SimpleNamespace:
         flag_ptrs=words,
         arrival_ptrs=words,
         epoch=torch.zeros(1, dtype=torch.int32),
-        tickets=torch.zeros(3, dtype=torch.int32),
         status=words,
         slot_bytes=1 << 30,
         flags_per_source=4096,

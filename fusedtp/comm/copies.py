@@ -72,7 +72,7 @@ class Copies:
 
     slots   uint8 [slot_bytes]         a rank: the slot of this call
     flags   int32 [flags_per_source]   a rank: the words there that this rank sets
-    epoch   int32 [1]                  on the device, the number of this call
+    epoch   int32 [4]                  on the device, the number of this call in front
     side    the copy stream; None on CPU
     """
 
@@ -101,7 +101,7 @@ class Sending:
         self.bytes = x.detach().reshape(-1).view(torch.uint8)
         self.parts = tuple(parts(copies.rank, len(copies.slots), num_rows, chunk_rows))
         most = max((part.flags for part in self.parts), default=1)
-        self.words = copies.epoch.repeat(most)  # now: a kernel of torch's may have to be loaded
+        self.words = copies.epoch[:1].repeat(most)  # now: a kernel of torch's may have to be loaded
 
     def send(self) -> None:
         """Enqueue all copies; on CPU, make them."""

@@ -24,8 +24,7 @@ class DeviceView:
     data_ptrs: Tensor  # int64 [W]
     flag_ptrs: Tensor  # int64 [W]
     arrival_ptrs: Tensor  # int64 [W]
-    epoch: Tensor  # int32 [1], own memory: the number of the call; each kernel counts one up as it ends
-    tickets: Tensor  # int32 [3], own memory, zero between calls: with these a kernel counts its work and its programs
+    epoch: Tensor  # int32 [4], own memory: the number of the call, and what its kernel counts by, zero between calls
     status: Tensor  # int64 [8], where the host reads it: code, peer, chunk, wanted, seen
     failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
     slot_bytes: int
@@ -80,7 +79,6 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
         flags=view.flag_ptrs,
         arrivals=view.arrival_ptrs,
         epoch=view.epoch,
-        tickets=view.tickets,
         failure=view.failure,
         status=view.status,
         world_size=_constant(world_size),

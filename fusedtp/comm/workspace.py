@@ -157,8 +157,7 @@ class Workspace:
         self.views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
         self._flag_views: dict[tuple[int, int], Tensor] = {}
         self._view: DeviceView | None = None
-        self.epoch = torch.ones(1, dtype=torch.int32, device=device)
-        self.tickets = torch.zeros(3, dtype=torch.int32, device=device)
+        self.epoch = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._status: Any = self.status.numpy()
         if device.type == "cpu":
@@ -255,7 +254,6 @@ class Workspace:
             flag_ptrs=table(control, self._flags_at),
             arrival_ptrs=table(control, self._arrivals_at),
             epoch=self.epoch,
-            tickets=self.tickets,
             status=self.status,
             failure=self.failure,
             slot_bytes=self.slot_bytes,
@@ -504,7 +502,7 @@ class Call:
         """
         ws = self.ws
         if self.on_cpu:
-            ws.tickets.zero_()  # a kernel that failed left them
+            ws.epoch[1:].zero_()  # a kernel that failed may have left something
             self.publish_all()
             self.watch = PeerWatch(self)
         else:

@@ -163,7 +163,7 @@ def by_copies(group: VirtualGroup) -> None:
             right(number, "copy" if (number + group.rank()) % 3 else "programs")
             if number % 20 == 0:
                 fusedtp.matmul_reduce_scatter(calls.full, calls.down, group, engine="triton")
-        assert comm.workspace.epochs + 1 == int(comm.workspace.epoch), "the host counts as the device does"
+        assert comm.workspace.epochs + 1 == int(comm.workspace.epoch[0]), "the host counts as the device does"
         graph, _outs = captured(group, lambda: call("copy"))
         assert comm.workspace.epochs is None
         for number in range(50):

@@ -74,8 +74,7 @@ class World:
             data_ptrs=table,
             flag_ptrs=table + self.data_bytes,
             arrival_ptrs=table + self.data_bytes + flag_bytes,
-            epoch=torch.ones(1, dtype=torch.int32),
-            tickets=torch.zeros(3, dtype=torch.int32),
+            epoch=torch.tensor([1, 0, 0, 0], dtype=torch.int32),
             status=status,
             failure=status,
             slot_bytes=SLOT,
@@ -94,7 +93,7 @@ class World:
         """What brings this rank's rows to its peers in the next call, if copies do."""
         if self.rank not in c.copied:
             return None
-        slot, own = int(self.view.epoch) % 2 * SLOT, self.rank * self.view.flags_per_source * 4
+        slot, own = int(self.view.epoch[0]) % 2 * SLOT, self.rank * self.view.flags_per_source * 4
         bases = [r * self.stride for r in range(self.size)]
         slots = [self.memory[base + slot :][:SLOT] for base in bases]
         words = [self.memory[base + self.data_bytes + own :] for base in bases]
@@ -112,7 +111,7 @@ class World:
         launch.run(self.view, x.device, sending)
 
     def poison(self) -> None:
-        slot = (int(self.view.epoch) - 1) & 1  # of the last call
+        slot = (int(self.view.epoch[0]) - 1) & 1  # of the last call
         self.data[slot * SLOT : (slot + 1) * SLOT].fill_(0xFF)
 
 
@@ -346,7 +345,7 @@ def serve(channel: Connection, rank: int, files: list[int]) -> None:
                     worlds[size] = World(files[size - 1], size, rank)
                     reply = []
                 elif "epoch" in cases[0]:
-                    worlds[size].view.epoch.fill_(cases[0]["epoch"]).add_(1)
+                    worlds[size].view.epoch[:1].fill_(cases[0]["epoch"]).add_(1)
                     worlds[size].flags.fill_(cases[0]["epoch"])
                     worlds[size].arrivals.fill_(cases[0]["epoch"] & 0xFFFFFFFF)
                     reply = []

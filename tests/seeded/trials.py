@@ -140,7 +140,10 @@ def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Ca
         run = case.make()
         for memory in [memory for memory in run.memory if memory.name in ("flags", "epoch")]:
             for tensor in memory.tensors:
-                tensor.fill_(number).add_(memory.name == "epoch")  # which wraps
+                if memory.name == "flags":
+                    tensor.fill_(number)
+                else:
+                    tensor[:1].fill_(number).add_(1)  # which wraps
         return run
 
     return replace(case, make=make)

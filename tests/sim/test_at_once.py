@@ -52,7 +52,9 @@ def released(case: Case, target: str) -> list[Counter[tuple[str, int]]]:
         run_schedule(run, Schedule(target=target))
     assert run.check() == []
     every = [each for each in found if each.order in ("release", "acq_rel")]
-    releases = [each for each in every if each.function != "leave"]  # which programs of one rank tell each other
+    releases = [
+        each for each in every if each.function != "leave"
+    ]  # which programs of one rank tell each other
     assert {each.scope for each in releases} == {"sys"} and len(releases) < len(every)
     ranks = 1 + max(each.rank for each in releases)
     return [Counter((e.function, e.words) for e in releases if e.rank == rank) for rank in range(ranks)]

@@ -219,6 +219,13 @@ def test_one_register_in_memory_is_a_spill(target: str) -> None:
         spilt = edited(made, lambda text: text.replace(".vgpr_spill_count: 0", ".vgpr_spill_count: 1"))
     report = lint.judge(spilt)
     assert report.broken == ("spills",) and report.spills == 1
+    if target == "gfx942":
+        stack = edited(made, lambda text: re.sub(r"(private_segment_fixed_size:\s+)0", r"\g<1>20", text))
+        assert not broken(stack), "of which nothing is used"
+        used = edited(
+            stack, lambda text: text.replace("s_endpgm", "scratch_store_dword off, v1, s0\n\ts_endpgm")
+        )
+        assert broken(used) == {"spills"}
 
 
 def test_a_kernel_that_does_not_compile_says_why() -> None:

@@ -39,15 +39,18 @@ def resources(made: Compiled) -> Resources:
 
 
 def spills(made: Compiled) -> Iterator[Finding]:
-    """No register goes to memory. (AMD's scalar registers may go to lanes of vector registers, which is no memory.)
+    """No register goes to memory. (AMD's scalar registers may go to lanes of vector registers, which is no memory,
+    though some stack is set aside for it.)
 
-    Source: ptxas' stack and local memory, STL and LDL in the SASS; amdgcn's .vgpr_spill_count and
-    .private_segment_fixed_size.
+    Source: ptxas' stack and local memory, STL and LDL in the SASS; amdgcn's .vgpr_spill_count and scratch_store,
+    scratch_load.
     """
     used = resources(made)
-    if used.spills or (used.stack and made.target.backend == "hip"):
+    first = re.search(
+        r".*\b(?:STL|LDL|scratch_(?:store|load)\w*)\b.*", made.usage + made.files.get("amdgcn", "")
+    )
+    if used.spills or (first and made.target.backend == "hip"):
         said = f"{used.spills} spills, {used.stack} bytes of stack, {used.registers} registers"
-        first = re.search(r".*\b(?:STL|LDL|scratch_(?:store|load))\b.*", made.usage)
         yield Finding("spills", said, first[0] if first else "")
 
 
