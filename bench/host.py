@@ -27,9 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 import fusedtp
 from fusedtp.comm import device_view
@@ -43,7 +40,8 @@ from fusedtp.ops.moe.plan import Exchange, index_formula, index_size, plan_index
 
 from . import machine
 from .idle_driver import c_compiler, install
-from .options import Plan
+from .options import Plan, parse
+from .output import table
 from .rank import Rank, run, run_ranks
 
 RANKS = 2
@@ -257,7 +255,7 @@ def _plan_of_experts() -> tuple[Callable[[], object], Callable[[], object]]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
-    options = tyro.cli(Options, args=list(argv), prog="fusedtp bench host", description=Options.__doc__)
+    options = parse(Options, argv, "fusedtp bench host")
     if options.gpu and not torch.cuda.is_available():
         print("fusedtp bench host: torch sees no GPU here", file=sys.stderr)
         return 2
@@ -272,20 +270,18 @@ def main(argv: Sequence[str]) -> int:
         found = run_ranks(measure_on_gpu, RANKS, options.rounds, options.tokens, backend="cpu:gloo,cuda:gloo")
     else:
         found = run(Plan(), RANKS, measure, options.rounds, options.tokens)
-    table = Table("call", "pass", "us", "bound by Triton", title="host time")
+    lines = []
     for name, of in found.items():
         for which, us in of.items():
             if BOUND not in which:
                 bound = of.get(which + BOUND)
-                table.add_row(name, which, f"{us:.1f}", "" if bound is None else f"{bound:.1f}")
+                lines.append([name, which, f"{us:.1f}", "" if bound is None else f"{bound:.1f}"])
                 name = ""
-        table.add_section()
-    console = Console(width=None if Console().is_terminal else 130)
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim", soft_wrap=True)
-    console.print(table)
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    table("host time", ["call", "pass", "us", "bound by Triton"], lines, wide=("pass",))
     if options.save or options.out:
         path = Path(options.out) if options.out else machine.folder_of(about, True) / "host.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dict(about=about, us=found), indent=1) + "\n")
-        console.print(str(path), soft_wrap=True)
+        print(path)
     return 0

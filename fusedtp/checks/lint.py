@@ -414,7 +414,7 @@ def _view(world_size: int) -> SimpleNamespace:
         data_ptrs=words,
         flag_ptrs=words,
         arrival_ptrs=words,
-        epoch=torch.zeros(1, dtype=torch.int32),
+        epoch=torch.zeros(4, dtype=torch.int32),
         status=words,
         slot_bytes=1 << 30,
         flags_per_source=4096,

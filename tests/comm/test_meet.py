@@ -167,3 +167,18 @@ def test_a_thread_that_raises_is_the_one_that_the_run_raises():
 
     with pytest.raises(KeyError, match="mine"):
         VirtualWorld(3).run(body)
+
+
+def one_shot(group) -> tuple[int, bool]:
+    """How often streams met in an all-reduce of ranks whose kernels cannot, and whether its sum is right."""
+    comm, met = as_on_a_gpu(group), []
+    fusedtp.reserve(group, 1 << 12)
+    comm.workspace.meets = False
+    comm.world.stream_barrier = lambda *_: (met.append(None), comm.world.barrier())
+    x, w = torch.full((3, 4), comm.rank + 1.0), torch.ones(5, 4)
+    y = fusedtp.matmul_all_reduce(x, w, group, engine="chunked")
+    return len(met), bool(y.eq(4 * 3.0).all())
+
+
+def test_a_sum_in_one_shot_meets_before_it_reads_and_before_others_write():
+    assert world(2).run(one_shot, fresh=True) == [(2, True)] * 2

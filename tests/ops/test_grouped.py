@@ -301,3 +301,12 @@ def test_grouped_mm_says_what_it_does_not_take():
     for x, w in ((X, W), (X.bfloat16(), W.bfloat16())):
         with pytest.raises(ValueError, match=r"grouped_mm.*multiples of 8.*use 'triton'"):
             engines._vendor_matmul([x], [w], OFFSETS, None)
+
+
+@pytest.mark.parametrize("layout", laws.LAYOUTS)
+def test_rows_for_grouped_mm_are_whole_and_aligned(layout):
+    """On a GPU other rows fail, some for good."""
+    x = laws.laid_out(torch.arange(16.0 * 24).view(16, 24).bfloat16(), layout)
+    rows = laws.engines._whole_rows(x)
+    assert torch.equal(rows, x) and rows.stride(1) == 1
+    assert rows.data_ptr() % 16 == 0 and rows.stride(0) % laws.engines.ALIGNED == 0
