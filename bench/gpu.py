@@ -6,6 +6,7 @@
     pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
     loss       Llama 3 8B's output head and cross-entropy, on one rank and on eight
     block      Llama 3 8B's block on one rank and on eight
+    step       a step of training, 2048 and 4096 wide, on one rank
     fewer      the fused operations with two and four ranks
     short      virtual-8 with few tokens
     experts    the matmuls of published mixtures of experts on a rank of eight
@@ -90,6 +91,7 @@ def parts(options: Options) -> list[Part]:
     add("pointwise", 2.5, "pointwise", "--shapes llama3-8b --tokens 8192", "--tp", "1")
     add("loss", 1.5, "linear-cross-entropy", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
     add("block", 3.0, "block", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
+    add("step", 2.0, "train-step", "", "--tp", "1")
     if not on_cpu:
         add("fewer", 2.0, FUSED, "--shapes llama3-70b --tokens 8192", *virtual, "2,4")
         add("short", 1.0, FUSED, "--shapes llama3-70b --tokens 2048", *virtual, ranks)

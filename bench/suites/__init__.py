@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cases import Case
-from . import experts, fused, local, model, train
+from . import experts, fused, local, model, step, train
 
 
 class Suite(NamedTuple):
@@ -55,6 +55,10 @@ SUITES = {
     "moe": Suite(
         "several", experts.moe_cases, experts.measure_moe,
         "a layer of experts split over ranks, against all_to_all with torch",
+    ),
+    "train-step": Suite(
+        "one", step.cases, step.measure,
+        "a step of training on one GPU, and its MFU, against plain torch and torch.compile",
     ),
     "train": Suite(
         "any", train.cases, train.measure,

@@ -200,8 +200,9 @@ def block_flops(case: Case) -> float:
 
 
 class PlainBlock(nn.Module):
-    """The same block of torch's own modules and functions, with the weights of fusedtp's.
+    """The same block of torch's own modules and functions, with the weights of fusedtp's, cast at use as there.
 
+    tokens    of all sequences, of which there are `batch`, of one length
     repeats   kv heads are repeated instead of grouped: attention in fp32 then needs no [T, T] scores on a GPU
     """
 
@@ -212,31 +213,33 @@ class PlainBlock(nn.Module):
         tokens: int,
         device: torch.device,
         repeats: bool = False,
+        batch: int = 1,
     ) -> None:
         super().__init__()
-        self.repeats = repeats
+        self.repeats, self.batch = repeats, batch
         self.config, self.eps = config, config.rms_norm_eps
         self.weights = nn.ParameterDict({name.replace(".", "/"): p for name, p in ours.named_parameters()})
         cos, sin = rotary_tables(
-            TokenLayout(1, tokens),
+            TokenLayout(1, tokens // batch),
             config.head_dim or 0,
             config.rope_theta,
             None,
             device,
             config.compute_dtype,
         )
-        self.cos, self.sin = cos.transpose(1, 2), sin.transpose(1, 2)  # [1, 1, T, D/2]
+        self.cos, self.sin = cos.transpose(1, 2), sin.transpose(1, 2)  # [1, 1, length, D/2]
 
     def _weight(self, name: str) -> Tensor:
         found: Tensor = self.weights[f"{name}/weight"]
-        return found
+        return found.to(self.config.compute_dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self._weight(name), self.eps)
 
     def _heads(self, x: Tensor, name: str) -> Tensor:
         y = F.linear(x, self._weight(f"self_attn/{name}"))
-        return y.view(1, x.shape[0], -1, self.config.head_dim or 0).transpose(1, 2)
+        length = x.shape[0] // self.batch
+        return y.view(self.batch, length, -1, self.config.head_dim or 0).transpose(1, 2)
 
     def _rotate(self, x: Tensor) -> Tensor:
         a, b = x.to(self.cos.dtype).chunk(2, -1)
@@ -252,7 +255,7 @@ class PlainBlock(nn.Module):
         y = F.scaled_dot_product_attention(
             self._rotate(q), self._rotate(k), v, is_causal=True, enable_gqa=grouped
         )
-        x = x + F.linear(y.transpose(1, 2).flatten(2)[0], self._weight("self_attn/o_proj"))
+        x = x + F.linear(y.transpose(1, 2).flatten(2).flatten(0, 1), self._weight("self_attn/o_proj"))
         normed = self._norm(x, "post_attention_layernorm")
         gate, up = (F.linear(normed, self._weight(f"mlp/{name}_proj")) for name in ("gate", "up"))
         return x + F.linear(F.silu(gate) * up, self._weight("mlp/down_proj"))
