@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedtp
-from fusedtp.nn.linear import linear
+from fusedtp.nn.linear import linears
 from fusedtp.ops.moe import MoEHandle, moe_dispatch_gated, moe_matmul_combine
 from fusedtp.ops.moe import grouped as engines
 from fusedtp.ops.rows import split
@@ -469,6 +469,11 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return dy.index_select(0, ctx.inverse), None, None
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """As fusedtp's layers have it."""
+    return linears(x, [w], [None])[0]
 
 
 def layer_by_hand(

@@ -11,7 +11,7 @@ from .dropout import AFTER_ATTENTION, AFTER_MLP, HiddenDropout
 from .layout import TokenLayout
 from .mlp import MLP
 from .moe import MoE
-from .norm import RMSNorm, add_norm
+from .norm import RMSNorm, add_norm, norm_of
 
 
 def prefixed(prefix: str, plan: dict[str, str]) -> dict[str, str]:
@@ -74,6 +74,7 @@ class TransformerBlock(nn.Module):
         self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        attended = self.after_attention(self.self_attn(self.input_layernorm(x), layout), layout)
+        normed, x = norm_of(x, self.input_layernorm)
+        attended = self.after_attention(self.self_attn(normed, layout), layout)
         normed, x = add_norm(attended, x, self.post_attention_layernorm)
         return x + self.after_mlp(self.mlp(normed, layout), layout)

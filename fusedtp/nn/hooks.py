@@ -64,6 +64,17 @@ def parallel_of(module: nn.Module) -> Any:
     return getattr(module, "parallel", None)
 
 
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether calling it is nothing but its class's forward: without hooks, and nobody put another one there."""
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return not any(hooks) and "forward" not in module.__dict__
+
+
 def read(module: nn.Module, name: str) -> Any:
     """Parameter `name` of `module` as a plain tensor (None stays None)."""
     parameter = getattr(module, name)

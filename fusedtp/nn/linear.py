@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.ops.first_order import first_order
+from fusedtp.ops.matmul import matmul, matmul_add, matmul_as, widens
+from fusedtp.ops.operation import wanted
 
-from .hooks import parallel_of
+from .hooks import is_called_plainly, parallel_of
 from .layout import TokenLayout
 
 
@@ -52,51 +54,83 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         if self.parallel is not None:
             return self.parallel.linear(x, self, layout)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return linear(x, self.weight.to(x.dtype), bias)
+        return linears(x, [self.weight], [self.bias])[0]
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; 16-bit on a CPU without 16-bit instructions by the matmuls of ops/matmul.py, ten times faster."""
-    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
-        from fusedtp.ops.matmul import widens
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """F.linear of one x [..., K] by several weights [N_i, K], which are cast to x.dtype: [..., N_i] each.
 
-        if widens(x) and not torch.compiler.is_compiling():
-            y: Tensor = _WideLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-            return y.view(*x.shape[:-1], y.shape[-1])
-    return F.linear(x, weight, bias)
+    16-bit x on a GPU, and on a CPU without 16-bit instructions, is one node of the graph, which does not support double
+    backward; see _Linears.
+    """
+    if _takes_one_node(x, weights):
+        ys = _Linears.apply(x.reshape(-1, x.shape[-1]), len(weights), *weights, *biases)
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
+    return tuple(
+        F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
+        for w, b in zip(weights, biases, strict=True)
+    )
 
 
-class _WideLinear(torch.autograd.Function):
-    """F.linear of [T, K]; see Note [16-bit matmuls on CPU] in ops/matmul.py."""
+def _takes_one_node(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Eager, of plain tensors, where _Linears is faster than what torch does."""
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and not torch.compiler.is_compiling()
+        and (x.is_cuda or widens(x))
+        and type(x) in PLAIN
+        and all(type(w) in PLAIN and w.dtype in (x.dtype, torch.float32) for w in weights)
+    )
+
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+class _Linears(torch.autograd.Function):
+    """x [T, K], W weights [N_i, K] and W biases [N_i] or None -> y_i [T, N_i].
+
+    Beside torch's one node for each: their gradients of x are added up by the matmuls that make them, and those of fp32
+    weights are made in fp32, neither rounded to 16 bits nor converted.
+    On a CPU without 16-bit instructions it is ten times faster, see Note [16-bit matmuls on CPU] in ops/matmul.py.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from fusedtp.ops.matmul import matmul
-
-        ctx.save_for_backward(x, weight)
-        return matmul(x, weight.t(), bias)
+    def forward(ctx: Any, x: Tensor, count: int, *operands: Any) -> tuple[Tensor, ...]:
+        weights = [w.to(x.dtype) for w in operands[:count]]
+        biases = [None if b is None else b.to(x.dtype) for b in operands[count:]]
+        ctx.save_for_backward(x, *weights)
+        ctx.dtypes = [None if operand is None else operand.dtype for operand in operands]
+        ctx.set_materialize_grads(False)
+        return tuple(matmul(x, w.t(), b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        from fusedtp.ops.matmul import matmul
-
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            matmul(dy, weight) if wants_x else None,
-            matmul(dy.t(), x) if wants_weight else None,
-            dy.sum(0, dtype=torch.float32).to(dy.dtype) if wants_bias else None,
-        )
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wants, count = wanted(ctx), len(weights)
+        dx: Tensor | None = None
+        found: list[Tensor | None] = [None] * (2 * count)
+        for i, dy in enumerate(dys):
+            if dy is None:
+                continue
+            if wants[0]:
+                if dx is None:
+                    dx = matmul(dy, weights[i])
+                else:
+                    matmul_add(dx, dy, weights[i])
+            if wants[2 + i]:
+                found[i] = matmul_as(dy.t(), x, ctx.dtypes[i])
+            if wants[2 + count + i]:
+                found[count + i] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[count + i])
+        return dx, None, *found
 
 
 def project(
     x: Tensor,
-    linears: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
     layout: TokenLayout | None = None,
     gathering: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -106,7 +140,9 @@ def project(
     gathering  the operation that does it where x is gathered, in place of all_gather_matmul
     return     one [T, N_i] for each linear (N_i: this rank's columns), or what `gathering` returns
     """
-    parallel = parallel_of(linears[0])
+    parallel = parallel_of(modules[0])
     if parallel is not None:
-        return parallel.project(x, linears, layout, gathering)
-    return tuple(linear(x) for linear in linears)
+        return parallel.project(x, modules, layout, gathering)
+    if all(type(each) is Linear and is_called_plainly(each) for each in modules):
+        return linears(x, [each.weight for each in modules], [each.bias for each in modules])  # type: ignore[misc]
+    return tuple(each(x) for each in modules)

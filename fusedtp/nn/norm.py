@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedtp.ops import pointwise
 from fusedtp.ops.first_order import first_order
 
-from .hooks import read
+from .hooks import is_called_plainly, read
 
 
 class RMSNorm(nn.Module):
@@ -58,14 +58,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
 
 
+def norm_of(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(norm(x), x): x once more, so that one kernel makes the gradient of both uses. As add_norm without a residual."""
+    if _by_kernel(norm, x):
+        return pointwise.rms_norm_and_input(x, read(norm, "weight"), norm.eps)
+    return norm(x), x
+
+
 def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """(norm(h), h) with h = residual + x; on a GPU one kernel, unless the norm is another or has hooks."""
-    if isinstance(norm, RMSNorm) and not norm._forward_pre_hooks and not norm._forward_hooks:
-        weight = read(norm, "weight")
-        if pointwise.serves(x, residual, weight):
-            return pointwise.add_rms_norm(x, residual, weight, norm.eps)
+    if _by_kernel(norm, x, residual):
+        return pointwise.add_rms_norm(x, residual, read(norm, "weight"), norm.eps)
     h = residual + x
     return norm(h), h
+
+
+def _by_kernel(norm: nn.Module, *inputs: Tensor) -> TypeGuard[RMSNorm]:
+    return isinstance(norm, RMSNorm) and is_called_plainly(norm) and pointwise.serves(*inputs, norm.weight)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -48,6 +48,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.view(x.shape)
 
 
+def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x): where x is used beside its norm, one kernel makes the gradient of both uses.
+
+    x        [..., H]   weight as in rms_norm
+    return   two of x's shape and dtype; the second is x, as another node of the graph
+    """
+    rows = _rows(x)
+    y, same = _RMSNorm.apply(rows, None, weight, eps, True)
+    return y.view(x.shape), same.view(x.shape)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual, rounded to their common dtype as torch's sum is.
 
@@ -66,7 +77,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, returns_input: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"got a weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
@@ -74,17 +85,17 @@ class _RMSNorm(torch.autograd.Function):
         y, h, inverse_rms = launch.pointwise.rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(h, weight, inverse_rms)
         ctx.added = residual is not None
-        return y, h if ctx.added else None
+        return y, h if ctx.added or returns_input else None
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         h, weight, inverse_rms = ctx.saved_tensors
         if dy is None:
-            return dtotal, dtotal, None, None
+            return dtotal, dtotal if ctx.added else None, None, None, None
         dtotal = None if dtotal is None else _rows(dtotal)
         dx, dweight = launch.pointwise.rms_norm_backward(_rows(dy), dtotal, h, weight, inverse_rms)
-        return dx, dx if ctx.added else None, dweight.to(weight.dtype), None
+        return dx, dx if ctx.added else None, dweight.to(weight.dtype), None, None
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:

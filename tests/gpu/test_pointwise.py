@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.cross_entropy_laws import exact_law, gradient_law, loss_law, odd_law, stats_law
-from tests.ops.pointwise_laws import Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
+from tests.ops.pointwise_laws import USES, Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
 
 pytestmark = pytest.mark.gpu
 WIDE = [(700, 16384), (9, 8193), (5, 40000)]  # rows that no program holds
@@ -16,13 +16,13 @@ LAYOUTS = [(dtype, "plain") for dtype in DTYPES] + [
 ]
 
 
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     "shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 8192), (3, 1), (0, 128), *WIDE]
 )
 @pytest.mark.parametrize("dtype, layout", LAYOUTS)
-def test_rms_norm(dtype, shape, added, layout):
-    rms_norm_law(Draw(dtype, *shape, layout, device="cuda"), torch.float32, added)
+def test_rms_norm(dtype, shape, use, layout):
+    rms_norm_law(Draw(dtype, *shape, layout, device="cuda"), torch.float32, use)
 
 
 @pytest.mark.parametrize("shape", [(1000, 64), (333, 1001), (2048, 14336), (0, 5)])

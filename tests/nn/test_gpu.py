@@ -12,6 +12,7 @@ from fusedtp.nn.dropout import dropout_mask, dropout_state
 from fusedtp.nn.mask import attention_mask
 from tests.nn import formulas
 from tests.nn.support import assert_close, randn, roundings_of
+from tests.nn.test_linear import several_law
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +77,12 @@ def test_model() -> None:
         error = (got[name] - want[name]).abs().max().item()
         bound = roundings_of(1, 96) * one_eps[name]
         assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seen", [[True, True, True], [False, True, False]])
+def test_several_linear_layers_on_one_input(kept: torch.dtype, seen: list[bool]) -> None:
+    several_law("cuda", [64, 33, 8], torch.bfloat16, kept, seen)
 
 
 def test_dropout_mask_is_that_of_the_cpu() -> None:

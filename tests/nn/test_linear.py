@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.nn import Linear, project
-from fusedtp.nn.linear import linear
-from tests.nn.support import assert_sums, randn
+from fusedtp.nn.linear import linears
+from tests.nn.support import assert_sums, assert_within, randn
 
 
 @given(st.integers(0, 600), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.sampled_from("bhfd"))
@@ -17,7 +17,7 @@ def test_linear_rounds_once(tokens: int, k: int, n: int, bias: bool, kind: str) 
     inputs = [randn(tokens, k, seed=1), randn(n, k, seed=2), randn(n, seed=3)][: 2 + bias]
     mine = [x.to(dtype).requires_grad_() for x in inputs]
     theirs = [x.to(dtype).double().requires_grad_() for x in inputs]
-    y, want = linear(*mine), F.linear(*theirs)
+    y, want = linears(mine[0], mine[1:2], mine[2:] or [None])[0], F.linear(*theirs)
     assert y.dtype == dtype
     dy = randn(tokens, n, seed=4).to(dtype)
     y.backward(dy)
@@ -31,6 +31,80 @@ def test_linear_rounds_once(tokens: int, k: int, n: int, bias: bool, kind: str) 
     ):
         assert a.grad is not None and b.grad is not None and size.grad is not None and a.grad.dtype == dtype
         assert_sums(f"d{name}", a.grad, b.grad, size.grad, terms)
+
+
+def several_law(
+    device: str, widths: list[int], dtype: torch.dtype, kept: torch.dtype, seen: list[bool]
+) -> None:
+    """Several weights on one x; dw of fp32 weights is exact to fp32, dx is rounded once more for each further weight.
+
+    seen   which outputs a loss depends on
+    """
+    tokens, k = 37, 24
+    x = randn(tokens, k, seed=1).to(dtype)
+    weights = [randn(n, k, seed=2 + n).to(kept) for n in widths]
+    biases = [None if n % 2 else randn(n, seed=3 + n).to(kept) for n in widths]
+    given = [t.to(device).requires_grad_() for t in (x, *weights)]
+    given_biases = [None if b is None else b.to(device).requires_grad_() for b in biases]
+    ys = linears(given[0], given[1:], given_biases)
+    dys = [randn(tokens, n, seed=9 + n).to(dtype) for n in widths]
+    used = [(y, dy.to(device)) for y, dy, is_seen in zip(ys, dys, seen, strict=True) if is_seen]
+    torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
+    total, lost = torch.zeros(tokens, k, dtype=torch.float64), torch.zeros(tokens, k, dtype=torch.float64)
+    for i, (w, b, n) in enumerate(zip(weights, biases, widths, strict=True)):
+        cast, wide = w.to(dtype).double(), x.double()
+        bias = 0.0 if b is None else b.to(dtype).double()
+        size = wide.abs() @ cast.abs().t() + (0.0 if b is None else bias.abs())
+        assert ys[i].dtype == dtype
+        assert_sums(f"y{i}", ys[i].cpu(), wide @ cast.t() + bias, size, k + 1)
+        if not seen[i]:
+            assert given[1 + i].grad is None
+            continue
+        dy = dys[i].double()
+        dw = given[1 + i].grad
+        assert dw is not None and dw.dtype == kept
+        assert_sums(f"dw{i}", dw.cpu(), dy.t() @ wide, dy.abs().t() @ wide.abs(), tokens)
+        if b is not None:
+            db = given_biases[i].grad
+            assert_sums(f"db{i}", db.cpu(), dy.sum(0), dy.abs().sum(0), tokens)
+        total += dy @ cast
+        lost += torch.finfo(torch.float32).eps * (n + 2) * (dy.abs() @ cast.abs())
+        lost += torch.finfo(dtype).eps / 2 * total.abs()
+    if any(seen):
+        assert_within("dx", given[0].grad.cpu(), total, lost)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.data(),
+)
+def test_several_on_one_input(widths: list[int], dtype: torch.dtype, wide: bool, data: st.DataObject) -> None:
+    """As on a CPU without 16-bit instructions, which takes the node that GPUs do."""
+    seen = data.draw(st.lists(st.booleans(), min_size=len(widths), max_size=len(widths)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedtp.nn.linear.widens", lambda x: True)
+        patch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: False)
+        several_law("cpu", widths, dtype, torch.float32 if wide else dtype, seen or [True])
+
+
+def test_layers_with_hooks_or_of_other_classes_are_called() -> None:
+    """project takes weights out of plain layers only."""
+
+    class Doubled(Linear):
+        def forward(self, x: torch.Tensor, layout: object = None) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    called = []
+    plain, hooked, patched, other = (Linear(4, 3), Linear(4, 3), Linear(4, 3), Doubled(4, 3))
+    hooked.register_forward_hook(lambda module, inputs, y: called.append("hook"))
+    patched.forward = lambda x: called.append("patch") or x  # type: ignore[method-assign]
+    x = torch.randn(5, 4)
+    for second in (hooked, patched, other):
+        got = project(x, [plain, second])
+        assert torch.equal(got[0], plain(x))
+    assert called == ["hook", "patch"] and torch.equal(got[1], 2 * F.linear(x, other.weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

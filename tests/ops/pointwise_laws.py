@@ -62,17 +62,30 @@ def exact(x: Tensor) -> Tensor:
     return x.detach().cpu().double()
 
 
-def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, added: bool, eps: float = 1e-5) -> None:
+USES = (
+    "alone",
+    "added",
+    "kept",
+)  # of a norm's input: none other, the sum with a residual, x itself once more
+
+
+def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, use: str, eps: float = 1e-5) -> None:
     shape = (draw.rows, draw.width)
     x, residual, dy, dtotal, weight = draw.tensors(shape, shape, shape, shape, shape[1:])
     weight = weight.to(weight_dtype)
-    if added:
+    if use == "added":
         got, grads = gradients(
             lambda x, r, w: pointwise.add_rms_norm(x, r, w, eps), [x, residual, weight], [dy, dtotal]
         )
         h = x + residual
         assert torch.equal(got[1], h), "the sum"
         assert torch.equal(grads[0], grads[1]), "the residual's gradient is that of x"
+    elif use == "kept":
+        got, grads = gradients(
+            lambda x, w: pointwise.rms_norm_and_input(x, w, eps), [x, weight], [dy, dtotal]
+        )
+        h = x
+        assert torch.equal(got[1], x), "x once more"
     else:
         got, grads = gradients(lambda x, w: (pointwise.rms_norm(x, w, eps),), [x, weight], [dy])
         h = x
@@ -83,7 +96,7 @@ def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, added: bool, eps: float 
     assert_within("y", got[0], n * w, relative * (n * w).abs())
     gw = g * w
     mean, absolute = (gw * n).mean(1, keepdim=True), (gw * n).abs().mean(1, keepdim=True)
-    back = exact(dtotal) if added else torch.zeros_like(g)
+    back = torch.zeros_like(g) if use == "alone" else exact(dtotal)
     lost = (terms * E + 2 * relative + 3 * E) * r * (gw.abs() + 2 * n.abs() * absolute) + E * back.abs()
     assert_within("dx", grads[0], r * (gw - n * mean) + back, lost)
     lost = ((draw.rows + 2) / 2 * E + relative + E) * (g * n).abs().sum(0)

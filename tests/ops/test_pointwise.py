@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fusedtp.nn.rope import rotate_pair
 from fusedtp.ops import pointwise
 from tests.interpreting import interpreted
-from tests.ops.pointwise_laws import Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
+from tests.ops.pointwise_laws import USES, Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
 
 pytest.importorskip("triton")
 
@@ -27,21 +27,21 @@ def draws(draw, rows: int = 40, width: int = 70, **fields: st.SearchStrategy) ->
 
 
 @settings(max_examples=40)
-@given(draws(), NARROW, st.booleans())
-def test_rms_norm_and_its_residual_sum(draw, weight_dtype, added):
-    interpreted(rms_norm_law, draw, weight_dtype, added)
+@given(draws(), NARROW, st.sampled_from(USES))
+def test_rms_norm_and_other_uses_of_its_input(draw, weight_dtype, use):
+    interpreted(rms_norm_law, draw, weight_dtype, use)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2048, 3000])
 def test_rms_norm_of_wide_rows_several_a_program(dtype, width):
-    interpreted(rms_norm_law, Draw(dtype, 15, width), torch.float32, True)
+    interpreted(rms_norm_law, Draw(dtype, 15, width), torch.float32, "added")
 
 
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 8193), (torch.bfloat16, 16400)])
-@pytest.mark.parametrize("added", [False, True])
-def test_rms_norm_of_rows_that_no_program_holds(dtype, width, added):
-    interpreted(rms_norm_law, Draw(dtype, 4, width, "sliced"), torch.float32, added)
+@pytest.mark.parametrize("use", USES)
+def test_rms_norm_of_rows_that_no_program_holds(dtype, width, use):
+    interpreted(rms_norm_law, Draw(dtype, 4, width, "sliced"), torch.float32, use)
 
 
 @settings(max_examples=40)
