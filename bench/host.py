@@ -59,7 +59,7 @@ class Options:
     tokens: int = 64
     """Rows of all ranks; they cost the host nothing."""
     gpu: bool = False
-    """On GPUs, with nothing left out. At most 20 rounds."""
+    """On GPUs, with nothing left out. At most 8 rounds."""
     save: bool = False
     """Keep the result in the repository."""
     out: str = ""
@@ -67,7 +67,8 @@ class Options:
 
 
 Calls = dict[str, Callable[..., Any]]
-MOST_ROUNDS_OF_GPU = 20  # processes that share a GPU take turns there, milliseconds each
+# Processes that share a GPU take turns there: a call that waits for the other one's takes some ten milliseconds.
+MOST_ROUNDS_OF_GPU, IN_A_ROW_OF_GPU = 8, 10
 
 
 def measure(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
@@ -172,13 +173,13 @@ def measure_on_gpu(_rank: int, rounds: int, tokens: int) -> dict[str, dict[str, 
         taken[name].setdefault(which, []).append(1e6 * (time.perf_counter() - begin) / times)
         return made
 
-    warm = 3
+    warm = 2
     for _ in range(min(rounds, MOST_ROUNDS_OF_GPU) + warm):
         for name, call in calls.items():
             for which, hooks in (("repeated", nullcontext()), ("repeated" + BOUND, bound_by_triton())):
                 rank.meeting.barrier()
                 with hooks, torch.no_grad():
-                    timed(name, which, lambda: call(*operands), IN_A_ROW)  # noqa: B023
+                    timed(name, which, lambda: call(*operands), IN_A_ROW_OF_GPU)  # noqa: B023
                 torch.cuda.synchronize()
             leaves = [t.detach().requires_grad_() for t in operands]
             y = timed(name, "forward", lambda: call(*leaves))  # noqa: B023

@@ -36,6 +36,7 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
         "pointwise",
         "loss",
         "block",
+        "step",
         "fewer",
         "short",
         "experts",
@@ -71,7 +72,7 @@ def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch)
         assert plan.world == "virtual" and plan.device == "cuda" and all(jobs.values())
         ranks[part.name] = set(jobs)
     one, eight = (
-        {name: {1} for name in ("matmul", "pointwise", "experts")},
+        {name: {1} for name in ("matmul", "pointwise", "step", "experts")},
         {name: {8} for name in ("virtual-8", "short", "moe")},
     )
     assert ranks == one | eight | {"fewer": {2, 4}, "loss": {1, 8}, "block": {1, 8}}
