@@ -20,30 +20,37 @@ def is_capturing() -> bool:
 
 
 class StreamOrder:
-    """CUDA: calls of one group run in the order of the host's calls, whatever streams of `device` they are on."""
+    """CUDA: calls of one group run in the order of the host's calls, whatever streams of `device` they are on.
+
+    The current stream is known by its handle: an object of it, asked for twice a call, costs more than a launch.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._handle, self._stream = -1, None  # type: int, torch.cuda.Stream | None
+        self._event: torch.cuda.Event | None = None  # where the last call ended; None: nothing to wait for
+        self._capturing = False
 
     def enter(self) -> bool:
         """Order the current stream behind the last call; True while a graph is being captured (which begins idle)."""
-        if torch.cuda.is_current_stream_capturing():
+        self._capturing = torch.cuda.is_current_stream_capturing()
+        if self._capturing:
             return True
-        stream = torch.cuda.current_stream(self.device)
-        if self.last is not None and self.last[0] != stream:
-            stream.wait_event(self.last[1])
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        if handle != self._handle:
+            self._handle, self._stream = handle, torch.cuda.current_stream(self.device)
+            if self._event is not None:
+                self._stream.wait_event(self._event)
         return False
 
     def leave(self) -> None:
-        """Remember where the current stream stands after a call."""
-        if torch.cuda.is_current_stream_capturing():
-            self.last = None
+        """Remember where the stream of the last `enter` stands after its call."""
+        if self._capturing:
             return
-        stream = torch.cuda.current_stream(self.device)
-        event = self.last[1] if self.last is not None else torch.cuda.Event()
-        event.record(stream)
-        self.last = (stream, event)
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        self._event.record(self._stream)
 
 
 class SideStream:

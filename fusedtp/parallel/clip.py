@@ -89,7 +89,12 @@ def _lies(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """sum |x| ** norm_type over all tensors (their largest |x| for inf), in fp32 or fp64."""
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    norms = [torch.linalg.vector_norm(t, norm_type, dtype=wide) for t in tensors if t.numel()]
+    norms: list[Tensor] = []
+    for same in _by_device_and_dtype([t for t in tensors if t.numel()]):
+        if same[0].is_cuda:  # a kernel or two for all of them
+            norms += torch._foreach_norm(same, norm_type, dtype=wide)
+        else:
+            norms += [torch.linalg.vector_norm(t, norm_type, dtype=wide) for t in same]
     if not norms:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     stacked = torch.stack([n.to(norms[0].device) for n in norms])

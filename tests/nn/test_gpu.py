@@ -10,6 +10,7 @@ from fusedtp.nn import CausalLM, ModelConfig, TokenLayout, init_
 from fusedtp.nn.attention import attend
 from fusedtp.nn.dropout import dropout_mask, dropout_state
 from fusedtp.nn.mask import attention_mask
+from fusedtp.parallel import clip_grad_norm_
 from tests.nn import formulas
 from tests.nn.support import assert_close, randn, roundings_of
 from tests.nn.test_linear import several_law
@@ -83,6 +84,29 @@ def test_model() -> None:
 @pytest.mark.parametrize("seen", [[True, True, True], [False, True, False]])
 def test_several_linear_layers_on_one_input(kept: torch.dtype, seen: list[bool]) -> None:
     several_law("cuda", [64, 33, 8], torch.bfloat16, kept, seen)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping(norm_type: float) -> None:
+    """Norms of many gradients by few kernels; they are those of the CPU, within the order of a sum."""
+    shapes = [
+        ((70, 33), torch.float32),
+        ((5,), torch.bfloat16),
+        ((0, 4), torch.float32),
+        ((9, 9), torch.float32),
+    ]
+    here = [torch.nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes]
+    for i, p in enumerate(here):
+        p.grad = randn(*p.shape, seed=i).to(p.dtype)
+    there = [torch.nn.Parameter(torch.empty_like(p, device="cuda")) for p in here]
+    for p, q in zip(here, there, strict=True):
+        assert p.grad is not None
+        q.grad = p.grad.cuda()
+    want, got = clip_grad_norm_(here, 1.0, norm_type), clip_grad_norm_(there, 1.0, norm_type)
+    assert got.is_cuda and math.isclose(got.item(), want.item(), rel_tol=1e-5)
+    for p, q in zip(here, there, strict=True):
+        assert q.grad is not None
+        torch.testing.assert_close(q.grad.cpu(), p.grad)
 
 
 def test_dropout_mask_is_that_of_the_cpu() -> None:
