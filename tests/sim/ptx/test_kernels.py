@@ -16,7 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fusedtp.checks.cases import compiled_cases, fused_case
 from fusedtp.checks.dense import Call
 from fusedtp.checks.workers import schedule_of
+from fusedtp.ops.launch.config import Config
 from fusedtp.ops.launch.config import Machine as Gpu
+from fusedtp.ops.launch.plain import plan_matmul
 from fusedtp.sim import (
     Case,
     Copy,
@@ -284,6 +286,42 @@ def test_products_of_every_layout(target: str, dtype: torch.dtype, x_major: str,
     launch = Launch(product, 1, args, options=dict(num_warps=4, num_stages=3))
     case = Case("product", lambda: Run([[launch]], (), lambda: compare("y", [y], [a.float() @ b.float()])))
     assert once(case, target, fine=dtype == torch.bfloat16) is None
+
+
+def flat_case(k: int, programs: int) -> Case:
+    """The plain matmul of 3 x 3 tiles, the last ones cut off, in one loop over tiles and K; y leaves by TMA."""
+    m, n = 150, 136
+    torch.manual_seed(0)
+    x, w, bias = (torch.randint(-2, 3, shape).bfloat16() for shape in ((m, k), (n, k), (n,)))
+    config = Config(64, 64, 64, num_warps=4, num_stages=3, group=2, tma=True, halves=True)
+
+    def make() -> Run:
+        launch, y = plan_matmul(
+            x, w, bias, torch.bfloat16, config, "ieee", Gpu("cuda", 9, 232448, capability=90)
+        )
+        assert launch.args["FLAT"]
+        y.fill_(torch.nan)
+        wanted = (x.float() @ w.float().t() + bias.float()).bfloat16()
+        work = [[Launch(launch.kernel, programs, launch.args, options=launch.options)]]
+        return Run(work, (), lambda: compare("y", [y], [wanted]))
+
+    return Case("flat matmul", make)
+
+
+@pytest.mark.parametrize("k, programs", [(40, 2), (72, 4), (200, 3), (72, 9)])
+def test_one_loop_over_tiles_and_k(k: int, programs: int) -> None:
+    """Of tiles with one block of K, fewer than are on their way at once, and more; a program may have one tile."""
+    assert once(flat_case(k, programs), "sm_90", fine=k == 72) is None
+
+
+def test_half_a_tile_over_one_that_is_still_read_is_found() -> None:
+    """One more of TMA's stores may be reading its source while the next half goes there."""
+
+    def longer(text: str) -> str:
+        return re.sub(r"(cp\.async\.bulk\.wait_group\S*\s+)0;", r"\g<1>1;", text)
+
+    fault = once(flat_case(72, 4), "sm_90", edit=longer)
+    assert fault is not None and fault.rule == "wrong value"
 
 
 # -- through the library's interface -----------------------------------------------------------------------------------
