@@ -67,12 +67,13 @@ RIVALS = {  # suite -> (the row that ours is held against, ours)
     "grouped-matmul": ("torch grouped_mm", "fusedtp triton"),
     "pointwise": ("Liger-Kernel", "fusedtp"),
     "block": ("torch.compile", "fusedtp"),
+    "train-step": ("torch.compile", "fusedtp"),
 }
 
 
 def engines(result: dict[str, Any], **only: Any) -> str:
-    """A table a suite: a row a shape, among those with the fields `only`, a column an engine, microseconds; and how
-    many times as long the suite's rival took.
+    """A table a suite: a row a shape, among those with the fields `only`, a column an engine, microseconds; how many
+    times as long the suite's rival took; and MFU, where it was measured.
     """
     tables = []
     for suite in dict.fromkeys(row["suite"] for row in result["rows"]):
@@ -84,7 +85,8 @@ def engines(result: dict[str, Any], **only: Any) -> str:
         told = ", ".join(f"{k} {shapes[0][k]}" for k in common)
         fields = [k for k in shapes[0] if k not in common]
         rival, ours = RIVALS.get(suite, ("", ""))
-        header = [*fields, *names, *([f"{rival} / {ours}"] if rival else [])]
+        mfu = any("mfu" in row["figures"] for row in rows)
+        header = [*fields, *names, *([f"{rival} / {ours}"] if rival else []), *(["MFU"] if mfu else [])]
         lines = [f"`{suite}`, {told}, {rows[0]['dtype']}, us:", "", "| " + " | ".join(header) + " |"]
         lines.append("|" + "---|" * len(fields) + "---:|" * (len(header) - len(fields)))
         for shape in shapes:
@@ -92,6 +94,8 @@ def engines(result: dict[str, Any], **only: Any) -> str:
             cells = [str(shape[k]) for k in fields]
             cells += [f"{us[name]:.0f}" if name in us else "" for name in names]
             cells += [f"{us[rival] / us[ours]:.2f}"] if rival else []
+            if mfu:
+                cells += [f"{r['figures']['mfu']:.1%}" for r in rows if (r["shape"], r["engine"]) == (shape, ours)]
             lines.append("| " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
