@@ -9,6 +9,7 @@
     step       a step of training, 2048 and 4096 wide, on one rank
     fewer      the fused operations with two and four ranks
     short      virtual-8 with few tokens
+    decode     a layer's matmuls for 1, 16 and 64 tokens on eight ranks, eager and in a CUDA graph
     experts    the matmuls of published mixtures of experts on a rank of eight
     moe        a layer of experts split over eight virtual ranks; its dispatch and combine alone, DeepSeek-V3's
     host       host time of fused calls, two processes on the GPU
@@ -95,6 +96,7 @@ def parts(options: Options) -> list[Part]:
     if not on_cpu:
         add("fewer", 2.0, FUSED, "--shapes llama3-70b --tokens 8192", *virtual, "2,4")
         add("short", 1.0, FUSED, "--shapes llama3-70b --tokens 2048", *virtual, ranks)
+        add("decode", 1.0, "decode", "--shapes llama3-70b --engine triton,chunked", *virtual, ranks)
         add("experts", 1.0, "grouped-matmul", "--tokens 8192", "--tp", ranks)
         # 1024 tokens a rank
         add("moe", 1.0, "moe,moe-exchange", "--tokens 8192", *virtual, ranks)

@@ -95,7 +95,9 @@ def engines(result: dict[str, Any], **only: Any) -> str:
             cells += [f"{us[name]:.0f}" if name in us else "" for name in names]
             cells += [f"{us[rival] / us[ours]:.2f}"] if rival else []
             if mfu:
-                cells += [f"{r['figures']['mfu']:.1%}" for r in rows if (r["shape"], r["engine"]) == (shape, ours)]
+                cells += [
+                    f"{r['figures']['mfu']:.1%}" for r in rows if (r["shape"], r["engine"]) == (shape, ours)
+                ]
             lines.append("| " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cases import Case
-from . import experts, fused, local, model, step, train
+from . import decode, experts, fused, local, model, step, train
 
 
 class Suite(NamedTuple):
@@ -44,6 +44,10 @@ SUITES = {
         "output head and loss against torch, torch.compile, Liger-Kernel, NCCL",
     ),
     "block": Suite("any", model.block_cases, model.measure_block, "a Transformer block, forward and backward"),
+    "decode": Suite(
+        "several", decode.cases, decode.measure,
+        "a layer's matmuls for a few tokens with their sums over ranks, eager and in a CUDA graph, against NCCL",
+    ),
     "grouped-matmul": Suite(
         "one", experts.grouped_cases, experts.measure_grouped,
         "rows by the weights of their experts, against torch's grouped_mm",
