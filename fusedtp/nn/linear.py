@@ -67,6 +67,9 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     backward; see _Linears.
     """
     if _takes_one_node(x, weights):
+        if x.dim() == 2:  # no views: the last stage of a pipeline may end here, and torch detaches its output in place
+            found: tuple[Tensor, ...] = _Linears.apply(x, len(weights), *weights, *biases)
+            return found
         ys = _Linears.apply(x.reshape(-1, x.shape[-1]), len(weights), *weights, *biases)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
     return tuple(

@@ -1,12 +1,16 @@
 """Linear layers: any dtype of activations over any dtype of parameters, and several on one input."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from fusedtp.nn import Linear, project
+from fusedtp.nn import linear as linear_module
 from fusedtp.nn.linear import linears
 from tests.nn.support import assert_sums, assert_within, randn
 
@@ -87,6 +91,41 @@ def test_several_on_one_input(widths: list[int], dtype: torch.dtype, wide: bool,
         patch.setattr("fusedtp.nn.linear.widens", lambda x: True)
         patch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: False)
         several_law("cpu", widths, dtype, torch.float32 if wide else dtype, seen or [True])
+
+
+def test_a_backward_in_two_passes_makes_no_product_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As zero-bubble pipelines have it: the input pass makes the three dx, the weight pass the three dw."""
+    monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
+    made = dict.fromkeys(("matmul", "matmul_add", "matmul_as"), 0)
+    for name in made:
+        function = getattr(linear_module, name)
+
+        def counted(*args: object, name: str = name, function: Callable[..., object] = function) -> object:
+            made[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(linear_module, name, counted)
+    layers = [Linear(4, 6), Linear(4, 6), Linear(6, 4)]
+    weights = [layer.weight for layer in layers]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        a, b = project(x, layers[:2])
+        return layers[2](a * b)
+
+    x = torch.randint(-2, 3, (5, 4)).bfloat16().requires_grad_()
+    run(x).sum().backward()
+    whole = [t.grad for t in (x, *weights)]
+    x.grad = None
+    for w in weights:
+        w.grad = None
+    y = run(x)
+    made.update(dict.fromkeys(made, 0))
+    (dx,), groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(weights))
+    assert made == {"matmul": 2, "matmul_add": 1, "matmul_as": 0}
+    stage_backward_weight(iter(weights), groups)
+    assert made == {"matmul": 2, "matmul_add": 1, "matmul_as": 3}
+    for got, want in zip((dx, *(w.grad for w in weights)), whole, strict=True):
+        assert got is not None and want is not None and torch.equal(got, want)
 
 
 def test_layers_with_hooks_or_of_other_classes_are_called() -> None:
