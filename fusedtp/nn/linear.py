@@ -67,7 +67,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     backward; see _Linears.
     """
     if _takes_one_node(x, weights):
-        if x.dim() == 2:  # no views: the last stage of a pipeline may end here, and torch detaches its output in place
+        if x.dim() == 2:  # no views: a pipeline's last stage may end here, and torch detaches it in place
             found: tuple[Tensor, ...] = _Linears.apply(x, len(weights), *weights, *biases)
             return found
         ys = _Linears.apply(x.reshape(-1, x.shape[-1]), len(weights), *weights, *biases)

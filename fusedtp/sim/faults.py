@@ -146,6 +146,7 @@ RULES = {
     "never written": "a load reads workspace that nobody has written",
     "out of bounds": "an access outside every allocation that the case named",
     "misaligned": "an access whose address is no multiple of its size",
+    "missing proxy fence": "an asynchronous read of shared memory that threads wrote, without a proxy fence",
     "deadlock": "every live program waits and nothing can wake it",
     "wrong value": "the result differs from the reference",
     "raised": "the kernel or the reference raised",

@@ -143,10 +143,10 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("fence", "membar")
 def _fence(e: Emitter, i: Instruction) -> list[str] | None:
-    """membar is fence.sc: PTX ISA 9.7.13.4. Shared memory is the same for all proxies here."""
+    """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory alone, or everywhere."""
     if i.has("proxy"):
-        everywhere = i.has("async") and not any(part.startswith("shared") for part in i.parts)
-        return [f"S.fence_proxy({e.mask})"] if everywhere else []
+        shared = [f"S.fence_shared({e.mask})"] if i.has("async") else []
+        return shared if is_shared(i) or not shared else [*shared, f"S.fence_proxy({e.mask})"]
     if i.has("mbarrier_init"):
         return []
     order = "sc" if i.root == "membar" or i.has("sc") else order_of(i, "acq_rel")

@@ -127,6 +127,8 @@ class Copies:
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
         lanes.program.write_shared(copy.to, words, copy.size, copy.site)
+        if lanes.program.generic is not None:
+            lanes.program.generic.write(copy.to, copy.size, lanes.first + copy.lanes)
 
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:
@@ -279,6 +281,7 @@ class BulkCopies:
             described, thread = lanes.program.tensor_map(_of(tensor, lane)), lanes.first + lane
             start, coordinates = _of(of, lane), tuple(_of(x, lane) for x in at)
 
+            lanes.program.read_async(described.places(start), "tensor store", site)
             store = TensorStore(described, start, coordinates, thread, lanes.window.known.frozen(), site)
             if not self.late:
                 store.read(lanes.program)
@@ -364,6 +367,8 @@ class TensorLoad(NamedTuple):
             )[:, 0]
         places = self.tensor.places(self.to).reshape(-1)
         program.write_shared(places, words.reshape(-1, 1), itemsize, self.site)
+        if program.generic is not None:
+            program.generic.write_async(places)
         barrier = program.barriers[self.barrier]
         barrier.bytes -= self.tensor.nbytes
         barrier.arrive(window.known.copied())

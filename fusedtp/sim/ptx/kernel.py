@@ -69,6 +69,11 @@ class Kernel:
             for i in self.listing.instructions
         )
 
+    @cached_property
+    def reads_async(self) -> bool:
+        """Whether it has a wgmma or a copy by TMA, which read shared memory by the async proxy."""
+        return any(i.root == "wgmma" or (i.root == "cp" and i.has("bulk")) for i in self.listing.instructions)
+
 
 def _is_first(i: Instruction) -> bool:
     return i.has("warp") or (bool(i.args) and isinstance(i.args[0], Imm) and int(i.args[0].text, 0) == 0)

@@ -22,6 +22,7 @@ from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
 from .parse import Imm, Instruction, UnsupportedPtx
+from .proxies import GenericWrites
 from .tensor_core import Products, matrix_places, multiply
 
 Array = np.ndarray[Any, Any]
@@ -261,6 +262,10 @@ class Lanes:
     def fence_proxy(self, mask: Any) -> None:
         self.window.known.fence_proxy(self._of(self.ids, mask))
 
+    def fence_shared(self, mask: Any) -> None:
+        if self.program.generic is not None:
+            self.program.generic.fence(self._of(self.ids, mask))
+
     def meet_warps(self, mask: Any) -> None:
         threads = self._of(self.ids, mask)
         for warp in np.unique(threads // 32).tolist():
@@ -274,8 +279,11 @@ class Lanes:
         return found
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        rows = self.program.shared_at(self._of(at, mask), nb * len(values), "access", site)
+        places = self._of(at, mask)
+        rows = self.program.shared_at(places, nb * len(values), "access", site)
         self.program.shared_rows[nb, len(values)][rows] = self._words(values, nb, mask)
+        if self.program.generic is not None:
+            self.program.generic.write(places, nb * len(values), self._of(self.ids, mask))
 
     def atomic_shared(
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
@@ -442,6 +450,7 @@ class Program:
         words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, 0x7F7F7F7F7F7F7F7F, np.uint64)
         self.shared = words.view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
+        self.generic = GenericWrites(len(self.shared), self.threads) if kernel.reads_async else None
         self.barriers: dict[int, Barrier] = {}
         self.arrived: dict[int, int] = {}
         self.arrivals: dict[int, list[Array]] = {}
@@ -488,6 +497,8 @@ class Program:
         if first is not None and first.size == self.threads == first.expected and not self.arrived:
             self.window.known.meet(self.vectors[0].ids)
             first.barrier = None
+            if self.generic is not None:
+                self.generic.meet()
             return
         waiting: dict[int, list[tuple[Lanes, Group]]] = {}
         for vector in self.vectors:
@@ -507,6 +518,8 @@ class Program:
             threads = np.concatenate([v.ids[g.mask] for v, g in groups])
             self.arrived.pop(number, None)
             self.window.known.meet(threads, self.arrivals.pop(number, []))
+            if self.generic is not None:
+                self.generic.meet()
             for _, group in groups:
                 group.barrier = None
         if not met:
@@ -550,6 +563,12 @@ class Program:
         rows = self.shared_at(at, size, "copy", site)
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
+
+    def read_async(self, at: Array, what: str, site: Site) -> None:
+        """By the async proxy, at these addresses, soon."""
+        if self.generic is not None and self.generic.lacking(at):
+            said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
+            raise self.fault("missing proxy fence", said, what, site)
 
     def tensor_map(self, address: int) -> TensorMap:
         number = address - PARAMETERS

@@ -13,6 +13,8 @@ Products are summed in fp32 by numpy, in an order of its own; tensor cores have 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,6 +182,19 @@ class Product(NamedTuple):
     right: Array
     scale: Array
 
+    @property
+    def k(self) -> int:
+        return 8 if self.a == "tf32" else 16 if self.a in ("f16", "bf16") else 32
+
+    def places(self) -> Iterator[Array]:
+        """Where its operands lie in shared memory."""
+        for descriptors, rows, transposed in ((self.right, self.n, 1), (self.left, 64, 0)):
+            if descriptors is not None:
+                for descriptor in {*descriptors.tolist()}:
+                    yield operand_places(
+                        descriptor, rows, self.k, 32 // self.k, bool(self.transposed[transposed])
+                    )
+
 
 PENDING = np.uint32(0x7FC0DEAD)  # a NaN: what stands in D until the wait
 
@@ -196,6 +211,8 @@ class Products:
         lanes.whole_warps(mask, "wgmma", site)
         if mask is not True:
             raise UnsupportedPtx(f"wgmma by some warps of a program in lockstep, at {site}")
+        for places in product.places():
+            lanes.program.read_async(places, "wgmma", site)
         if product.d not in self.sums:
             self.sums[product.d] = np.stack([lanes.u[x] for x in product.d]).view(np.float32)
             if self.late:
@@ -220,8 +237,7 @@ class Products:
                 lanes.u[x][:] = made
 
     def _multiply(self, lanes: Lanes, product: Product) -> None:
-        n, total = product.n, self.sums[product.d]
-        k = 8 if product.a == "tf32" else 16 if product.a in ("f16", "bf16") else 32
+        n, k, total = product.n, product.k, self.sums[product.d]
         warps = len(product.right)
         keys = [
             (
@@ -279,6 +295,7 @@ def swizzled(places: Array, mask: int) -> Array:
     return places ^ (((places >> 7) & mask) << 4)
 
 
+@lru_cache(maxsize=4096)
 def operand_places(descriptor: int, rows: int, k: int, itemsize: int, transposed: bool) -> Array:
     """Places in shared memory of an operand's elements [rows, k], rows being those of A or the columns of B.
 

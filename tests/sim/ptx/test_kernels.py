@@ -276,6 +276,10 @@ def product(
 )
 def test_products_of_every_layout(target: str, dtype: torch.dtype, x_major: str, w_major: str) -> None:
     """Descriptors and swizzles as the compiler makes them: operands with K or with rows innermost."""
+    assert once(product_case(dtype, x_major, w_major), target, fine=dtype == torch.bfloat16) is None
+
+
+def product_case(dtype: torch.dtype = torch.float16, x_major: str = "k", w_major: str = "k") -> Case:
     m, n, k = 64, 32, 128
     torch.manual_seed(0)
     a, b = torch.randint(-2, 3, (m, k)).to(dtype), torch.randint(-2, 3, (k, n)).to(dtype)
@@ -284,8 +288,7 @@ def test_products_of_every_layout(target: str, dtype: torch.dtype, x_major: str,
     y = torch.zeros(m, n)
     args = dict(x=x, w=w, y=y, K=k, SX=x.stride(), SW=w.stride(), M=m, N=n, BLOCK=64)
     launch = Launch(product, 1, args, options=dict(num_warps=4, num_stages=3))
-    case = Case("product", lambda: Run([[launch]], (), lambda: compare("y", [y], [a.float() @ b.float()])))
-    assert once(case, target, fine=dtype == torch.bfloat16) is None
+    return Case("product", lambda: Run([[launch]], (), lambda: compare("y", [y], [a.float() @ b.float()])))
 
 
 def flat_case(k: int, programs: int) -> Case:

@@ -1,0 +1,59 @@
+"""Which bytes of shared memory the async proxy may read.
+
+wgmma and copies by TMA read shared memory by the async proxy; st, stmatrix and cp.async write it by the generic one.
+A fence.proxy.async has to stand between the two (PTX ISA 9.7.13.4 and 9.7.15.5): of the thread that wrote, or of one
+that met it at a barrier after that. The fence itself takes no time and no value is wrong without it here; so what lacks
+one is looked for, at the instruction that reads.
+
+Note [Stamps]: of every 4 bytes the last generic write leaves thread + 1, how many fences that thread had made, and how
+many times threads had met at a barrier of the program. A write by TMA takes the stamp away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+THREAD_BITS, FENCE_BITS = 11, 26  # then meetings
+THREADS, FENCES = (1 << THREAD_BITS) - 1, (1 << FENCE_BITS) - 1
+
+
+class GenericWrites:
+    """Of a program's shared memory, of so many bytes, by its threads."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self.stamps = np.zeros(-(-nbytes // 4) + 4, np.int64)
+        self.fences = np.zeros(threads, np.int64)
+        self.meetings, self.covered = 0, 0  # covered: writes before so many meetings are fenced
+
+    def write(self, at: Array, nbytes: int, threads: Array) -> None:
+        """Of nbytes bytes at each address."""
+        stamps = (self.meetings << FENCE_BITS | self.fences[threads]) << THREAD_BITS | (threads + 1)
+        if nbytes <= 4:
+            self.stamps[at >> 2] = stamps
+        else:
+            self.stamps[(at >> 2)[:, None] + np.arange(nbytes // 4)] = stamps[:, None]
+
+    def write_async(self, at: Array) -> None:
+        """At these addresses, by TMA."""
+        self.stamps[at >> 2] = 0
+
+    def fence(self, threads: Array) -> None:
+        self.fences[threads] += 1
+        self.covered = max(self.covered, self.meetings)
+
+    def meet(self) -> None:
+        """Threads of the program have met at a barrier."""
+        self.meetings += 1
+
+    def lacking(self, at: Array) -> bool:
+        """Whether the async proxy may not see what is at these addresses."""
+        stamps = self.stamps[at >> 2]
+        stamps = stamps[stamps != 0]
+        if not stamps.size:
+            return False
+        fences, meetings = stamps >> THREAD_BITS & FENCES, stamps >> (THREAD_BITS + FENCE_BITS)
+        unfenced = (fences == self.fences[(stamps & THREADS) - 1]) & (meetings >= self.covered)
+        return bool(unfenced.any())
