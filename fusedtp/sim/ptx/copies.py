@@ -2,12 +2,13 @@
 
 PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier), 5.5 (tensors, swizzling).
 
-Late copies read and write at their wait, no earlier, and what they will overwrite is poison until then: a cp.async at
-its wait_group, a tensor load once a thread polls its mbarrier, a tensor store at its wait_group.
+Late copies read and write at their wait, seldom earlier, and what they will overwrite is poison until then: a cp.async
+at its wait_group, a tensor load once a thread polls its mbarrier, a tensor store at its wait_group.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +26,7 @@ from .tensor_core import swizzled
 Lanes = Any  # that of program.py, which imports this file, as its Program
 Program = Any
 Array = np.ndarray[Any, Any]
+FIBONACCI = 2654435769  # 2^32 over the golden ratio: products with it are spread evenly
 POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
 
 
@@ -112,8 +114,15 @@ class Copies:
                 kept.append(copy.part(~done))
                 if done.any():
                     landing.append(copy.part(done))
+        chance = (lanes.program.executed + lanes.program.salt) * FIBONACCI >> 8
+        early = kept and chance & 7 == 0
+        if early:  # what nobody waits for yet may have landed too, and before the rest: now and then
+            kept, landing = [], landing + kept
         self.issued = kept
-        for copy in _together(landing):
+        parts = [*_together(landing)]
+        if early:
+            random.Random(chance).shuffle(parts)  # the same in the same schedule
+        for copy in parts:
             self._land(lanes, copy)
 
     @staticmethod
@@ -132,8 +141,9 @@ class Copies:
 
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:
-    """Copies in a row by one line, issued with the same knowledge, as one."""
-    for (_, size, site), group in groupby(copies, lambda copy: (id(copy.issued), copy.size, copy.site)):
+    """Copies in a row by one line, of one group, issued with the same knowledge, as one."""
+    alike_in = lambda copy: (id(copy.issued), copy.size, copy.site, copy.groups[0])  # noqa: E731
+    for (_, size, site, _), group in groupby(copies, alike_in):
         first, *rest = group
         if rest:
             alike: Any = zip(*(copy[:5] for copy in (first, *rest)), strict=True)

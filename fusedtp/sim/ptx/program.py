@@ -447,6 +447,8 @@ class Program:
             parameters,
         )
         self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
+        state = rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
+        self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
         words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, 0x7F7F7F7F7F7F7F7F, np.uint64)
         self.shared = words.view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)

@@ -327,6 +327,36 @@ def test_half_a_tile_over_one_that_is_still_read_is_found() -> None:
     assert fault is not None and fault.rule == "wrong value"
 
 
+def tiles_case(k: int) -> Case:
+    """The plain matmul by pointers: one program has nine tiles, one after the other."""
+    torch.manual_seed(0)
+    x, w = (torch.randint(-2, 3, (48, k)).float() for _ in range(2))
+    config = Config(16, 16, 16, num_warps=4, num_stages=3)
+
+    def make() -> Run:
+        launch, y = plan_matmul(
+            x, w, None, torch.float32, config, "ieee", Gpu("cuda", 1, 160 * 1024, capability=80)
+        )
+        y.fill_(torch.nan)
+        work = [[Launch(launch.kernel, 1, launch.args, options=launch.options)]]
+        return Run(work, (), lambda: compare("y", [y], [x @ w.t()]))
+
+    return Case("tiles", make)
+
+
+def test_a_copy_that_nobody_waited_for_may_land_over_the_next_tiles() -> None:
+    """What is under way behind the loop over K: found only where copies do not land in order."""
+
+    def unfinished(text: str) -> str:
+        changed = re.sub(r"(cp\.async\.wait_group\s+)0;", r"\g<1>1;", text)
+        assert changed != text
+        return changed
+
+    found = [once(tiles_case(56), "sm_80", seed, edit=unfinished) for seed in range(6)]
+    assert sum(fault is not None for fault in found) >= 2, found
+    assert [once(tiles_case(56), "sm_80", seed) for seed in range(6)] == [None] * 6
+
+
 # -- through the library's interface -----------------------------------------------------------------------------------
 
 
