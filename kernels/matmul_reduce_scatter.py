@@ -37,8 +37,8 @@ Predicted by fusedtp.sim.timed for 8 H100, 8192 tokens in bf16, the down project
 measured over NVLink yet; one H100 takes 646 for the product of the 70B):
 
                 fused    product alone    product and NCCL
-    Llama 3 8B     200              173                 364
-    Llama 3 70B    703              668                1018
+    Llama 3 8B     199              173                 364
+    Llama 3 70B    702              668                1018
 
 The 8B's 1024 tiles fill 132 SMs 7.8 times; what the sums take makes that nine rounds instead of eight.
 
