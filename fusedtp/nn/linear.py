@@ -104,7 +104,10 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, count: int, *operands: Any) -> tuple[Tensor, ...]:
         weights = [w.to(x.dtype) for w in operands[:count]]
         biases = [None if b is None else b.to(x.dtype) for b in operands[count:]]
-        ctx.save_for_backward(x, *weights)
+        of_x, _, *of_operands = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if any(of_operands[:count]) else None, *(w if of_x else None for w in weights)
+        )
         ctx.dtypes = [None if operand is None else operand.dtype for operand in operands]
         ctx.set_materialize_grads(False)
         return tuple(matmul(x, w.t(), b) for w, b in zip(weights, biases, strict=True))

@@ -128,6 +128,21 @@ def test_a_backward_in_two_passes_makes_no_product_twice(monkeypatch: pytest.Mon
         assert got is not None and want is not None and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("x_wants, w_wants, kept", [(True, True, 2), (True, False, 1), (False, True, 1)])
+def test_only_what_a_gradient_needs_is_kept(
+    x_wants: bool, w_wants: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights keep no activations, as in torch."""
+    monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
+    x = torch.randn(5, 4).bfloat16().requires_grad_(x_wants)
+    w = torch.randn(3, 4).requires_grad_(w_wants)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        (y,) = linears(x, [w], [None])
+    y.sum().backward()
+    assert len(saved) == kept and (x.grad is not None, w.grad is not None) == (x_wants, w_wants)
+
+
 def test_layers_with_hooks_or_of_other_classes_are_called() -> None:
     """project takes weights out of plain layers only."""
 
