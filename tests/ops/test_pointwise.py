@@ -32,6 +32,17 @@ def test_rms_norm_and_other_uses_of_its_input(draw, weight_dtype, use):
     interpreted(rms_norm_law, draw, weight_dtype, use)
 
 
+def unused_law(dtype: torch.dtype) -> None:
+    x, weight = torch.ones(3, 16, dtype=dtype, requires_grad=True), torch.ones(16)
+    _, same = pointwise.rms_norm_and_input(x, weight, 1e-5)
+    same.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_an_input_whose_norm_is_not_used():
+    interpreted(unused_law, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2048, 3000])
 def test_rms_norm_of_wide_rows_several_a_program(dtype, width):
