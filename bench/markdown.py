@@ -79,6 +79,8 @@ def engines(result: dict[str, Any], **only: Any) -> str:
     for suite in dict.fromkeys(row["suite"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["suite"] == suite and row["seconds"]]
         rows = [row for row in rows if all(row["shape"].get(k, v) == v for k, v in only.items())]
+        if not rows:
+            continue
         names = list(dict.fromkeys(row["engine"] for row in rows))
         shapes = list({str(row["shape"]): row["shape"] for row in rows}.values())
         common = [k for k, v in shapes[0].items() if all(shape[k] == v for shape in shapes)]
@@ -93,11 +95,11 @@ def engines(result: dict[str, Any], **only: Any) -> str:
             us = {r["engine"]: 1e6 * r["seconds"]["median"] for r in rows if r["shape"] == shape}
             cells = [str(shape[k]) for k in fields]
             cells += [f"{us[name]:.0f}" if name in us else "" for name in names]
-            cells += [f"{us[rival] / us[ours]:.2f}"] if rival else []
+            if rival:
+                cells += [f"{us[rival] / us[ours]:.2f}" if rival in us and ours in us else ""]
             if mfu:
-                cells += [
-                    f"{r['figures']['mfu']:.1%}" for r in rows if (r["shape"], r["engine"]) == (shape, ours)
-                ]
+                found = [r["figures"].get("mfu") for r in rows if (r["shape"], r["engine"]) == (shape, ours)]
+                cells += [f"{found[0]:.1%}" if found and found[0] else ""]
             lines.append("| " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)

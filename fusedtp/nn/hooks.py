@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn.modules import module as every
 
 if TYPE_CHECKING:
     from .layout import TokenLayout
@@ -71,8 +72,12 @@ def is_called_plainly(module: nn.Module) -> bool:
         module._forward_hooks,
         module._backward_pre_hooks,
         module._backward_hooks,
+        every._global_forward_pre_hooks,
+        every._global_forward_hooks,
+        every._global_backward_pre_hooks,
+        every._global_backward_hooks,
     )
-    return not any(hooks) and "forward" not in module.__dict__
+    return not (any(hooks) or module._compiled_call_impl or "forward" in module.__dict__)
 
 
 def read(module: nn.Module, name: str) -> Any:

@@ -63,8 +63,8 @@ class Linear(nn.Module):
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """F.linear of one x [..., K] by several weights [N_i, K], which are cast to x.dtype: [..., N_i] each.
 
-    16-bit x on a GPU, and on a CPU without 16-bit instructions, is one node of the graph, which does not support double
-    backward; see _Linears.
+    16-bit x on an NVIDIA GPU, and on a CPU without 16-bit instructions, is one node of the graph: without double
+    backward, and backward through one of the outputs frees what the others need, unless it retains the graph.
     """
     if _takes_one_node(x, weights):
         if x.dim() == 2:  # no views: a pipeline's last stage may end here, and torch detaches it in place
@@ -79,12 +79,18 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def _takes_one_node(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Eager, of plain tensors, where _Linears is faster than what torch does."""
+    """Where _Linears is faster than what torch does: eager, plain tensors, no transform of torch.func, no autocast to
+    another dtype.
+    """
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and not torch.compiler.is_compiling()
-        and (x.is_cuda or widens(x))
+        and ((x.is_cuda and torch.version.hip is None) or widens(x))
         and type(x) in PLAIN
+        and not torch._C._are_functorch_transforms_active()
+        and not (
+            torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
+        )
         and all(type(w) in PLAIN and w.dtype in (x.dtype, torch.float32) for w in weights)
     )
 
@@ -149,6 +155,7 @@ def project(
     parallel = parallel_of(modules[0])
     if parallel is not None:
         return parallel.project(x, modules, layout, gathering)
-    if all(type(each) is Linear and is_called_plainly(each) for each in modules):
+    plain = all(type(each) is Linear and is_called_plainly(each) for each in modules)
+    if plain and _takes_one_node(x, [each.weight for each in modules]):  # type: ignore[misc]
         return linears(x, [each.weight for each in modules], [each.bias for each in modules])  # type: ignore[misc]
     return tuple(each(x) for each in modules)

@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_of(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(x), x): x once more, so that one kernel makes the gradient of both uses. As add_norm without a residual."""
+    """(norm(x), x), neither to be changed in place: x once more, so that one kernel makes the gradient of both uses."""
     if _by_kernel(norm, x):
         return pointwise.rms_norm_and_input(x, read(norm, "weight"), norm.eps)
     return norm(x), x
@@ -74,7 +74,9 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tens
 
 
 def _by_kernel(norm: nn.Module, *inputs: Tensor) -> TypeGuard[RMSNorm]:
-    return isinstance(norm, RMSNorm) and is_called_plainly(norm) and pointwise.serves(*inputs, norm.weight)
+    if not isinstance(norm, RMSNorm) or type(norm).forward is not RMSNorm.forward:
+        return False
+    return is_called_plainly(norm) and pointwise.serves(*inputs, norm.weight)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
     """(rms_norm(x), x): where x is used beside its norm, one kernel makes the gradient of both uses.
 
     x        [..., H]   weight as in rms_norm
-    return   two of x's shape and dtype; the second is x, as another node of the graph
+    return   two of x's shape and dtype; the second is x, as another node of the graph, not to be changed in place
     """
     rows = _rows(x)
     y, same = _RMSNorm.apply(rows, None, weight, eps, True)

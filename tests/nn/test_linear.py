@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from fusedtp.nn import Linear, project
 from fusedtp.nn import linear as linear_module
+from fusedtp.nn.hooks import is_called_plainly
 from fusedtp.nn.linear import linears
 from tests.nn.support import assert_sums, assert_within, randn
 
@@ -159,6 +161,40 @@ def test_layers_with_hooks_or_of_other_classes_are_called() -> None:
         got = project(x, [plain, second])
         assert torch.equal(got[0], plain(x))
     assert called == ["hook", "patch"] and torch.equal(got[1], 2 * F.linear(x, other.weight))
+
+
+def test_hooks_of_all_modules_see_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that count flops or time by module hang on these."""
+    monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
+    layers, seen = [Linear(4, 3), Linear(4, 5)], []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, y: seen.append(module))
+    try:
+        project(torch.randn(6, 4).bfloat16(), layers)
+    finally:
+        handle.remove()
+    assert seen == layers
+    layers[0].compile(backend="eager")
+    assert not is_called_plainly(layers[0]) and is_called_plainly(layers[1])
+
+
+@pytest.mark.parametrize("dtype, other", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
+def test_autocast_to_another_16_bits(
+    dtype: torch.dtype, other: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer computes in autocast's dtype, as torch's does, and its backward fits."""
+    monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
+    x, w = torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", other):
+        (y,) = linears(x, [w], [None])
+    y.sum().backward()
+    assert y.dtype == other and x.grad is not None and x.grad.dtype == dtype and w.grad is not None
+
+
+def test_transforms_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
+    w = torch.ones(3, 4).bfloat16()
+    gradient = torch.func.grad(lambda x: linears(x, [w], [None])[0].sum())(torch.ones(2, 4).bfloat16())
+    assert torch.equal(gradient, torch.full((2, 4), 3.0).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.nn import RMSNorm
-from fusedtp.nn.norm import rms_norm
+from fusedtp.nn.norm import add_norm, norm_of, rms_norm
 from tests.nn import formulas
 from tests.nn.support import assert_close, assert_same_function, randn
 
@@ -48,3 +48,20 @@ def test_a_strided_input_needs_no_copy_by_the_caller() -> None:
     wide = torch.randn(6, 10)
     norm = RMSNorm(4)
     assert torch.equal(norm(wide[:, 3:7]), norm(wide[:, 3:7].contiguous()))
+
+
+def test_a_norm_with_a_forward_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where kernels would take the plain one, with the sum before it and without."""
+
+    class Doubled(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    monkeypatch.setattr("fusedtp.ops.pointwise.serves", lambda *tensors: True)
+    for name in ("rms_norm", "rms_norm_and_input", "add_rms_norm"):
+        monkeypatch.setattr(f"fusedtp.ops.pointwise.{name}", lambda x, *others: (x, x))
+    monkeypatch.setattr("fusedtp.nn.norm.rms_norm", lambda x, weight, eps: x + 1)
+    x, norm = torch.randn(3, 4), Doubled(4)
+    assert torch.equal(norm_of(x, norm)[0], 2 * (x + 1))
+    assert torch.equal(add_norm(x, x, norm)[0], 2 * (2 * x + 1))
+    assert torch.equal(norm_of(x, RMSNorm(4))[0], x)

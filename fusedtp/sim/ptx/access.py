@@ -145,8 +145,10 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
 def _fence(e: Emitter, i: Instruction) -> list[str] | None:
     """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory alone, or everywhere."""
     if i.has("proxy"):
-        shared = [f"S.fence_shared({e.mask})"] if i.has("async") else []
-        return shared if is_shared(i) or not shared else [*shared, f"S.fence_proxy({e.mask})"]
+        if not i.has("async"):
+            return []
+        shared = [] if i.has("global") else [f"S.fence_shared({e.mask})"]
+        return shared if is_shared(i) else [*shared, f"S.fence_proxy({e.mask})"]
     if i.has("mbarrier_init"):
         return []
     order = "sc" if i.root == "membar" or i.has("sc") else order_of(i, "acq_rel")

@@ -270,6 +270,7 @@ class Lanes:
         threads = self._of(self.ids, mask)
         for warp in np.unique(threads // 32).tolist():
             self.window.known.meet(threads[threads // 32 == warp])
+        self.program.met()
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
@@ -297,6 +298,8 @@ class Lanes:
             old[number] = view[place]
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
+        if self.program.generic is not None:
+            self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self._of(self.ids, mask))
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
@@ -339,6 +342,8 @@ class Lanes:
             barrier.bytes += int(nbytes[lane])
             barrier.pending -= int(arrivals[lane])
             barrier.check()
+            if not nbytes[lane]:  # else it is for TMA's bytes
+                self.program.met()
         self.window.vain = 0
 
     def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
@@ -499,8 +504,7 @@ class Program:
         if first is not None and first.size == self.threads == first.expected and not self.arrived:
             self.window.known.meet(self.vectors[0].ids)
             first.barrier = None
-            if self.generic is not None:
-                self.generic.meet()
+            self.met()
             return
         waiting: dict[int, list[tuple[Lanes, Group]]] = {}
         for vector in self.vectors:
@@ -520,8 +524,7 @@ class Program:
             threads = np.concatenate([v.ids[g.mask] for v, g in groups])
             self.arrived.pop(number, None)
             self.window.known.meet(threads, self.arrivals.pop(number, []))
-            if self.generic is not None:
-                self.generic.meet()
+            self.met()
             for _, group in groups:
                 group.barrier = None
         if not met:
@@ -565,6 +568,11 @@ class Program:
         rows = self.shared_at(at, size, "copy", site)
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
+
+    def met(self) -> None:
+        """Threads have met: at a barrier, in a warp, or by an mbarrier."""
+        if self.generic is not None:
+            self.generic.meet()
 
     def read_async(self, at: Array, what: str, site: Site) -> None:
         """By the async proxy, at these addresses, soon."""

@@ -1,12 +1,12 @@
 """Which bytes of shared memory the async proxy may read.
 
-wgmma and copies by TMA read shared memory by the async proxy; st, stmatrix and cp.async write it by the generic one.
-A fence.proxy.async has to stand between the two (PTX ISA 9.7.13.4 and 9.7.15.5): of the thread that wrote, or of one
-that met it at a barrier after that. The fence itself takes no time and no value is wrong without it here; so what lacks
-one is looked for, at the instruction that reads.
+wgmma and copies by TMA read shared memory by the async proxy; st, stmatrix, atomics and cp.async write by the generic
+one. A fence.proxy.async has to stand between the two (PTX ISA 9.7.13.4 and 9.7.15.5): of the thread that wrote, or of
+one that met others after that, at a barrier, in a warp or by an mbarrier. The fence itself takes no time and no value
+is wrong without it here; so what lacks one is looked for, at the instruction that reads.
 
 Note [Stamps]: of every 4 bytes the last generic write leaves thread + 1, how many fences that thread had made, and how
-many times threads had met at a barrier of the program. A write by TMA takes the stamp away.
+many times threads of the program had met. A write by TMA takes the stamp away.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GenericWrites:
         self.covered = max(self.covered, self.meetings)
 
     def meet(self) -> None:
-        """Threads of the program have met at a barrier."""
+        """Threads of the program have met. It is not asked which: rather a fence too many than a false alarm."""
         self.meetings += 1
 
     def lacking(self, at: Array) -> bool:
