@@ -145,22 +145,24 @@ def test_only_what_a_gradient_needs_is_kept(
     assert len(saved) == kept and (x.grad is not None, w.grad is not None) == (x_wants, w_wants)
 
 
-def test_layers_with_hooks_or_of_other_classes_are_called() -> None:
+def test_layers_with_hooks_or_of_other_classes_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """project takes weights out of plain layers only."""
 
     class Doubled(Linear):
         def forward(self, x: torch.Tensor, layout: object = None) -> torch.Tensor:
             return 2 * super().forward(x)
 
+    monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
     called = []
     plain, hooked, patched, other = (Linear(4, 3), Linear(4, 3), Linear(4, 3), Doubled(4, 3))
     hooked.register_forward_hook(lambda module, inputs, y: called.append("hook"))
     patched.forward = lambda x: called.append("patch") or x  # type: ignore[method-assign]
-    x = torch.randn(5, 4)
+    x = torch.randn(5, 4).bfloat16()
     for second in (hooked, patched, other):
         got = project(x, [plain, second])
         assert torch.equal(got[0], plain(x))
-    assert called == ["hook", "patch"] and torch.equal(got[1], 2 * F.linear(x, other.weight))
+    assert called == ["hook", "patch"]
+    assert torch.equal(got[1], 2 * F.linear(x, other.weight.bfloat16()))
 
 
 def test_hooks_of_all_modules_see_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
