@@ -40,7 +40,7 @@ def test_verdicts_that_are_kept_are_right(capsys: Any) -> None:
 
 IN_SOURCE = [
     ("drop wait", MEET, MEET),
-    ("weaken order", "leave", MEET),
+    ("narrow scope", "leave", GATHER),
     ("swap", "two_shot_kernel", "two_shot_kernel"),
 ]
 IN_SOURCE += [
