@@ -166,7 +166,7 @@ def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, tuple[ast.AST, 
     if name in ("load", "store") and args:
         index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
         yield "shift index", (index, f"({of(index)}) + 1")
-        if of(index) == "peers.epoch":
+        if name == "load" and of(index) == "peers.epoch":
             yield "old number", (node, f"({of(node)} - 1)")
     if name in TO_PEER and len(args) > 1:
         world = "peers.world_size" if "peers" in tree.text else "WORLD"
