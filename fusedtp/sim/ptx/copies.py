@@ -21,6 +21,7 @@ from .access import is_shared
 from .alu import Emitter, handles
 from .clocks import ASYNC, Clock, Rows, joined
 from .parse import Address, Imm, Instruction
+from .proxies import FENCES_COPIES
 from .tensor_core import swizzled
 
 Lanes = Any  # that of program.py, which imports this file, as its Program
@@ -136,7 +137,7 @@ class Copies:
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
         lanes.program.write_shared(copy.to, words, copy.size, copy.site)
-        if lanes.program.generic is not None:
+        if lanes.program.generic is not None and FENCES_COPIES:
             lanes.program.generic.write(copy.to, copy.size, lanes.first + copy.lanes)
 
 

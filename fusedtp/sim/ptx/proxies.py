@@ -11,11 +11,14 @@ many times threads of the program had met. A write by TMA takes the stamp away.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+# Triton 3.6 puts no fence between cp.async and wgmma, and its kernels run right on an H100; 3.9 does.
+FENCES_COPIES = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 THREAD_BITS, FENCE_BITS = 11, 26  # then meetings
 THREADS, FENCES = (1 << THREAD_BITS) - 1, (1 << FENCE_BITS) - 1
 

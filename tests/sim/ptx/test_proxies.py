@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusedtp.sim import Launch, SimulationFault
 from fusedtp.sim.ptx.copies import TensorMap
-from fusedtp.sim.ptx.proxies import GenericWrites
+from fusedtp.sim.ptx.proxies import FENCES_COPIES, GenericWrites
 from tests.sim.ptx.running import once, run_all
 from tests.sim.ptx.test_kernels import flat_case, product_case
 from tests.sim.ptx.test_litmus import WithMap
@@ -67,7 +67,7 @@ def test_a_missing_fence_is_found(seed: int, fence: str) -> None:
         assert found != text
         return found
 
-    for case in (flat_case(72, 4), product_case()):
+    for case in (flat_case(72, 4), *[product_case()] * FENCES_COPIES):
         fault = once(case, "sm_90", seed, edit=changed)
         assert fault is not None and fault.rule == "missing proxy fence", case.name
         assert once(case, "sm_90", seed) is None
