@@ -21,10 +21,9 @@ during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in 
 An operand that TMA cannot take goes by pointers, see ops/launch/operands.py, and all do before sm_90 and on AMD.
 
 Note [One loop over tiles and K]: `tl.range(..., flatten=True)` over tiles makes one loop of both, so that a tile's
-first blocks are on their way while the last tile ends; y leaves by TMA. On an H100 (Triton 3.6, bf16, 8192 rows,
-medians of interleaved runs, against cuBLAS): N 8192, K 1024 from 0.94 to 1.10; N 8192, K 3584 from 0.985 to 1.03;
-N = K = 4096 from 1.00 to 1.04; N 7168, K 8192 from 0.97 to 0.99; N 1280, K 8192 from 0.87 to 0.89. y by pointers or
-whole tiles gain a hundredth or two less. Kernels that wait or publish between tiles cannot have it.
+first blocks are on their way while the last tile ends; y leaves by TMA, half a tile at a time. In a trial on an H100 it
+gained most where K is short; `fusedtp bench matmul` says how much. Kernels that wait or publish between tiles cannot
+have it.
 
 Note [Warp specialisation]: `tl.range(..., warp_specialize=True)` on the loop over K makes a warp of its own for the
 copies, and on sm_100 one for tcgen05. Compiled, bf16 tiles of 128 rows, by Triton 3.6.0, 3.7.1 and 3.9.0:

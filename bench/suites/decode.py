@@ -62,9 +62,9 @@ def layer(x: Tensor, weights: dict[str, Tensor], summed: AllReduce) -> Tensor:
 
 
 class Graph:
-    """A function captured at its first call, when it has run before, and replayed. The first call is collective.
+    """A function that has run before: its first call captures it, which is collective, and each call replays it.
 
-    Nothing may run on the device while a graph is captured: ranks that share one take turns.
+    Nothing may run on the device while a graph is captured, so ranks that share one take turns.
     """
 
     def __init__(self, rank: Rank, function: Callable[[], Tensor]) -> None:
@@ -93,9 +93,7 @@ class Graph:
                 except Exception as error:
                     raised = error
             self.rank.meeting.barrier()
-        failed = self.rank.worst(float(raised is not None))[
-            0
-        ]  # or replays would wait for a rank that has none
+        (failed,) = self.rank.worst(float(raised is not None))  # its peers' replays would wait for it
         if raised is not None:
             raise raised
         if failed:

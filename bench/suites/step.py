@@ -216,8 +216,8 @@ def gradients(loss: Any, parameters: list[nn.Parameter], ids: Tensor, labels: Te
 def off_by(want: tuple[Tensor, ...], got: tuple[Tensor, ...], config: ModelConfig) -> errors.Error:
     """The relative error of the loss or of all gradients together, the larger one.
 
-    Of each layer forward and backward round to the dtype about 36 times; roundings are independent, so that they add
-    up like a random walk, of which twice the deviation is allowed.
+    A layer rounds to the dtype about 36 times, forward and backward. The roundings are independent and add up like a
+    random walk; twice its deviation is allowed.
     """
     off = float((want[0] - got[0]).abs() / want[0])
     square = sum(

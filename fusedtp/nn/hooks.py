@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
-from torch.nn.modules import module as every
+from torch.nn.modules import module as of_all_modules
 
 if TYPE_CHECKING:
     from .layout import TokenLayout
@@ -66,16 +66,16 @@ def parallel_of(module: nn.Module) -> Any:
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether calling it is nothing but its class's forward: without hooks, and nobody put another one there."""
+    """Whether a call runs the forward of its class and nothing else: no hooks, no forward of its own, not compiled."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
         module._backward_pre_hooks,
         module._backward_hooks,
-        every._global_forward_pre_hooks,
-        every._global_forward_hooks,
-        every._global_backward_pre_hooks,
-        every._global_backward_hooks,
+        of_all_modules._global_forward_pre_hooks,
+        of_all_modules._global_forward_hooks,
+        of_all_modules._global_backward_pre_hooks,
+        of_all_modules._global_backward_hooks,
     )
     return not (any(hooks) or module._compiled_call_impl or "forward" in module.__dict__)
 

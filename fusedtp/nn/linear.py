@@ -67,20 +67,24 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     backward, and backward through one of the outputs frees what the others need, unless it retains the graph.
     """
     if _takes_one_node(x, weights):
-        if x.dim() == 2:  # no views: a pipeline's last stage may end here, and torch detaches it in place
-            found: tuple[Tensor, ...] = _Linears.apply(x, len(weights), *weights, *biases)
-            return found
-        ys = _Linears.apply(x.reshape(-1, x.shape[-1]), len(weights), *weights, *biases)
-        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
+        return _in_one_node(x, weights, biases)
     return tuple(
         F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
         for w, b in zip(weights, biases, strict=True)
     )
 
 
+def _in_one_node(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    if x.dim() == 2:  # no views: a pipeline's stage may end here, and torch detaches its output in place
+        found: tuple[Tensor, ...] = _Linears.apply(x, len(weights), *weights, *biases)
+        return found
+    ys = _Linears.apply(x.reshape(-1, x.shape[-1]), len(weights), *weights, *biases)
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
+
+
 def _takes_one_node(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Where _Linears is faster than what torch does: eager, plain tensors, no transform of torch.func, no autocast to
-    another dtype.
+    """Whether _Linears serves these, and is faster than torch: eager, plain tensors, no transform of torch.func, no
+    autocast to another dtype.
     """
     return (
         x.dtype in (torch.bfloat16, torch.float16)
@@ -101,8 +105,8 @@ PLAIN = (Tensor, nn.Parameter)
 class _Linears(torch.autograd.Function):
     """x [T, K], W weights [N_i, K] and W biases [N_i] or None -> y_i [T, N_i].
 
-    Beside torch's one node for each: their gradients of x are added up by the matmuls that make them, and those of fp32
-    weights are made in fp32, neither rounded to 16 bits nor converted.
+    The matmuls that make the gradients of x also add them up, and gradients of fp32 weights are made in fp32. torch's
+    own nodes, one a layer, add in passes of their own, and round to 16 bits what they then convert.
     On a CPU without 16-bit instructions it is ten times faster, see Note [16-bit matmuls on CPU] in ops/matmul.py.
     """
 
@@ -156,6 +160,7 @@ def project(
     if parallel is not None:
         return parallel.project(x, modules, layout, gathering)
     plain = all(type(each) is Linear and is_called_plainly(each) for each in modules)
-    if plain and _takes_one_node(x, [each.weight for each in modules]):  # type: ignore[misc]
-        return linears(x, [each.weight for each in modules], [each.bias for each in modules])  # type: ignore[misc]
+    weights: list[Any] = [each.weight for each in modules] if plain else []
+    if plain and _takes_one_node(x, weights):
+        return _in_one_node(x, weights, [each.bias for each in modules])  # type: ignore[misc]
     return tuple(each(x) for each in modules)

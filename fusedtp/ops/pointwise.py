@@ -53,6 +53,7 @@ def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 
     x        [..., H]   weight as in rms_norm
     return   two of x's shape and dtype; the second is x, as another node of the graph, not to be changed in place
+    Raises ValueError for a weight of another length.
     """
     rows = _rows(x)
     y, same = _RMSNorm.apply(rows, None, weight, eps, True)

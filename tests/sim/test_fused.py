@@ -49,7 +49,7 @@ def case_of(name: str, world_size: int, target: str) -> Case:
     ("name", "world_size", "target", "count"),
     [
         *((name, 2, "sm_90", 12) for name in KERNELS),
-        *((name, 4, "sm_80", 4) for name in (*DECLARED, "mixed")),
+        *((name, 4, "sm_80", 6) for name in (*DECLARED, "mixed")),
         *((name, 8, "sm_80", 1) for name in (*DECLARED, "mixed")),
         ("all_gather_wgrad", 1, "sm_90", 3),
     ],

@@ -143,8 +143,10 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("fence", "membar")
 def _fence(e: Emitter, i: Instruction) -> list[str] | None:
-    """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory alone, or everywhere."""
+    """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory, of global memory, or of both."""
     if i.has("proxy"):
+        if i.has("async::generic"):  # one way, of shared memory alone; to the async proxy it is the release
+            return [f"S.fence_shared({e.mask})"] if i.has("release") else []
         if not i.has("async"):
             return []
         shared = [] if i.has("global") else [f"S.fence_shared({e.mask})"]

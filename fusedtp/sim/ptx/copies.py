@@ -2,8 +2,9 @@
 
 PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier), 5.5 (tensors, swizzling).
 
-Late copies read and write at their wait, seldom earlier, and what they will overwrite is poison until then: a cp.async
-at its wait_group, a tensor load once a thread polls its mbarrier, a tensor store at its wait_group.
+Late copies read and write at their wait, and what they will overwrite is poison until then: a cp.async at its
+wait_group, or now and then at one that does not wait for it; a tensor load once a thread polls its mbarrier; a tensor
+store at its wait_group.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Copies:
                     landing.append(copy.part(done))
         chance = (lanes.program.executed + lanes.program.salt) * FIBONACCI >> 8
         early = kept and chance & 7 == 0
-        if early:  # what nobody waits for yet may have landed too, and before the rest: now and then
+        if early:  # what is not waited for may have landed too, and before the rest
             kept, landing = [], landing + kept
         self.issued = kept
         parts = [*_together(landing)]
@@ -143,8 +144,11 @@ class Copies:
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:
     """Copies in a row by one line, of one group, issued with the same knowledge, as one."""
-    alike_in = lambda copy: (id(copy.issued), copy.size, copy.site, copy.groups[0])  # noqa: E731
-    for (_, size, site, _), group in groupby(copies, alike_in):
+
+    def same(copy: _Copy) -> tuple[int, int, Site, int]:
+        return id(copy.issued), copy.size, copy.site, copy.groups[0]
+
+    for (_, size, site, _), group in groupby(copies, same):
         first, *rest = group
         if rest:
             alike: Any = zip(*(copy[:5] for copy in (first, *rest)), strict=True)

@@ -1,9 +1,9 @@
 """Which bytes of shared memory the async proxy may read.
 
 wgmma and copies by TMA read shared memory by the async proxy; st, stmatrix, atomics and cp.async write by the generic
-one. A fence.proxy.async has to stand between the two (PTX ISA 9.7.13.4 and 9.7.15.5): of the thread that wrote, or of
-one that met others after that, at a barrier, in a warp or by an mbarrier. The fence itself takes no time and no value
-is wrong without it here; so what lacks one is looked for, at the instruction that reads.
+one. A fence.proxy.async has to stand between the two (PTX ISA 9.7.13.4; 9.7.15, Async Proxy): by the thread that
+wrote, or by another one after threads have met at a barrier, in a warp or by an mbarrier. In the machine no value is
+wrong without it. So the instruction that reads looks whether one is missing.
 
 Note [Stamps]: of every 4 bytes the last generic write leaves thread + 1, how many fences that thread had made, and how
 many times threads of the program had met. A write by TMA takes the stamp away.

@@ -87,8 +87,15 @@ FENCE = "fence.proxy.async.shared::cta;"
 @pytest.mark.parametrize("meet", MEETS.values(), ids=MEETS)
 @pytest.mark.parametrize(
     "before, writers, behind, enough",
-    [("", "", "", False), (FENCE, "", "", False), ("", FENCE, "", True), ("", "", FENCE, True)],
-    ids=["none", "before the write", "of the writers", "behind the meeting"],
+    [
+        ("", "", "", False),
+        (FENCE, "", "", False),
+        ("", FENCE, "", True),
+        ("", "", FENCE, True),
+        ("", "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;", "", True),
+        ("", "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;", "", False),
+    ],
+    ids=["none", "before the write", "of the writers", "behind the meeting", "one way", "the other way"],
 )
 def test_where_a_fence_counts(
     before: str, writers: str, behind: str, enough: bool, meet: str, write: str
