@@ -52,6 +52,7 @@ FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer
 ABOUT, MANIFEST = "about.json", "manifest.json"
 _STEP, _DRAFT, _OLD, _ASIDE, _SUMS = "step-", ".draft-", ".old-", "aside-", ".sums-"
 _PIECE = 1 << 22  # bytes hashed at a time
+_STAGES_ONCE = torch.__version__ < (2, 13)  # a stager is closed after a state; later ones keep its memory for the next
 
 
 class CheckpointError(RuntimeError):
@@ -350,10 +351,14 @@ class Checkpoints:
         self.group, self.asynchronous = group, asynchronous
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._stager = self._new_stager()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
         self._closed = False
+
+    @staticmethod
+    def _new_stager() -> DefaultStager:
+        return DefaultStager(StagingOptions(False, False, False, False))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
@@ -369,6 +374,8 @@ class Checkpoints:
             raise ValueError(f"the checkpoints of {self.folder} are closed")
         begin = time.perf_counter()
         self.wait()
+        if _STAGES_ONCE:
+            self._stager = self._new_stager()
         staged = self._stager.stage(state.state_dict())
         words = {"format": FORMAT, "step": step, "ranks": self.ranks, **more}
         writer = _Writer(path_of(self.folder, step), words, self.rank, self._prune)

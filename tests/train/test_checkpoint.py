@@ -234,6 +234,25 @@ def test_a_save_after_close_says_so(tmp_path: Path):
         checkpoints.save(1, Numbers(1))
 
 
+def test_a_stager_that_takes_one_state_is_made_for_each(tmp_path: Path, monkeypatch):
+    """As torch's is before 2.13."""
+
+    class Once(checkpoint.DefaultStager):
+        def stage(self, *args: Any, **more: Any) -> Any:
+            staged = super().stage(*args, **more)
+            self.close()
+            return staged
+
+    monkeypatch.setattr(checkpoint, "DefaultStager", Once)
+    monkeypatch.setattr(checkpoint, "_STAGES_ONCE", True)
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, Numbers(step))
+        assert checkpoints.wait().step == step
+    checkpoints.load(Numbers(2))
+    checkpoints.close()
+
+
 def test_training_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_path: Path, monkeypatch):
     go, write = threading.Event(), FileSystemWriter.write_data
 
