@@ -18,13 +18,18 @@ kernels here find all rows there.
 
 Walking costs a load and some integer arithmetic an expert, whether it has rows or not. A table of tiles, made by a
 kernel before this one, would save that, and cost a launch.
+
+Note [Groups by TMA]: weights [E, N, K] are one matrix [E * N, K], or ACROSS, as a gradient has them, one of [E * K, N],
+and a tile's columns begin at expert * N, its blocks of K at expert * K. A tile at the end of an expert's rows or
+columns reads some of the next one's: their products are not stored. A block of K that ended in the next expert's would
+be added up, so ACROSS takes whole blocks alone, see launch/operands.py.
 """
 
 import triton
 import triton.language as tl
 
 from .epilogue import add_bias
-from .matmul import dot_loop, pair_loop, store_tile, tile_of
+from .matmul import descriptor_loop, dot_loop, mixed_loop, mixed_pair_loop, pair_loop, store_tile, tile_of
 from .swiglu import activated
 from .tiles import cdiv, dealt, halves, inline, to_int64
 
@@ -56,6 +61,60 @@ def addresses(x, w, strides, expert, rows, cols):
 
 
 @inline
+def product(
+    acc,
+    x,
+    w,
+    strides,
+    expert,
+    row,
+    rows,
+    row_mask,
+    col,
+    N,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """acc + x[rows] @ w[expert, col + j].T; see Note [Groups by TMA]."""
+    cols = col + tl.arange(0, acc.shape[1])
+    if TMA:
+        if ACROSS:
+            at, depth = col, expert * K
+        else:
+            at, depth = expert * N + col, 0
+        if X_TMA:
+            acc = descriptor_loop(acc, x, row, w, at, K, BLOCK_K, False, PRECISION, ACROSS, depth)
+        else:
+            a = x + (rows.to(tl.int64) * strides[0])[:, None]
+            acc = mixed_loop(
+                acc, a, row_mask[:, None], strides[1], w, at, K, BLOCK_K, EVEN_K, PRECISION, ACROSS, depth
+            )
+    else:
+        a, a_step, b, b_step = addresses(x, w, strides, expert, rows, cols)
+        acc = dot_loop(
+            acc, a, row_mask[:, None], a_step, b, (cols < N)[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION
+        )
+    return acc
+
+
+@inline
+def either(first, second, part, TMA: tl.constexpr):
+    """first for part 0, second for part 1: descriptors are picked by a branch, addresses selected."""
+    if TMA:
+        found = first
+        if part == 1:
+            found = second
+    else:
+        found = tl.where(part == 0, first, second)
+    return found
+
+
+@inline
 def sum_tile(
     x,
     w,
@@ -63,32 +122,36 @@ def sum_tile(
     w2,
     strides,
     expert,
+    row,  # the first of `rows`
     rows,
     row_mask,
-    cols,
-    col_mask,
+    col,
+    N,
     K,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
 ):
     """x[rows] @ w[expert, cols].T + x2[rows] @ w2[expert, cols].T; the second where there is one.
 
     The two are one loop's rounds: written one after another they need more registers than a thread has.
     """
-    acc = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
+    acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
     if x2 is None:
-        a, a_step, b, b_step = addresses(x, w, strides, expert, rows, cols)
-        acc = dot_loop(
-            acc, a, row_mask[:, None], a_step, b, col_mask[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION
-        )
+        acc = product(
+            acc, x, w, strides, expert, row, rows, row_mask, col, N, K, BLOCK_K, EVEN_K, PRECISION, TMA, X_TMA, ACROSS
+        )  # fmt: skip
     else:
         for part in range(2):
-            left, right = tl.where(part == 0, x, x2), tl.where(part == 0, w, w2)
-            a, a_step, b, b_step = addresses(left, right, strides, expert, rows, cols)
-            acc = dot_loop(
-                acc, a, row_mask[:, None], a_step, b, col_mask[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION
-            )
+            left, right = either(x, x2, part, X_TMA), either(w, w2, part, TMA)
+            acc = product(
+                acc, left, right, strides, expert, row, rows, row_mask, col, N, K, BLOCK_K, EVEN_K, PRECISION, TMA,
+                X_TMA, ACROSS,
+            )  # fmt: skip
     return acc
 
 
@@ -110,25 +173,40 @@ def gated_tile(
     gate_out,
     up_out,
     expert,
+    row,
     x_rows,
     rows,
     row_mask,
-    cols,
+    col,
     N,
     K,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     ACT: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
 ):
     """y[rows, cols] = act(g) * u of both products of x[x_rows], which are stored too where they are wanted."""
-    a, a_step, b, step = addresses(x, gate, strides, expert, x_rows, cols)
-    _a, _a_step, c, _step = addresses(x, up, strides, expert, x_rows, cols)
-    g = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
-    u = tl.full((rows.shape[0], cols.shape[0]), 0, tl.float32)
-    g, u = pair_loop(
-        g, u, a, row_mask[:, None], a_step, b, step, c, step, (cols < N)[None, :], K, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    cols = col + tl.arange(0, BLOCK_N)
+    g = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
+    u = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
+    if TMA:
+        if X_TMA:
+            a = x
+        else:
+            a = x + (x_rows.to(tl.int64) * strides[0])[:, None]
+        g, u = mixed_pair_loop(
+            g, u, a, row, row_mask[:, None], strides[1], gate, up, expert * N + col, K, BLOCK_K, EVEN_K, PRECISION,
+            X_TMA,
+        )  # fmt: skip
+    else:
+        a, a_step, b, step = addresses(x, gate, strides, expert, x_rows, cols)
+        _a, _a_step, c, _step = addresses(x, up, strides, expert, x_rows, cols)
+        g, u = pair_loop(
+            g, u, a, row_mask[:, None], a_step, b, step, c, step, (cols < N)[None, :], K, BLOCK_K, EVEN_K, PRECISION
+        )  # fmt: skip
     mask = row_mask[:, None] & (cols < N)[None, :]
     if gate_out is not None:
         store_tile(gate_out, g, rows, cols, N, mask)
@@ -146,7 +224,7 @@ def group_tiles(
     w,
     x2,  # of the strides of x and w; or None. Of a gated matmul x2 is x, w and w2 are gate and up
     w2,
-    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
+    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk), those of pointers
     bias,
     y,
     gate_out,
@@ -166,6 +244,9 @@ def group_tiles(
     HALVES: tl.constexpr,
     ACT: tl.constexpr,  # of a gated matmul, "" of another
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,  # without an index
+    ACROSS: tl.constexpr,
 ):
     """Every `programs`-th tile of y from `start` on."""
     num_cols = cdiv(N, BLOCK_N)
@@ -180,47 +261,34 @@ def group_tiles(
         for _ in range(mine):
             row, col = tile_of(start, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
             rows = begin + row + tl.arange(0, BLOCK_M)
-            cols = col + tl.arange(0, BLOCK_N)
             inside = rows < end
             x_rows = rows
             if index is not None:
                 x_rows = tl.load(index + rows, mask=inside, other=0)
             if ACT != "":
                 gated_tile(
-                    x, w, w2, strides, y, gate_out, up_out, expert, x_rows, rows, inside, cols, N, K, BLOCK_K,
-                    EVEN_K, ACT, PRECISION,
+                    x, w, w2, strides, y, gate_out, up_out, expert, begin + row, x_rows, rows, inside, col, N, K,
+                    BLOCK_N, BLOCK_K, EVEN_K, ACT, PRECISION, TMA, X_TMA,
                 )  # fmt: skip
             else:
                 acc = sum_tile(
-                    x,
-                    w,
-                    x2,
-                    w2,
-                    strides,
-                    expert,
-                    x_rows,
-                    inside,
-                    cols,
-                    cols < N,
-                    K,
-                    BLOCK_K,
-                    EVEN_K,
-                    PRECISION,
-                )
+                    x, w, x2, w2, strides, expert, begin + row, x_rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K,
+                    PRECISION, TMA, X_TMA, ACROSS,
+                )  # fmt: skip
                 if HALVES:
                     left, right = halves(acc)
                     first = col + tl.arange(0, BLOCK_N // 2)
                     finish_group(y, left, bias, expert, rows, inside, first, N)
                     finish_group(y, right, bias, expert, rows, inside, first + BLOCK_N // 2, N)
                 else:
-                    finish_group(y, acc, bias, expert, rows, inside, cols, N)
+                    finish_group(y, acc, bias, expert, rows, inside, col + tl.arange(0, BLOCK_N), N)
             start += programs
         start -= num_rows * num_cols
 
 
 @triton.jit
 def grouped_matmul_kernel(
-    x,
+    x,  # pointers, or TMA descriptors: see Note [Groups by TMA]
     w,
     x2,  # with w2 another product of the same strides, which is added; or None
     w2,
@@ -239,17 +307,20 @@ def grouped_matmul_kernel(
     EVEN_K: tl.constexpr,
     HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
     PRECISION: tl.constexpr = "ieee",
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,
 ):
     """y [R, N] = x [R, K] @ w[e] [N, K].T + x2 [R, K] @ w2[e] [N, K].T + bias[e] [N], e the expert of each row."""
     group_tiles(
         all_there, None, None, None, x, w, x2, w2, strides, bias, y, None, None, offsets, E, R, N, K, tl.program_id(0),
-        tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, HALVES, "", PRECISION,
+        tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, HALVES, "", PRECISION, TMA, X_TMA, ACROSS,
     )  # fmt: skip
 
 
 @triton.jit
 def grouped_gated_kernel(
-    x,
+    x,  # pointers or TMA descriptors, as gate and up
     gate,
     up,  # of gate's strides
     strides,  # (stride_xm, stride_xk, stride_ge, stride_gn, stride_gk)
@@ -268,9 +339,12 @@ def grouped_gated_kernel(
     EVEN_K: tl.constexpr,
     ACT: tl.constexpr,
     PRECISION: tl.constexpr = "ieee",
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,
 ):
     """y [R, N] = act(x [R, K] @ gate[e] [N, K].T) * (x @ up[e] [N, K].T), e the expert of each row."""
     group_tiles(
         all_there, None, None, None, x, gate, x, up, strides, None, y, gate_out, up_out, offsets, E, R, N, K,
-        tl.program_id(0), tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, False, ACT, PRECISION,
+        tl.program_id(0), tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, False, ACT, PRECISION, TMA,
+        X_TMA, False,
     )  # fmt: skip

@@ -13,7 +13,18 @@ import triton.language as tl
 
 from .matmul import dot_loop, store_tile, tile_of
 from .swiglu import store_gate_gradients
-from .tiles import cdiv, halves, to_int64
+from .tiles import cdiv, halves, inline, narrow, to_int64
+
+
+@inline
+def store_part(dw, acc, expert, row, col, N, K, DW_TMA: tl.constexpr):
+    """dw[expert, row + i, col + j] = acc, rounded once."""
+    if DW_TMA:
+        dw.store([expert, row, col], narrow(acc, dw.dtype)[None, :, :])
+    else:
+        ns = row + tl.arange(0, acc.shape[0])
+        ks = col + tl.arange(0, acc.shape[1])
+        store_tile(dw + to_int64(expert) * N * K, acc, ns, ks, K, (ns < N)[:, None] & (ks < K)[None, :])
 
 
 @triton.jit
@@ -24,7 +35,7 @@ def grouped_wgrad_kernel(
     x,
     stride_xm,
     stride_xk,
-    dw,  # contiguous [E, N, K]
+    dw,  # contiguous [E, N, K]; a pointer, or with DW_TMA a descriptor of what is stored at once
     offsets,  # int32 [E + 1]
     E,
     R,
@@ -36,6 +47,7 @@ def grouped_wgrad_kernel(
     GROUP: tl.constexpr,
     HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
     PRECISION: tl.constexpr = "ieee",
+    DW_TMA: tl.constexpr = False,
 ):
     """dw[e] [N, K] = dy [R, N][rows of e].T @ x [R, K][rows of e], persistent. Offsets are cut to [0, R]."""
     num_rows = cdiv(N, BLOCK_M)
@@ -54,15 +66,12 @@ def grouped_wgrad_kernel(
         b = x + to_int64(begin) * stride_xm + (ks.to(tl.int64) * stride_xk)[None, :]
         acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
         acc = dot_loop(acc, a, n_mask, stride_dm, b, k_mask, stride_xm, size, BLOCK_K, False, PRECISION)
-        out = dw + to_int64(expert) * N * K
         if HALVES:
             left, right = halves(acc)
-            first = col + tl.arange(0, BLOCK_N // 2)
-            second = first + BLOCK_N // 2
-            store_tile(out, left, ns, first, K, n_mask & (first < K)[None, :])
-            store_tile(out, right, ns, second, K, n_mask & (second < K)[None, :])
+            store_part(dw, left, expert, row, col, N, K, DW_TMA)
+            store_part(dw, right, expert, row, col + BLOCK_N // 2, N, K, DW_TMA)
         else:
-            store_tile(out, acc, ns, ks, K, n_mask & k_mask)
+            store_part(dw, acc, expert, row, col, N, K, DW_TMA)
 
 
 @triton.jit

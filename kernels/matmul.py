@@ -6,6 +6,7 @@ All kernels here compute y = x @ w.T tile by tile, in fp32, by one of these loop
     pair_loop        the same by two weights: each block of x is loaded once
     descriptor_loop  TMA (sm_90 and later) of row-major operands; what lies outside of them reads as zero
     mixed_loop       x by pointers, w by TMA
+    mixed_pair_loop  two weights by TMA, x by either
 
 A weight [N, K] by TMA may be the transpose of a row-major one too (ACROSS), as where its layer's gradient is made.
 
@@ -17,6 +18,9 @@ during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in 
                                        the rows of a rank are several runs (batch > 1): a tile of them is no rectangle
     all-gather matmul                  w; x by pointers, since peers push all but this rank's shard
     all-gather wgrad                   dy, in a loop of its own; x by pointers
+    grouped matmul                     x and w
+    dispatch and matmul                w; x by pointers, which peers push and an index picks
+    matmul and combine                 x and w
 
 An operand that TMA cannot take goes by pointers, see ops/launch/operands.py, and all do before sm_90 and on AMD.
 
@@ -140,10 +144,11 @@ def descriptor_loop(
     SPECIALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
     ACROSS: tl.constexpr = False,
+    depth=0,
 ):
-    """acc + sum over k < K of x[row + i, k] w[col + j, k]; ACROSS: see column_block."""
+    """acc + sum over k < K of x[row + i, k] w[col + j, depth + k]; ACROSS: see column_block."""
     for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):
-        acc = multiply_add(acc, x.load([row, k]), column_block(w, col, k, ACROSS), PRECISION)
+        acc = multiply_add(acc, x.load([row, k]), column_block(w, col, depth + k, ACROSS), PRECISION)
     return acc
 
 
@@ -170,8 +175,9 @@ def mixed_loop(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr = IEEE,
     ACROSS: tl.constexpr = False,
+    depth=0,
 ):
-    """acc [BLOCK_M, BLOCK_N] + sum over k < K of a[:, k] w[col + j, k]. EVEN_K: BLOCK_K divides K."""
+    """acc [BLOCK_M, BLOCK_N] + sum over k < K of a[:, k] w[col + j, depth + k]. EVEN_K: BLOCK_K divides K."""
     ks = tl.arange(0, BLOCK_K)
     a_tile = a + ks[None, :].to(tl.int64) * a_step
     for k in range(0, K, BLOCK_K):
@@ -180,10 +186,42 @@ def mixed_loop(
         else:
             mask = a_mask & (k + ks < K)[None, :]
         acc = multiply_add(
-            acc, tl.load(a_tile, mask=mask, other=0.0), column_block(w, col, k, ACROSS), PRECISION
+            acc, tl.load(a_tile, mask=mask, other=0.0), column_block(w, col, depth + k, ACROSS), PRECISION
         )
         a_tile += to_int64(BLOCK_K) * a_step
     return acc
+
+
+@inline
+def mixed_pair_loop(
+    first,
+    second,
+    x,  # a descriptor of rows, from `row` on; or an address tile as a of dot_loop
+    row,
+    a_mask,
+    a_step,
+    gate,  # descriptors of [N, K] with blocks [BLOCK_N, BLOCK_K]
+    up,
+    col,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    X_TMA: tl.constexpr,
+):
+    """(first + x @ gate[col + j].T, second + x @ up[col + j].T), each block of x loaded once."""
+    ks = tl.arange(0, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        if X_TMA:
+            block = x.load([row, k])
+        else:
+            mask = a_mask
+            if not EVEN_K:
+                mask = a_mask & (k + ks < K)[None, :]
+            block = tl.load(x + (k + ks)[None, :].to(tl.int64) * a_step, mask=mask, other=0.0)
+        first = multiply_add(first, block, column_block(gate, col, k, False), PRECISION)
+        second = multiply_add(second, block, column_block(up, col, k, False), PRECISION)
+    return first, second
 
 
 @inline

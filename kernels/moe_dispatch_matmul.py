@@ -137,7 +137,7 @@ def moe_dispatch_matmul_kernel(
     totals,  # int32 [W], rows of each owner
     max_rows,
     rows,  # contiguous
-    w,
+    w,  # a pointer, or with TMA a descriptor, as w2
     w2,  # of w's strides: gate and up; None of a plain matmul
     strides,  # (stride_we, stride_wn, stride_wk)
     y,  # contiguous, as are the two products, which are None if not wanted
@@ -159,6 +159,8 @@ def moe_dispatch_matmul_kernel(
     HALVES: tl.constexpr,
     ACT: tl.constexpr,  # of a gated matmul, "" of another
     PRECISION: tl.constexpr = "ieee",
+    TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,
 ):
     if signals.failed(peers):
         return
@@ -184,6 +186,6 @@ def moe_dispatch_matmul_kernel(
                 wait_expert, peers, (blocks, E, chunk_rows), origins, pushed, w, None, w2,
                 (K, 1, stride_we, stride_wn, stride_wk), None, y, gate_out, up_out, offsets, E, max_rows, N, K,
                 start - copy_programs, tl.num_programs(0) - send_programs - copy_programs, BLOCK_M, BLOCK_N,
-                BLOCK_K, GROUP, EVEN_K, HALVES, ACT, PRECISION,
+                BLOCK_K, GROUP, EVEN_K, HALVES, ACT, PRECISION, TMA, False, ACROSS,
             )  # fmt: skip
     signals.leave(peers)

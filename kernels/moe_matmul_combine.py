@@ -75,6 +75,9 @@ def multiply_and_send(
     EVEN_K: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
     """Send stage: every `programs`-th item, part by part, expert by expert."""
@@ -96,26 +99,15 @@ def multiply_and_send(
                 last = tl.minimum(first + chunk_rows, end)
                 num_rows = cdiv(last - first, BLOCK_M)
                 for tile in range(num_rows * width):
-                    rows = first + tile % num_rows * BLOCK_M + tl.arange(0, BLOCK_M)
+                    row = first + tile % num_rows * BLOCK_M
+                    rows = row + tl.arange(0, BLOCK_M)
                     col = (first_col + tile // num_rows) * BLOCK_N
                     cols = col + tl.arange(0, BLOCK_N)
                     inside = rows < last
                     acc = sum_tile(
-                        x,
-                        w,
-                        x2,
-                        w2,
-                        strides,
-                        expert,
-                        rows,
-                        inside,
-                        cols,
-                        cols < N,
-                        K,
-                        BLOCK_K,
-                        EVEN_K,
-                        PRECISION,
-                    )
+                        x, w, x2, w2, strides, expert, row, rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K,
+                        PRECISION, TMA, X_TMA, ACROSS,
+                    )  # fmt: skip
                     if (tile == 0) & (flag >= programs):  # Note [Late publish]
                         signals.publish_to_all(peers, flag - programs)
                     home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
@@ -136,7 +128,7 @@ def multiply_and_send(
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "part_tiles", "send_programs"])
 def moe_matmul_combine_kernel(
     peers,
-    x,
+    x,  # pointers, or TMA descriptors: see Note [Groups by TMA] in grouped_matmul.py
     w,
     x2,  # a second product, added to the first, with the strides of that; or None, as w2
     w2,
@@ -167,6 +159,9 @@ def moe_matmul_combine_kernel(
     EVEN_K: tl.constexpr,
     HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
     PRECISION: tl.constexpr = "ieee",
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,
+    ACROSS: tl.constexpr = False,
 ):
     if signals.failed(peers):
         return
@@ -177,7 +172,7 @@ def moe_matmul_combine_kernel(
     if tl.program_id(0) < send_programs:
         multiply_and_send(
             peers, x, w, x2, w2, strides, offsets, to, at, E, R, N, K, chunk_rows, part_tiles, send_programs,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, element,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, TMA, X_TMA, ACROSS, element,
         )  # fmt: skip
     else:
         rank = signals.rank_of(peers)

@@ -71,6 +71,7 @@ def rms_norm_backward_kernel(
     H,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,  # of rows that are on their way at once
 ):
     """dx = r (g - h r^2 mean(g h)) (+ dtotal) with g = dy weight; dweight = sum over rows of dy h r.
 
@@ -79,7 +80,7 @@ def rms_norm_backward_kernel(
     cols = tl.arange(0, BLOCK)
     w = widen(tl.load(weight + cols, mask=cols < H, other=0.0)).to(tl.float32)
     dw = tl.full((BLOCK,), 0.0, tl.float32)
-    for first in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < T)[:, None] & (cols < H)[None, :]
         r = tl.load(inverse_rms + rows, mask=rows < T, other=0.0)[:, None]

@@ -21,6 +21,7 @@ from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
+BARRIER_BYTES = 1024  # at least what a kernel's barriers take of shared memory
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
@@ -105,6 +106,48 @@ def local_descriptors(launch: Launch, xs: Sequence[Tensor], weights: Sequence[Te
     if launch.args["X_TMA"]:
         args |= descriptors(xs, [launch.config.block_m, launch.config.block_k], "x_descriptor")
     return args
+
+
+def group_operands(
+    config: Config, xs: Sequence[Tensor], weights: Sequence[Tensor], *, transposed: bool = True
+) -> dict[str, Any]:
+    """TMA, X_TMA and ACROSS of a kernel of ragged groups, see Note [Groups by TMA] in kernels/grouped_matmul.py.
+
+    xs          [R, K]      which no peer writes and no index picks; the others go by pointers
+    weights     [E, N, K]   one after another, or transposed one after another
+    transposed  whether the kernel takes those
+    """
+    whole = transposed and weights[0].shape[2] % config.block_k == 0
+    by_tma = _stacks(config, weights)
+    across = not by_tma and whole and _stacks(config, [w.mT for w in weights])
+    by_tma = by_tma or across
+    return dict(TMA=by_tma, X_TMA=by_tma and all(map(describable, xs)), ACROSS=across)
+
+
+def _stacks(config: Config, weights: Sequence[Tensor]) -> bool:
+    """Whether TMA takes each [E, N, K] as [E * N, K]."""
+    follow = all(w.shape[0] == 1 or w.stride(0) == w.shape[1] * w.stride(1) for w in weights)
+    return follow and takes_tma(config, *map(stacked, weights))
+
+
+def stacked(w: Tensor) -> Tensor:
+    """[E, N, K], where one expert's rows follow another's, as [E * N, K]."""
+    e, n, k = w.shape
+    return w.as_strided((e * n, k), (w.stride(1), w.stride(2)))
+
+
+def grouped_descriptors(
+    launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The x_i and weights of a launch with `group_operands`: as they are, or descriptors of those that go by TMA."""
+    config, args = launch.config, launch.args
+    if args.get("X_TMA"):
+        xs = [described(x, [config.block_m, config.block_k]) for x in xs]
+    if args["ACROSS"]:
+        weights = [described(stacked(w.mT), [config.block_k, config.block_n]) for w in weights]
+    elif args["TMA"]:
+        weights = [described(stacked(w), [config.block_n, config.block_k]) for w in weights]
+    return xs, weights
 
 
 def descriptors(matrices: Sequence[Tensor], block: list[int], name: str = "descriptor") -> dict[str, Any]:
@@ -210,6 +253,13 @@ def with_tile(default: Config, found: Mapping[str, int]) -> Config:
     if found and "halves" not in found:
         tile = replace(tile, halves=tile.tma and tile.block_n == 256)
     return tile
+
+
+def fits(config: Config, x: Tensor, y: Tensor, machine: Machine) -> bool:
+    """Whether shared memory holds what TMA stores of a tile at once beside the operands of all stages."""
+    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k * x.element_size()
+    stored = config.block_m * (config.block_n >> config.halves) * y.element_size()
+    return machine.clock == "host" or operands + stored + BARRIER_BYTES <= machine.shared_bytes
 
 
 def even_columns(dy: Tensor) -> Tensor:

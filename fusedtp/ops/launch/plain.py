@@ -15,10 +15,9 @@ from fusedtp.comm.launching import Launch
 
 from . import tuned
 from .config import VECTOR, Config, Machine, machine_of
-from .operands import FP8, describable, described, local_config, operands, with_tile, within_reach
+from .operands import FP8, describable, described, fits, local_config, operands, with_tile, within_reach
 from .run import DTYPES, check_tensors, require_triton
 
-BARRIER_BYTES = 1024  # at least what a kernel's barriers take of shared memory
 Scales = tuple[
     Tensor | None, Tensor | None
 ]  # of x's rows and of w's: fp32, [M, 1] and [N, 1], or one element each
@@ -94,7 +93,7 @@ def plan_matmul(
             config = with_tile(config, found)
     config = within_reach(config, precision, [x, weight])
     y = x.new_empty(m, n, dtype=dtype)
-    flat = config.tma and not config.specialized and describable(y) and _fits(config, x, y, machine)
+    flat = config.tma and not config.specialized and describable(y) and fits(config, x, y, machine)
     x_scale, w_scale = scales
     args: dict[str, Any] = operands(config, precision, x, weight) | dict(
         bias=_contiguous(bias),
@@ -110,13 +109,6 @@ def plan_matmul(
     )
     programs = min(machine.programs, -(-m // config.block_m) * -(-n // config.block_n))
     return Launch(matmul_kernel, programs, args, config), y
-
-
-def _fits(config: Config, x: Tensor, y: Tensor, machine: Machine) -> bool:
-    """Whether shared memory holds what is stored of a tile at once beside the operands of all stages."""
-    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k * x.element_size()
-    stored = config.block_m * (config.block_n >> config.halves) * y.element_size()
-    return machine.clock == "host" or operands + stored + BARRIER_BYTES <= machine.shared_bytes
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:

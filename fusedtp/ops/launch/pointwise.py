@@ -13,6 +13,7 @@ from .config import VECTOR, Config, Machine, machine_of, power_of_two
 
 WHOLE = 8192  # width of a row that one program holds in registers, with its weight's gradient
 WIDE_WARPS = 16  # of a program for a part of a wider one
+STAGES = 3  # of a loop over rows, where shared memory has room for them
 ELEMENTS = 2048  # of a program that is free to choose
 
 
@@ -100,7 +101,9 @@ def plan_rms_norm_backward(
     if width > WHOLE:
         args |= dict(COLUMNS=columns)
         return _launch(rms_norm_wide_backward_kernel, programs * columns, args, warps, machine), outs
-    args |= dict(ROWS=height)
+    buffers = (2 if dtotal is None else 3) * (STAGES - 1) * block * height * h.element_size()
+    fits = 2 * buffers <= machine.shared_bytes  # two programs on a multiprocessor
+    args |= dict(ROWS=height, STAGES=STAGES if fits else 1)
     return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine), outs
 
 

@@ -35,6 +35,7 @@ from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
 from ..cpu import accumulator, cache_blocks
 from ..launch.config import Config, Machine
+from ..launch.operands import group_operands, grouped_descriptors
 from ..launch.run import check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
@@ -601,7 +602,7 @@ def prepare_matmul_combine(
     config = config or matmul_combine_config(
         machine, hs[0].dtype, precision, at, n, view.flags_per_source, len(hs)
     )
-    args = dict(
+    args = group_operands(config, hs, experts) | dict(
         strides=(*hs[0].stride(), *experts[0].stride()),
         E=e,
         R=r,
@@ -635,7 +636,7 @@ def matmul_combine_pointers(
     out: Tensor,
 ) -> dict[str, Any]:
     """The arguments that a prepared matmul with its combine lacks; places and weights as of a combine."""
-    (h, *h2), (w, *w2) = hs, experts
+    (h, *h2), (w, *w2) = grouped_descriptors(launch, hs, experts)
     return dict(
         peers=peers,
         x=h,

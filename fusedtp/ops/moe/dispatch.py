@@ -35,6 +35,7 @@ from fusedtp.comm.signature import COMM_DTYPES
 
 from ..cpu import accumulator
 from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
+from ..launch.operands import group_operands, grouped_descriptors
 from ..launch.run import DTYPES, check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
@@ -438,7 +439,7 @@ def triton_matmul(
             view,
             x.device,
             None,
-            dispatch_matmul_pointers(call.peers(view), x, tokens, matrices, offsets, packed, outs),
+            dispatch_matmul_pointers(launch, call.peers(view), x, tokens, matrices, offsets, packed, outs),
         )
     rows, *products = outs
     of_rows = x.new_empty(0) if scalars is None else _scalars_of_rows(call, scalars, plan, at)
@@ -605,10 +606,13 @@ def prepare_dispatch_matmul(
     config = config or _matmul_config(
         machine, moved, x.dtype, precision, at.max_rows, e, n, len(matrices), keep
     )
+    by_tma = group_operands(config, [], matrices, transposed=not act)
     args = dict(
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         strides=matrices[0].stride(),
+        TMA=by_tma["TMA"],
+        ACROSS=by_tma["ACROSS"],
         E=e,
         N=n,
         K=k,
@@ -636,6 +640,7 @@ def matmul_outputs(x: Tensor, matrices: Sequence[Tensor], at: Exchange, keep: bo
 
 
 def dispatch_matmul_pointers(
+    launch: Launch,
     peers: Any,
     x: Tensor,
     tokens: Tensor,
@@ -650,7 +655,7 @@ def dispatch_matmul_pointers(
     offsets   [E + 1]   int32, where the rows of each expert begin
     """
     rows, y, *products = outs
-    w, *w2 = matrices
+    _, (w, *w2) = grouped_descriptors(launch, [], matrices)
     return dict(
         peers=peers,
         x=x,
@@ -682,7 +687,9 @@ def plan_dispatch_matmul(
     launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, config, precision, machine)
     outs = matmul_outputs(x, matrices, at, keep)
     peers = peers_of(view, rank, at.world_size, sig, machine.clock)
-    return launch.given(dispatch_matmul_pointers(peers, x, tokens, matrices, offsets, index, outs)), outs
+    return launch.given(
+        dispatch_matmul_pointers(launch, peers, x, tokens, matrices, offsets, index, outs)
+    ), outs
 
 
 def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:

@@ -39,8 +39,16 @@ from fusedtp.comm.launching import Launch
 from .. import cpu
 from .. import matmul as dense
 from ..engines import has_triton, interpreting
-from ..launch.config import Config, Machine, machine_of
-from ..launch.operands import by_pointers, even_columns, local_config
+from ..launch.config import ALL_REGISTERS, Config, Machine, machine_of
+from ..launch.operands import (
+    describable,
+    described,
+    even_columns,
+    fits,
+    group_operands,
+    grouped_descriptors,
+    local_config,
+)
 from ..launch.pointwise import ELEMENTS
 from ..launch.run import DTYPES, check_tensors, of_one_layout
 from ..main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
@@ -570,19 +578,18 @@ def plan_matmul(
     config = config or group_config(machine, xs[0].dtype, precision, r, e, n)
     y = xs[0].new_empty(r, n)
     assert 1 <= len(xs) == len(weights) <= 2
-    (x, *x2), (w, *w2) = of_one_layout(xs), of_one_layout(weights)
+    xs, weights = of_one_layout(xs), of_one_layout(weights)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
-        x=x,
-        w=w,
-        x2=x2[0] if x2 else None,
-        w2=w2[0] if w2 else None,
-        strides=(*x.stride(), *w.stride()),
+        strides=(*xs[0].stride(), *weights[0].stride()),
         bias=None if bias is None else bias.contiguous(),
         y=y,
         EVEN_K=k % config.block_k == 0,
         HALVES=config.halves,
+        **group_operands(config, xs, weights),
     )
-    return Launch(grouped_matmul_kernel, _programs(machine, config, r, e, n), args, config), y
+    launch = Launch(grouped_matmul_kernel, _programs(machine, config, r, e, n), args, config)
+    (x, *x2), (w, *w2) = grouped_descriptors(launch, xs, weights)
+    return launch.given(dict(x=x, w=w, x2=x2[0] if x2 else None, w2=w2[0] if w2 else None)), y
 
 
 def plan_gated(
@@ -605,18 +612,17 @@ def plan_gated(
     y = x.new_empty(r, n)
     gate_out, up_out = (x.new_empty(r, n), x.new_empty(r, n)) if keep else (None, None)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
-        x=x,
-        gate=gate,
-        up=up,
         strides=(*x.stride(), *gate.stride()),
         y=y,
         gate_out=gate_out,
         up_out=up_out,
         EVEN_K=k % config.block_k == 0,
         ACT=act,
+        **group_operands(config, [x], [gate, up], transposed=False),
     )
     launch = Launch(grouped_gated_kernel, _programs(machine, config, r, e, n), args, config)
-    return launch, (y, gate_out, up_out)
+    (x,), (gate, up) = grouped_descriptors(launch, [x], [gate, up])
+    return launch.given(dict(x=x, gate=gate, up=up)), (y, gate_out, up_out)
 
 
 def plan_wgrad(
@@ -638,12 +644,26 @@ def plan_wgrad(
     wide = dtype.itemsize > x.dtype.itemsize and machine.capability // 10 == 10
     config = config or group_config(machine, x.dtype, precision, e * n, e, k, keep=wide)
     dw = x.new_empty(e, n, k, dtype=dtype)
-    args = _sizes(config, precision, offsets, e, r, n, k) | dict(dy=dy, x=x, dw=dw)
+    config, by_tma = _stored_by_tma(config, x, dw, machine)
+    args = _sizes(config, precision, offsets, e, r, n, k) | dict(dy=dy, x=x, dw=dw, DW_TMA=by_tma)
+    if by_tma:
+        args["dw"] = described(dw, [1, config.block_m, config.block_n >> config.halves])
     args["HALVES"] = config.halves
     args["stride_dm"], args["stride_dn"] = dy.stride()
     args["stride_xm"], args["stride_xk"] = x.stride()
     tiles = e * -(-n // config.block_m) * -(-k // config.block_n)
     return Launch(grouped_wgrad_kernel, min(machine.programs, tiles), args, config), dw[:, :width, :depth]
+
+
+def _stored_by_tma(config: Config, x: Tensor, dw: Tensor, machine: Machine) -> tuple[Config, bool]:
+    """Whether dw [E, N, K] leaves by TMA, and with as many stages as leave room for that: one less at most."""
+    if not config.tma or not describable(dw.flatten(0, 1)):
+        return config, False
+    for stages in (config.num_stages, config.num_stages - 1):
+        fewer = replace(config, num_stages=stages)
+        if fits(fewer, x, dw, machine):
+            return fewer, True
+    return config, False
 
 
 def plan_gated_backward(
@@ -672,14 +692,16 @@ def group_config(
     weights: int = 1,
     keep: bool = False,
 ) -> Config:
-    """Tiles of `groups` matmuls with `rows` rows in all, by pointers: as of one matmul of them all, but no taller than
-    what a group has on average. keep: more is stored than one result of the operands' dtype.
+    """Tiles of `groups` matmuls with `rows` rows in all: as of one matmul of them all, but no taller than what a group
+    has on average, and without warp specialisation. keep: more is stored than one result of the operands' dtype.
 
     Less deep are those that would spill, by what the lint shows: of two weights in tf32 on sm_80.
     """
     each = -(-rows // max(1, groups))
     tall = min(rows, each) if each < LARGE_TILE else rows
-    config = by_pointers(local_config(machine, dtype, precision, tall, n, weights, keep))
+    config = local_config(machine, dtype, precision, tall, n, weights, keep)
+    if config.specialized:
+        config = replace(config, specialized=False, max_registers=ALL_REGISTERS)
     deep = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
     return replace(config, block_k=config.block_k // 2) if deep else config
 
