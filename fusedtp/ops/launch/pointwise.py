@@ -13,7 +13,8 @@ from .config import VECTOR, Config, Machine, machine_of, power_of_two
 
 WHOLE = 8192  # width of a row that one program holds in registers, with its weight's gradient
 WIDE_WARPS = 16  # of a program for a part of a wider one
-STAGES = 3  # of a loop over rows, where shared memory has room for them
+PROGRAMS = 2  # that walk over rows on a multiprocessor
+STAGES = 3  # of their loops, where rows can be copied asynchronously and shared memory has room
 ELEMENTS = 2048  # of a program that is free to choose
 
 
@@ -80,7 +81,7 @@ def plan_rms_norm_backward(
     if width > WHOLE:
         block = _wide_block(width, dy.stride(0), stride_dt, h.stride(0))
         columns, height, warps = -(-width // block), 1, WIDE_WARPS
-    programs = max(1, min(2 * machine.programs // columns, -(-rows // height)))
+    programs = max(1, min(PROGRAMS * machine.programs // columns, -(-rows // height)))
     dx, parts = h.new_empty(rows, width), h.new_empty(programs, width, dtype=torch.float32)
     args = dict(
         dy=dy,
@@ -101,10 +102,12 @@ def plan_rms_norm_backward(
     if width > WHOLE:
         args |= dict(COLUMNS=columns)
         return _launch(rms_norm_wide_backward_kernel, programs * columns, args, warps, machine), outs
-    buffers = (2 if dtotal is None else 3) * (STAGES - 1) * block * height * h.element_size()
-    fits = 2 * buffers <= machine.shared_bytes  # two programs on a multiprocessor
-    args |= dict(ROWS=height, STAGES=STAGES if fits else 1)
-    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine), outs
+    ahead = (2 if dtotal is None else 3) * (STAGES - 1) * block * height * h.element_size()
+    even = all(n % VECTOR == 0 for n in (width, dy.stride(0), stride_dt, h.stride(0)))
+    stages = STAGES if even and PROGRAMS * ahead <= machine.shared_bytes else 1
+    args |= dict(ROWS=height, STAGES=stages)
+    side = max(1, min(PROGRAMS, 16 // warps))  # more warps have too few registers each
+    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine, side), outs
 
 
 def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -180,11 +183,11 @@ def plan_rotate(
 
 
 def _launch(
-    kernel: Any, programs: int, args: dict[str, Any], warps: int = 4, machine: Machine | None = None
+    kernel: Any, programs: int, args: dict[str, Any], warps: int = 4, machine: Machine | None = None, side: int = 1
 ) -> Launch:
-    """On a `machine` that is CUDA's, a thread gets all the registers there are rather than spill for occupancy."""
+    """On a `machine` that is CUDA's, a thread gets all the registers there are for `side` programs side by side."""
     limited = machine is not None and machine.clock == "cuda"
-    registers = min(255, 65536 // (32 * warps)) if limited else 0
+    registers = min(255, 65536 // (32 * warps * side)) if limited else 0
     return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps, max_registers=registers))
 
 
