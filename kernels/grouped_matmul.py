@@ -244,9 +244,9 @@ def group_tiles(
     HALVES: tl.constexpr,
     ACT: tl.constexpr,  # of a gated matmul, "" of another
     PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    X_TMA: tl.constexpr,  # without an index
-    ACROSS: tl.constexpr,
+    TMA: tl.constexpr = False,
+    X_TMA: tl.constexpr = False,  # without an index
+    ACROSS: tl.constexpr = False,
 ):
     """Every `programs`-th tile of y from `start` on."""
     num_cols = cdiv(N, BLOCK_N)

@@ -52,7 +52,8 @@ FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer
 ABOUT, MANIFEST = "about.json", "manifest.json"
 _STEP, _DRAFT, _OLD, _ASIDE, _SUMS = "step-", ".draft-", ".old-", "aside-", ".sums-"
 _PIECE = 1 << 22  # bytes hashed at a time
-_STAGES_ONCE = torch.__version__ < "2.13"  # a stager is closed after a state; later ones keep its memory for the next
+# An older stager is closed after one state; later ones keep its memory for the next.
+_STAGES_ONCE = torch.__version__ < "2.13"
 
 
 class CheckpointError(RuntimeError):

@@ -1,5 +1,7 @@
 """Matmuls of ragged groups: by the vendor's matmul here, by the kernels under Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 import fusedtp
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch.config import Machine
+from fusedtp.ops.launch.operands import group_operands
 from fusedtp.ops.moe import grouped as engines
 from fusedtp.ops.operation import LocalOperation
 from fusedtp.ops.pointwise import ACTIVATIONS
@@ -85,6 +88,28 @@ def test_gated_matmul_and_all_gradients_by_the_kernels(draw):
 @example(Draw(FP32, (0, 20, 0, 31), 48, 32, 0, "strided", "triton"), False, 1)
 def test_small_tiles(draw, halves, group):
     interpreted(laws.tiles_law, draw, Config(16, 16, 16, group=group, halves=halves))
+
+
+@triton
+@settings(max_examples=6)
+@given(
+    draws("triton", experts=5, dtypes=(FP16, BF16)), st.sampled_from([8, 24, 48]), st.sampled_from([16, 32, 80]),
+    st.sampled_from(["plain", "transposed"]), st.booleans(),
+)  # fmt: skip
+@example(Draw(BF16, (33, 0, 17, 1, 0), 0, 0, 3, "", "triton"), 24, 80, "plain", True)
+@example(Draw(FP16, (0, 20, 0, 31), 0, 0, 0, "", "triton"), 48, 32, "transposed", False)
+@example(
+    Draw(BF16, (60,), 0, 0, 0, "", "triton"), 24, 24, "transposed", False
+)  # K is no whole number of blocks
+def test_small_tiles_by_tma(draw, n, k, layout, halves):
+    drawn = replace(draw, n=n, k=k, layout=layout)
+    config = Config(16, 16, 16, group=2, halves=halves, tma=True)
+    w = drawn.weights(n, k)
+    taken = group_operands(config, [drawn.rows(k)], [w])
+    whole, rows = layout == "plain" or k % 16 == 0, drawn.used + drawn.spare
+    assert (taken["TMA"], taken["X_TMA"]) == (whole, whole and rows > 0 and layout == "plain")
+    assert taken["ACROSS"] == (whole and layout == "transposed")
+    interpreted(laws.tiles_law, drawn, config)
 
 
 ENGINES = ["chunked", pytest.param("triton", marks=triton)]
@@ -252,7 +277,7 @@ def test_tiles_are_no_taller_than_experts_have_rows():
 
     assert (config(8192, 8).block_m, config(8192, 8).block_n) == (128, 256)
     assert config(8192, 128).block_m == 64 and config(128, 8).block_m == 16
-    assert not any(c.tma for c in (config(8192, 8), config(16, 8), config(0, 8)))
+    assert all(c.tma and not c.specialized for c in (config(8192, 8), config(16, 8), config(0, 8)))
 
 
 X, W = torch.ones(6, 3), torch.ones(2, 4, 3)

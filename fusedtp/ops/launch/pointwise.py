@@ -183,7 +183,12 @@ def plan_rotate(
 
 
 def _launch(
-    kernel: Any, programs: int, args: dict[str, Any], warps: int = 4, machine: Machine | None = None, side: int = 1
+    kernel: Any,
+    programs: int,
+    args: dict[str, Any],
+    warps: int = 4,
+    machine: Machine | None = None,
+    side: int = 1,
 ) -> Launch:
     """On a `machine` that is CUDA's, a thread gets all the registers there are for `side` programs side by side."""
     limited = machine is not None and machine.clock == "cuda"
