@@ -78,8 +78,10 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
             yield Trial(local(name, target), target)
-            if (name, target) == ("grouped_wgrad", "sm_90"):  # K ends in the other half of a tile
-                yield Trial(local(name, target, k=8), target)
+            if (
+                name.startswith("grouped") and target == "sm_90"
+            ):  # by TMA; wgrad's K ends in the other half of a tile
+                yield Trial(local(name, target, k=8 if name == "grouped_wgrad" else 40), target)
     if "meet_kernel" in chosen:
         yield Trial(strangers("meet", first), first, fails=True)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
@@ -237,13 +239,16 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
     if name.startswith("grouped"):
         offsets = torch.tensor([0, 17, 17, 20, 56], dtype=torch.int32)
         x, dy, w, up, bias = draw(59, k), draw(59, 40), draw(4, 40, k), draw(4, 40, k), draw(4, 40)
+        if halves and k % 8 == 0:  # what wgmma and TMA take
+            x, dy, w, up, bias = (each.half() for each in (x, dy, w, up, bias))
+            config = replace(config, block_m=64)
         how = config, "ieee", machine
         if name == "grouped_matmul":
             return grouped.plan_matmul([x] * (1 + halves), [w, up][: 1 + halves], offsets, bias, *how)
         if name == "grouped_gated":
             return grouped.plan_gated(x, w, up, offsets, "silu", True, *how)
         if name == "grouped_wgrad":  # pads its result to multiples of 16, so that tiles of 16 have no tails
-            config = replace(config, block_m=32, block_n=64)
+            config = replace(config, block_m=max(32, config.block_m), block_n=64)
             return grouped.plan_wgrad(dy, x, offsets, torch.float32, config, "ieee", machine)
         return grouped.plan_gated_backward(dy, draw(59, 40), draw(59, 40), offsets, "silu", machine)
     if name == "moe_sort":  # blocks of 16, some choices dropped

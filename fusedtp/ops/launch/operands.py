@@ -139,11 +139,12 @@ def stacked(w: Tensor) -> Tensor:
 def grouped_descriptors(
     launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The x_i and weights of a launch with `group_operands`: as they are, or descriptors of those that go by TMA."""
+    """The x_i and weights of a launch that has its kernel's part of `group_operands`: as they are, or their descriptors
+    where they go by TMA."""
     config, args = launch.config, launch.args
     if args.get("X_TMA"):
         xs = [described(x, [config.block_m, config.block_k]) for x in xs]
-    if args["ACROSS"]:
+    if args.get("ACROSS"):
         weights = [described(stacked(w.mT), [config.block_k, config.block_n]) for w in weights]
     elif args["TMA"]:
         weights = [described(stacked(w), [config.block_n, config.block_k]) for w in weights]

@@ -611,14 +611,16 @@ def plan_gated(
     gate, up = of_one_layout([gate, up])
     y = x.new_empty(r, n)
     gate_out, up_out = (x.new_empty(r, n), x.new_empty(r, n)) if keep else (None, None)
+    taken = group_operands(config, [x], [gate, up], transposed=False)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
         strides=(*x.stride(), *gate.stride()),
+        TMA=taken["TMA"],
+        X_TMA=taken["X_TMA"],
         y=y,
         gate_out=gate_out,
         up_out=up_out,
         EVEN_K=k % config.block_k == 0,
         ACT=act,
-        **group_operands(config, [x], [gate, up], transposed=False),
     )
     launch = Launch(grouped_gated_kernel, _programs(machine, config, r, e, n), args, config)
     (x,), (gate, up) = grouped_descriptors(launch, [x], [gate, up])
