@@ -25,9 +25,8 @@ during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in 
 An operand that TMA cannot take goes by pointers, see ops/launch/operands.py, and all do before sm_90 and on AMD.
 
 Note [One loop over tiles and K]: `tl.range(..., flatten=True)` over tiles makes one loop of both, so that a tile's
-first blocks are on their way while the last tile ends; y leaves by TMA, half a tile at a time. In a trial on an H100 it
-gained most where K is short; `fusedtp bench matmul` says how much. Kernels that wait or publish between tiles cannot
-have it.
+first blocks are on their way while the last tile ends; y leaves by TMA, half a tile at a time. It gains most where K is
+short; `fusedtp bench matmul` says what the kernel takes. Kernels that wait or publish between tiles cannot have it.
 
 Note [Warp specialisation]: `tl.range(..., warp_specialize=True)` on the loop over K makes a warp of its own for the
 copies, and on sm_100 one for tcgen05. Compiled, bf16 tiles of 128 rows, by Triton 3.6.0, 3.7.1 and 3.9.0:
