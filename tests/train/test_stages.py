@@ -19,6 +19,7 @@ from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_, recompute_
 from fusedtp.nn.recompute import Recompute
 from fusedtp.ops import engines
 from fusedtp.parallel import clip_grad_norm_, parallelize
+from fusedtp.train import stages
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Microbatch
 from fusedtp.train.shard import blocks_of, shard
@@ -310,6 +311,16 @@ def test_fewer_microbatches_than_pipeline_ranks_are_refused(schedule: str, pp: i
     least = 2 * pp if schedule == "dualpipev" else pp
     few = f"--schedule {schedule} with --pp {pp} needs at least {least} --accumulate microbatches"
     assert (microbatches < least) == any(fault.startswith(few) for fault in found)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_two_passes_before_torch_can_make_them_are_refused(schedule: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stages, "SPLITS_BACKWARD", False)
+    found = pipeline_faults(schedule, 2, 2, 99, 4)
+    assert found == [
+        f"--schedule {schedule} needs torch 2.13, whose two passes of a backward are right"
+        for _ in range(schedule in TWO_PASSES)
+    ]
 
 
 @pytest.mark.parametrize("schedule", TWO_PASSES)
