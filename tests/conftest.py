@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What a test took of a GPU's memory goes back: other test processes, and those that tests start, share it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under `-n`, a file's tests run in one process, in order: they share worlds, compiled kernels and fixtures.
