@@ -19,6 +19,8 @@ from fusedtp.ops import (
     grouped_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    scaled_all_gather_matmul,
+    scaled_matmul_reduce_scatter,
 )
 from fusedtp.ops.all_gather_gated_matmul import all_gather_gated_matmul
 from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_in_stages, moe_rounds
@@ -73,6 +75,8 @@ __all__ = [
     "parallelize",
     "prove",
     "reserve",
+    "scaled_all_gather_matmul",
+    "scaled_matmul_reduce_scatter",
     "set_timeout",
     "to_transformers",
 ]

@@ -19,6 +19,9 @@ Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Send
 wait before all chunks are taken: one resident program a rank is enough. Pushing, not pulling, keeps every wait on a
 flag in one's own memory.
 
+Rows of fp8 travel with their scales, row_bytes each: the K values, and in the last SCALE_BYTES of the row one fp32, by
+which its products are multiplied, as they are by one of each column of a weight (w_scales).
+
 With S = 0 no program sends: copies beside the kernel bring the rows and set the same flags, chunk by chunk, see Note
 [Copies beside a kernel] in comm/copies.py. The first program signals the arrival before it waits for anything.
 """
@@ -27,6 +30,7 @@ import triton
 import triton.language as tl
 
 from . import signals
+from .epilogue import scaled
 from .matmul import IEEE, linear_tile, mixed_tile
 from .tiles import (
     cdiv,
@@ -41,6 +45,8 @@ from .tiles import (
     to_int64,
     widen,
 )
+
+SCALE_BYTES = tl.constexpr(16)  # of a row of fp8: its scale, and what keeps rows multiples of 16 bytes long
 
 
 @inline
@@ -176,8 +182,29 @@ def pick_weight(
 
 
 @inline
-def finish_rows(y, acc, bias, has_bias, rows, row_mask, cols, width):
-    """y[rows, cols] = acc + bias, rounded once; y is contiguous [T, width]."""
+def row_scales(base, row_bytes):
+    """The fp32 scale behind the values of the first packed row; the next row's is row_bytes // 4 further."""
+    return (base.to(tl.int64) + row_bytes - SCALE_BYTES).to(tl.pointer_type(tl.float32))
+
+
+@inline
+def pick_scale(col, w_scales, strides_ws, widths, NUM_WEIGHTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The scales of the weight that the tile column `col` belongs to, and their stride."""
+    w_scale, stride_ws = w_scales[0], to_int64(strides_ws[0])
+    before = tl.full((), 0, tl.int32)
+    for i in tl.static_range(1, NUM_WEIGHTS):
+        before += cdiv(widths[i - 1], BLOCK_N)
+        w_scale = tl.where(col >= before, w_scales[i], w_scale)
+        stride_ws = tl.where(col >= before, to_int64(strides_ws[i]), stride_ws)
+    return w_scale, stride_ws
+
+
+@inline
+def finish_rows(y, acc, bias, has_bias, rows, row_mask, cols, width, scales):
+    """y[rows, cols] = acc + bias, rounded once; y is contiguous [T, width]. scales: None, or what acc is scaled by."""
+    if scales is not None:
+        x_scale, stride_xs, local, w_scale, stride_ws = scales
+        acc = scaled(acc, x_scale, stride_xs, local, row_mask, w_scale, stride_ws, cols, cols < width)
     acc += widen(tl.load(bias + cols, mask=cols < width * has_bias, other=0.0)).to(tl.float32)[None, :]
     at = rows[:, None] * width + cols[None, :]
     tl.store(y + at, narrow(acc, y.dtype.element_ty), mask=row_mask[:, None] & (cols < width)[None, :])
@@ -217,10 +244,19 @@ def all_gather_matmul_kernel(
     TMA: tl.constexpr = False,
     ACROSS: tl.constexpr = False,  # the weights by TMA, each as a [K, N_i]
     HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    row_bytes=None,  # of packed rows of fp8
+    w_scales=None,  # fp32 of each row of a weight, or of all with stride 0
+    strides_ws=None,
 ):
     if signals.failed(peers):
         return
-    begin_gather(peers, sizes, batch, x, stride_xm, stride_xk, K, chunk_rows, send_programs, COPY_M, COPY_K)
+    if row_bytes is None:
+        length = K
+    else:
+        length = row_bytes
+    begin_gather(
+        peers, sizes, batch, x, stride_xm, stride_xk, length, chunk_rows, send_programs, COPY_M, COPY_K
+    )
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     if TMA:
@@ -241,8 +277,10 @@ def all_gather_matmul_kernel(
         size, offset = shard(sizes, src, world)
         num_rows = cdiv(size * batch, BLOCK_M)
         base, stride_m, stride_k = shard_source(
-            peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
+            peers, src, offset, batch, x, stride_xm, stride_xk, length, ALIGNED
         )
+        if row_bytes is not None:  # everywhere the same, which takes no register
+            stride_m, stride_k = to_int64(row_bytes), to_int64(1)
         while ticket < done + num_rows * num_cols:
             row, col = grouped(ticket - done, num_rows, num_cols, GROUP)
             first = row * BLOCK_M
@@ -260,9 +298,9 @@ def all_gather_matmul_kernel(
                         stride_k,
                         gathered,
                         tile_rows(rows, size, offset, total, batch, last),
-                        K,
+                        length,
                         inside,
-                        K,
+                        length,
                         BLOCK_K,
                     )
             w, col, width, stride_wn, stride_wk, bias, has_bias, y = pick_weight(
@@ -304,13 +342,19 @@ def all_gather_matmul_kernel(
                 )
             # not ahead of the loop, where they would hold registers
             out_rows = tile_rows(rows, size, offset, total, batch, last)
+            if w_scales is None:
+                scales = None
+            else:
+                _row, of_all = grouped(ticket - done, num_rows, num_cols, GROUP)
+                w_scale, stride_ws = pick_scale(of_all, w_scales, strides_ws, widths, NUM_WEIGHTS, BLOCK_N)
+                scales = (row_scales(base, row_bytes), row_bytes // 4, rows, w_scale, stride_ws)
             if HALVES:
                 left, right = halves(acc)
                 half = col * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-                finish_rows(y, left, bias, has_bias, out_rows, inside, half, width)
-                finish_rows(y, right, bias, has_bias, out_rows, inside, half + BLOCK_N // 2, width)
+                finish_rows(y, left, bias, has_bias, out_rows, inside, half, width, scales)
+                finish_rows(y, right, bias, has_bias, out_rows, inside, half + BLOCK_N // 2, width, scales)
             else:
-                finish_rows(y, acc, bias, has_bias, out_rows, inside, cols, width)
+                finish_rows(y, acc, bias, has_bias, out_rows, inside, cols, width, scales)
             ticket = signals.take(peers, signals.TILE)
         done += num_rows * num_cols
     if tl.program_id(0) == 0:

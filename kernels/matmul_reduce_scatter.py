@@ -42,6 +42,9 @@ measured over NVLink yet; one H100 takes 646 for the product of the 70B):
 
 The 8B's 1024 tiles fill 132 SMs 7.8 times; what the sums take makes that nine rounds instead of eight.
 
+Products of fp8 are multiplied by a scale of each row of x and one of each row of w, both this rank's own, before a
+tile is narrowed and travels.
+
 Partials travel in the working dtype, the own one too, are summed in fp32 in rank order and rounded once: the
 result does not depend on who was fast.
 """
@@ -50,7 +53,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .epilogue import add_bias
+from .epilogue import add_bias, scaled
 from .matmul import IEEE, descriptor_loop, dot_loop, mixed_loop
 from .tiles import cdiv, decoded, grouped, inline, narrow, shard, tile_rows, to_int64, widen
 
@@ -77,9 +80,11 @@ def partial_tile(
     X_TMA: tl.constexpr,
     ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
+    scales=None,
 ):
     """A tile of sum_i x_i @ w_i.T as ELEMENT, its columns and which of them exist. `row` is the first of rows, for TMA.
 
+    scales   of one product: x_scale, its stride, w_scale and its stride
     Rows that TMA loads and row_mask excludes are another owner's, or zeros beyond x; their products are not stored.
     """
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -118,6 +123,9 @@ def partial_tile(
                     BLOCK_K,
                     EVEN_K,
                 )
+    if scales is not None:
+        x_scale, stride_xs, w_scale, stride_ws = scales
+        acc = scaled(acc, x_scale, stride_xs, rows, row_mask, w_scale, stride_ws, cols, col_mask)
     return narrow(acc, ELEMENT), cols, col_mask
 
 
@@ -158,6 +166,7 @@ def send_chunk(
     X_TMA: tl.constexpr,
     ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
+    scales,
 ):
     """Multiply a chunk of the owner's rows and store it in its slot; what is `stored` now. Note [Late publish]."""
     limit = size * batch
@@ -191,6 +200,7 @@ def send_chunk(
             X_TMA,
             ACROSS,
             ELEMENT,
+            scales,
         )
         stored = publish_stored(peers, stored)
         at = local.to(tl.int64)[:, None] * N + cols[None, :]
@@ -323,6 +333,7 @@ def reduce_scatter(
     X_TMA: tl.constexpr,
     ACROSS: tl.constexpr,
     BROADCAST: tl.constexpr,
+    scales=None,
 ):
     """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns chunks and left, for sum_turn.
 
@@ -377,6 +388,7 @@ def reduce_scatter(
                 X_TMA,
                 ACROSS,
                 y.dtype.element_ty,
+                scales,
             )
             turn = tl.where((owner == rank) & (chunk < chunks - window), chunk - behind, -1)
         if turn >= 0:
@@ -444,6 +456,10 @@ def matmul_reduce_scatter_kernel(
     x_descriptor1=None,
     x_descriptor2=None,
     x_descriptor3=None,
+    x_scale=None,  # of a product of fp8: fp32 of each row of x, or of all with stride 0
+    stride_xs=None,
+    w_scale=None,
+    stride_ws=None,
 ):
     if signals.failed(peers):
         return
@@ -451,6 +467,10 @@ def matmul_reduce_scatter_kernel(
         ws = (w_descriptor0, w_descriptor1, w_descriptor2, w_descriptor3)
     if X_TMA:
         xs = (x_descriptor0, x_descriptor1, x_descriptor2, x_descriptor3)
+    if x_scale is None:
+        scales = None
+    else:
+        scales = (x_scale, stride_xs, w_scale, stride_ws)
     reduce_scatter(
         peers,
         sizes,
@@ -484,6 +504,7 @@ def matmul_reduce_scatter_kernel(
         X_TMA,
         ACROSS,
         False,
+        scales,
     )
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)

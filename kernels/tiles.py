@@ -31,12 +31,14 @@ def decoded(n):
 
 @inline
 def widen(x):
-    """A tile as the arithmetic wants it: itself, or fp32 where bf16 or fp8-e4m3 is only bits."""
+    """A tile as the arithmetic wants it: itself, or fp32 where bf16 or fp8 is only bits."""
     if INTERPRETED:
         if x.dtype == tl.bfloat16:
             return x.to(tl.float32)
         if x.dtype == tl.float8e4nv:
             return decode_e4m3(x.to(tl.uint8, bitcast=True))
+        if x.dtype == tl.float8e5:
+            return decode_e5m2(x.to(tl.uint8, bitcast=True))
     return x
 
 
@@ -46,6 +48,12 @@ def decode_e4m3(bits):
     bits = bits.to(tl.uint32)
     small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 2.0**120)
+
+
+@inline
+def decode_e5m2(bits):
+    """The fp32 of an fp8-e5m2, which is the upper half of an fp16."""
+    return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @inline

@@ -24,12 +24,24 @@ from fusedtp.ops.rows import split
 from fusedtp.sim.case import Case, Copy, Launch, Mismatch, Run, Work, compare
 
 from . import dense, experts
-from .dense import DECLARED, GPU, TILE, Call, Operands, SimulatedWorld, beside_copies, launched, meeting
+from .dense import (
+    DECLARED,
+    GPU,
+    TILE,
+    Call,
+    Operands,
+    SimulatedWorld,
+    beside_copies,
+    in_fp8,
+    launched,
+    meeting,
+)
 from .experts import ROUTINGS, Routed
 
 Given = Operands | Routed
 COLUMNS = 4  # of what meetings gather
 FLAGS = 64  # of a source
+FP8_SINCE = 89  # sm_89 multiplies e4m3
 EXCHANGED = (  # what a replay of an exchange reads anew
     "x", "y", "x2", "w", "w2", "weights", "orders", "in_sources", "index", "begins", "places", "sources", "blocks",
     "arrivals", "origins", "offsets", "totals", "choices", "to", "at", "items",
@@ -120,7 +132,8 @@ def fused_cases(
 ) -> list[Case]:
     """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
 
-    The even ones are of 16 bits, what no peer writes goes by TMA, and a reduce-scatter adds two products.
+    The even ones are of 16 bits, what no peer writes goes by TMA, and a reduce-scatter adds two products. Those that
+    multiply fp8 quantize it, on machines that do.
     """
     w = world_size
     ragged = tuple(0 if r == 1 else 9 + 5 * r % 7 for r in range(w))  # uneven, the second rank without any
@@ -133,10 +146,14 @@ def fused_cases(
         ]
         first = replace(made[0], dtype=torch.float16 if dtype == torch.float32 else dtype, tma=True)
         if machine.capability >= 90:  # wgmma takes 64 rows
-            first = replace(first, tile=64, block_k=32, k=72)
+            first = replace(first, tile=64, block_k=32, k=80 if in_fp8(operation) else 72)
         return [first, *made[1:]]
 
-    cases = {name: calls(name, **kernel.example) for name, (_, kernel) in DECLARED.items()}
+    cases = {
+        name: calls(name, **kernel.example)
+        for name, (_, kernel) in DECLARED.items()
+        if not kernel.in_fp8 or machine.capability >= FP8_SINCE
+    }
     cases |= {
         "moe_dispatch": calls("moe_dispatch"),
         "moe_combine": calls("moe_combine"),

@@ -115,6 +115,11 @@ def meeting(world: SimulatedWorld, rank: int, signature: int) -> Launch:
 # -- a call ----------------------------------------------------------------------------------------------------------
 
 
+def in_fp8(operation: str) -> bool:
+    """Whether its kernel multiplies fp8."""
+    return operation in DECLARED and DECLARED[operation][1].in_fp8
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a fused kernel.
@@ -122,15 +127,15 @@ class Call:
     operation  name of its cases: FusedKernel.name, or one of experts.OPERATIONS
     sizes      rows of every rank, per batch entry (for an all-reduce only their sum counts)
     widths     N of each weight (a sum over ranks takes the first)
-    k          columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r
+    k          columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r (in fp8 16 r)
     chunk      rows (gather) or tiles (reduction) that one flag covers
     programs   (senders, others)
     tile       rows and columns of one
-    block_k    columns of x that a step of a product takes
+    block_k    columns of x that a step of a product takes; in fp8 at least 32
     copied     ranks whose rows travel by copies beside the kernel, of a gather
     products   of parts of K, that a reduce-scatter adds
     transposed whether weights lie as [K, N], as they do in a gradient
-    tma        what no peer writes goes by TMA where it can: of 16-bit operands whose rows are multiples of 8 long
+    tma        what no peer writes goes by TMA where it can: of operands whose rows are multiples of 16 bytes long
     routing    of an exchange's tokens, one of experts.ROUTINGS
     """
 
@@ -154,7 +159,8 @@ class Call:
 
     def k_of(self, rank: int) -> int:
         """Columns of x of a rank that has its own."""
-        return self.k + rank * (8 if self.tma else 1)
+        step = 16 if in_fp8(self.operation) else 8
+        return self.k + rank * (step if self.tma else 1)
 
     @property
     def rows(self) -> Rows:
@@ -166,7 +172,7 @@ class Call:
         return Config(
             self.tile,
             self.tile,
-            self.block_k,
+            max(self.block_k, 32) if in_fp8(self.operation) else self.block_k,
             num_stages=3,
             send_programs=senders,
             other_programs=others,

@@ -36,7 +36,8 @@ from fusedtp.sim.lint import target as target_named
 
 from .dense import DECLARED
 
-FUSED = {kernel.function: kernel for _, kernel in DECLARED.values()}
+FUSED = {kernel.function: kernel for _, kernel in DECLARED.values() if not kernel.in_fp8}
+IN_FP8 = {kernel.function: kernel for _, kernel in DECLARED.values() if kernel.in_fp8}  # the same functions
 OWN = (
     *FUSED,
     "matmul_kernel",
@@ -126,15 +127,43 @@ FUSED_VARIANTS = VARIANTS | named(
     replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
 )
 
-# Gradients of an input, each by a weight that lies as its layer's: of q, k and v in a sum of three products.
-SCATTER_VARIANTS = FUSED_VARIANTS | named(
-    replace(VARIANTS["bf16"], name="bf16-dgrad", k=12288, products=3, transposed=True),
-    replace(
-        VARIANTS["fp32"], name="fp32-dgrad", products=2, transposed=True, targets=("sm_80", "sm_90", "gfx942")
+# Rows of fp8 with their scales, where there are units for it.
+FP8_VARIANTS = named(
+    Variant(
+        "fp8-rows",
+        "float8_e4m3fn",
+        8,
+        8192,
+        (4096, 2048),
+        4096,
+        bias=True,
+        keep=True,
+        targets=("sm_90", "sm_100"),
     ),
+    Variant("fp8-rows-few", "float8_e5m2", 2, 68, (1001, 499), 4112, targets=("sm_90", "sm_100")),
 )
-GATHER_VARIANTS = FUSED_VARIANTS | named(
-    replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True)
+
+# Gradients of an input, each by a weight that lies as its layer's: of q, k and v in a sum of three products.
+SCATTER_VARIANTS = (
+    FUSED_VARIANTS
+    | FP8_VARIANTS
+    | named(
+        replace(VARIANTS["bf16"], name="bf16-dgrad", k=12288, products=3, transposed=True),
+        replace(
+            VARIANTS["fp32"],
+            name="fp32-dgrad",
+            products=2,
+            transposed=True,
+            targets=("sm_80", "sm_90", "gfx942"),
+        ),
+    )
+)
+GATHER_VARIANTS = (
+    FUSED_VARIANTS
+    | FP8_VARIANTS
+    | named(
+        replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True)
+    )
 )
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
@@ -267,10 +296,11 @@ def _planned(kernel: str, variant: Variant, machine: Machine) -> Launch:
 def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     """A kernel that an operation declares."""
     w, t, k, dtype, batch = variant.world_size, variant.rows, variant.k, variant.dtype, variant.batch
-    rows, declared = Rows((t // w // batch,) * w, batch), FUSED[kernel]
+    fp8 = getattr(torch, dtype).itemsize == 1
+    rows, declared = Rows((t // w // batch,) * w, batch), (IN_FP8 if fp8 else FUSED)[kernel]
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=getattr(torch, dtype))
+    def empty(*shape: int, of: str = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=getattr(torch, of))
 
     widths = variant.widths if declared.gathers else variant.widths[:1]
     widths = widths[:1] * 2 if declared.pairs else widths
@@ -279,7 +309,8 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     if variant.transposed:
         count = variant.products if variant.products > 1 else len(widths)
         others = [empty(k // variant.products, widths[0]).t() for _ in range(count)]
-    biases = [empty(width) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
+    out = "bfloat16" if fp8 else dtype
+    biases = [empty(width, of=out) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     x = empty(t // w if declared.gathers else t, k)
     grads = getattr(torch, variant.grads) if variant.grads else None
     at = OnRank(_view(w), 1, w, rows, 12345, None, machine)

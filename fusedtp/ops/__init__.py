@@ -5,6 +5,8 @@ from .all_gather_wgrad import all_gather_wgrad
 from .matmul_all_reduce import local_linear, matmul_all_reduce
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .moe import grouped_gated, grouped_matmul
+from .scaled_all_gather_matmul import scaled_all_gather_matmul
+from .scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
 __all__ = [
     "all_gather_matmul",
@@ -14,4 +16,6 @@ __all__ = [
     "local_linear",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "scaled_all_gather_matmul",
+    "scaled_matmul_reduce_scatter",
 ]

@@ -155,6 +155,7 @@ class FusedKernel(NamedTuple):
     keeps      if asked to `keep`, the gathered x is one more output, "gathered"
     others     shape of the operands beside x: "NK" weights, "TN" gradients of the outputs, which have no bias
     in_runs    takes rows in runs, Rows with a batch
+    in_fp8     multiplies fp8: the launch quantizes what it is given; results are of its dtype, or of `dtype`
     pairs      takes two operands beside x, of one width
     slot_bytes of the kernel where it is not the only one of its engine
     formula    of its outputs where they are others than the operation's result: the oracle in place of `reference`
@@ -170,6 +171,7 @@ class FusedKernel(NamedTuple):
     others: str = "NK"
     in_runs: bool = False
     pairs: bool = False
+    in_fp8: bool = False
     slot_bytes: Callable[[Rows, Shared], int] | None = None
     formula: Engine | None = None
     example: dict[str, Any] = {}

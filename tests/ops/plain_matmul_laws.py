@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -127,15 +128,20 @@ def quantized_law(draw: Draw) -> None:
 
 def every_fp8_law() -> None:
     """Each of the 256 bit patterns means what torch takes it for, by either path."""
-    x = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
-    finite = x.clone()
-    finite.view(torch.uint8)[x.float().isnan()] = 0
-    one, scale = torch.eye(16).to(x.dtype), torch.ones(1)
-    for config in (Config(16, 16, 16), Config(16, 16, 16, tma=True)):
+    kinds, configs = (
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+        (Config(16, 16, 16), Config(16, 16, 16, tma=True)),
+    )
+    for kind, config in product(kinds, configs):
+        x = torch.arange(256, dtype=torch.uint8).view(kind).view(16, 16)
+        finite = x.clone()
+        finite.view(torch.uint8)[~x.float().isfinite()] = 0
+        one, scale = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(1)
         y = launch.scaled_matmul(finite, one, scale, scale, None, torch.float32, config)
         assert torch.equal(y, finite.float())
         y = launch.scaled_matmul(x, one, scale, scale, None, torch.float32, config)
-        assert torch.equal(y.isnan(), x.float().isnan().any(1, keepdim=True).expand(16, 16))
+        spread = x.float() @ one.float().t()  # an infinity by 0 is NaN
+        assert torch.equal(y.isnan(), spread.isnan()) and torch.equal(y.isinf(), spread.isinf())
 
 
 def far_law(which: str) -> None:

@@ -32,7 +32,7 @@ from fusedtp.ops.moe import plan as exchange
 from fusedtp.sim import Case, Launch, Run, Schedule, compare, run_schedule
 from fusedtp.sim.case import Work
 
-FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items()}
+FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not kernel.in_fp8}
 FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"

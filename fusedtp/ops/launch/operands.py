@@ -22,7 +22,7 @@ from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
 BARRIER_BYTES = 1024  # at least what a kernel's barriers take of shared memory
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
 
 def describable(x: Tensor) -> bool:

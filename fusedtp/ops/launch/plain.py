@@ -56,8 +56,8 @@ def scaled_matmul(
 ) -> Tensor:
     """y = x_scale * w_scale * (x @ w.T) + bias of fp8 operands, summed in fp32 and rounded once.
 
-    x        [M, K]   float8_e4m3fn (on MI300 float8_e4m3fnuz), as weight
-    weight   [N, K]
+    x        [M, K]   float8_e4m3fn or, of a gradient, float8_e5m2 (on MI300 float8_e4m3fnuz)
+    weight   [N, K]   likewise
     x_scale  [M, 1], one of each row, or of one element; fp32, as w_scale
     w_scale  [N, 1], or of one element
     bias     [N] of `dtype`, or None
@@ -96,14 +96,14 @@ def plan_matmul(
     flat = config.tma and not config.specialized and describable(y) and fits(config, x, y, machine)
     x_scale, w_scale = scales
     args: dict[str, Any] = operands(config, precision, x, weight) | dict(
-        bias=_contiguous(bias),
+        bias=contiguous(bias),
         y=described(y, [config.block_m, config.block_n >> config.halves]) if flat else y,
         M=m,
         N=n,
-        x_scale=_contiguous(x_scale),
-        stride_xs=_step(x_scale),
-        w_scale=_contiguous(w_scale),
-        stride_ws=_step(w_scale),
+        x_scale=contiguous(x_scale),
+        stride_xs=scale_step(x_scale),
+        w_scale=contiguous(w_scale),
+        stride_ws=scale_step(w_scale),
         HALVES=config.halves,
         FLAT=flat,
     )
@@ -114,7 +114,8 @@ def plan_matmul(
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """x [M, K] as fp8 and the scale of each row, [M, 1] fp32: the row's largest magnitude becomes the largest fp8.
 
-    return   (fp8 [M, K], scale) with fp8 * scale near x: within 2^-4 of an entry, or of 2^-9 of a scale if it is small
+    return   (fp8 [M, K], scale) with fp8 * scale near x: e4m3 within 2^-4 of an entry, or of 2^-9 of a scale if it is
+             small; e5m2 within 2^-3, or of 2^-16
     A row of zeros has the scale 1; one with NaN or an infinity becomes NaN.
     """
     if dtype not in FP8 or x.dim() != 2:
@@ -127,19 +128,22 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels multiply this kind of fp8 there: sm_89 and later and the interpreter e4m3fn, gfx94 fnuz."""
+    """Whether the kernels multiply this kind of fp8 there: sm_89 and later and the interpreter e4m3fn and e5m2, gfx94
+    fnuz.
+    """
+    common = (torch.float8_e4m3fn, torch.float8_e5m2)
     if device.type != "cuda":
-        return dtype == torch.float8_e4m3fn
+        return dtype in common
     if torch.version.hip is not None:
         arch = torch.cuda.get_device_properties(device).gcnArchName
-        return dtype == (torch.float8_e4m3fnuz if arch.startswith("gfx94") else torch.float8_e4m3fn)
-    return dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) >= (8, 9)
+        return dtype == torch.float8_e4m3fnuz if arch.startswith("gfx94") else dtype in common
+    return dtype in common and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _check_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> None:
-    if x.dtype not in FP8 or weight.dtype != x.dtype:
+    if x.dtype not in FP8 or weight.dtype not in FP8:
         raise ValueError(f"got x {x.dtype} and weight {weight.dtype}: both must be one of {FP8}")
     if dtype not in DTYPES:
         raise ValueError(f"got dtype {dtype} for the result: there are {', '.join(map(str, DTYPES))}")
@@ -157,14 +161,15 @@ def _check_fp8(
     if any(t is not None and t.device != x.device for t in (weight, x_scale, w_scale, bias)):
         raise ValueError(f"got tensors on other devices than x's {x.device}")
     require_triton(x.device)
-    if not multiplies(x.dtype, x.device):
-        raise ValueError(f"got {x.dtype}, which {x.device} does not multiply: widen it to bfloat16")
+    for each in (x, weight):
+        if not multiplies(each.dtype, x.device):
+            raise ValueError(f"got {each.dtype}, which {x.device} does not multiply: widen it to bfloat16")
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
+def contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _step(scale: Tensor | None) -> int:
+def scale_step(scale: Tensor | None) -> int:
     """From one row's scale to the next one's."""
     return int(scale is not None and scale.numel() > 1)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.comm.signature import COMM_DTYPES
+from fusedtp.ops.fp8 import power_of_two_scales
 
 BLOCK = 128
 LARGEST = 448.0  # = 0.875 * 2**9
@@ -50,9 +51,7 @@ def pack(x: Tensor) -> Tensor:
     blocks = F.pad(x.float(), (0, count * BLOCK - k)).view(tokens, count, BLOCK)
     finite = blocks.isfinite()
     largest = torch.where(finite, blocks.abs(), 0.0).amax(2) if count else x.new_empty(tokens, 0).float()
-    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1) or 0
-    exponent = exponent - torch.where(mantissa <= 0.875, 9, 8)
-    scales = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126))
+    scales = power_of_two_scales(largest, torch.float8_e4m3fn)
     values = torch.where(finite, blocks / scales[:, :, None], torch.nan)  # some conversions saturate
     bits = values.view(tokens, count * BLOCK)[:, :k].to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.cat([bits, scales.view(torch.uint8)], 1)

@@ -1,0 +1,221 @@
+"""fp8 operands: values with fp32 scales, how they are made, how their rows travel, and their product on one device.
+
+    e4m3   float8_e4m3fn: 3 bits of mantissa, up to 448. Activations and weights
+    e5m2   float8_e5m2: 2 bits, up to 57344, with infinities. Gradients of outputs, which are spread further
+
+A scale is one of each row, [M, 1], or one element for a whole tensor; value * scale is what is meant.
+
+Note [Scales that are powers of two]
+`quantize` takes the smallest power of two that brings the largest magnitude M of a row (of a tensor) to at most the
+largest fp8. Division and multiplication by it round nothing. So
+
+    - an element x is off by at most u |x|, u = 2**-4 of e4m3 and 2**-3 of e5m2: half a unit of its last bit. Only where
+      fp8 is subnormal it is off by more than that, by at most 2**-17 M of e4m3 and 2**-31 M of e5m2. (The scale is less
+      than M / 224, half a subnormal unit 2**-10 of it; less than M / 28672, half a unit 2**-17)
+    - what a number becomes does not depend on the others of its row, but for those subnormal ones: a row of which each
+      rank has a part is quantized by parts almost as it is as a whole
+    - value * scale is exact in bf16 and fp32, so that operands can be multiplied in these as well as in fp8
+
+An element that is NaN becomes NaN; so does an infinity in e4m3, which has none. Others of the row keep their scale.
+
+Note [Packed rows]
+Rows of fp8 travel between ranks with their scales behind them, one row of bytes, aligned for 16-byte copies:
+
+    | K values | up to 15 bytes | scale, 4 times |        uint8 [T, 16 ceil(K / 16) + 16]
+
+Half the bytes of bf16 and 16 more. Tensor scales travel so too: of each row the same. Nothing else is exchanged, and
+ranks may have different ones.
+
+Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-V3 (2024), section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm import Communicator, Place
+
+from . import engines
+from .launch.plain import multiplies, scaled_matmul
+from .matmul import matmul_as
+from .operation import Shared, Spec, needs_grad
+from .rows import Rows
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E5M2)
+RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = {E4M3: 9, E5M2: 16}  # the largest value is 0.875 * 2**this
+SCALE_BYTES = 16  # as in kernels/all_gather_matmul.py
+
+
+# -- values and scales -----------------------------------------------------------------------------------------------
+
+
+def power_of_two_scales(largest: Tensor, kind: torch.dtype) -> Tensor:
+    """The smallest powers of two, but at least 2**-126, that bring these magnitudes to at most the largest fp8."""
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1) or 0
+    exponent = exponent - torch.where(mantissa <= 0.875, LARGEST[kind], LARGEST[kind] - 1)
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126))
+
+
+def quantize(x: Tensor, kind: torch.dtype = E4M3, *, by_row: bool = True) -> tuple[Tensor, Tensor]:
+    """x [M, K] as fp8, and its scales: fp32 [M, 1], or [1, 1] of the whole. Note [Scales that are powers of two].
+
+    kind   float8_e4m3fn or float8_e5m2
+    """
+    if kind not in FORMATS or x.dim() != 2:
+        raise ValueError(f"got x {tuple(x.shape)} and kind {kind}: wanted [M, K] and one of {FORMATS}")
+    wide = x.float()
+    magnitudes = torch.where(wide.isfinite(), wide.abs(), 0.0)
+    shape = (x.shape[0], 1) if by_row else (1, 1)
+    if x.numel() == 0:
+        largest = wide.new_zeros(shape)
+    else:
+        largest = magnitudes.amax(1, keepdim=True) if by_row else magnitudes.amax().view(shape)
+    scale = power_of_two_scales(largest, kind)
+    return values_of(wide, scale, kind), scale
+
+
+def values_of(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """x / scale as fp8; what is beyond the largest becomes the largest, and NaN stays NaN."""
+    wide = x.float() / scale
+    if kind == E4M3:  # some conversions saturate
+        wide = torch.where(wide.isinf(), torch.nan, wide)
+    largest = torch.finfo(kind).max
+    return torch.where(wide.isfinite(), wide.clamp(-largest, largest), wide).to(kind)
+
+
+def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """value * scale in bf16 or fp32, of a scale that is a power of two exact."""
+    return (values.float() * scale).to(dtype)
+
+
+# -- packed rows -----------------------------------------------------------------------------------------------------
+
+
+def row_bytes(k: int) -> int:
+    """Of a packed row of k values."""
+    return -(-k // 16) * 16 + SCALE_BYTES
+
+
+def pack(values: Tensor, scale: Tensor) -> Tensor:
+    """fp8 [T, K] and its scale, of each row or of all -> uint8 [T, row_bytes(K)]. Note [Packed rows]."""
+    rows, k = values.shape
+    of_rows = scale.reshape(-1, 1).expand(rows, 1).repeat(1, 4).view(torch.uint8)
+    filling = values.new_zeros(rows, -k % 16, dtype=torch.uint8)
+    return torch.cat([values.view(torch.uint8), filling, of_rows], 1)
+
+
+def unpack(rows: Tensor, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `pack` made -> (values [T, K], a view, and scale [T, 1])."""
+    scale = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)[:, :1].contiguous()
+    return rows.view(kind)[:, :k], scale
+
+
+# -- products on one device ------------------------------------------------------------------------------------------
+
+
+def multiplied_in_fp8(device: torch.device) -> bool:
+    """Whether a GPU multiplies fp8 by our kernel. Elsewhere values are widened, which loses nothing."""
+    return device.type == "cuda" and engines.has_triton() and multiplies(E4M3, device)
+
+
+def operand(w: Tensor) -> Tensor:
+    """An fp8 operand of several products, widened once where `product` would each time."""
+    if multiplied_in_fp8(w.device):
+        return w
+    return w.to(torch.bfloat16 if w.is_cuda else torch.float32)
+
+
+def product(
+    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x_scale * w_scale * (x [M, K] @ w [N, K].T) + bias in fp32, rounded once to dtype. w may be an `operand`."""
+    if w.dtype in FORMATS and multiplied_in_fp8(x.device):
+        return scaled_matmul(x, w, x_scale, w_scale, bias, dtype)
+    wide = torch.bfloat16 if x.is_cuda else torch.float32  # both hold any fp8
+    sums = matmul_as(x.to(wide), w.to(wide).t(), torch.float32)
+    sums = sums.mul_(x_scale.reshape(-1, 1)).mul_(w_scale.reshape(1, -1))
+    return (sums if bias is None else sums.add_(bias)).to(dtype)
+
+
+# -- what operations of fp8 share ------------------------------------------------------------------------------------
+
+
+def choose(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:
+    """As every fused operation's engine is chosen, by the defaults of bf16; `triton` where fp8 is multiplied.
+
+    Raises ValueError for an engine that was asked for and cannot run.
+    """
+    choice = engines.choose(comm, spec.engine, rows, torch.bfloat16)
+    if choice.engine == "triton" and not multiplies(E4M3, comm.device):
+        if spec.engine != "auto":
+            raise ValueError(f"engine {spec.engine!r}: {comm.device} does not multiply fp8; use 'collective'")
+        return engines.Choice("collective", f"{comm.device} does not multiply fp8")
+    return choice
+
+
+def check(
+    at: Place,
+    x: Tensor,
+    x_scale: Tensor,
+    weights: Sequence[Tensor],
+    w_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dtype: torch.dtype,
+) -> None:
+    """Raises ValueError, naming this rank, for fp8 operands that do not fit. x [..., K]; a scale: of rows, or one."""
+    here = f"rank {at.rank}:"
+    if dtype not in RESULTS:
+        raise ValueError(f"{here} dtype of the result is {dtype}; it must be one of {RESULTS}")
+    if needs_grad(x, x_scale, *weights, *w_scales, *biases):
+        raise ValueError(f"{here} an operand requires a gradient; fusedtp.nn.FP8Linear has gradients")
+    _check_operand(here, "x", x, x_scale, x.shape[:-1].numel())
+    for w, scale, bias in zip(weights, w_scales, biases, strict=True):
+        _check_operand(here, "the weight", w, scale, w.shape[0] if w.dim() else 0)
+        if w.dtype != weights[0].dtype:
+            raise ValueError(f"{here} the weights are {weights[0].dtype} and {w.dtype}; one is wanted")
+        if w.dim() != 2 or x.dim() < 2 or w.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{here} x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; wanted [.., K], [N, K]"
+            )
+        if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype != dtype):
+            raise ValueError(
+                f"{here} the bias is {tuple(bias.shape)} {bias.dtype}; wanted [{w.shape[0]}] of {dtype}"
+            )
+        for other in (x_scale, w, scale, bias):
+            if other is not None and other.device != x.device:
+                raise ValueError(f"{here} x is on {x.device}, another operand on {other.device}")
+    if x.device.type != at.device_type:
+        raise ValueError(f"{here} x is on {x.device}, the group {at.name!r} works on {at.device_type}")
+
+
+def _check_operand(here: str, what: str, values: Tensor, scale: Tensor, rows: int) -> None:
+    if values.dtype not in FORMATS:
+        raise ValueError(f"{here} {what} is {values.dtype}; it must be one of {FORMATS}")
+    if scale.dtype != torch.float32 or scale.numel() not in (1, rows):
+        raise ValueError(
+            f"{here} the scale of {what} is {tuple(scale.shape)} {scale.dtype}; wanted one element or "
+            f"[{rows}, 1] of float32"
+        )
+
+
+def columns_together(w: Tensor) -> Tensor:
+    """A weight whose rows are contiguous, as the matrix units of fp8 want both operands: copied where they are not."""
+    return w if w.stride(-1) == 1 or w.numel() == 0 else w.contiguous()
+
+
+def of_check(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """For the checks' launches: (x, its scale, weights, their scales, dtype of results) of operands as they draw them.
+
+    Small integers are quantized without loss; of fp8 operands, as the lint has them, only layouts count.
+    """
+    if x.dtype in FORMATS:
+        scales = [t.new_ones(t.shape[0], 1, dtype=torch.float32) for t in (x, *weights)]
+        return x, scales[0], list(weights), scales[1:], dtype or torch.bfloat16
+    made = [quantize(t) for t in (x, *weights)]
+    return (*made[0], [w for w, _ in made[1:]], [s for _, s in made[1:]], dtype or x.dtype)
