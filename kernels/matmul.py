@@ -52,11 +52,13 @@ def multiply_add(acc, x, w, PRECISION: tl.constexpr):
     """acc + x [BLOCK_M, BLOCK_K] @ w [BLOCK_K, BLOCK_N].
 
     PRECISION   of fp32 operands: "ieee" or "tf32"
-    Hopper sums products of fp8 in 22 bits (DeepSeek-V3, section 3.3.2), so each block of K is added up in fp32.
+    Hopper sums products of fp8 in 22 bits (DeepSeek-V3, section 3.3.2), so each block of K is added up in fp32: there
+    Triton keeps this addition apart from the product, elsewhere it makes them one. Asked for the same by
+    max_num_imprecise_acc, it adds what wgmma has not been waited for, which PTX leaves undefined (3.9).
     """
     x = widen(x)
     if x.dtype.is_fp8():
-        acc = tl.dot(x, w, acc, input_precision=PRECISION, max_num_imprecise_acc=x.shape[1])
+        acc += tl.dot(x, w)
     else:
         acc = tl.dot(x, widen(w), acc, input_precision=PRECISION)
     return acc
