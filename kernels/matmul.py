@@ -58,7 +58,7 @@ def multiply_add(acc, x, w, PRECISION: tl.constexpr):
     """
     x = widen(x)
     if x.dtype.is_fp8():
-        acc += tl.dot(x, w)
+        acc += tl.dot(x, w, input_precision=PRECISION)
     else:
         acc = tl.dot(x, widen(w), acc, input_precision=PRECISION)
     return acc

@@ -6,6 +6,7 @@ from .config import ModelConfig
 from .dropout import HiddenDropout
 from .embedding import VocabParallelEmbedding
 from .experts import Experts
+from .fp8 import FP8Linear
 from .generate import generate
 from .init import init_
 from .layout import TokenLayout, document_ids_from_lengths
@@ -27,6 +28,7 @@ __all__ = [
     "CausalLM",
     "CausalLMOutput",
     "Experts",
+    "FP8Linear",
     "HiddenDropout",
     "Linear",
     "MoE",

@@ -42,7 +42,7 @@ from fusedtp.comm import Communicator, Place
 from . import engines
 from .launch.plain import multiplies, scaled_matmul
 from .matmul import matmul_as
-from .operation import Shared, Spec, needs_grad
+from .operation import LocalOperation, Shared, Spec, needs_grad
 from .rows import Rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -131,7 +131,7 @@ def operand(w: Tensor) -> Tensor:
     return w.to(torch.bfloat16 if w.is_cuda else torch.float32)
 
 
-def product(
+def _product(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x_scale * w_scale * (x [M, K] @ w [N, K].T) + bias in fp32, rounded once to dtype. w may be an `operand`."""
@@ -141,6 +141,17 @@ def product(
     sums = matmul_as(x.to(wide), w.to(wide).t(), torch.float32)
     sums = sums.mul_(x_scale.reshape(-1, 1)).mul_(w_scale.reshape(1, -1))
     return (sums if bias is None else sums.add_(bias)).to(dtype)
+
+
+product = LocalOperation(
+    "scaled_product",
+    "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype",
+    "Tensor",
+    fake=lambda x, x_scale, weight, w_scale, bias, dtype: x.new_empty(
+        x.shape[0], weight.shape[0], dtype=dtype
+    ),
+    function=_product,
+)
 
 
 # -- what operations of fp8 share ------------------------------------------------------------------------------------

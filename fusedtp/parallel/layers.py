@@ -20,9 +20,9 @@ See Note [main_grad] in ops/main_grad.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,22 @@ class Member:
         return tuple(sizes) if len(sizes) == self.world_size else self.sizes
 
 
+class Operations(NamedTuple):
+    """What layers do with a linear layer. One that multiplies otherwise has its own, at `operations`: nn/fp8.py."""
+
+    gather: Callable[..., tuple[Tensor, ...]]
+    scatter: Callable[..., Tensor]
+    local: Callable[..., Tensor]
+    all_reduce: Callable[..., Tensor]
+
+
+PLAIN = Operations(ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.local_linear, ops.matmul_all_reduce)
+
+
+def operations_of(linear: Any) -> Any:
+    return getattr(linear, "operations", PLAIN)
+
+
 @dataclass(frozen=True)
 class Replica:
     """Parameters that every rank holds whole. Not a Member: nothing of its module's output is shared out.
@@ -89,7 +105,7 @@ class Replica:
     def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
         """x [..., K] -> [..., N], whatever tokens these are."""
         bias = None if linear.bias is None else self.read(linear.bias).to(x.dtype)
-        return ops.local_linear(x, self._weight(linear.weight, x.dtype), bias)
+        return operations_of(linear).local(x, self._weight(linear.weight, x.dtype), bias)
 
     def project(
         self, x: Tensor, linears: Sequence[Any], layout: Any = None, gathering: Any = None
@@ -126,9 +142,13 @@ class ColumnParallel(Member):
         self, x: Tensor, linears: Sequence[Any], sizes: Sequence[int] | None, gathering: Any = None
     ) -> tuple[Tensor, ...]:
         """x [T_r, K], `sizes` every rank's rows -> one [T, N_i] for each."""
-        weights, biases = self._weights(x, linears, fused=True)
+        operations = operations_of(linears[0])
+        if any(operations_of(each) != operations for each in linears):
+            return tuple(self.project_rows(x, (each,), sizes)[0] for each in linears)
+        plain = operations is PLAIN
+        weights, biases = self._weights(x, linears, fused=plain)
         whole = any(each.parallel.gather_output for each in linears)
-        ys = (ops.all_gather_matmul if gathering is None or whole else gathering)(
+        ys = (operations.gather if gathering is None or whole or not plain else gathering)(
             x, weights, self.group, biases=biases, sizes=sizes, dim=self.dim, engine=self.engine,
             layer=joined_kind([each.parallel.layer for each in linears]),
         )  # fmt: skip
@@ -138,7 +158,8 @@ class ColumnParallel(Member):
         """x [..., K], the same on every rank -> one [..., N_i] for each."""
         weights, biases = self._weights(x, linears)
         x = copy_to_group(x, self.group, layer=joined_kind([each.parallel.layer for each in linears]))
-        ys = tuple(ops.local_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        each_with = zip(linears, weights, biases, strict=True)
+        ys = tuple(operations_of(each).local(x, w, b) for each, w, b in each_with)
         return _outputs(ys, linears)
 
     def _weights(
@@ -201,10 +222,11 @@ class RowParallel(Member):
 
     def scattered(self, x: Tensor, linear: Any, sizes: Sequence[int] | None) -> Tensor:
         """x [T, K_r] -> [T_r, N], `sizes` every rank's rows."""
-        weight, bias = linear.weight, linear.bias
-        weight = weight if is_operand(weight, x) else with_main_grad(weight, x.dtype)
+        weight, bias, operations = linear.weight, linear.bias, operations_of(linear)
+        taken = operations is PLAIN and is_operand(weight, x)
+        weight = weight if taken else with_main_grad(weight, x.dtype)
         bias = None if bias is None else read(accumulated(bias), self.group).to(x.dtype)
-        return ops.matmul_reduce_scatter(
+        return operations.scatter(
             x, weight, self.group, bias=bias, sizes=sizes, dim=self.dim, engine=self.engine, layer=self.layer
         )
 
@@ -212,7 +234,8 @@ class RowParallel(Member):
         """x [..., K_r] -> [..., N] on every rank."""
         weight, bias = with_main_grad(linear.weight, x.dtype), linear.bias
         bias = None if bias is None else accumulated(bias).to(x.dtype)
-        return ops.matmul_all_reduce(x, weight, self.group, bias=bias, engine=self.engine, layer=self.layer)
+        how: dict[str, Any] = dict(bias=bias, engine=self.engine, layer=self.layer)
+        return operations_of(linear).all_reduce(x, weight, self.group, **how)
 
 
 @dataclass(frozen=True)
