@@ -6,7 +6,7 @@ from .config import ModelConfig
 from .dropout import HiddenDropout
 from .embedding import VocabParallelEmbedding
 from .experts import Experts
-from .fp8 import FP8Linear
+from .fp8 import FP8Linear, advance_fp8_
 from .generate import generate
 from .init import init_
 from .layout import TokenLayout, document_ids_from_lengths
@@ -40,6 +40,7 @@ __all__ = [
     "TokenLayout",
     "TransformerBlock",
     "VocabParallelEmbedding",
+    "advance_fp8_",
     "document_ids_from_lengths",
     "generate",
     "init_",

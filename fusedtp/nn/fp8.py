@@ -5,7 +5,7 @@
     wgrad     dw = q(dy).T @ q(x)             of the same numbers, in the dtype of x
     saved     x in fp8 with its scales, a byte a number; the weight
 
-q() is quantize of ops/fp8.py, by current scaling: a scale is made of the numbers that it is for, each time. Parallel:
+These are scales of rows; with one scale of each tensor wgrad is fp8 too. q() is quantize of ops/fp8.py. Parallel:
 
     column-parallel   q(x) is gathered in fp8 (scaled_all_gather_matmul), for dw once more, half the bytes of 16 bits;
                       dx by scaled_matmul_reduce_scatter
@@ -21,9 +21,17 @@ ops/fp8.py). And w is quantized twice, by rows for y and by columns for dx: ther
 copy of w.T is also what the matrix units of Hopper want, whose fp8 operands have the side that is summed over
 contiguous.
 
+Note [Delayed scaling]
+A scale that is made of the numbers it is for takes a pass over them first, and a tensor's scale a message of all ranks.
+With a history, scales are of the largest magnitudes of the last steps, known beforehand. In training the layer notes
+this step's in its buffer `amax`, and `advance_fp8_`, once a step, enters them in the histories of all layers, the
+largest of all ranks. Numbers beyond a scale become the largest fp8. Until the first `advance_fp8_` scales are current.
+Both buffers are in the state dict. A block that is computed again for its backward (activation checkpointing) has the
+same scales both times.
+
 Note [What fp8 loses]
-With e(x) = max(u |x|, v M), M the largest magnitude of a row: u = 2**-4, v = 2**-17 of e4m3; u = 2**-3, v = 2**-31 of
-e5m2. A number is off by at most e, so entry by entry, of exact sums,
+With e(x) = max(u |x|, v M), M the largest magnitude of a row (or tensor): u = 2**-4, v = 2**-17 of e4m3; u = 2**-3,
+v = 2**-31 of e5m2. A number is off by at most e, so entry by entry, of exact sums,
 
     |y - x @ w.T|    <=  (|x| + e(x)) @ (|w| + e(w)).T - |x| @ |w|.T          about 2**-3 of |x| @ |w|.T at most
     |dx - dy @ w|    <=  (|dy| + e(dy)) @ (|w| + e(w)) - |dy| @ |w|           about 3 * 2**-4
@@ -42,14 +50,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from fusedtp import ops
-from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm import Group, communicator, place, propagate_errors
+from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.ops import fp8
 from fusedtp.ops.fp8 import E4M3, E5M2
-from fusedtp.ops.main_grad import MainGrad, main_grads_of, weight_grad
+from fusedtp.ops.main_grad import MainGrad, accumulate_grad, main_grads_of, weight_grad
 from fusedtp.ops.operation import OPERATIONS, Spec, as_autocast, check_linear, needs_grad, wanted
 from fusedtp.ops.rows import rows_of_full, rows_of_shard
 from fusedtp.ops.tokens import all_reduce_sum
@@ -66,6 +75,10 @@ class FP8Linear(Linear):
 
         x         [T, K]   bfloat16 or float32
         weight    [N, K]   cast to x.dtype, then quantized
+        scales    "row": of each row of x, w and dy, and of each column of w; "tensor": one of each tensor
+        history   0: scales are made of the numbers that they are for. Else, with scales="tensor", of the largest
+                  magnitudes of the last so many steps: Note [Delayed scaling]
+        margin    of delayed scaling: scales are 2**margin times as large as the history asks for
         min_rows  with fewer tokens (of all ranks) the layer computes in x.dtype, forward and backward: small products
                   take as long in fp8, or longer, and quantizing comes on top (torch issue 179770: a third of the speed
                   of bf16 up to 500 rows)
@@ -74,9 +87,14 @@ class FP8Linear(Linear):
     Forward, dgrad, wgrad, errors of fp8 and what parallel layers send: the docstring of fusedtp.nn.fp8. A CPU, and a
     GPU that multiplies no fp8, multiply the same numbers in a wider dtype.
 
-    Raises ValueError for another dtype of x: fp16 does not hold all that fp8 with its scale does.
+    Raises ValueError for options that do not go together, and for another dtype of x: fp16 does not hold all that fp8
+    with its scale does. RuntimeError where delayed scaling is compiled.
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-V3 (2024), section 3.3.
     """
+
+    amax: Tensor
+    amax_history: Tensor
+    operations: InFP8
 
     def __init__(
         self,
@@ -84,12 +102,27 @@ class FP8Linear(Linear):
         out_features: int,
         bias: bool = False,
         *,
+        scales: str = "row",
+        history: int = 0,
+        margin: int = 0,
         min_rows: int = MIN_ROWS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if scales not in ("row", "tensor"):
+            raise ValueError(f"scales is {scales!r}; it must be 'row' or 'tensor'")
+        if history < 0 or margin < 0 or (history and scales != "tensor") or (margin and not history):
+            raise ValueError(
+                f"history is {history}, margin {margin}, scales {scales!r}: neither may be negative, a history is one "
+                "of tensor scales, and a margin one of a history"
+            )
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.operations = InFP8(min_rows)
+        scaling: Any = Current(scales == "row")
+        if history:
+            self.register_buffer("amax_history", torch.zeros(history, 3, device=device))
+            self.register_buffer("amax", torch.zeros(3, device=device))
+            scaling = Delayed(self, margin)
+        self.operations = InFP8(min_rows, scaling)
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         if self.parallel is not None:
@@ -97,8 +130,150 @@ class FP8Linear(Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return self.operations.local(x, self.weight.to(x.dtype), bias)
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "amax" in self._buffers:
+            self.amax.zero_()
+            self.amax_history.zero_()
+            self.operations.scaling.steps = 0
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if "amax" in self._buffers and not self.amax.is_meta:
+            self.operations.scaling.steps = int(self.amax_history.any())
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8 from {self.operations.min_rows} rows on"
+        scaling = self.operations.scaling
+        return f"{super().extra_repr()}, {scaling} in fp8 from {self.operations.min_rows} rows on"
+
+
+# -- scales ----------------------------------------------------------------------------------------------------------
+
+Quantized = tuple[Tensor, Tensor]  # values and scales
+
+
+class Scaling:
+    """How the operands of a layer are quantized. spec: of ranks that hold other parts of the same tensors, or None."""
+
+    by_row = False
+
+    def operands(self, x: Tensor, w: Tensor, spec: Spec | None) -> tuple[Quantized, Quantized]:
+        """x [T, K] and w [N, K], for the forward."""
+        raise NotImplementedError
+
+    def gradient(self, dy: Tensor, spec: Spec | None) -> Quantized:
+        """dy [T, N]."""
+        raise NotImplementedError
+
+    def transposed(self, w: Tensor, w_scale: Tensor) -> Quantized:
+        """w.T [K, N], for dgrad, of a w that had this scale in the forward."""
+        across = w.t().contiguous()
+        return fp8.quantize(across) if self.by_row else (fp8.values_of(across, w_scale, E4M3), w_scale)
+
+
+@dataclass(frozen=True)
+class Current(Scaling):
+    """Scales made of the numbers that they are for. Of tensors: of all ranks' parts, by a gather of a few numbers."""
+
+    by_row: bool
+
+    def operands(self, x: Tensor, w: Tensor, spec: Spec | None) -> tuple[Quantized, Quantized]:
+        if self.by_row:
+            return fp8.quantize(x), fp8.quantize(w)
+        largest = of_all_ranks(torch.cat([fp8.largest_of(t, False) for t in (x, w)], 1), spec)
+        return _quantized(x, largest[:, :1], E4M3), _quantized(w, largest[:, 1:], E4M3)
+
+    def gradient(self, dy: Tensor, spec: Spec | None) -> Quantized:
+        if self.by_row:
+            return fp8.quantize(dy, E5M2)
+        return _quantized(dy, of_all_ranks(fp8.largest_of(dy, False), spec), E5M2)
+
+    def __str__(self) -> str:
+        return f"{'row' if self.by_row else 'tensor'} scales"
+
+
+class Delayed(Scaling):
+    """Tensor scales of the largest magnitudes of the last steps: Note [Delayed scaling].
+
+    steps   that were recorded, or 1 if a state dict brought some
+    """
+
+    def __init__(self, layer: Any, margin: int) -> None:
+        self.layer, self.margin, self.steps = layer, margin, 0
+
+    def _scale(self, at: int, kind: torch.dtype) -> Tensor:
+        largest = self.layer.amax_history[:, at].amax().view(1, 1)
+        return fp8.power_of_two_scales(largest * 2.0**self.margin, kind)
+
+    def _record(self, at: int, x: Tensor) -> None:
+        if self.layer.training:
+            here = self.layer.amax[at]
+            here.copy_(torch.maximum(here, fp8.largest_of(x, False).view(())))
+
+    def operands(self, x: Tensor, w: Tensor, spec: Spec | None) -> tuple[Quantized, Quantized]:
+        if torch.compiler.is_compiling():
+            _refuse_to_compile()
+        self._record(0, x)
+        self._record(1, w)
+        if not self.steps:
+            return Current(False).operands(x, w, spec)
+        x_scale, w_scale = self._scale(0, E4M3), self._scale(1, E4M3)
+        return (fp8.values_of(x, x_scale, E4M3), x_scale), (fp8.values_of(w, w_scale, E4M3), w_scale)
+
+    def gradient(self, dy: Tensor, spec: Spec | None) -> Quantized:
+        self._record(2, dy)
+        if not self.steps:
+            return Current(False).gradient(dy, spec)
+        scale = self._scale(2, E5M2)
+        return fp8.values_of(dy, scale, E5M2), scale
+
+    def __str__(self) -> str:
+        return f"tensor scales of {len(self.layer.amax_history)} steps"
+
+
+# Runs while tracing: an error that is traced would only break the graph.
+@constant_to_compiler
+def _refuse_to_compile() -> None:
+    raise RuntimeError("an FP8Linear with a history is compiled: a graph would not note what the layer sees")
+
+
+def _quantized(x: Tensor, largest: Tensor, kind: torch.dtype) -> Quantized:
+    scale = fp8.power_of_two_scales(largest, kind)
+    return fp8.values_of(x, scale, kind), scale
+
+
+def of_all_ranks(largest: Tensor, spec: Spec | None) -> Tensor:
+    """[1, n] fp32 -> [1, n], the largest of each over ranks."""
+    if spec is None:
+        return largest
+    at = spec._replace(sizes=(1,) * len(spec.sizes), batch=1, needs_grad=0)
+    return OPERATIONS["all_gather_rows"](at, largest).amax(0, keepdim=True)
+
+
+def advance_fp8_(model: nn.Module) -> None:
+    """Enter what this step has seen into the history of every FP8Linear that has one: once a step, after backward.
+
+    Collective: ranks that share layers exchange three numbers a layer, all layers of a group in one gather, so that
+    their histories, and scales, are equal. Note [Delayed scaling] in fusedtp.nn.fp8.
+    """
+    of_group: dict[str, list[Any]] = {}
+    for layer in model.modules():
+        if isinstance(layer, FP8Linear) and isinstance(layer.operations.scaling, Delayed):
+            group = getattr(layer.parallel, "group", "") or getattr(layer.parallel, "members", "")
+            of_group.setdefault(group, []).append(layer)
+    with torch.no_grad():
+        for group, layers in of_group.items():
+            seen = torch.cat([layer.amax for layer in layers]).view(1, -1)
+            if group:
+                comm = communicator(group)
+                seen = of_all_ranks(seen, Spec(group, comm.rank, (1,) * comm.world_size))
+            for layer, amax in zip(layers, seen.view(-1, 3), strict=True):
+                layer.amax_history.copy_(torch.cat([amax.view(1, 3), layer.amax_history[:-1]]))
+                layer.amax.zero_()
+                layer.operations.scaling.steps += 1
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,6 +284,7 @@ class InFP8:
     """
 
     min_rows: int
+    scaling: Any
 
     def gather(
         self,
@@ -134,7 +310,9 @@ class InFP8:
             check_linear(at, x, operands[: len(weights)], operands[len(weights) :])
             _check_dtype(x)
             spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *operands), layer)
-            ys = _Gathered.apply(spec, main_grads, x if dim == 0 else x.flatten(0, -2), *operands)
+            ys = _Gathered.apply(
+                spec, self.scaling, main_grads, x if dim == 0 else x.flatten(0, -2), *operands
+            )
             return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
 
     def scatter(
@@ -161,7 +339,9 @@ class InFP8:
             check_linear(at, x, [weight], [bias])
             _check_dtype(x)
             spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, weight, bias), layer)
-            y: Tensor = _Scattered.apply(spec, main_grad, x if dim == 0 else x.flatten(0, -2), weight, bias)
+            y: Tensor = _Scattered.apply(
+                spec, self.scaling, main_grad, x if dim == 0 else x.flatten(0, -2), weight, bias
+            )
             return y if dim == 0 else y.view(rows.batch, rows.sizes[at.rank], y.shape[1])
 
     def local(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -171,7 +351,7 @@ class InFP8:
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(x.device.type, x, weight, bias)
         _check_dtype(x)
-        (y,) = _Gathered.apply(None, [main_grad], x.flatten(0, -2), weight, bias)
+        (y,) = _Gathered.apply(None, self.scaling, [main_grad], x.flatten(0, -2), weight, bias)
         made: Tensor = y
         return made.view(*x.shape[:-1], weight.shape[0])
 
@@ -204,41 +384,42 @@ class _Gathered(Function):
     def forward(
         ctx: Any,
         spec: Spec | None,
+        scaling: Scaling,
         main_grads: Sequence[MainGrad | None],
         x: Tensor,
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
         n = len(main_grads)
         weights: Any = operands[:n]
-        need_x, need_weights = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3 : 3 + n])
-        values, scale = fp8.quantize(x)
+        need_x, need_weights = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : 4 + n])
+        w, widths = joined(weights), [w.shape[0] for w in weights]
+        (values, scale), (w_values, w_scale) = scaling.operands(x, w, spec)
         packed = fp8.pack(values, scale) if spec is not None or need_weights else None
-        quantized = [fp8.quantize(w) for w in weights]
+        each, biases = [*w_values.split(widths)], [*operands[n:]]
+        scales = [*w_scale.split(widths)] if scaling.by_row else [w_scale] * n
         if spec is None:
-            ys = [
-                fp8.product(values, scale, *w, b, x.dtype)
-                for w, b in zip(quantized, operands[n:], strict=True)
-            ]
+            of_each = zip(each, scales, biases, strict=True)
+            ys = [fp8.product(values, scale, q, s, b, x.dtype) for q, s, b in of_each]
         else:
-            w_values, w_scales = ([each[i] for each in quantized] for i in range(2))
             gather = OPERATIONS["scaled_all_gather_matmul"]
-            ys = gather(spec, packed, E4M3, w_values, w_scales, [*operands[n:]], x.dtype, False)
-        ctx.save_for_backward(packed if need_weights else None, *(weights if need_x else ()))
+            ys = gather(spec, packed, E4M3, each, scales, biases, x.dtype, False)
+        ctx.save_for_backward(packed if need_weights else None, *((w_scale, *weights) if need_x else ()))
         ctx.spec = None if spec is None else spec._replace(needs_grad=0)
-        ctx.main_grads, ctx.k, ctx.dtype = main_grads, x.shape[1], x.dtype
+        ctx.scaling, ctx.main_grads, ctx.k, ctx.dtype = scaling, main_grads, x.shape[1], x.dtype
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        packed, *weights = ctx.saved_tensors
+        packed, *of_weights = ctx.saved_tensors
         n, spec = len(ctx.main_grads), ctx.spec
-        need_x, *needs = wanted(ctx)[2:]
+        need_x, *needs = wanted(ctx)[3:]
         dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * n
         if need_x or any(needs[:n]):
-            values, scale = fp8.quantize(torch.cat(dys, 1) if n > 1 else dys[0], E5M2)
+            values, scale = ctx.scaling.gradient(joined(dys, 1), spec)
         if need_x:
-            w, w_scale = fp8.quantize((torch.cat(weights) if n > 1 else weights[0]).t().contiguous())
+            w_scale, *weights = of_weights
+            w, w_scale = ctx.scaling.transposed(joined(weights), w_scale)
             if spec is None:
                 dx = fp8.product(values, scale, w, w_scale, None, ctx.dtype)
             else:
@@ -246,12 +427,12 @@ class _Gathered(Function):
                 dx = scatter(spec, values, scale, w, w_scale, None, ctx.dtype)
         if any(needs[:n]):
             full = packed if spec is None else OPERATIONS["all_gather_rows"](spec, packed)
-            x = fp8.dequantize(*fp8.unpack(full, ctx.k, E4M3), ctx.dtype)
-            meant = fp8.dequantize(values, scale, ctx.dtype).split([dy.shape[1] for dy in dys], 1)
-            for i, dy in enumerate(meant):
-                dws[i] = weight_grad(dy, x, ctx.main_grads[i]) if needs[i] else None
+            x, x_scale = fp8.unpack(full, ctx.k, E4M3)
+            for i, dy in enumerate(values.split([dy.shape[1] for dy in dys], 1)):
+                if needs[i]:
+                    dws[i] = weight_gradient(ctx.scaling, dy, scale, x, x_scale, ctx.main_grads[i], ctx.dtype)
         dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs[n:], strict=True)]
-        return None, None, dx, *dws, *dbs
+        return None, None, None, dx, *dws, *dbs
 
 
 class _Scattered(Function):
@@ -259,32 +440,38 @@ class _Scattered(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        spec: Spec,
+        scaling: Scaling,
+        main_grad: MainGrad | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        _, _, need_x, need_weight, _ = ctx.needs_input_grad
-        values, scale = fp8.quantize(x)
-        y: Tensor = OPERATIONS["scaled_matmul_reduce_scatter"](
-            spec, values, scale, *fp8.quantize(weight), bias, x.dtype
-        )
+        _, _, _, need_x, need_weight, _ = ctx.needs_input_grad
+        (values, scale), (w, w_scale) = scaling.operands(x, weight, spec)
+        y: Tensor = OPERATIONS["scaled_matmul_reduce_scatter"](spec, values, scale, w, w_scale, bias, x.dtype)
         kept = (values, scale) if need_weight else (None, None)
-        ctx.save_for_backward(*kept, weight if need_x else None)
-        ctx.spec, ctx.main_grad, ctx.dtype, ctx.gathered_dy = (
+        ctx.save_for_backward(*kept, *((weight, w_scale) if need_x else (None, None)))
+        ctx.spec, ctx.scaling, ctx.main_grad, ctx.dtype = (
             spec._replace(needs_grad=0),
+            scaling,
             main_grad,
             x.dtype,
-            None,
         )
+        ctx.gathered_dy = None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        values, scale, weight = ctx.saved_tensors
-        _, _, need_x, need_w, need_b = wanted(ctx)
+        x, x_scale, weight, w_scale = ctx.saved_tensors
+        *_, need_x, need_w, need_b = wanted(ctx)
         dx = dw = full = None
         if need_x:
-            keep = ctx.needs_input_grad[3]
-            w, w_scale = fp8.quantize(weight.t().contiguous())
-            packed, gather = fp8.pack(*fp8.quantize(dy, E5M2)), OPERATIONS["scaled_all_gather_matmul"]
+            keep = ctx.needs_input_grad[4]
+            w, w_scale = ctx.scaling.transposed(weight, w_scale)
+            packed = fp8.pack(*ctx.scaling.gradient(dy, ctx.spec))
+            gather = OPERATIONS["scaled_all_gather_matmul"]
             dx, *gathered = gather(ctx.spec, packed, E5M2, [w], [w_scale], [None], ctx.dtype, keep)
             full = gathered[0] if keep else None
             if keep and not need_w:  # a weight pass follows
@@ -295,7 +482,33 @@ class _Scattered(Function):
                 full = kept
         if need_w:
             if full is None:
-                full = OPERATIONS["all_gather_rows"](ctx.spec, fp8.pack(*fp8.quantize(dy, E5M2)))
-            meant = fp8.dequantize(*fp8.unpack(full, dy.shape[1], E5M2), ctx.dtype)
-            dw = weight_grad(meant, fp8.dequantize(values, scale, ctx.dtype), ctx.main_grad)
-        return None, None, dx, dw, dy.sum(0) if need_b else None
+                full = OPERATIONS["all_gather_rows"](ctx.spec, fp8.pack(*ctx.scaling.gradient(dy, ctx.spec)))
+            values, scale = fp8.unpack(full, dy.shape[1], E5M2)
+            dw = weight_gradient(ctx.scaling, values, scale, x, x_scale, ctx.main_grad, ctx.dtype)
+        return None, None, None, dx, dw, dy.sum(0) if need_b else None
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Several as one operand, with scales that they share."""
+    return torch.cat([*tensors], dim) if len(tensors) > 1 else tensors[0]
+
+
+def weight_gradient(
+    scaling: Scaling,
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    main_grad: MainGrad | None,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """dw [N, K] of dy [T, N] and x [T, K], or None where it was added to main_grad. Note [Scales along the contraction]
+
+    dy_scale, x_scale   of rows; of all rows the same where scales are of tensors
+    """
+    if scaling.by_row or not len(x):
+        return weight_grad(fp8.dequantize(dy, dy_scale, dtype), fp8.dequantize(x, x_scale, dtype), main_grad)
+    wide = torch.float32 if main_grad is not None else dtype
+    of_dy, of_x = dy_scale.view(-1)[:1], x_scale.view(-1)[:1]
+    dw = fp8.product(dy.t().contiguous(), of_dy, x.t().contiguous(), of_x, None, wide)
+    return accumulate_grad(dw, main_grad, dtype)

@@ -69,15 +69,18 @@ def quantize(x: Tensor, kind: torch.dtype = E4M3, *, by_row: bool = True) -> tup
     """
     if kind not in FORMATS or x.dim() != 2:
         raise ValueError(f"got x {tuple(x.shape)} and kind {kind}: wanted [M, K] and one of {FORMATS}")
+    scale = power_of_two_scales(largest_of(x, by_row), kind)
+    return values_of(x, scale, kind), scale
+
+
+def largest_of(x: Tensor, by_row: bool) -> Tensor:
+    """The largest finite magnitude of each row of x [M, K], fp32 [M, 1], or of all, [1, 1]; 0 where there is none."""
     wide = x.float()
     magnitudes = torch.where(wide.isfinite(), wide.abs(), 0.0)
     shape = (x.shape[0], 1) if by_row else (1, 1)
     if x.numel() == 0:
-        largest = wide.new_zeros(shape)
-    else:
-        largest = magnitudes.amax(1, keepdim=True) if by_row else magnitudes.amax().view(shape)
-    scale = power_of_two_scales(largest, kind)
-    return values_of(wide, scale, kind), scale
+        return wide.new_zeros(shape)
+    return magnitudes.amax(1, keepdim=True) if by_row else magnitudes.amax().view(shape)
 
 
 def values_of(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:

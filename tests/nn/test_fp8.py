@@ -1,6 +1,7 @@
 """FP8Linear: exact where fp8 is, within the bounds of Note [What fp8 loses] elsewhere, alone and parallel."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.nn import FP8Linear, Linear, project
+from fusedtp.nn import FP8Linear, Linear, advance_fp8_, project
 from fusedtp.nn.mlp import GatedMLP
 from fusedtp.ops.fp8 import E4M3, E5M2
 from fusedtp.ops.rows import split
@@ -42,6 +43,7 @@ class Case:
     batch: int | None = None
     biased: bool = True
     sequence_parallel: bool = True
+    scales: str = "row"
     seed: int = 0
 
     @property
@@ -62,6 +64,7 @@ def cases(draw, engine: str, dtypes=(FP32,), rows: int = 10, most: int = 24) -> 
         draw(st.sampled_from([None, None, 2])),
         draw(st.booleans()),
         draw(st.sampled_from([True, True, False])),
+        draw(st.sampled_from(["row", "row", "tensor"])),
         draw(st.integers(0, 2**31)),
     )
 
@@ -91,7 +94,7 @@ def formula(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str
 
 
 def layer_of(case: Case, w: Tensor, b: Tensor, min_rows: int = 0, kind: type[Linear] = FP8Linear) -> Linear:
-    how = {} if kind is Linear else dict(min_rows=min_rows)
+    how = {} if kind is Linear else dict(min_rows=min_rows, scales=case.scales)
     layer = kind(case.k, case.n, case.biased, dtype=case.dtype, **how)
     with torch.no_grad():
         layer.weight.copy_(w)
@@ -173,10 +176,13 @@ def test_a_layer_of_one_device_equals_the_formula(case):
 # -- errors of fp8 ---------------------------------------------------------------------------------------------------
 
 
-def lost_of(x: Tensor, kind: torch.dtype, dim: int) -> Tensor:
+def lost_of(case: Case, x: Tensor, kind: torch.dtype, dim: int) -> Tensor:
     """e(x): by how much a number may be off, where `dim` is the side that is summed over."""
-    of_number, of_row = LOST[kind]
-    return torch.maximum(of_number * x.abs(), of_row * x.abs().amax(dim, keepdim=True))
+    of_number, of_largest = LOST[kind]
+    if x.numel() == 0:
+        return x.clone()
+    largest = x.abs().amax(dim, keepdim=True) if case.scales == "row" else x.abs().amax()
+    return torch.maximum(of_number * x.abs(), of_largest * largest)
 
 
 def bounds(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -196,9 +202,9 @@ def bounds(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str,
         return most - left.abs() @ right.abs() + sums * most
 
     parallel = len(case.sizes) > 1 and case.kind != "local"
-    of_x, of_dy = lost_of(x, E4M3, 1), lost_of(dy, E5M2, 1)
-    off["y"] = product(x, w.t(), of_x, lost_of(w, E4M3, 1).t(), case.k, parallel and case.kind == "row")
-    off["dx"] = product(dy, w, of_dy, lost_of(w, E4M3, 0), case.n, parallel and case.kind == "column")
+    of_x, of_dy = lost_of(case, x, E4M3, 1), lost_of(case, dy, E5M2, 1)
+    off["y"] = product(x, w.t(), of_x, lost_of(case, w, E4M3, 1).t(), case.k, parallel and case.kind == "row")
+    off["dx"] = product(dy, w, of_dy, lost_of(case, w, E4M3, 0), case.n, parallel and case.kind == "column")
     off["dw"] = product(dy.t(), x, of_dy.t(), of_x, len(x), False)
     if case.biased:
         off["y"] = off["y"] + wide * b.abs()
@@ -427,3 +433,130 @@ def test_another_dtype_is_refused(dtype):
         FP8Linear(6, 4, min_rows=0, dtype=dtype)(torch.ones(2, 6, dtype=dtype))
     with pytest.raises(WorldError, match=said):
         world(2).run(takes, dtype)
+
+
+# -- delayed scaling -------------------------------------------------------------------------------------------------
+
+DELAYED = replace(SPLIT, scales="tensor", biased=False)
+
+
+def delayed_layer(w: Tensor, history: int = 3, margin: int = 0) -> FP8Linear:
+    n, k = w.shape
+    layer = FP8Linear(k, n, scales="tensor", history=history, margin=margin, min_rows=0)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    return layer
+
+
+def step(layer: FP8Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy)
+    return dict(y=y.detach(), dx=x.grad, dw=whole_of(layer.weight.grad))
+
+
+def remembers(group, kind: str) -> None:
+    """Histories and results of a parallel layer are those of one device, step by step; saved and loaded they go on so.
+
+    The numbers are small integers times a power of two of each step, so that they are exact as long as they fit.
+    """
+    case, rank = replace(DELAYED, kind=kind), group.rank()
+    x, w, _, dy = drawn(case, whole=True)
+    alone, layer = delayed_layer(w), delayed_layer(w)
+    style = (fusedtp.FusedColwise if kind == "column" else fusedtp.FusedRowwise)(
+        engine="chunked", sizes=case.sizes
+    )
+    fusedtp.parallelize(layer, DeviceMesh.from_group(group, "cpu"), plan={"": style})
+    for i in range(6):
+        scaled = [t * 2.0 ** (10 * (i % 2)) for t in (x, dy)]
+        want = step(alone, *scaled)
+        got = step(layer, part_of(case, "dx", scaled[0], rank), part_of(case, "y", scaled[1], rank))
+        for name, right in want.items():
+            assert_same(f"step {i}: {name}", got[name], part_of(case, name, right, rank))
+        assert i == 0 or layer.operations.scaling.steps
+        advance_fp8_(alone)
+        called(group)
+        advance_fp8_(layer)
+        assert called(group) == {"all_gather_rows"}
+        assert_same(f"step {i}: history", layer.amax_history, alone.amax_history)
+        assert layer.amax_history[0].tolist() == [t.abs().max() for t in (scaled[0], w, scaled[1])]
+        if i == 3:  # of the parallel layer
+            fresh = delayed_layer(torch.zeros_like(w))
+            fresh.load_state_dict(layer.state_dict() | {"weight": whole_of(layer.weight)})
+            assert fresh.operations.scaling.steps
+            alone = fresh
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_histories_are_those_of_one_device(kind):
+    world(3).run(remembers, kind)
+
+
+def test_scales_are_of_the_largest_of_the_last_steps():
+    """2**margin times what the window asks for; what is beyond becomes the largest fp8; evaluation notes nothing."""
+    w, x = torch.eye(4), torch.full((2, 4), 448.0)
+    layer = delayed_layer(w, history=2)
+    assert torch.equal(layer(x * 2), x * 2)  # current: nothing is known yet
+    advance_fp8_(layer)
+    assert torch.equal(layer(x * 4), x * 2)  # saturates
+    layer.eval()
+    assert torch.equal(layer(x * 64), x * 2)
+    layer.train()
+    advance_fp8_(layer)
+    assert layer.amax_history[:, 0].tolist() == [4 * 448, 2 * 448]
+    assert torch.equal(layer(x * 8), x * 4)
+    for _ in range(2):  # no step is left that knows of the large ones
+        layer.amax.zero_()
+        layer(x)
+        advance_fp8_(layer)
+    assert torch.equal(layer(x * 8), x)
+    wide = delayed_layer(w, history=2, margin=2)
+    wide(x)
+    advance_fp8_(wide)
+    assert torch.equal(wide(x * 8), x * 4)
+    wide.reset_parameters()
+    assert not wide.amax_history.any() and not wide.operations.scaling.steps
+
+
+def test_a_layer_with_a_history_is_not_compiled():
+    layer = delayed_layer(torch.eye(4))
+    with pytest.raises(Exception, match="an FP8Linear with a history is compiled"):
+        torch.compile(layer, backend="aot_eager")(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(scales="block"),
+        dict(history=4),
+        dict(scales="tensor", history=-1),
+        dict(scales="tensor", margin=1),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options):
+    with pytest.raises(ValueError, match=r"scales is|history is"):
+        FP8Linear(4, 4, **options)
+
+
+# -- docs ------------------------------------------------------------------------------------------------------------
+
+
+def runs(group, code: str) -> None:
+    torch.manual_seed(0)
+    scope = {"mesh": {"tp": DeviceMesh.from_group(group, "cpu")}}
+    called(group)
+    exec(code, scope)
+    assert called(group) == FP8_CALLS | {"all_gather_rows"}
+    assert scope["x"].grad is not None
+
+
+def test_the_page_runs():
+    """Its first block, as it stands."""
+    code = (
+        (Path(fusedtp.__file__).parents[1] / "docs" / "fp8.md")
+        .read_text()
+        .split("```python\n")[1]
+        .split("```")[0]
+    )
+    world(2).run(runs, code)
