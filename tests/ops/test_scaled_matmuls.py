@@ -315,6 +315,8 @@ def compiled(group, case: Case) -> None:
     torch.library.opcheck(
         getattr(torch.ops.fusedtp, case.operation).default, (*given_op, *spec), test_utils=checks
     )
+    of_one = (x.values, x.scale, w.values, w.scale, bias, case.dtype)
+    torch.library.opcheck(torch.ops.fusedtp.scaled_product.default, of_one, test_utils=checks)
 
 
 @BOTH
