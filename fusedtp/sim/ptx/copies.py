@@ -138,8 +138,11 @@ class Copies:
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
         lanes.program.write_shared(copy.to, words, copy.size, copy.site)
-        if lanes.program.generic is not None and FENCES_COPIES:
-            lanes.program.generic.write(copy.to, copy.size, lanes.first + copy.lanes)
+        generic = lanes.program.generic
+        if generic is not None and FENCES_COPIES:
+            generic.write(copy.to, copy.size, lanes.first + copy.lanes)
+        elif generic is not None:  # what was written there before is gone
+            generic.write_async(copy.to, copy.size)
 
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:

@@ -39,9 +39,9 @@ class GenericWrites:
         else:
             self.stamps[(at >> 2)[:, None] + np.arange(nbytes // 4)] = stamps[:, None]
 
-    def write_async(self, at: Array) -> None:
-        """At these addresses, by TMA."""
-        self.stamps[at >> 2] = 0
+    def write_async(self, at: Array, nbytes: int = 4) -> None:
+        """Of up to nbytes bytes at each address, by TMA or another copy that needs no fence."""
+        self.stamps[(at >> 2)[:, None] + np.arange(max(1, nbytes // 4))] = 0
 
     def fence(self, threads: Array) -> None:
         self.fences[threads] += 1
