@@ -286,6 +286,14 @@ class InFP8:
     min_rows: int
     scaling: Any
 
+    def instead_of(self, operation: str, tokens: int) -> str:
+        """The name of what runs in place of an operation of the working dtype, for so many tokens."""
+        return (
+            f"scaled_{operation}"
+            if tokens >= self.min_rows and f"scaled_{operation}" in OPERATIONS
+            else operation
+        )
+
     def gather(
         self,
         x: Tensor,

@@ -160,7 +160,9 @@ product = LocalOperation(
 # -- what operations of fp8 share ------------------------------------------------------------------------------------
 
 
-def choose(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:
+def choose(
+    name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared | None = None
+) -> engines.Choice:
     """As every fused operation's engine is chosen, by the defaults of bf16; `triton` where fp8 is multiplied.
 
     Raises ValueError for an engine that was asked for and cannot run.

@@ -9,14 +9,15 @@ from torch import nn
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.nn.experts import Experts
-from fusedtp.ops import engines
+from fusedtp.ops import engines, fp8
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.moe import plan as routing
+from fusedtp.ops.operation import Spec
 from fusedtp.ops.rows import Rows, split
 
 from .expert_parallel import ExpertParallel
 from .foreign import Columns, Own
-from .layers import ColumnParallel, Member, Replica, RowParallel, VocabParallel
+from .layers import PLAIN, ColumnParallel, Member, Replica, RowParallel, VocabParallel, operations_of
 from .local_view import LocalOwn, is_conv1d
 
 OPERATIONS = {
@@ -101,6 +102,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
             comm = groups.setdefault(parallel.group, communicator(parallel.group))
             above, _, child = name.rpartition(".")
             joined = getattr(model.get_submodule(above), "gathering", {}).get(child)
+            joined = joined if operations_of(module) is PLAIN else None
             of = dtype or weight_of(module).dtype
             layers.append(_explained(name, module, parallel, comm, tokens, of, joined))
     if not layers and not replicas:
@@ -141,10 +143,16 @@ def _explained(
     if isinstance(parallel, ExpertParallel):
         chosen = routing.choose(comm, parallel.engine, dtype)
         return Layer(name, operation, chosen.engine, chosen.reason)
+    rows = Rows(split(tokens, comm.world_size))
+    first, *more = operation.split(", ")
+    scaled = operations_of(module).instead_of(first, tokens)
+    if scaled != first:
+        choice = fp8.choose(scaled, comm, Spec(comm.name, comm.rank, rows.sizes, 1, parallel.engine), rows)
+        return Layer(name, ", ".join([scaled, *more]), choice.engine, choice.reason)
     asked = "auto" if isinstance(parallel, VocabParallel) else parallel.engine
     width = weight_of(module).shape[int(isinstance(parallel, ColumnParallel) != is_conv1d(module))]
     known = "" if isinstance(parallel, VocabParallel) else operation.partition(",")[0]
-    choice = engines.choose(comm, asked, Rows(split(tokens, comm.world_size)), dtype, known, width)
+    choice = engines.choose(comm, asked, rows, dtype, known, width)
     transport = ""
     if choice.engine == "triton" and isinstance(parallel, ColumnParallel):
         transport = choice.transport if comm.workspace.can_copy else "programs"

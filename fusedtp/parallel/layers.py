@@ -73,6 +73,10 @@ class Operations(NamedTuple):
     local: Callable[..., Tensor]
     all_reduce: Callable[..., Tensor]
 
+    def instead_of(self, operation: str, tokens: int) -> str:
+        """The name of what runs in place of an operation of the working dtype, for so many tokens."""
+        return operation
+
 
 PLAIN = Operations(ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.local_linear, ops.matmul_all_reduce)
 

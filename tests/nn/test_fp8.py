@@ -301,6 +301,11 @@ def shares_a_gather(group) -> None:
     comm.engine_calls.clear()
     mlp(x)
     assert {name for name, _ in comm.engine_calls} == FP8_CALLS
+    said = {layer.name: layer.operation for layer in fusedtp.explain(mlp).layers}
+    assert said.pop("down_proj") == "scaled_matmul_reduce_scatter"
+    assert set(said.values()) == {"scaled_all_gather_matmul"} and len(said) == 2
+    mlp.down_proj.operations = replace(mlp.down_proj.operations, min_rows=4097)
+    assert fusedtp.explain(mlp).layers[-1].operation == "matmul_reduce_scatter"
 
 
 def _small(kind: type[Linear], k: int, n: int) -> Linear:
