@@ -94,6 +94,9 @@ class Operand:
     def meant(self) -> Tensor:
         return self.values.double() * self.scale.double()
 
+    def on(self, device: torch.device) -> "Operand":
+        return Operand(self.values.to(device), self.scale.to(device))
+
 
 @dataclass
 class Given:
@@ -154,7 +157,8 @@ def wanted(case: Case, given: Given, rank: int) -> list[Tensor]:
 
 def computed(group, case: Case, given: Given) -> list[Tensor]:
     rank, comm = group.rank(), communicator(group)
-    x, weights, biases = given.xs[rank], given.weights[rank], given.biases[rank]
+    x, *weights = (each.on(comm.device) for each in (given.xs[rank], *given.weights[rank]))
+    biases = [None if b is None else b.to(comm.device) for b in given.biases[rank]]
     how = dict(dtype=case.dtype, sizes=case.sizes, dim=case.dim, engine=case.engine)
     poison(group)
     comm.engine_calls.clear()
@@ -170,7 +174,7 @@ def computed(group, case: Case, given: Given) -> list[Tensor]:
         )
     ran = {engine for name, engine in comm.engine_calls if name == case.operation}
     assert ran == {case.engine if len(case.sizes) > 1 else "local"}
-    return [*ys]
+    return [y.cpu() for y in ys]
 
 
 def equals_the_formula(group, case: Case) -> None:
@@ -211,11 +215,13 @@ def test_threads_equal_the_formula(case):
     VirtualWorld(len(case.sizes)).run(lambda group: equals_the_formula(group, case))
 
 
-def rounds_once(group, case: Case) -> None:
+def rounds_once(group, case: Case, of_unit: float = 0.0) -> None:
     """Of random operands: fp32 sums, and one rounding of the result; of a reduce-scatter one of each partial more.
 
     A product of two fp8 is exact in fp32. K of them lose K eps of the sum of their magnitudes, two scales, the bias and
     the ranks' sum eps each. gloo sums 16 bits in fp32 here, and one rank's partial after another.
+
+    of_unit   what a matrix unit loses that sums in fewer bits
     """
     given, rank, size = drawn(case, whole=False), group.rank(), len(case.sizes)
     got, want = computed(group, case, given), wanted(case, given, rank)
@@ -224,7 +230,7 @@ def rounds_once(group, case: Case) -> None:
         [[Operand(w.values.float().abs(), w.scale) for w in ws] for ws in given.weights],
         [[None if b is None else b.abs() for b in bs] for bs in given.biases],
     )
-    lost = (max(case.ks) + 3 + size) * torch.finfo(FP32).eps
+    lost = (max(case.ks) + 3 + size) * torch.finfo(FP32).eps + of_unit
     if case.operation == SCATTER and size > 1:
         lost += torch.finfo(case.dtype).eps / 2 * 1.01
     for mine, right, most in zip(got, want, wanted(case, magnitudes, rank), strict=True):
