@@ -233,5 +233,5 @@ def of_check(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None) ->
     if x.dtype in FORMATS:
         scales = [t.new_ones(t.shape[0], 1, dtype=torch.float32) for t in (x, *weights)]
         return x, scales[0], list(weights), scales[1:], dtype or torch.bfloat16
-    made = [quantize(t) for t in (x, *weights)]
+    made = [quantize(x, E5M2), *map(quantize, weights)]  # as of a gradient: of both formats
     return (*made[0], [w for w, _ in made[1:]], [s for _, s in made[1:]], dtype or x.dtype)
