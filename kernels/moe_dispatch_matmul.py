@@ -27,8 +27,8 @@ import triton.language as tl
 
 from . import signals
 from .grouped_matmul import group_tiles
-from .moe_exchange import overflows, push_chunk, segment
-from .tiles import cdiv, copy_rows, inline, to_int64
+from .moe_exchange import overflows, segment
+from .tiles import cdiv, copy_rows, dealt, inline, to_int64
 
 
 @inline
@@ -56,22 +56,26 @@ def push_by_expert(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage: as push_segments, own rows last, but a chunk goes to all owners before the next goes to any."""
+    """Send stage: chunks in turn, own rows last, but a chunk goes to all owners before the next goes to any. Flag c is
+    chunk c of a segment."""
     pid = tl.program_id(0)
     world: tl.constexpr = peers.world_size
     if pid == 0:
         signals.arrive(peers)
-    for chunk in range(pid, most_chunks(begins, chunk_rows, world), programs):
-        for step in range(1, world + 1):
-            dst = (signals.rank_of(peers) + step) % world
-            begin, count = segment(begins, dst)
-            if chunk * chunk_rows < count:
-                out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
-                out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K
-                push_chunk(
-                    peers, x, stride_xm, stride_xk, index + begin, out, count, K, chunk_rows, dst, chunk, BLOCK_M,
-                    BLOCK_K,
-                )  # fmt: skip
+    for turn in range(dealt(pid, most_chunks(begins, chunk_rows, world) * world, programs)):
+        item = pid + turn * programs
+        chunk, dst = item // world, (signals.rank_of(peers) + 1 + item % world) % world
+        begin, count = segment(begins, dst)
+        if chunk * chunk_rows < count:
+            out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
+            out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K
+            last = tl.minimum((chunk + 1) * chunk_rows, count)
+            for first in range(chunk * chunk_rows, last, BLOCK_M):
+                at = first + tl.arange(0, BLOCK_M)
+                inside = at < last
+                rows = tl.load(index + begin + at, mask=inside, other=0).to(tl.int64)
+                copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
+            signals.publish(peers, dst, chunk)
 
 
 @inline
@@ -88,22 +92,20 @@ def keep_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy every `programs`-th chunk of each source from `start` on to where its rows belong, as they are sent."""
+    """Copy every `programs`-th chunk of the sources from `start` on to where its rows belong, as they are sent."""
     world: tl.constexpr = peers.world_size
-    for chunk in range(start, most_chunks(sources, chunk_rows, world), programs):
-        for step in range(1, world + 1):
-            src = (signals.rank_of(peers) - step + world) % world
-            begin, count = segment(sources, src)
-            if chunk * chunk_rows < count:
-                signals.wait(peers, src, chunk)
-                last = tl.minimum((chunk + 1) * chunk_rows, count)
-                for first in range(chunk * chunk_rows, last, BLOCK_M):
-                    at = first + tl.arange(0, BLOCK_M)
-                    inside = at < last
-                    to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
-                    copy_rows(
-                        pushed, (begin + at).to(tl.int64), to_int64(K), 1, rows, to, K, inside, K, BLOCK_K
-                    )
+    for turn in range(dealt(start, most_chunks(sources, chunk_rows, world) * world, programs)):
+        item = start + turn * programs
+        chunk, src = item // world, (signals.rank_of(peers) - 1 - item % world + world) % world
+        begin, count = segment(sources, src)
+        if chunk * chunk_rows < count:
+            signals.wait(peers, src, chunk)
+            last = tl.minimum((chunk + 1) * chunk_rows, count)
+            for first in range(chunk * chunk_rows, last, BLOCK_M):
+                at = first + tl.arange(0, BLOCK_M)
+                inside = at < last
+                to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
+                copy_rows(pushed, (begin + at).to(tl.int64), to_int64(K), 1, rows, to, K, inside, K, BLOCK_K)
 
 
 @inline

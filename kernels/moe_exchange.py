@@ -57,29 +57,27 @@ def overflows(peers, totals, max_rows):
 
 
 @inline
-def push_chunk(
-    peers,
+def push_blocks(
     x,
     stride_xm,
     stride_xk,
     index,  # row of x for each row of the segment
-    out,  # of the segment in the receiver's slot
+    out,  # of the segment in the receiver's slot, rows of K
     count,
     K,
-    chunk_rows,
-    dst,
-    chunk,
+    columns,  # that are copied of each row, from where x and out point to
+    start,
+    mine,
+    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy a chunk of a segment to `dst`, and say so: flag c is chunk c."""
-    last = tl.minimum((chunk + 1) * chunk_rows, count)
-    for first in range(chunk * chunk_rows, last, BLOCK_M):
-        at = first + tl.arange(0, BLOCK_M)
-        inside = at < last
+    """Copy `mine` blocks of a segment's rows, every `programs`-th from `start` on."""
+    for step in range(mine):
+        at = (start + step * programs) * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = at < count
         rows = tl.load(index + at, mask=inside, other=0).to(tl.int64)
-        copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
-    signals.publish(peers, dst, chunk)
+        copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, columns, BLOCK_K)
 
 
 @inline
@@ -92,24 +90,48 @@ def push_segments(
     begins,  # [W + 1]: segment of each receiver
     places,  # [W]: where in each receiver's slot
     K,
-    chunk_rows,
+    part_columns,
     programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage: program_id < programs copies chunks to rank + 1, ..., and to this rank last."""
-    pid = tl.program_id(0)
-    if pid == 0:
+    """Send stage: program_id < programs copies blocks to rank + 1, ..., and to this rank last; part by part of columns.
+
+    Flag p is part p of a segment, published when all programs have stored their blocks of it, and late, see Note [Late
+    publish] in matmul_reduce_scatter.py: a program counts itself out of a segment when it has stored of the next one.
+    """
+    world: tl.constexpr = peers.world_size
+    start = tl.program_id(0)
+    if start == 0:
         signals.arrive(peers)
-    for step in range(1, peers.world_size + 1):
-        dst = (signals.rank_of(peers) + step) % peers.world_size
-        begin, count = segment(begins, dst)
-        out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
-        out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K
-        for chunk in range(pid, cdiv(count, chunk_rows), programs):
-            push_chunk(
-                peers, x, stride_xm, stride_xk, index + begin, out, count, K, chunk_rows, dst, chunk, BLOCK_M, BLOCK_K
+    stored = tl.full((), -1, tl.int32)  # part * world + receiver
+    for part in range(cdiv(K, part_columns)):
+        first = part * part_columns
+        columns = tl.minimum(part_columns, K - first)
+        for step in range(1, world + 1):
+            dst = (signals.rank_of(peers) + step) % world
+            begin, count = segment(begins, dst)
+            out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
+            out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K + first
+            blocks = cdiv(count, BLOCK_M)
+            mine = dealt(start, blocks, programs)
+            push_blocks(
+                x + to_int64(first) * stride_xk, stride_xm, stride_xk, index + begin, out, count, K, columns, start,
+                mine, programs, BLOCK_M, BLOCK_K,
             )  # fmt: skip
+            start += mine * programs - blocks
+            publish_stored(peers, stored, programs)
+            stored = part * world + dst
+    publish_stored(peers, stored, programs)
+
+
+@inline
+def publish_stored(peers, stored, programs):
+    """Count this program out of part * world + receiver, if there is one: -1 is none. The last one publishes it."""
+    if stored >= 0:
+        dst, part = stored % peers.world_size, stored // peers.world_size
+        if signals.complete(peers, dst, part, programs):
+            signals.publish(peers, dst, part)
 
 
 @inline
@@ -122,14 +144,13 @@ def publish_rows(
     stride_xm,
     stride_xk,
     K,
-    chunk_rows,
     programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Publish stage: program_id < programs copies chunks of x to the own slot and tells every rank; flag c.
+    """Publish stage: program_id < programs copies blocks of x to the own slot; flag 0, when all have.
 
-    Nothing is published where nothing is sent, as in most rounds of an exchange in rounds: then no rank waits for it.
+    Nothing is copied where nothing is sent, as in most rounds of an exchange in rounds.
     """
     pid = tl.program_id(0)
     if pid == 0:
@@ -138,13 +159,12 @@ def publish_rows(
     size, _offset = shard(sizes, rank, peers.world_size)
     count = tl.where(tl.load(begins + peers.world_size) > 0, size // choices_per_row, 0)
     out = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
-    for chunk in range(pid, cdiv(count, chunk_rows), programs):
-        last = tl.minimum((chunk + 1) * chunk_rows, count)
-        for first in range(chunk * chunk_rows, last, BLOCK_M):
-            at = first + tl.arange(0, BLOCK_M)
-            rows = at.to(tl.int64)
-            copy_rows(x, rows, stride_xm, stride_xk, out, rows, K, at < last, K, BLOCK_K)
-        signals.publish_to_all(peers, chunk)
+    for block in range(pid, cdiv(count, BLOCK_M), programs):
+        at = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = at.to(tl.int64)
+        copy_rows(x, rows, stride_xm, stride_xk, out, rows, K, at < count, K, BLOCK_K)
+    if signals.complete(peers, 0, 0, programs):
+        signals.publish_to_all(peers, 0)
 
 
 @inline
@@ -174,7 +194,7 @@ def pull_rows(
         copy_rows(x, taken.to(tl.int64), stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
 
 
-@triton.jit(do_not_specialize=["choices_per_row", "max_rows", "chunk_rows", "send_programs"])
+@triton.jit(do_not_specialize=["choices_per_row", "max_rows", "send_programs"])
 def moe_dispatch_kernel(
     peers,
     sizes,  # choices of every rank, a tuple, see Note [Odd integers] in signals.py
@@ -191,13 +211,12 @@ def moe_dispatch_kernel(
     max_rows,
     rows,  # contiguous
     K,
-    chunk_rows,
     send_programs,
     BLOCK_M: tl.constexpr,
     PULL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A slot holds [T_r, K], this rank's x; flag c is chunk c of it."""
+    """A slot holds [T_r, K], this rank's x; flag 0 is all of it."""
     if signals.failed(peers):
         return
     if overflows(peers, totals, max_rows):
@@ -205,8 +224,7 @@ def moe_dispatch_kernel(
     world: tl.constexpr = peers.world_size
     if tl.program_id(0) < send_programs:
         publish_rows(
-            peers, sizes, begins, choices_per_row, x, stride_xm, stride_xk, K, chunk_rows, send_programs, BLOCK_M,
-            BLOCK_K,
+            peers, sizes, begins, choices_per_row, x, stride_xm, stride_xk, K, send_programs, BLOCK_M, BLOCK_K
         )  # fmt: skip
     else:
         rank = signals.rank_of(peers)
@@ -215,7 +233,7 @@ def moe_dispatch_kernel(
         leader = start == 0
         for step in range(world):
             src = (rank + step) % world
-            size, offset = shard(sizes, src, world)
+            _size, offset = shard(sizes, src, world)
             wanted = orders + offset + tl.load(in_sources + src)
             begin, count = segment(sources, src)
             blocks = cdiv(count, PULL_M)
@@ -227,7 +245,7 @@ def moe_dispatch_kernel(
                 )  # fmt: skip
             else:
                 if mine > 0:
-                    signals.wait_chunks(peers, src, 0, cdiv(size // choices_per_row, chunk_rows))
+                    signals.wait(peers, src, 0)
                 published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
                 pull_rows(
                     tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row, arrivals + begin, count,
@@ -275,7 +293,7 @@ def sum_choices(
             tl.store(out + tokens[:, None] * N + cols[None, :], narrow(acc, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])
+@triton.jit(do_not_specialize=["max_rows", "send_programs"])
 def moe_combine_kernel(
     peers,
     y,
@@ -292,7 +310,7 @@ def moe_combine_kernel(
     out,  # contiguous [T, N]
     T,
     N,
-    chunk_rows,
+    part_columns,
     send_programs,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -313,24 +331,25 @@ def moe_combine_kernel(
             sources,
             places,
             N,
-            chunk_rows,
+            part_columns,
             send_programs,
             BLOCK_M,
             BLOCK_N,
         )
     else:
         rank = signals.rank_of(peers)
-        for step in range(world):
-            owner = (rank - step + world) % world
-            _begin, count = segment(begins, owner)
-            signals.wait_chunks(peers, owner, 0, cdiv(count, chunk_rows))
         arrived = tl.load(begins + world)
         pushed = signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty))
         pushed = tl.multiple_of(pushed, 16)
         start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
-        sum_choices(
-            pushed, arrived, choices, weights, out, T, N, 0, N, start, programs, TOP_K, BLOCK_M, BLOCK_N
-        )
+        for part in range(cdiv(N, part_columns)):
+            signals.wait_chunk_of_all(peers, part)
+            first_col = part * part_columns
+            last_col = tl.minimum(first_col + part_columns, N)
+            sum_choices(
+                pushed, arrived, choices, weights, out, T, N, first_col, last_col, start, programs, TOP_K, BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
         if start == 0:
             signals.wait_all_arrivals(peers)
     signals.leave(peers)

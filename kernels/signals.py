@@ -43,6 +43,10 @@ Note [Tickets]: of work that any program of a rank can do, whoever is free takes
 run. A piece that waits for peers is handed out only after all pieces of its own rank that have to be done before that
 wait can end anywhere, and a program that waits has published what it did: so one resident program a rank is enough.
 
+Note [One flag of many programs]: what waits for all that a rank sends it, in this call or this part of it, need not
+look for each piece. The programs that store it count themselves, and the last one publishes: it has acquired what
+the others released, so its own release covers their stores too. It also clears the count, for the next call.
+
 Note [The next call]: a call's number lies in the device's memory, so that a replayed CUDA graph counts on. No program
 may change it while another one of its launch reads it. So programs count themselves out, and the last one counts the
 call: what the others have read happens before, as each releases and the last acquires. A launch of its own in front of
@@ -71,7 +75,8 @@ TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
-PUSH, TILE, LEFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # words behind the epoch
+# words behind the epoch; of DONE one for each (part, rank)
+PUSH, TILE, LEFT, DONE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
 # polls between two looks at the clock and at the other programs' failures
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
@@ -83,8 +88,9 @@ class Peers(NamedTuple):
     data         int64 [W]   address of every rank's data region, two slots of slot_bytes
     flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source], by source and chunk
     arrivals     int64 [W]   address of every rank's int64 [2, W], by parity and source: signature << 32 | epoch
-    epoch        int32 [4]   own memory on the device: number of this call, from 1 on; how many pieces of PUSH and of
-                             TILE work it has handed out; how many programs have LEFT it
+    epoch        int32 [4 + MOST_PARTS W]   own memory on the device: number of this call, from 1 on; how many pieces of
+                             PUSH and of TILE work it has handed out; how many programs have LEFT it, and how many are
+                             DONE with a part of it
     failure      int64 [8]   own memory on the device, read by every program: nonzero after a failure
     status       int64 [8]   where the host looks: code, peer, chunk or ARRIVAL, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
@@ -152,6 +158,20 @@ def failed(peers):
 def take(peers, kind):
     """The number of the next piece of work of this kind: 0, 1, ..., each to one program. See Note [Tickets]."""
     return tl.atomic_add(peers.epoch + kind, 1, sem="relaxed", scope="gpu")
+
+
+@inline
+def complete(peers, dst, part, programs):
+    """Whether this is the last of so many programs to have stored what goes to `dst` in this part of the call.
+
+    See Note [One flag of many programs].
+    """
+    word = peers.epoch + DONE + part * peers.world_size + dst
+    tl.debug_barrier()  # Note [Barrier before the release]
+    last = tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(word, 0)
+    return last
 
 
 @inline

@@ -20,7 +20,7 @@ from torch import Tensor
 import fusedtp.ops  # noqa: F401  (the operations enter themselves in OPERATIONS)
 from fusedtp.comm import DeviceView
 from fusedtp.comm.copies import Part, parts
-from fusedtp.comm.device_view import meet_options, peers_of
+from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch.config import Machine
@@ -58,7 +58,7 @@ class SimulatedWorld:
         self.data = symmetric("slots", w, (2, self.slot_bytes), torch.uint8)
         self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
         self.arrivals = symmetric("arrivals", w, (2, w), torch.int64, poisoned=False)
-        self.epochs = symmetric("epoch", w, (4,), torch.int32, poisoned=False)
+        self.epochs = symmetric("epoch", w, (epoch_words(w),), torch.int32, poisoned=False)
         for epoch in self.epochs.tensors:
             epoch[0] = 1
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusedtp.comm.device_view import meet_options, peers_of
+from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
 from fusedtp.ops.launch import (
     Launch,
     Machine,
@@ -445,7 +445,7 @@ def _view(world_size: int) -> SimpleNamespace:
         data_ptrs=words,
         flag_ptrs=words,
         arrival_ptrs=words,
-        epoch=torch.zeros(4, dtype=torch.int32),
+        epoch=torch.zeros(epoch_words(world_size), dtype=torch.int32),
         status=words,
         slot_bytes=1 << 30,
         flags_per_source=4096,

@@ -24,7 +24,7 @@ class DeviceView:
     data_ptrs: Tensor  # int64 [W]
     flag_ptrs: Tensor  # int64 [W]
     arrival_ptrs: Tensor  # int64 [W]
-    epoch: Tensor  # int32 [4], own memory: the number of the call, and what its kernel counts by, zero between calls
+    epoch: Tensor  # int32 [epoch_words], own memory: the call's number, and what its kernel counts by: 0 between calls
     status: Tensor  # int64 [8], where the host reads it: code, peer, chunk, wanted, seen
     failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
     slot_bytes: int
@@ -39,7 +39,13 @@ class DeviceView:
         return {}
 
 
+MOST_PARTS = 8  # of a call, for which programs count themselves
 MOST_MEETINGS = 1024  # kept: with sizes that change from call to call so do signatures
+
+
+def epoch_words(world_size: int) -> int:
+    """The call's number, three counts, and one for each part and rank: see Peers in kernels/signals.py."""
+    return 4 + MOST_PARTS * world_size
 
 
 def odd(n: int) -> int:

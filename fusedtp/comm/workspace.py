@@ -86,7 +86,7 @@ from torch import Tensor
 
 from . import device_view, semaphore
 from .copies import Copies
-from .device_view import DeviceView, runs_kernels
+from .device_view import DeviceView, epoch_words, runs_kernels
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .memory import Region, round_up
 from .process_world import ProcessWorld
@@ -159,7 +159,8 @@ class Workspace:
         self.views: dict[tuple[int, int, tuple[int, ...], torch.dtype, int], Tensor] = {}
         self._flag_views: dict[tuple[int, int], Tensor] = {}
         self._view: DeviceView | None = None
-        self.epoch = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
+        self.epoch = torch.zeros(epoch_words(w), dtype=torch.int32, device=device)
+        self.epoch[0] = 1
         self.status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._status: Any = self.status.numpy()
         if device.type == "cpu":

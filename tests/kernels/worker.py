@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fusedtp.comm.copies import Copies
-from fusedtp.comm.device_view import DeviceView
+from fusedtp.comm.device_view import DeviceView, epoch_words
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
 from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul, sending_of
@@ -74,7 +74,7 @@ class World:
             data_ptrs=table,
             flag_ptrs=table + self.data_bytes,
             arrival_ptrs=table + self.data_bytes + flag_bytes,
-            epoch=torch.tensor([1, 0, 0, 0], dtype=torch.int32),
+            epoch=torch.tensor([1] + [0] * (epoch_words(len(base)) - 1), dtype=torch.int32),
             status=status,
             failure=status,
             slot_bytes=SLOT,

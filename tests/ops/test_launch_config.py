@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.checks.lint import _view, machine_of
+from fusedtp.comm.device_view import MOST_PARTS
 from fusedtp.comm.launching import Launch
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, Config, tiles
@@ -17,8 +18,8 @@ from fusedtp.ops.launch.operands import described, even_columns
 from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, window_args
+from fusedtp.ops.moe.combine import part_columns, returning
 from fusedtp.ops.moe.dispatch import pulling
-from fusedtp.ops.moe.plan import Exchange
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.lint import TARGETS
 
@@ -122,26 +123,18 @@ def test_columns_are_evened_with_zeros_and_only_where_they_must_be():
         assert (made is dy) == (width % 16 == 0)
 
 
-@given(
-    st.lists(st.integers(0, 20000), min_size=1, max_size=8),
-    st.integers(1, 8),
-    st.booleans(),
-    st.integers(0, 9000),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
-    st.integers(2, 4096),
-)
-def test_a_dispatch_fits_its_flags_and_its_part_of_a_gpu(sizes, top_k, scalars, width, dtype, flags):
-    """And ranks whose GPUs have not the same multiprocessors, or tokens, agree on what a flag covers."""
-    at, per_row = Exchange("", 0, tuple(sizes), 8 * len(sizes), top_k, 0, "triton"), 1 if scalars else top_k
+@given(st.integers(0, 9000), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
+def test_an_exchange_fits_its_part_of_a_gpu(width, dtype):
     for target in TARGETS.values():
-        chunks = set()
         for programs in (2, 16, 132):
-            for rank, tokens in enumerate(sizes):
-                x = torch.empty(tokens * top_k // per_row, width, dtype=dtype, device="meta")
-                machine = replace(machine_of(target), programs=programs)
-                config = pulling(machine, at._replace(rank=rank), per_row, x, flags)
-                chunks.add(config.chunk)
+            x = torch.empty(3, width, dtype=dtype, device="meta")
+            machine = replace(machine_of(target), programs=programs)
+            for config in (pulling(machine, x), returning(machine, x)):
                 assert config.send_programs + config.other_programs == programs
                 assert 32 * config.num_warps * config.max_registers <= REGISTERS
-        (chunk,) = chunks
-        assert -(-max(sizes) * top_k // per_row // chunk) <= flags
+
+
+@given(st.integers(0, 70000), st.sampled_from([1, 64, 256, 1024]))
+def test_parts_of_a_row_are_whole_blocks_and_few(width, block):
+    columns = part_columns(width, block)
+    assert columns % block == 0 and columns > 0 and -(-width // columns) <= MOST_PARTS

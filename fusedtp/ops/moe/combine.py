@@ -34,7 +34,7 @@ from fusedtp.comm.launching import Launch, layouts
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
 from ..cpu import accumulator, cache_blocks
-from ..launch.config import Config, Machine
+from ..launch.config import ALL_REGISTERS, Config, Machine, gather_programs
 from ..launch.operands import group_operands, grouped_descriptors
 from ..launch.run import check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
@@ -42,7 +42,6 @@ from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_
 from ..operation import Plan as Call
 from ..rows import Rows
 from ..shards import ring
-from .dispatch import moving
 from .grouped import (
     check_grouped,
     fp32_precision,
@@ -525,18 +524,34 @@ def prepare_combine(
     """The launch of moe_combine_kernel without its pointers. y [max_rows, N], any strides."""
     from fusedtp.kernels.moe_exchange import moe_combine_kernel
 
-    config = config or moving(machine, at, y, view.flags_per_source)
+    config = config or returning(machine, y)
     args = dict(
         stride_ym=y.stride(0),
         stride_yn=y.stride(1),
         N=y.shape[1],
-        chunk_rows=config.chunk,
+        part_columns=part_columns(y.shape[1], config.block_k),
         send_programs=config.send_programs,
         TOP_K=top_k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_k,
     )
     return Launch(moe_combine_kernel, config.send_programs + config.other_programs, args, config)
+
+
+def returning(machine: Machine, y: Tensor) -> Config:
+    """A block of whole cache lines of a few rows; a quarter of the machine sends."""
+    if machine.clock == "host":
+        senders, others = gather_programs(machine)
+        return Config(64, 0, 256, send_programs=senders, other_programs=others)
+    senders = max(1, machine.programs // 4)
+    registers = ALL_REGISTERS if machine.clock == "cuda" else 0
+    programs: dict[str, Any] = dict(send_programs=senders, other_programs=max(1, machine.programs - senders))
+    return Config(8, 0, 2048 // max(2, y.element_size()), num_warps=4, max_registers=registers, **programs)
+
+
+def part_columns(width: int, block: int) -> int:
+    """Columns that travel together, whole blocks of a row: the sum of a part can begin when the next one is sent."""
+    return max(1, -(-width // (PARTS * block))) * block
 
 
 def combine_pointers(

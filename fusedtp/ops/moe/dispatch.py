@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isqrt
 from typing import Any
 
 import torch
@@ -69,9 +68,6 @@ from .plan import (
     unpacked,
     without_dropped,
 )
-
-# bytes of x by which a flag more, and a sender fewer, cost the same: about 5 us, what 7 polls take, by 50 GB/s
-BALANCED = 256 * 1024
 
 
 def moe_dispatch(
@@ -535,16 +531,15 @@ def prepare_dispatch(
     """
     from fusedtp.kernels.moe_exchange import moe_dispatch_kernel
 
-    config = config or pulling(machine, at, choices_per_row, x, view.flags_per_source)
+    config = config or pulling(machine, x)
     args = dict(
         sizes=tuple(odd(n * at.top_k) for n in at.sizes),
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         choices_per_row=choices_per_row,
         K=x.shape[1],
-        chunk_rows=config.chunk,
         send_programs=config.send_programs,
-        BLOCK_M=config.block_m,
+        BLOCK_M=_published_at_once(x, config),
         PULL_M=_pulled_at_once(at, config),
         BLOCK_K=config.block_k,
     )
@@ -704,23 +699,18 @@ def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:
     return Config(8, 0, wide, num_warps=4, chunk=chunk, max_registers=every, **programs)
 
 
-def pulling(machine: Machine, at: Exchange, choices_per_row: int, x: Tensor, flags: int) -> Config:
+def pulling(machine: Machine, x: Tensor) -> Config:
     """Of a dispatch: one large program for each multiprocessor of this rank, a quarter of them to publish.
 
     Programs do not wait side by side, so that ranks which share a GPU have room for their other kernels; each has
-    bytes enough on their way to keep memory busy, where rows are many. Chunks are what all ranks agree on: of sizes,
-    top_k, and the row's bytes.
+    bytes enough on their way to keep memory busy, where rows are many.
     """
-    most, width, itemsize = max(at.sizes) * at.top_k // choices_per_row, x.shape[1], x.element_size()
+    width, itemsize = x.shape[1], x.element_size()
     if machine.clock == "host":
         senders, others = gather_programs(machine)
-        chunk = gather_chunk(most, flags)
-        return Config(64, 0, 256, send_programs=senders, other_programs=others, chunk=chunk)
+        return Config(64, 0, 256, send_programs=senders, other_programs=others)
     senders = max(1, machine.programs // 4)
     others = max(1, machine.programs - senders)
-    # One chunk more is one flag more that every program polls; one less, longer until all is there.
-    chunks = max(1, min(isqrt(most * width * itemsize // BALANCED), flags))
-    chunk = max(1, -(-most // chunks))
     columns = 2048 // max(2, itemsize)
     block_k = block(width, 1, columns)
     fits = 32 if width % VECTOR == 0 else 16  # rows in registers, which addresses of single elements take too
@@ -728,11 +718,16 @@ def pulling(machine: Machine, at: Exchange, choices_per_row: int, x: Tensor, fla
     registers = 128 if machine.clock == "cuda" else 0  # what 512 threads can have
     warps = 16 if machine.clock == "cuda" else 8
     programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
-    return Config(block_m, 0, block_k, warps, chunk=chunk, max_registers=registers, **programs)
+    return Config(block_m, 0, block_k, warps, max_registers=registers, **programs)
+
+
+def _published_at_once(x: Tensor, config: Config) -> int:
+    """Rows of a publisher's block: fewer where some publishers had none else."""
+    return block(-(-x.shape[0] // config.send_programs), min(4, config.block_m), config.block_m)
 
 
 def _pulled_at_once(at: Exchange, config: Config) -> int:
-    """Rows of a puller's block: as large as the publishers', unless pullers then had fewer than 16 each, if even."""
+    """Rows of a puller's block, unless pullers then had fewer than 16 blocks each, if rows are spread evenly."""
     each = sum(at.sizes) * at.top_k // at.world_size // config.other_programs
     return block(each // 16, min(4, config.block_m), config.block_m)
 
