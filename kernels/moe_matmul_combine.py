@@ -6,24 +6,23 @@
 
 or, of a gated MLP's two gradients on their way back, of (h[row] @ w[e].T + h2[row] @ w2[e].T), without weights.
 
-An item is a few row blocks of one expert by a part of the columns; one program does it, and announces it to every
-rank by a flag. A tile's epilogue stores each row where it belongs: in the slot of the rank whose token it is, where the
-choice stands in that rank's order. Columns are cut into parts, and the first part of all rows comes before the second.
-For a token's choices are spread over all experts and owners: by rows no sum could begin before nearly all are done; by
-columns a quarter of every sum can begin after a quarter of the products. One rank, time to the right:
+A program multiplies a block of one expert's rows by a part of the columns. A tile's epilogue stores each row where it
+belongs: in the slot of the rank whose token it is, where the choice stands in that rank's order. The first part of all
+rows comes before the second. For a token's choices are spread over all experts and owners: by rows no sum could begin
+before nearly all are done; by columns a quarter of every sum can begin after a quarter of the products. One rank, time
+to the right:
 
     send       part 0 of experts 0, 1, 2, ...      part 1 of experts 0, 1, 2, ...      ...
     sum                                            waits for part 0 of all, sums it    waits for part 1 ...
 
-Programs 0 .. S-1 multiply and send, and never wait; the others sum: one resident program a rank is enough. An item
-is published late, see Note [Late publish] in matmul_reduce_scatter.py. Flag part * I + i is part `part` of item i,
-of the I items of its owner; how many those are every rank knows from the plan.
+Programs 0 .. S-1 multiply and send, and never wait; the others sum: one resident program a rank is enough. Flag p of a
+rank is part p of all that it sends: Note [One flag of many programs] in signals.py. A program counts itself out of a
+part late, see Note [Late publish] in matmul_reduce_scatter.py.
 
 Tiles and sums are those of the two kernels one after another, and the product is rounded to its dtype before it
 travels: so the results are the same bits.
 
-Flags go to all ranks, whether an item has rows of theirs or not: to tell would cost both sides a walk over a table of
-experts. Programs that sum stand beside the matmul, and take processors from it. Its time on a GPU is not known yet.
+Programs that sum stand beside the matmul, and take processors from it. Its time on a GPU is not known yet.
 Source: the cut by columns is COMET's, Zhang et al. 2025 (arXiv 2502.19811), section 3.1.
 """
 
@@ -32,7 +31,7 @@ import triton.language as tl
 
 from . import signals
 from .grouped_matmul import first_row, last_row, sum_tile
-from .moe_exchange import overflows, segment, sum_choices
+from .moe_exchange import overflows, sum_choices
 from .tiles import cdiv, dealt, halves, inline, narrow
 
 
@@ -66,7 +65,6 @@ def multiply_and_send(
     R,
     N,
     K,
-    chunk_rows,
     part_tiles,
     programs,
     BLOCK_M: tl.constexpr,
@@ -80,12 +78,12 @@ def multiply_and_send(
     ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """Send stage: every `programs`-th item, part by part, expert by expert."""
+    """Send stage: every `programs`-th row block, part by part, expert by expert."""
     start = tl.program_id(0)
     if start == 0:
         signals.arrive(peers)
     num_cols = cdiv(N, BLOCK_N)
-    flag = start  # of the next item: numbered as they are dealt, those of a program are `programs` apart
+    stored = tl.full((), -1, tl.int32)  # the part before
     for part in range(cdiv(num_cols, part_tiles)):
         first_col = part * part_tiles
         width = tl.minimum(part_tiles, num_cols - first_col)
@@ -93,23 +91,18 @@ def multiply_and_send(
         for expert in range(E):
             begin = end
             end = last_row(offsets, expert, begin, R)
-            own = cdiv(end - begin, chunk_rows)
-            for _ in range(dealt(start, own, programs)):
-                first = begin + start * chunk_rows
-                last = tl.minimum(first + chunk_rows, end)
-                num_rows = cdiv(last - first, BLOCK_M)
-                for tile in range(num_rows * width):
-                    row = first + tile % num_rows * BLOCK_M
-                    rows = row + tl.arange(0, BLOCK_M)
-                    col = (first_col + tile // num_rows) * BLOCK_N
-                    cols = col + tl.arange(0, BLOCK_N)
-                    inside = rows < last
+            blocks = cdiv(end - begin, BLOCK_M)
+            for _ in range(dealt(start, blocks, programs)):
+                row = begin + start * BLOCK_M
+                rows = row + tl.arange(0, BLOCK_M)
+                inside = rows < end
+                for tile in range(width):
+                    col = (first_col + tile) * BLOCK_N
                     acc = sum_tile(
                         x, w, x2, w2, strides, expert, row, rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K,
                         PRECISION, TMA, X_TMA, ACROSS,
                     )  # fmt: skip
-                    if (tile == 0) & (flag >= programs):  # Note [Late publish]
-                        signals.publish_to_all(peers, flag - programs)
+                    stored = publish_stored(peers, stored, programs)  # Note [Late publish]
                     home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
                     if HALVES:
                         left, right = halves(acc)
@@ -117,15 +110,24 @@ def multiply_and_send(
                         send_tile(home, left, inside, half, N, ELEMENT)
                         send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
                     else:
-                        send_tile(home, acc, inside, cols, N, ELEMENT)
-                flag += programs
+                        send_tile(home, acc, inside, col + tl.arange(0, BLOCK_N), N, ELEMENT)
                 start += programs
-            start -= own
-    if flag >= programs:
-        signals.publish_to_all(peers, flag - programs)
+            start -= blocks
+        publish_stored(peers, stored, programs)
+        stored = part
+    publish_stored(peers, stored, programs)
 
 
-@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "part_tiles", "send_programs"])
+@inline
+def publish_stored(peers, stored, programs):
+    """Count this program out of the part that it has stored, if there is one: -1 is none. The last one publishes it."""
+    if stored >= 0:
+        if signals.complete(peers, 0, stored, programs):
+            signals.publish_to_all(peers, stored)
+    return tl.full((), -1, tl.int32)
+
+
+@triton.jit(do_not_specialize=["max_rows", "part_tiles", "send_programs"])
 def moe_matmul_combine_kernel(
     peers,
     x,  # pointers, or TMA descriptors: see Note [Groups by TMA] in grouped_matmul.py
@@ -136,7 +138,6 @@ def moe_matmul_combine_kernel(
     offsets,  # int32 [E + 1], of this rank's experts
     to,  # int32 [R], the rank whose token each row is
     at,  # int32 [R], where the row belongs in that rank's slot
-    items,  # int32 [W + 1], where the items of each owner begin among those of all
     begins,  # int32 [W + 1], which rows of this rank's slot are of each owner
     totals,  # int32 [W], rows of each owner
     max_rows,
@@ -148,8 +149,7 @@ def moe_matmul_combine_kernel(
     T,
     N,
     K,
-    chunk_rows,  # of an item
-    part_tiles,  # tiles of a part of the columns
+    part_tiles,  # of the columns
     send_programs,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -171,7 +171,7 @@ def moe_matmul_combine_kernel(
     element: tl.constexpr = out.dtype.element_ty
     if tl.program_id(0) < send_programs:
         multiply_and_send(
-            peers, x, w, x2, w2, strides, offsets, to, at, E, R, N, K, chunk_rows, part_tiles, send_programs,
+            peers, x, w, x2, w2, strides, offsets, to, at, E, R, N, K, part_tiles, send_programs,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, TMA, X_TMA, ACROSS, element,
         )  # fmt: skip
     else:
@@ -181,10 +181,7 @@ def moe_matmul_combine_kernel(
         start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
         num_cols = cdiv(N, BLOCK_N)
         for part in range(cdiv(num_cols, part_tiles)):
-            for step in range(world):
-                owner = (rank - step + world) % world
-                _first, count = segment(items, owner)
-                signals.wait_chunks(peers, owner, part * count, (part + 1) * count)
+            signals.wait_chunk_of_all(peers, part)
             first_col = part * part_tiles * BLOCK_N
             last_col = tl.minimum(first_col + part_tiles * BLOCK_N, N)
             sum_choices(

@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fusedtp.comm import place, propagate_errors
-from fusedtp.comm.device_view import peers_of
+from fusedtp.comm.device_view import MOST_PARTS, peers_of
 from fusedtp.comm.launching import Launch, layouts
-from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 
 from ..cpu import accumulator, cache_blocks
 from ..launch.config import ALL_REGISTERS, Config, Machine, gather_programs
@@ -432,10 +431,8 @@ def triton_matmul(
     call: Call, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
     table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> Tensor:  # fmt: skip
-    """One launch, or two where an owner has more experts than a source has flags for."""
+    """One launch."""
     at = Exchange.of(call.spec, max_rows)
-    if at.experts_here >= FLAGS_PER_SOURCE:
-        return _after_matmul(triton)(call, hs, experts, offsets, weights, table, orders, index, max_rows)
     precision, words = fp32_precision(), unpacked(index, at)
     places = words.places[: at.tokens * at.top_k].view(-1, at.top_k)
     with call.call() as running:
@@ -614,16 +611,14 @@ def prepare_matmul_combine(
 
     assert 1 <= len(hs) == len(experts) <= 2
     (r, k), (e, n, _) = hs[0].shape, experts[0].shape
-    config = config or matmul_combine_config(
-        machine, hs[0].dtype, precision, at, n, view.flags_per_source, len(hs)
-    )
+    config = config or matmul_combine_config(machine, hs[0].dtype, precision, at, n, len(hs))
+    assert -(-n // (config.block_n * config.part_tiles)) <= MOST_PARTS, config
     args = group_operands(config, hs, experts) | dict(
         strides=(*hs[0].stride(), *experts[0].stride()),
         E=e,
         R=r,
         N=n,
         K=k,
-        chunk_rows=config.chunk * config.block_m,
         part_tiles=config.part_tiles,
         send_programs=config.send_programs,
         TOP_K=at.top_k,
@@ -661,7 +656,6 @@ def matmul_combine_pointers(
         offsets=offsets.contiguous(),
         to=index.to,
         at=index.to_places,
-        items=items_of(index.counts[: at.num_experts], at.world_size, launch.args["chunk_rows"]),
         begins=index.begins,
         totals=index.totals,
         max_rows=at.max_rows,
@@ -686,39 +680,19 @@ def plan_matmul_combine(
     return launch.given(given), out
 
 
-def items_of(counts: Tensor, world_size: int, chunk_rows: int) -> Tensor:
-    """counts [E], rows of every expert -> int32 [W + 1]: where the items of each owner begin among those of all."""
-    each = (counts + (chunk_rows - 1)) // chunk_rows
-    ends = each.view(world_size, -1).sum(1).cumsum(0)
-    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-
-
 def matmul_combine_config(
-    machine: Machine,
-    dtype: torch.dtype,
-    precision: str,
-    at: Exchange,
-    n: int,
-    flags: int,
-    products: int = 1,
+    machine: Machine, dtype: torch.dtype, precision: str, at: Exchange, n: int, products: int = 1
 ) -> Config:
-    """The tiles of the grouped matmul; items and parts depend on what all ranks share alone.
+    """The tiles of the grouped matmul; the parts depend on what all ranks share alone.
 
-    Items are as small as the flags allow. An eighth of the machine sums beside the others, which multiply. The sum of
-    two products would spill in the widest tile, by what the lint shows.
+    An eighth of the machine sums beside the others, which multiply. The sum of two products would spill in the widest
+    tile, by what the lint shows.
     """
     config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n)
     if products > 1:
         widest = NARROW // 2 if 0 < machine.capability < 90 else NARROW
         config = replace(config, block_n=min(config.block_n, widest))
-    tiles = max(1, -(-n // config.block_n))
-    part, room = tiles, flags - at.experts_here  # an expert's last item may be a smaller one
-    assert room > 0, (flags, at)
-    quarter = -(-tiles // PARTS)
-    of_each = flags // -(-tiles // quarter) - at.experts_here
-    if of_each > 0:
-        part, room = quarter, of_each
-    chunk = max(1, -(-at.max_rows // (room * config.block_m)))
+    part = max(1, -(-n // (PARTS * config.block_n)))
     reducers = max(1, machine.programs // 8)
     senders = max(1, machine.programs - reducers)
-    return replace(config, part_tiles=part, chunk=chunk, send_programs=senders, other_programs=reducers)
+    return replace(config, part_tiles=part, send_programs=senders, other_programs=reducers)

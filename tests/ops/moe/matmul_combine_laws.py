@@ -27,9 +27,8 @@ NAMES = ("out", "dx", "dweights", "dexperts")
 
 @dataclass(frozen=True)
 class Cut:
-    """How the kernel is cut up: row blocks of an item, tiles of a part of the columns, programs of either kind."""
+    """How the kernel is cut up: tiles of a part of the columns, programs of either kind."""
 
-    chunk: int = 1
     part_tiles: int = 1
     programs: tuple[int, int] = (2, 1)
     halves: bool = False
@@ -38,7 +37,7 @@ class Cut:
     def used(self) -> Iterator[None]:
         """Small tiles, also of the matmul by itself."""
         senders, others = self.programs
-        more: dict[str, Any] = dict(send_programs=senders, other_programs=others, chunk=self.chunk)
+        more: dict[str, Any] = dict(send_programs=senders, other_programs=others)
         tile = Config(16, 16, 16, halves=self.halves)
         config = Config(16, 16, 16, halves=self.halves, part_tiles=self.part_tiles, **more)
         with (
