@@ -6,18 +6,16 @@
 
 or, of a gated MLP's two gradients on their way back, of (h[row] @ w[e].T + h2[row] @ w2[e].T), without weights.
 
-A program multiplies a block of one expert's rows by a part of the columns. A tile's epilogue stores each row where it
-belongs: in the slot of the rank whose token it is, where the choice stands in that rank's order. The first part of all
-rows comes before the second. For a token's choices are spread over all experts and owners: by rows no sum could begin
-before nearly all are done; by columns a quarter of every sum can begin after a quarter of the products. One rank, time
-to the right:
+A tile's epilogue stores each row where it belongs: in the slot of the rank whose token it is, where the choice stands
+in that rank's order. The first part of all columns comes before the second. For a token's choices are spread over all
+experts and owners: by rows no sum could begin before nearly all are done; by columns a quarter of every sum can begin
+after a quarter of the products. One rank, time to the right:
 
     send       part 0 of experts 0, 1, 2, ...      part 1 of experts 0, 1, 2, ...      ...
     sum                                            waits for part 0 of all, sums it    waits for part 1 ...
 
 Programs 0 .. S-1 multiply and send, and never wait; the others sum: one resident program a rank is enough. Flag p of a
-rank is part p of all that it sends: Note [One flag of many programs] in signals.py. A program counts itself out of a
-part late, see Note [Late publish] in matmul_reduce_scatter.py.
+rank is part p of all that it sends: Note [One flag of many programs] in signals.py.
 
 Tiles and sums are those of the two kernels one after another, and the product is rounded to its dtype before it
 travels: so the results are the same bits.
@@ -78,12 +76,11 @@ def multiply_and_send(
     ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """Send stage: every `programs`-th row block, part by part, expert by expert."""
+    """Send stage: every `programs`-th tile, part by part, expert by expert."""
     start = tl.program_id(0)
     if start == 0:
         signals.arrive(peers)
     num_cols = cdiv(N, BLOCK_N)
-    stored = tl.full((), -1, tl.int32)  # the part before
     for part in range(cdiv(num_cols, part_tiles)):
         first_col = part * part_tiles
         width = tl.minimum(part_tiles, num_cols - first_col)
@@ -92,39 +89,27 @@ def multiply_and_send(
             begin = end
             end = last_row(offsets, expert, begin, R)
             blocks = cdiv(end - begin, BLOCK_M)
-            for _ in range(dealt(start, blocks, programs)):
-                row = begin + start * BLOCK_M
+            for _ in range(dealt(start, blocks * width, programs)):
+                row = begin + start // width * BLOCK_M
+                col = (first_col + start % width) * BLOCK_N
                 rows = row + tl.arange(0, BLOCK_M)
                 inside = rows < end
-                for tile in range(width):
-                    col = (first_col + tile) * BLOCK_N
-                    acc = sum_tile(
-                        x, w, x2, w2, strides, expert, row, rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K,
-                        PRECISION, TMA, X_TMA, ACROSS,
-                    )  # fmt: skip
-                    stored = publish_stored(peers, stored, programs)  # Note [Late publish]
-                    home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
-                    if HALVES:
-                        left, right = halves(acc)
-                        half = col + tl.arange(0, BLOCK_N // 2)
-                        send_tile(home, left, inside, half, N, ELEMENT)
-                        send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
-                    else:
-                        send_tile(home, acc, inside, col + tl.arange(0, BLOCK_N), N, ELEMENT)
+                acc = sum_tile(
+                    x, w, x2, w2, strides, expert, row, rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K, PRECISION,
+                    TMA, X_TMA, ACROSS,
+                )  # fmt: skip
+                home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
+                if HALVES:
+                    left, right = halves(acc)
+                    half = col + tl.arange(0, BLOCK_N // 2)
+                    send_tile(home, left, inside, half, N, ELEMENT)
+                    send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
+                else:
+                    send_tile(home, acc, inside, col + tl.arange(0, BLOCK_N), N, ELEMENT)
                 start += programs
-            start -= blocks
-        publish_stored(peers, stored, programs)
-        stored = part
-    publish_stored(peers, stored, programs)
-
-
-@inline
-def publish_stored(peers, stored, programs):
-    """Count this program out of the part that it has stored, if there is one: -1 is none. The last one publishes it."""
-    if stored >= 0:
-        if signals.complete(peers, 0, stored, programs):
-            signals.publish_to_all(peers, stored)
-    return tl.full((), -1, tl.int32)
+            start -= blocks * width
+        if signals.complete(peers, 0, part, programs):
+            signals.publish_to_all(peers, part)
 
 
 @triton.jit(do_not_specialize=["max_rows", "part_tiles", "send_programs"])
