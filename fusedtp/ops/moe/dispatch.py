@@ -650,7 +650,7 @@ def dispatch_matmul_pointers(
     offsets   [E + 1]   int32, where the rows of each expert begin
     """
     rows, y, *products = outs
-    _, (w, *w2) = grouped_descriptors(launch, [], matrices)
+    w, *w2 = grouped_descriptors(launch, [], matrices)[1] if launch.args["TMA"] else matrices
     return dict(
         peers=peers,
         x=x,
