@@ -60,7 +60,8 @@ def one_buffer(peers, rank):
     [
         ("slot", "read-write race"),
         ("wait_all_arrivals", "write-write race"),
-        ("wait_chunks", "read-write race"),
+        ("wait", "read-write race"),
+        ("wait_chunk_of_all", "read-write race"),
         ("arrive", "deadlock"),
     ],
 )
