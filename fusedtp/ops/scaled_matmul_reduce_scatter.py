@@ -13,6 +13,7 @@ no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -202,7 +203,8 @@ def prepare(
 ) -> Launch:
     """The launch without its pointers, for operands of these shapes, strides and alignments."""
     launch = prepare_unscaled(view, [x], [w], rows, config, machine)
-    return launch.given(dict(stride_xs=scale_step(x_scale), stride_ws=scale_step(w_scale)))
+    scales = dict(stride_xs=scale_step(x_scale), stride_ws=scale_step(w_scale))
+    return replace(launch, args=launch.args | scales)
 
 
 def scale_pointers(x_scale: Tensor, w_scale: Tensor) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def released(case: Case, target: str) -> list[Counter[tuple[str, int]]]:
     assert run.check() == []
     every = [each for each in found if each.order in ("release", "acq_rel")]
     releases = [
-        each for each in every if each.function != "leave"
+        each for each in every if each.function not in ("leave", "complete")
     ]  # which programs of one rank tell each other
     assert {each.scope for each in releases} == {"sys"} and len(releases) < len(every)
     ranks = 1 + max(each.rank for each in releases)

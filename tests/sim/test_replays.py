@@ -48,7 +48,7 @@ def with_a_baked_in(number: int, names: list[str]) -> list[str]:
     ("number", "names"),
     [
         (0, ["orders", "in_sources", "sources", "arrivals"]),
-        (2, ["index", "blocks", "origins", "offsets", "to", "at", "items", "choices"]),
+        (2, ["index", "blocks", "origins", "offsets", "to", "at", "choices"]),
     ],
 )
 def test_a_plan_that_the_replay_does_not_read_anew_is_found(impatient, number, names):

@@ -30,11 +30,14 @@ def off_by_one_percent(*args, **kwargs):
     return 1.01 * matmul_reduce_scatter(*args, **kwargs)
 
 
+def scattering(how) -> AbstractContextManager:
+    """While entered, row-parallel layers take this in place of matmul_reduce_scatter."""
+    return patch.object(layers, "PLAIN", layers.PLAIN._replace(scatter=how))
+
+
 def broken_from_step_12(model, batches, step, load, *more):
     """backward of a step, in the last of which the forward is slightly wrong."""
-    with patch.object(
-        ops, "matmul_reduce_scatter", off_by_one_percent if step >= 12 else matmul_reduce_scatter
-    ):
+    with scattering(off_by_one_percent if step >= 12 else matmul_reduce_scatter):
         return backward(model, batches, step, load, *more)
 
 
@@ -47,7 +50,7 @@ def failing_on_rank_1(options, step):
 
 matmul_reduce_scatter, backward = ops.matmul_reduce_scatter, loop.backward
 BREAKAGES: dict[str, AbstractContextManager] = {
-    "row_sum": patch.object(ops, "matmul_reduce_scatter", own_partial),
+    "row_sum": scattering(own_partial),
     "replicated_gradient": patch.object(layers, "read", lambda parameter, group: placement.local(parameter)),
     "late": patch.object(loop, "backward", broken_from_step_12),
     "raise": patch("fusedtp.train.run.learning_rate", failing_on_rank_1),

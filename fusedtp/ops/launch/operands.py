@@ -137,11 +137,10 @@ def stacked(w: Tensor) -> Tensor:
 
 
 def grouped_descriptors(
-    launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    config: Config, args: Mapping[str, Any], xs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The x_i and weights of a launch that has its kernel's part of `group_operands`: as they are, or their descriptors
-    where they go by TMA."""
-    config, args = launch.config, launch.args
+    """The x_i and weights of a launch whose arguments have its kernel's part of `group_operands`: as they are, or their
+    descriptors where they go by TMA."""
     if args.get("X_TMA"):
         xs = [described(x, [config.block_m, config.block_k]) for x in xs]
     if args.get("ACROSS"):

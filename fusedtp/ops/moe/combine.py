@@ -646,7 +646,10 @@ def matmul_combine_pointers(
     out: Tensor,
 ) -> dict[str, Any]:
     """The arguments that a prepared matmul with its combine lacks; places and weights as of a combine."""
-    (h, *h2), (w, *w2) = grouped_descriptors(launch, hs, experts) if launch.args["TMA"] else (hs, experts)
+    left, right = hs, experts
+    if launch.args["TMA"]:
+        left, right = grouped_descriptors(launch.config, launch.args, hs, experts)
+    (h, *h2), (w, *w2) = left, right
     return dict(
         peers=peers,
         x=h,

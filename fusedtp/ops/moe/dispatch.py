@@ -650,7 +650,9 @@ def dispatch_matmul_pointers(
     offsets   [E + 1]   int32, where the rows of each expert begin
     """
     rows, y, *products = outs
-    w, *w2 = grouped_descriptors(launch, [], matrices)[1] if launch.args["TMA"] else matrices
+    w, *w2 = (
+        grouped_descriptors(launch.config, launch.args, [], matrices)[1] if launch.args["TMA"] else matrices
+    )
     return dict(
         peers=peers,
         x=x,

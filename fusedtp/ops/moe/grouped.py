@@ -587,9 +587,9 @@ def plan_matmul(
         HALVES=config.halves,
         **group_operands(config, xs, weights),
     )
-    launch = Launch(grouped_matmul_kernel, _programs(machine, config, r, e, n), args, config)
-    (x, *x2), (w, *w2) = grouped_descriptors(launch, xs, weights)
-    return launch.given(dict(x=x, w=w, x2=x2[0] if x2 else None, w2=w2[0] if w2 else None)), y
+    (x, *x2), (w, *w2) = grouped_descriptors(config, args, xs, weights)
+    args |= dict(x=x, w=w, x2=x2[0] if x2 else None, w2=w2[0] if w2 else None)
+    return Launch(grouped_matmul_kernel, _programs(machine, config, r, e, n), args, config), y
 
 
 def plan_gated(
@@ -622,9 +622,10 @@ def plan_gated(
         EVEN_K=k % config.block_k == 0,
         ACT=act,
     )
+    (x,), (gate, up) = grouped_descriptors(config, args, [x], [gate, up])
+    args |= dict(x=x, gate=gate, up=up)
     launch = Launch(grouped_gated_kernel, _programs(machine, config, r, e, n), args, config)
-    (x,), (gate, up) = grouped_descriptors(launch, [x], [gate, up])
-    return launch.given(dict(x=x, gate=gate, up=up)), (y, gate_out, up_out)
+    return launch, (y, gate_out, up_out)
 
 
 def plan_wgrad(
