@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.comm.device_view import DeviceView
+from fusedtp.comm.device_view import DeviceView, epoch_words
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch import Launch, Machine, plain
@@ -68,7 +68,7 @@ def view_of(
         data_ptrs=table(slots),
         flag_ptrs=table([part.data_ptr() for part in flags]),
         arrival_ptrs=table([part.data_ptr() for part in arrivals]),
-        epoch=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
+        epoch=torch.tensor([1] + [0] * (epoch_words(world_size) - 1), dtype=torch.int32, device=device),
         status=status,
         failure=failure,
         slot_bytes=0,

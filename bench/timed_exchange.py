@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         *(["us before"] if before else []),
         "us",
         "GB/s",
-        "UCCL-EP GB/s",
+        "UCCL-EP on H200",
     ]
     for name in names:
         table.add_column(name, justify="left" if name == "operation" else "right")

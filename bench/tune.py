@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fusedtp.comm.device_view import epoch_words
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import measured
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
@@ -340,9 +341,9 @@ def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=rank.device)
 
-    words = torch.zeros(max(8, world), dtype=torch.int64, device=rank.device)
+    words = torch.zeros(epoch_words(world), dtype=torch.int64, device=rank.device)
     view = SimpleNamespace(
-        data_ptrs=words, flag_ptrs=words, arrival_ptrs=words, epoch=words[:4].int(),
+        data_ptrs=words, flag_ptrs=words, arrival_ptrs=words, epoch=words.int(),
         status=words, failure=words,
         slot_bytes=1 << 30, flags_per_source=FLAGS_PER_SOURCE, timeout_s=600.0, meet=None,
         ranks_per_device=1 if rank.comm is None else rank.comm.world.ranks_per_device,

@@ -25,7 +25,8 @@ Note [Delayed scaling]
 A scale that is made of the numbers it is for takes a pass over them first, and a tensor's scale a message of all ranks.
 With a history, scales are of the largest magnitudes of the last steps, known beforehand. In training the layer notes
 this step's in its buffer `amax`, and `advance_fp8_`, once a step, enters them in the histories of all layers, the
-largest of all ranks. Numbers beyond a scale become the largest fp8. Until the first `advance_fp8_` scales are current.
+largest of all ranks; what a step has not seen, or seen as zeros alone, keeps its last magnitude. Numbers beyond a scale
+become the largest fp8. Scales are current until the history has a magnitude of their tensors.
 Both buffers are in the state dict. A block that is computed again for its backward (activation checkpointing) has the
 same scales both times.
 
@@ -116,11 +117,13 @@ class FP8Linear(Linear):
                 f"history is {history}, margin {margin}, scales {scales!r}: neither may be negative, a history is one "
                 "of tensor scales, and a margin one of a history"
             )
+        if min_rows < 0:
+            raise ValueError(f"min_rows is {min_rows}, must not be negative")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         scaling: Any = Current(scales == "row")
         if history:
-            self.register_buffer("amax_history", torch.zeros(history, 3, device=device))
-            self.register_buffer("amax", torch.zeros(3, device=device))
+            self.register_buffer("amax_history", torch.zeros(history, 3, device=device, dtype=torch.float32))
+            self.register_buffer("amax", torch.zeros(3, device=device, dtype=torch.float32))
             scaling = Delayed(self, margin)
         self.operations = InFP8(min_rows, scaling)
 
@@ -135,12 +138,29 @@ class FP8Linear(Linear):
         if "amax" in self._buffers:
             self.amax.zero_()
             self.amax_history.zero_()
-            self.operations.scaling.steps = 0
+            self.operations.scaling.seen = NOTHING
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Magnitudes stay fp32, whatever dtype the layer is cast to."""
+        before = {name: self._buffers[name] for name in ("amax", "amax_history") if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A Linear's state dict has no history, and another layer's may have another length."""
+        if "amax" in self._buffers:
+            found = state_dict.get(f"{prefix}amax_history", self.amax_history.new_zeros(0, 3))
+            kept = found[: len(self.amax_history)]
+            filling = kept.new_zeros(len(self.amax_history) - len(kept), 3)
+            state_dict[f"{prefix}amax_history"] = torch.cat([kept, filling])
+            state_dict.setdefault(f"{prefix}amax", self.amax.new_zeros(3))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if "amax" in self._buffers and not self.amax.is_meta:
-            self.operations.scaling.steps = int(self.amax_history.any())
+            self.operations.scaling.seen = tuple((self.amax_history > 0).any(0).tolist())
 
     def extra_repr(self) -> str:
         scaling = self.operations.scaling
@@ -192,14 +212,17 @@ class Current(Scaling):
         return f"{'row' if self.by_row else 'tensor'} scales"
 
 
+NOTHING = (False, False, False)  # of x, w and dy
+
+
 class Delayed(Scaling):
     """Tensor scales of the largest magnitudes of the last steps: Note [Delayed scaling].
 
-    steps   that were recorded, or 1 if a state dict brought some
+    seen   whether the history has a magnitude of x, of w, of dy; the same on all ranks, as histories are
     """
 
     def __init__(self, layer: Any, margin: int) -> None:
-        self.layer, self.margin, self.steps = layer, margin, 0
+        self.layer, self.margin, self.seen = layer, margin, NOTHING
 
     def _scale(self, at: int, kind: torch.dtype) -> Tensor:
         largest = self.layer.amax_history[:, at].amax().view(1, 1)
@@ -215,14 +238,14 @@ class Delayed(Scaling):
             _refuse_to_compile()
         self._record(0, x)
         self._record(1, w)
-        if not self.steps:
+        if not (self.seen[0] and self.seen[1]):
             return Current(False).operands(x, w, spec)
         x_scale, w_scale = self._scale(0, E4M3), self._scale(1, E4M3)
         return (fp8.values_of(x, x_scale, E4M3), x_scale), (fp8.values_of(w, w_scale, E4M3), w_scale)
 
     def gradient(self, dy: Tensor, spec: Spec | None) -> Quantized:
         self._record(2, dy)
-        if not self.steps:
+        if not self.seen[2]:
             return Current(False).gradient(dy, spec)
         scale = self._scale(2, E5M2)
         return fp8.values_of(dy, scale, E5M2), scale
@@ -268,9 +291,11 @@ def advance_fp8_(model: nn.Module) -> None:
                 comm = communicator(group)
                 seen = of_all_ranks(seen, Spec(group, comm.rank, (1,) * comm.world_size))
             for layer, amax in zip(layers, seen.view(-1, 3), strict=True):
-                layer.amax_history.copy_(torch.cat([amax.view(1, 3), layer.amax_history[:-1]]))
+                newest = torch.where(amax > 0, amax, layer.amax_history[0])  # what was not seen is as it was
+                layer.amax_history.copy_(torch.cat([newest.view(1, 3), layer.amax_history[:-1]]))
                 layer.amax.zero_()
-                layer.operations.scaling.steps += 1
+                if not all(layer.operations.scaling.seen):  # waits for the device, in the first steps
+                    layer.operations.scaling.seen = tuple((layer.amax_history > 0).any(0).tolist())
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -288,11 +313,10 @@ class InFP8:
 
     def instead_of(self, operation: str, tokens: int) -> str:
         """The name of what runs in place of an operation of the working dtype, for so many tokens."""
-        return (
-            f"scaled_{operation}"
-            if tokens >= self.min_rows and f"scaled_{operation}" in OPERATIONS
-            else operation
-        )
+        if tokens < self.min_rows:
+            return operation
+        alone = {"matmul": "fp8 matmul", "matmul_all_reduce": "fp8 matmul and all_reduce"}
+        return alone.get(operation, f"scaled_{operation}")
 
     def gather(
         self,
@@ -359,7 +383,7 @@ class InFP8:
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(x.device.type, x, weight, bias)
         _check_dtype(x)
-        (y,) = _Gathered.apply(None, self.scaling, [main_grad], x.flatten(0, -2), weight, bias)
+        (y,) = _Gathered.apply(None, self.scaling, [main_grad], x.reshape(-1, x.shape[-1]), weight, bias)
         made: Tensor = y
         return made.view(*x.shape[:-1], weight.shape[0])
 
@@ -377,7 +401,7 @@ class InFP8:
         if x.shape[:-1].numel() < self.min_rows:
             return ops.matmul_all_reduce(x, weight, group, bias=bias, engine=engine, layer=layer)
         y = all_reduce_sum(self.local(x, weight), group, layer)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 def _check_dtype(x: Tensor) -> None:
@@ -414,6 +438,7 @@ class _Gathered(Function):
         ctx.save_for_backward(packed if need_weights else None, *((w_scale, *weights) if need_x else ()))
         ctx.spec = None if spec is None else spec._replace(needs_grad=0)
         ctx.scaling, ctx.main_grads, ctx.k, ctx.dtype = scaling, main_grads, x.shape[1], x.dtype
+        ctx.quantized = None
         return tuple(ys)
 
     @staticmethod
@@ -423,8 +448,16 @@ class _Gathered(Function):
         need_x, *needs = wanted(ctx)[3:]
         dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * n
-        if need_x or any(needs[:n]):
+        versions = [(dy, dy._version) for dy in dys]
+        kept, ctx.quantized = ctx.quantized, None
+        if kept is not None and all(
+            a is b and v == w for (a, v), (b, w) in zip(kept[0], versions, strict=True)
+        ):
+            _, values, scale = kept  # else it is of another backward pass
+        elif need_x or any(needs[:n]):
             values, scale = ctx.scaling.gradient(joined(dys, 1), spec)
+        if need_x and not any(needs[:n]) and any(ctx.needs_input_grad[4 : 4 + n]):
+            ctx.quantized = versions, values, scale  # a weight pass follows
         if need_x:
             w_scale, *weights = of_weights
             w, w_scale = ctx.scaling.transposed(joined(weights), w_scale)

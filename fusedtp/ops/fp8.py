@@ -107,6 +107,7 @@ def row_bytes(k: int) -> int:
 
 def pack(values: Tensor, scale: Tensor) -> Tensor:
     """fp8 [T, K] and its scale, of each row or of all -> uint8 [T, row_bytes(K)]. Note [Packed rows]."""
+    assert scale.dtype == torch.float32, scale.dtype
     rows, k = values.shape
     of_rows = scale.reshape(-1, 1).expand(rows, 1).repeat(1, 4).view(torch.uint8)
     filling = values.new_zeros(rows, -k % 16, dtype=torch.uint8)

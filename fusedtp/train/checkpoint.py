@@ -52,7 +52,7 @@ FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer
 ABOUT, MANIFEST = "about.json", "manifest.json"
 _STEP, _DRAFT, _OLD, _ASIDE, _SUMS = "step-", ".draft-", ".old-", "aside-", ".sums-"
 _PIECE = 1 << 22  # bytes hashed at a time
-# An older stager is closed after one state; later ones keep its memory for the next.
+# An older stager (`make gpu` takes the torch that is there) is closed after one state; later ones keep its memory.
 _STAGES_ONCE = torch.__version__ < "2.13"
 
 

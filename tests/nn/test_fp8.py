@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.nn import FP8Linear, Linear, advance_fp8_, project
+from fusedtp.nn.fp8 import Current
 from fusedtp.nn.mlp import GatedMLP
 from fusedtp.ops.fp8 import E4M3, E5M2
 from fusedtp.ops.rows import split
@@ -321,7 +323,7 @@ def test_layers_on_one_input_share_a_gather():
 SPLIT = Case("column", "chunked", (2, 0, 3), 5, 6)
 
 
-def splits(group, case: Case) -> None:
+def splits(group, case: Case, first: set[str] | None = None) -> None:
     """Each gradient communicates once: dgrad in the input pass, wgrad's gather in the weight pass (of a row-parallel
     layer in the input pass)."""
     x, w, b, dy = drawn(case, whole=True)
@@ -337,7 +339,9 @@ def splits(group, case: Case) -> None:
     called(group)
     (dx,), groups = stage_backward_input([y], [dy], [x], iter([layer.weight]))
     column = case.kind == "column"
-    assert called(group) == {"scaled_matmul_reduce_scatter" if column else "scaled_all_gather_matmul"}
+    assert called(group) == (
+        first or {f"scaled_{'matmul_reduce_scatter' if column else 'all_gather_matmul'}"}
+    )
     stage_backward_weight(iter([layer.weight]), groups)
     assert called(group) == ({"all_gather_rows"} if column else set())
     assert_same("dx", dx, part_of(case, "dx", want["dx"], rank).float())
@@ -347,6 +351,23 @@ def splits(group, case: Case) -> None:
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_split_backward_communicates_once(kind):
     world(3).run(splits, replace(SPLIT, kind=kind))
+
+
+def quantizes_dy_once(group) -> int:
+    """Whose scale takes a message of all ranks: not again in the weight pass."""
+    case, calls, gradient = replace(SPLIT, kind="column", scales="tensor"), [], Current.gradient
+
+    def counted(self, *given):
+        calls.append(given)
+        return gradient(self, *given)
+
+    with patch.object(Current, "gradient", counted):
+        splits(group, case, {"scaled_matmul_reduce_scatter", "all_gather_rows"})
+    return len(calls)
+
+
+def test_a_split_backward_quantizes_once():
+    assert world(3).run(quantizes_dy_once) == [1] * 3
 
 
 def accumulates(group, case: Case) -> None:
@@ -479,7 +500,7 @@ def remembers(group, kind: str) -> None:
         got = step(layer, part_of(case, "dx", scaled[0], rank), part_of(case, "y", scaled[1], rank))
         for name, right in want.items():
             assert_same(f"step {i}: {name}", got[name], part_of(case, name, right, rank))
-        assert i == 0 or layer.operations.scaling.steps
+        assert i == 0 or all(layer.operations.scaling.seen)
         advance_fp8_(alone)
         called(group)
         advance_fp8_(layer)
@@ -489,7 +510,7 @@ def remembers(group, kind: str) -> None:
         if i == 3:  # of the parallel layer
             fresh = delayed_layer(torch.zeros_like(w))
             fresh.load_state_dict(layer.state_dict() | {"weight": whole_of(layer.weight)})
-            assert fresh.operations.scaling.steps
+            assert all(fresh.operations.scaling.seen)
             alone = fresh
 
 
@@ -521,7 +542,7 @@ def test_scales_are_of_the_largest_of_the_last_steps():
     advance_fp8_(wide)
     assert torch.equal(wide(x * 8), x * 4)
     wide.reset_parameters()
-    assert not wide.amax_history.any() and not wide.operations.scaling.steps
+    assert not wide.amax_history.any() and not any(wide.operations.scaling.seen)
 
 
 def test_a_layer_with_a_history_is_not_compiled():
@@ -565,3 +586,75 @@ def test_the_page_runs():
         .split("```")[0]
     )
     world(2).run(runs, code)
+
+
+SEES_NOTHING = {
+    "few rows": lambda layer, x: layer(x[:2]),
+    "no gradient": lambda layer, x: layer(x.detach()).detach(),
+    "evaluation": lambda layer, x: (layer.eval()(x), layer.train()),
+    "gradients of zeros": lambda layer, x: (layer(x) * 0).sum().backward(),
+    "nothing": lambda layer, x: None,
+}
+
+
+@pytest.mark.parametrize("first", SEES_NOTHING)
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_step_has_not_seen_is_scaled_as_before(first, known):
+    """Three such steps, a history of two: before anything is known, and after a step that has seen all."""
+    generator = torch.Generator().manual_seed(0)
+    layer = FP8Linear(32, 32, scales="tensor", history=2, min_rows=4)
+    x, dy = (torch.randn(64, 32, generator=generator) for _ in range(2))
+    if known:
+        step(layer, x, dy)
+        advance_fp8_(layer)
+    for _ in range(3):
+        SEES_NOTHING[first](layer, x)
+        advance_fp8_(layer)
+    got, w = step(layer, x, dy), layer.weight.detach()
+    for name, want in dict(y=x @ w.T, dx=dy @ w, dw=dy.T @ x).items():  # without scales errors are near 1
+        assert (got[name] - want).norm() <= 3 / 16 * want.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_magnitudes_stay_fp32_where_a_layer_is_cast(dtype):
+    layer = FP8Linear(8, 8, scales="tensor", history=2, min_rows=0)
+    layer.amax_history[0] = torch.tensor([1e6, 1.0 + 2**-20, 3.0])
+    before = layer.amax_history.clone()
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype and layer.amax.dtype == torch.float32
+    assert torch.equal(layer.amax_history, before)
+    assert torch.equal(layer.double().float().amax_history, before)
+
+
+def test_a_cast_layer_with_a_history_multiplies_what_it_says():
+    layer = FP8Linear(16, 16, scales="tensor", history=2, min_rows=0).bfloat16()
+    x, dy = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(8, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    for _ in range(2):
+        got = step(layer, x, dy)
+        assert got["y"].eq(8).all() and got["dx"].eq(8).all() and got["dw"].eq(8).all()
+        advance_fp8_(layer)
+
+
+def test_state_dicts_of_linears_and_of_other_lengths_load():
+    layer, plain = FP8Linear(4, 4, scales="tensor", history=2), Linear(4, 4)
+    layer.amax_history.fill_(1.0)
+    layer.load_state_dict(plain.state_dict())
+    assert torch.equal(layer.weight, plain.weight)
+    assert not layer.amax_history.any() and not any(layer.operations.scaling.seen)
+    layer.amax_history[:] = torch.tensor([[5.0, 6.0, 7.0], [1.0, 2.0, 3.0]])
+    for length, rows in ((1, [[5, 6, 7]]), (3, [[5, 6, 7], [1, 2, 3], [0, 0, 0]])):
+        other = FP8Linear(4, 4, scales="tensor", history=length)
+        other.load_state_dict(layer.state_dict())
+        assert other.amax_history.tolist() == rows and all(other.operations.scaling.seen)
+
+
+def reduced_under_autocast(group) -> torch.dtype:
+    layer = FP8Linear(4, 4, bias=True, min_rows=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer.operations.all_reduce(torch.ones(3, 4), layer.weight, group, bias=layer.bias).dtype
+
+
+def test_a_sum_over_ranks_has_the_dtype_of_autocast():
+    assert world(2).run(reduced_under_autocast) == [torch.bfloat16] * 2

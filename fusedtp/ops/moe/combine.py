@@ -522,6 +522,7 @@ def prepare_combine(
     from fusedtp.kernels.moe_exchange import moe_combine_kernel
 
     config = config or returning(machine, y)
+    assert -(-y.shape[1] // part_columns(y.shape[1], config.block_k)) <= MOST_PARTS, config
     args = dict(
         stride_ym=y.stride(0),
         stride_yn=y.stride(1),
