@@ -93,7 +93,7 @@ class Options:
     """h100, h200 or a100, or a .json file."""
     model: Literal["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"] = "deepseek-v3"
     tokens: list[int] = field(default_factory=lambda: [128, 1024])
-    """Of each rank."""
+    """Of each rank; multiples of 8, since the engine does not know masks that are made of data."""
     ranks: int = 8
     save: Path | None = None
     """Write the table to this file."""
@@ -103,7 +103,7 @@ class Options:
     def faults(self) -> list[str]:
         """What is wrong with them."""
         experts = next(each for each in EXPERTS if each.name == self.model).experts
-        found = [f"--tokens {n}: at least 1 is wanted" for n in self.tokens if n < 1]
+        found = [f"--tokens {n}: a multiple of 8 is wanted" for n in self.tokens if n < 1 or n % 8]
         if self.ranks < 2 or experts % self.ranks:
             found.append(f"--ranks {self.ranks}: at least 2 are wanted, which divide {experts} experts")
         if self.against is not None and not self.against.is_file():

@@ -314,6 +314,23 @@ def _small(kind: type[Linear], k: int, n: int) -> Linear:
     return kind(k, n) if kind is Linear else FP8Linear(k, n, min_rows=0)
 
 
+def explained_without_sequence_parallelism(group) -> dict[str, str]:
+    mlp = nn.Sequential(*(FP8Linear(8, 8, min_rows=0) for _ in range(2)))
+    plan = {
+        "0": fusedtp.FusedColwise(sequence_parallel=False),
+        "1": fusedtp.FusedRowwise(sequence_parallel=False),
+    }
+    fusedtp.parallelize(mlp, DeviceMesh.from_group(group, "cpu"), plan=plan)
+    return {layer.name: layer.operation for layer in fusedtp.explain(mlp).layers}
+
+
+def test_products_without_sequence_parallelism_are_named():
+    assert (
+        world(2).run(explained_without_sequence_parallelism)
+        == [{"0": "fp8 matmul", "1": "fp8 matmul and all_reduce"}] * 2
+    )
+
+
 def test_layers_on_one_input_share_a_gather():
     world(2).run(shares_a_gather)
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusedtp.bench import timed_exchange
 from fusedtp.bench.timed import (
     COMPARISONS,
     GATHER,
@@ -153,3 +154,20 @@ def test_all_sizes_stand_in_one_table_beside_those_of_before(
     assert json.loads(second.read_text())["rows"]["all_gather_matmul 256x128 16"]["before"] == 12345.0
     assert "before" in capsys.readouterr().out
     assert main([*given, "--against", str(tmp_path / "none.json")]) == 2
+
+
+def test_an_exchange_sends_what_its_routing_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks, Mixtral's rows: of both choices of a token those that the other rank owns travel, there and back."""
+    before, now = tmp_path / "before.json", tmp_path / "now.json"
+    words = ["--machine", "h200", "--model", "mixtral-8x7b", "--tokens", "16", "--ranks", "2", "--save"]
+    assert timed_exchange.main([*words, str(before)]) == 0
+    assert timed_exchange.main([*words, str(now), "--against", str(before)]) == 0
+    found = json.loads(now.read_text())
+    assert found["rows"] == json.loads(before.read_text())["rows"] and found["node"] == "h200"
+    for row in found["rows"].values():
+        assert 0 < row["MB"] <= 16 * 2 * 4096 * 2 * 1.1 / 1e6 and 0 < row["us"] < 100
+        assert row["GB/s"] == pytest.approx(row["MB"] * 1e3 / row["us"], rel=0.4)  # of rounded numbers
+    assert "us before" in capsys.readouterr().out
+    assert timed_exchange.main(["--tokens", "9", "--ranks", "3"]) == 2
+    said = capsys.readouterr().out
+    assert "--tokens 9" in said and "--ranks 3" in said
