@@ -3,16 +3,16 @@
     dispatch   x [T_r, K]        -> rows [max_rows, K] of this rank's experts
     combine    y [max_rows, N]   -> out [T_r, N], the weighted sum of each token's choices
 
-In a dispatch owners pull. Every rank publishes its x once, in its own slot, in chunks of whole rows with a flag each at
-every peer; an owner reads the rows that it wants where they lie and stores them where they belong. Rank 1 of 4:
+In a dispatch owners pull. Every rank publishes its x once, in its own slot, with one flag at every peer when all of it
+is there; an owner reads the rows that it wants where they lie and stores them where they belong. Rank 1 of 4:
 
-    publish    x_1 to the own slot, chunk by chunk         never waits
+    publish    x_1 to the own slot, block by block         never waits
     pull       from x_1    from slot 2    from slot 3    from slot 0
                no wait     all of x_2     all of x_3     all of x_0
 
 Each owner reads one contiguous range of each source's order, which all ranks have; but the tokens lie all over x, so a
-program waits for all chunks of a source before it reads one. Rows that are pushed, k to a token, are copied
-twice, as their receiver must bring them in order, and a slot must have room for all that a routing may send to one.
+program waits for all of a source before it reads a row. Rows that are pushed, k to a token, are copied twice, as their
+receiver must bring them in order, and a slot must have room for all that a routing may send to one.
 
     orders     choices of one source by (expert, choice)  ->  choice // (choices that a row of x is of): its row of x
     arrivals   rows by (source, expert, choice)           ->  by (expert, source, choice)
@@ -21,12 +21,14 @@ Peers may still read a slot when its rank has left the call. They arrive in the 
 too, and no rank writes the slot again before all have arrived there: see Note [Two rotating buffers] in signals.py.
 
 A combine pushes segments: what one rank has for another lies in one piece in the receiver's slot, in an order that both
-know, and travels in chunks as above. An index says from where the sender takes each row. Its own rows go through its
-own slot too, so that a token's choices are all in one place.
+know. It travels in parts of the columns with a flag each, so that one part is summed while the next one is on its way.
+An index says from where the sender takes each row. Its own rows go through its own slot too, so that a token's choices
+are all in one place.
 
     combine    rows of one source         ->  by (expert, choice)       ->  a token's choices, one by one
 
-Programs 0 .. S-1 publish or send and never wait; the others receive: one resident program a rank is enough.
+Programs 0 .. S-1 publish or send and never wait; the others receive: one resident program a rank is enough. A flag is
+set by the last program that has stored its share: Note [One flag of many programs] in signals.py.
 """
 
 import triton
