@@ -36,10 +36,8 @@ from .shapes import EXPERTS, Experts
 from .timed import SIGNATURE, EmptyWorld, machine_of
 
 OPERATIONS = ("dispatch", "combine")
-UCCL_EP = {
-    "dispatch": 320,
-    "combine": 319,
-}  # GB/s; uccl-project/uccl on GitHub, ep/README.md
+# GB/s on eight H200: uccl-project/uccl on GitHub, ep/README.md
+UCCL_EP = {"dispatch": 320, "combine": 319}
 DTYPE = torch.bfloat16
 
 
@@ -125,16 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     model = next(each for each in EXPERTS if each.name == options.model)
     before = json.loads(options.against.read_text())["rows"] if options.against is not None else {}
     table = Table(title=f"{model.name}, {options.ranks} x {node.name}, predicted")
-    names = [
-        "operation",
-        "tokens a rank",
-        "MB sent",
-        *(["us before"] if before else []),
-        "us",
-        "GB/s",
-        "UCCL-EP on H200",
-    ]
-    for name in names:
+    was = ["us before"] if before else []
+    for name in ("operation", "tokens a rank", "MB sent", *was, "us", "GB/s", "UCCL-EP on H200"):
         table.add_column(name, justify="left" if name == "operation" else "right")
     rows: dict[str, dict[str, float]] = {}
     every = [(operation, tokens) for tokens in options.tokens for operation in OPERATIONS]

@@ -44,7 +44,7 @@ FLAGS = 64  # of a source
 FP8_SINCE = 89  # sm_89 multiplies e4m3
 EXCHANGED = (  # what a replay of an exchange reads anew
     "x", "y", "x2", "w", "w2", "weights", "orders", "in_sources", "index", "begins", "places", "sources", "blocks",
-    "arrivals", "origins", "offsets", "totals", "choices", "to", "at", "items",
+    "arrivals", "origins", "offsets", "totals", "choices", "to", "at",
 )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-V3 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,18 +173,18 @@ class FP8Linear(Linear):
 Quantized = tuple[Tensor, Tensor]  # values and scales
 
 
-class Scaling:
+class Scaling(ABC):
     """How the operands of a layer are quantized. spec: of ranks that hold other parts of the same tensors, or None."""
 
     by_row = False
 
+    @abstractmethod
     def operands(self, x: Tensor, w: Tensor, spec: Spec | None) -> tuple[Quantized, Quantized]:
         """x [T, K] and w [N, K], for the forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, dy: Tensor, spec: Spec | None) -> Quantized:
         """dy [T, N]."""
-        raise NotImplementedError
 
     def transposed(self, w: Tensor, w_scale: Tensor) -> Quantized:
         """w.T [K, N], for dgrad, of a w that had this scale in the forward."""

@@ -85,10 +85,6 @@ def matmul_reduce_scatter(
     """
     at = place(group)
     with propagate_errors(at):
-        if x.dim() != 2 + dim or dim not in (0, 1):
-            raise ValueError(
-                f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
-            )
         rows = rows_of_full(x.shape, at, sizes, dim)
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(at.device_type, x, weight, bias)

@@ -113,6 +113,10 @@ def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -
 
 def rows_of_full(shape: Sequence[int], at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
     """The row map when a tensor of this shape holds all rows. Without `sizes` they are split as torch.chunk does."""
+    if dim not in (0, 1) or len(shape) != 2 + dim:
+        raise ValueError(
+            f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(shape)}"
+        )
     batch = shape[0] if dim == 1 else 1
     if sizes is None:
         return Rows(split(shape[dim], at.world_size), batch)

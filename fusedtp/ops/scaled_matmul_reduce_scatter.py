@@ -68,10 +68,6 @@ def scaled_matmul_reduce_scatter(
     """
     at = place(group)
     with propagate_errors(at):
-        if x.dim() != 2 + dim or dim not in (0, 1):
-            raise ValueError(
-                f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(x.shape)}"
-            )
         rows = rows_of_full(x.shape, at, sizes, dim)
         fp8.check(at, x, x_scale, [weight], [w_scale], [bias], dtype)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, 0, layer)

@@ -69,7 +69,7 @@ LOOPED = {
 V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 SCHEDULES = SINGLE | LOOPED | V_SHAPED
 TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)
-# Before, torch's two passes fail on a stage's numbers, and add a gradient twice that reaches a weight by two ways.
+# Before, torch's two passes fail on a stage's numbers. `make gpu` takes the torch that is there.
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
 
 
@@ -166,7 +166,7 @@ def pipeline_faults(
             f"--schedule {schedule} with --pp {pp} needs at least {least} --accumulate microbatches, not {microbatches}"
         )
     if schedule in TWO_PASSES and not SPLITS_BACKWARD:
-        found.append(f"--schedule {schedule} needs torch 2.13, whose two passes of a backward are right")
+        found.append(f"--schedule {schedule} needs torch 2.13: before, its two passes of a backward fail")
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % pp:
         found.append(
             f"--schedule {schedule} needs an --accumulate that --pp {pp} divides, not {microbatches}"

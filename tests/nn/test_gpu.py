@@ -102,14 +102,15 @@ def test_clipping(norm_type: float) -> None:
     for p, q in zip(here, there, strict=True):
         assert p.grad is not None
         q.grad = p.grad.cuda()
+    # A largest magnitude is exact; a sum in another order is off like a random walk of its roundings.
+    count = sum(p.numel() for p in here)
+    off = 0.0 if norm_type == math.inf else math.sqrt(count) * torch.finfo(torch.float32).eps
     want, got = clip_grad_norm_(here, 1.0, norm_type), clip_grad_norm_(there, 1.0, norm_type)
-    assert got.is_cuda and math.isclose(got.item(), want.item(), rel_tol=1e-5)
+    assert got.is_cuda and math.isclose(got.item(), want.item(), rel_tol=off)
     for p, q in zip(here, there, strict=True):
         assert q.grad is not None
-        eps = torch.finfo(
-            p.dtype
-        ).eps  # the scale and its product are rounded; both scales are near the exact one
-        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=2 * eps + 1e-5, atol=0.0)
+        rounded = 2 * torch.finfo(p.dtype).eps  # the scale and its product
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=rounded + off, atol=0.0)
 
 
 def test_dropout_mask_is_that_of_the_cpu() -> None:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from fusedtp.ops.launch import matmul, scaled_matmul
 from fusedtp.ops.launch.config import Machine
 from fusedtp.ops.launch.operands import local_config, with_tile
-from fusedtp.ops.launch.plain import quantize_rows
 from tests.interpreting import interpreted
 from tests.ops import plain_matmul_laws as laws
 from tests.ops.plain_matmul_laws import LAYOUTS, Draw
@@ -91,19 +90,6 @@ def test_a_block_of_k_is_128_bytes(machine, dtype, precision):
     assert not local_config(machine, torch.float32, "ieee", 8192, 8192).tma
 
 
-def test_quantized_rows_are_near_and_their_largest_is_the_largest_fp8():
-    x = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 9)[:, None]
-    x[4] = 0
-    q, scale = quantize_rows(x)
-    assert q.dtype == torch.float8_e4m3fn and scale.shape == (9, 1) and scale.dtype == torch.float32
-    assert (q.float().abs().amax(1) == 448)[x.any(1)].all() and not q[4].float().any()
-    near = (q.float() * scale - x).abs() <= torch.maximum(x.abs() * 2**-4, scale * 2**-9)
-    assert near.all()
-    assert quantize_rows(x[:, :0])[1].shape == (9, 1) and quantize_rows(x[:0])[0].shape == (0, 40)
-    x[0, 0] = torch.inf
-    assert quantize_rows(x)[0][0].float().isnan().any()
-
-
 X, W = torch.ones(4, 8), torch.ones(6, 8)
 X8, W8, ONE = X.to(torch.float8_e4m3fn), W.to(torch.float8_e4m3fn), torch.ones(1)
 FAULTS = [
@@ -117,7 +103,6 @@ FAULTS = [
     (lambda: scaled_matmul(X8[0], W8, ONE, ONE), "x (8,)"),
     (lambda: scaled_matmul(X8, W8.t(), ONE, ONE), "weight (8, 6)"),
     (lambda: scaled_matmul(X8, W8, ONE, ONE.to("meta")), "other devices"),
-    (lambda: quantize_rows(X, torch.float16), "torch.float16"),
 ]
 
 

@@ -68,6 +68,21 @@ def test_the_tables_of_a_gpu_are_those_of_the_saved_results():
         assert markdown.engines(result, **only) in text, path
 
 
+def test_the_table_of_exchanges_is_that_of_the_predicted_results():
+    """Before and now, as `python -m fusedtp.bench.timed_exchange` saved them."""
+    text = (ROOT / "docs" / "timed-schedule.md").read_text()
+    folder = ROOT / "bench" / "results" / "predicted"
+    before, now = (
+        json.loads((folder / f"exchange-h100{which}.json").read_text())["rows"] for which in ("-before", "")
+    )
+    for tokens in (16, 128, 1024):
+        there, back = (f"{operation} {tokens}" for operation in ("dispatch", "combine"))
+        cells = [str(tokens), f"{now[there]['MB']}, {now[back]['MB']}"]
+        for each in (there, back):
+            cells += [f"{before[each]['us']:.0f}, {now[each]['us']:.0f}", f"{now[each]['GB/s']:.0f}"]
+        assert f"| {' | '.join(cells)} |" in text
+
+
 def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
     result, text = saved_result(), (ROOT / "README.md").read_text()
     assert markdown.machine(result) in text

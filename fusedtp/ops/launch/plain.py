@@ -111,22 +111,6 @@ def plan_matmul(
     return Launch(matmul_kernel, programs, args, config), y
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """x [M, K] as fp8 and the scale of each row, [M, 1] fp32: the row's largest magnitude becomes the largest fp8.
-
-    return   (fp8 [M, K], scale) with fp8 * scale near x: e4m3 within 2^-4 of an entry, or of 2^-9 of a scale if it is
-             small; e5m2 within 2^-3, or of 2^-16
-    A row of zeros has the scale 1; one with NaN or an infinity becomes NaN.
-    """
-    if dtype not in FP8 or x.dim() != 2:
-        raise ValueError(f"got x {tuple(x.shape)} and dtype {dtype}: wanted [M, K] and one of {FP8}")
-    wide = x.float()
-    largest = wide.abs().amax(1, keepdim=True) if x.shape[1] else wide.new_zeros(x.shape[0], 1)
-    scale = largest / torch.finfo(dtype).max
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return (wide / scale).to(dtype), scale
-
-
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels multiply this kind of fp8 there: sm_89 and later and the interpreter e4m3fn and e5m2, gfx94
     fnuz.

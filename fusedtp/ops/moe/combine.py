@@ -431,7 +431,7 @@ def triton_matmul(
     call: Call, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
     table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> Tensor:  # fmt: skip
-    """One launch."""
+    """One launch: a tile's rows travel home as it is done, and are summed part by part of the columns."""
     at = Exchange.of(call.spec, max_rows)
     precision, words = fp32_precision(), unpacked(index, at)
     places = words.places[: at.tokens * at.top_k].view(-1, at.top_k)
@@ -522,12 +522,13 @@ def prepare_combine(
     from fusedtp.kernels.moe_exchange import moe_combine_kernel
 
     config = config or returning(machine, y)
-    assert -(-y.shape[1] // part_columns(y.shape[1], config.block_k)) <= MOST_PARTS, config
+    columns = part_columns(y.shape[1], config.block_k)
+    assert -(-y.shape[1] // columns) <= MOST_PARTS, config
     args = dict(
         stride_ym=y.stride(0),
         stride_yn=y.stride(1),
         N=y.shape[1],
-        part_columns=part_columns(y.shape[1], config.block_k),
+        part_columns=columns,
         send_programs=config.send_programs,
         TOP_K=top_k,
         BLOCK_M=config.block_m,
