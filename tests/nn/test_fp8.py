@@ -1,5 +1,6 @@
 """FP8Linear: exact where fp8 is, within the bounds of Note [What fp8 loses] elsewhere, alone and parallel."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -628,8 +629,12 @@ def test_what_a_step_has_not_seen_is_scaled_as_before(first, known):
         SEES_NOTHING[first](layer, x)
         advance_fp8_(layer)
     got, w = step(layer, x, dy), layer.weight.detach()
-    for name, want in dict(y=x @ w.T, dx=dy @ w, dw=dy.T @ x).items():  # without scales errors are near 1
-        assert (got[name] - want).norm() <= 3 / 16 * want.norm(), name
+    off = {
+        kind: LOST[kind][0] / math.sqrt(3) for kind in (E4M3, E5M2)
+    }  # of roundings as likely anywhere in a unit
+    for name, want, kind in (("y", x @ w.T, E4M3), ("dx", dy @ w, E5M2), ("dw", dy.T @ x, E5M2)):
+        # twice the deviation of a product of normal numbers; numbers beyond a scale are off by nearly all they are
+        assert (got[name] - want).norm() <= 2 * math.hypot(off[kind], off[E4M3]) * want.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
