@@ -173,9 +173,9 @@ def fused_cases(
     if machine.capability >= 90:
         gathered = cases["all_gather_matmul"]
         gathered.append(replace(gathered[0], widths=(16, 8), transposed=True))
-    for name in ("moe_dispatch", "moe_dispatch_matmul", "moe_matmul_combine"):
+    for name in experts.OPERATIONS:  # several senders, who share a flag
         plain, two, few = cases[name]
-        cases[name] = [plain, replace(two, keep=True), few]
+        cases[name] = [plain, replace(two, keep=name != "moe_combine", programs=(2, 2)), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
     return [fused_case(name, each, seed=7, machine=machine) for name, each in cases.items()]
 
