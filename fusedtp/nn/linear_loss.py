@@ -161,6 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = buffer[: len(own)]
             matmul_into(logits, [full[piece]], [operand.t()], bias)
             stats, world_size = local_stats(logits, own, call.start), 1
+            here = stats[:, 0]
             if comm is not None:
                 stats, world_size = gathered_stats(comm, stats), comm.world_size
             lse, target = combine_stats(stats.view(world_size, len(own), 2))
@@ -168,7 +169,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += (lse - target).masked_fill(ignored, 0.0).sum()
             if any(wanted):
                 scale = (~ignored).to(lse.dtype)
-                made.add(piece, local_gradient(logits, own, call.start, lse, scale, inplace=True))
+                made.add(piece, local_gradient(logits, own, call.start, here, lse, scale, inplace=True))
         dx = made.dx
         if dx is not None and spec is not None:
             dx = OPERATIONS["reduce_scatter_rows"](spec, dx)

@@ -126,20 +126,21 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, ignore_index: int, comm: Any) -> Tensor:
         stats, world_size = local_stats(logits, labels, start), 1
+        own = stats[:, 0]
         if comm is not None:
             world_size = comm.world_size
             stats = gathered_stats(comm, stats)
         lse, target = combine_stats(stats.view(world_size, len(labels), 2))
-        ctx.save_for_backward(logits, labels, lse)
+        ctx.save_for_backward(logits, labels, own, lse)
         ctx.start, ctx.ignore_index = start, ignore_index
         return (lse - target).masked_fill(labels == ignore_index, 0.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, lse = ctx.saved_tensors
+        logits, labels, own, lse = ctx.saved_tensors
         scale = dloss.masked_fill(labels == ctx.ignore_index, 0.0)
-        return local_gradient(logits, labels, ctx.start, lse, scale), None, None, None, None
+        return local_gradient(logits, labels, ctx.start, own, lse, scale), None, None, None, None
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
@@ -166,10 +167,16 @@ def local_stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
         stats[:, 0] = -torch.inf
         return stats
     for rows in _row_chunks(logits):
-        stats[rows, 0] = torch.logsumexp(logits[rows].to(wide), dim=1)
+        stats[rows, 0] = _log_sum_exp(logits[rows].to(wide))
     here, column = _is_here(labels, start, logits.shape[1])
     stats[:, 1] = logits.gather(1, column[:, None])[:, 0].to(wide).masked_fill(~here, 0.0)
     return stats
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """torch.logsumexp of rows, in 0.6 of its time on a CPU, where softmax has a faster exponential (of 2 ulp)."""
+    most = x.amax(1)
+    return most.where(most.isinf(), most - torch.log_softmax(x, 1).amax(1))
 
 
 def combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,11 +187,19 @@ def combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def local_gradient(
-    logits: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor, *, inplace: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    own: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
     """(exp(logits - lse) - onehot) * scale for one part of the vocabulary, in logits' dtype; zero where scale is.
 
-    inplace: in the memory of the logits, whose rows must be contiguous.
+    own       [T]  log-sum-exp of this part, lse that of all
+    inplace   in the memory of the logits, whose rows must be contiguous
     """
     if cross_entropy.serves(logits):
         return cross_entropy.gradient(logits, labels, start, lse, scale, inplace=inplace)
@@ -193,14 +208,19 @@ def local_gradient(
         return gradient
     here, column = _is_here(labels, start, logits.shape[1])
     at_label, ignored = -scale.masked_fill(~here, 0.0), scale == 0
-    none = not ignored.is_cuda and not ignored.any()
+    share = scale * torch.exp(own - lse)  # of all probability, that of this part
+    by_softmax = not ignored.is_cuda and bool(own.isfinite().all())  # no part of minus infinities: 0 / 0
     for rows in _row_chunks(logits):
-        part = logits[rows].to(lse.dtype)
-        same = part.dtype == gradient.dtype
-        part = torch.sub(part, lse[rows, None], out=gradient[rows] if same else None)
-        part.exp_().mul_(scale[rows, None]).scatter_add_(1, column[rows, None], at_label[rows, None])
+        none = not ignored.is_cuda and not ignored[rows].any()  # a model's last token has no label
+        part = logits[rows]
+        into = gradient[rows] if part.dtype == lse.dtype and not inplace else None
+        if by_softmax:
+            part = torch.softmax(part, 1, dtype=lse.dtype, out=into).mul_(share[rows, None])
+        else:
+            part = torch.sub(part, lse[rows, None], out=into).exp_().mul_(scale[rows, None])
+        part.scatter_add_(1, column[rows, None], at_label[rows, None])
         if not none:
             part.masked_fill_(ignored[rows, None], 0.0)
-        if not same:
+        if into is None:
             gradient[rows] = part
     return gradient

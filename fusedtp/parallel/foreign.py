@@ -163,7 +163,8 @@ class Own:
     partial    each rank's gradient of its parameters is a part of a sum
     sharded    names of the parameters of which each rank holds a part, whose gradient is whole for that part
     children   names of modules of which it may read parameters without calling them
-    below      of a layer of a stack: names of modules in it, at any depth, whose gradients are summed in one call
+    below      of a stack of layers, and of each of them: names of modules in it, at any depth, whose gradients are
+               summed in one call. The stack's, if nobody holds its layers' parameters back until they run (FSDP2 does)
     splits     some of its children are split, so that its own parameters may meet parts of heads
     inner      the instance's own forward, where it has one
     alike      its class's forward, where that is known to treat every token alike
@@ -496,10 +497,13 @@ def _splits(module: Any) -> bool:
 
 
 def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there."""
+    """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there.
+
+    None either of a module that is compiled by itself: its graph reads them.
+    """
     for name in path.split("."):
         module = module._modules.get(name)
-        if module is None:
+        if module is None or module._compiled_call_impl is not None:
             return
     for name, parameter in module._parameters.items():
         trained = parameter is not None and parameter.requires_grad

@@ -300,11 +300,15 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
         if name in plain:
             above.children += (_last(name),)
         above.splits |= isinstance(style, Colwise | Rowwise)
-    for name in plain:
+    for name in styles:  # in an order that is the same on all ranks, in which gradients stand beside each other
+        if name not in plain:
+            continue
         layer = _layer_of(name)
         leaf = not styles[name].children and not styles[name].splits and not styles[name].named
-        if leaf and layer != name and type(styles.get(layer)) is Foreign:
-            styles[layer].below += (name.removeprefix(f"{layer}."),)
+        stack = parent_of(parent_of(layer)) if layer != name else parent_of(name)
+        for outer in {layer, stack} - {name} if leaf else ():
+            if type(styles.get(outer)) is Foreign:
+                styles[outer].below += (name.removeprefix(f"{outer}." if outer else ""),)
 
 
 def _layer_of(name: str) -> str:

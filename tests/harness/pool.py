@@ -130,8 +130,10 @@ class World:
         if self._workers:
             return
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        nursery = _nursery(self.env)
-        self._workers = [self._spawn(module, rank, nursery) for rank in range(self.size)]
+        # neighbours hash strings differently, as ranks that a launcher starts do: no order of a set may be relied on
+        envs = [{"PYTHONHASHSEED": str(1 + odd), **self.env} for odd in (0, 1)]
+        nurseries = [_nursery(envs[rank % 2]) for rank in range(self.size)]
+        self._workers = [self._spawn(module, rank, nursery) for rank, nursery in enumerate(nurseries)]
         greetings = self._collect(START_SECONDS, START_SECONDS, decode=bytes)
         if any(isinstance(greeting, Failure) for greeting in greetings):
             self.kill()

@@ -50,7 +50,10 @@ def test_parts_of_the_vocabulary_combine_to_the_whole(case: tuple[int, int, int]
     assert_close("target", target[count], logits[count].gather(1, labels[count, None])[:, 0])
 
     scale = randn(len(labels), seed=case[2]) * count
-    got = [local_gradient(p, labels, start, lse, scale) for p, start in zip(parts, starts, strict=True)]
+    got = [
+        local_gradient(part, labels, start, own[:, 0], lse, scale)
+        for part, start, own in zip(parts, starts, stats, strict=True)
+    ]
     onehot = F.one_hot(labels.clamp(min=0), logits.shape[1])
     assert_close("gradient", torch.cat(got, 1), (logits.softmax(1) - onehot) * scale[:, None])
 
@@ -147,7 +150,7 @@ def test_a_masked_vocabulary_part_counts_for_nothing() -> None:
     stats = torch.stack([local_stats(part, labels, 2 * i) for i, part in enumerate(logits.chunk(2, 1))])
     lse, _ = combine_stats(stats)
     assert_close("lse", lse, logits[:, :2].logsumexp(1))
-    assert not local_gradient(logits[:, 2:], labels, 2, lse, torch.ones(3).double()).any()
+    assert not local_gradient(logits[:, 2:], labels, 2, stats[1, :, 0], lse, torch.ones(3).double()).any()
 
 
 def test_no_labels_at_all_is_loss_zero() -> None:

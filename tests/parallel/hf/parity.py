@@ -92,7 +92,7 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     least = 1e-3 * max(float(g.abs().max()) for g in gradients)
     missing = {name: float("inf") for name in want.keys() - got.keys() if want[name].abs().max() > 0}
     extra = {name: float("inf") for name in got.keys() - want.keys() if _largest(got[name]) > 0}
-    common = want.keys() & got.keys()
+    common = [name for name in want if name in got]  # collective, so in the same order on all ranks
     return missing | extra | {name: difference(got[name], want[name], least) for name in common}
 
 
@@ -111,7 +111,7 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """What differs, by how much, and by how many times what roundoff explains.
 
     options   sequence_parallel, engine, experts, changes of the configuration, attention, tokens, padding, side,
-              checkpointing, generate
+              checkpointing (what gradient_checkpointing_enable takes), generate
     """
     changes = options.get("changes", {})
     plain = model_of(name, attention=options.get("attention"), **changes)
@@ -123,9 +123,9 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         engine=options.get("engine", "auto"),
         experts=options.get("experts"),
     )
-    if options.get("checkpointing"):
+    if "checkpointing" in options:
         parallel.train()
-        parallel.gradient_checkpointing_enable()
+        parallel.gradient_checkpointing_enable(options["checkpointing"])
         plain.train()
     inputs = batch(options.get("tokens", (3, 5)), options.get("padding", 2), options.get("side", "left"))
     want = results(plain, inputs)

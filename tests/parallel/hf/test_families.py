@@ -81,9 +81,10 @@ def test_on_four_ranks(name: str):
 
 
 @pytest.mark.parametrize("name", chosen() if ALL else ["llama", "gemma2", "qwen3_moe"])
-def test_with_checkpointing(name: str):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_checkpointing(name: str, reentrant: bool):
     changes = dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0) if name == "seed_oss" else {}
-    check(name, 2, checkpointing=True, generate=False, changes=changes)
+    check(name, 2, checkpointing={"use_reentrant": reentrant}, generate=False, changes=changes)
 
 
 def mixtures() -> list[str]:
