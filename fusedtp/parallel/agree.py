@@ -89,8 +89,7 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
             f"{', '.join(strange[:3])}{' and others' if len(strange) > 3 else ''} came to the model after parallelize, "
             "which knows nothing of their parameters; add adapters (get_peft_model) before it"
         )
-    leaves, _ = tree_flatten_with_path((args, kwargs))
-    tensors = {_named(path): x for path, x in leaves if isinstance(x, Tensor) and not x.is_meta}
+    tensors = {name: x for name, x in named_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_meta}
     differing = _differing(tensors, communicator(model._fusedtp.group))
     if differing:
         raise ValueError(
@@ -121,6 +120,15 @@ def check_gradients(x: Tensor) -> None:
                 "gradient over ranks; plan its module too, as fusedtp.Replicated() or torch's SequenceParallel()"
             )
         nodes += [following for following, _ in node.next_functions]
+
+
+def named_leaves(args_and_kwargs: Any) -> list[tuple[str, Any]]:
+    """Those of a call by name, in an order that is the same on all ranks.
+
+    That of a dictionary need not be: transformers makes one of masks from a set of the kinds of layers.
+    """
+    leaves, _ = tree_flatten_with_path(args_and_kwargs)
+    return sorted(((_named(path), x) for path, x in leaves), key=lambda each: each[0])
 
 
 def _named(path: Any) -> str:

@@ -51,10 +51,11 @@ from fusedtp.ops.tokens import (
     take_tokens,
 )
 
+from .agree import named_leaves
 from .attention_maps import gather_maps
 from .by_token import by_token
 from .layers import ColumnParallel, Member, RowParallel, VocabParallel
-from .placement import Mesh, Placement, local, locals_of, read
+from .placement import Mesh, Placement, is_replicated, local, opened, read
 from .styles import FusedEmbedding, Style
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
@@ -196,9 +197,9 @@ class Own:
             return  # every call of a norm comes here; a TokenShard's own methods take ten times as long
         floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
         if floats and not any(isinstance(x, TokenShard | DTensor) for x in floats):
-            self.seen.inputs = True in [
-                differs(x, self.members, self.world_size) for x in floats
-            ]  # asks of all: ranks differ in what is first
+            floats = [x for _, x in named_leaves(inputs) if any(x is each for each in floats)]
+            # asks of all: ranks differ in what is first
+            self.seen.inputs = True in [differs(x, self.members, self.world_size) for x in floats]
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The plain tensor."""
@@ -211,7 +212,7 @@ class Own:
         if (
             unknown
             and own.grad_fn is not None
-            and _is_replicated(parameter)
+            and is_replicated(parameter)
             and not torch.compiler.is_compiling()
         ):
             own.register_hook(partial(self.look_at_gradient, name))
@@ -222,10 +223,6 @@ class Own:
         if name not in self.seen.gradients:
             self.seen.gradients[name] = differs(gradient, self.members, self.world_size)
         return all_reduce_sum(gradient, self.members) if self.seen.gradients[name] else gradient
-
-
-def _is_replicated(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and all(p.is_replicate() for p in parameter.placements)
 
 
 # Ranks that hold different heads differ by as much as their values; ranks that hold the same, by roundoff at most.
@@ -465,50 +462,23 @@ def _plain_parameters(module: Any) -> Iterator[None]:
     # where ranks have parts of heads, a module looks at its parameters' gradients itself
     modules = [module, *(each for each in children if not _splits(each))]
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    try:
-        together = [found for path in at.below for found in _replicas(module, path)]
-        owns = locals_of([parameter for _, _, parameter in together], at.members)
-        for (parameters, name, parameter), own in zip(together, owns, strict=True):
-            kept.append((parameters, name, parameter))
-            parameters[name] = own
-        for each in modules:
-            for name, parameter in each._parameters.items():
-                if parameter is None or (each is not module and not _is_on_one_mesh(parameter)):
-                    continue  # a child that FSDP2 still holds in parts
-                kept.append((each._parameters, name, parameter))
-                each._parameters[name] = at.read(name, parameter) if each is module else local(parameter)
-        yield
-    finally:
-        for parameters, name, parameter in reversed(kept):
-            parameters[name] = parameter
-
-
-def sum_apart(model: nn.Module) -> None:
-    """For a backward in two passes: torch cannot defer the gradient of parameters that one node of the graph reads."""
-    for module in model.modules():
-        at = getattr(module, "parallel", None)
-        if isinstance(at, Own) and at.below:
-            module.parallel = replace(at, below=())  # type: ignore[assignment]
+    with opened(module, at.below, at.members) if at.below else nullcontext():
+        try:
+            for each in modules:
+                for name, parameter in each._parameters.items():
+                    if parameter is None or (each is not module and not _is_on_one_mesh(parameter)):
+                        continue  # a child that FSDP2 still holds in parts
+                    kept.append((each._parameters, name, parameter))
+                    each._parameters[name] = at.read(name, parameter) if each is module else local(parameter)
+            yield
+        finally:
+            for parameters, name, parameter in kept:
+                parameters[name] = parameter
 
 
 def _splits(module: Any) -> bool:
     at = getattr(module, "parallel", None)
     return isinstance(at, Own) and at.splits
-
-
-def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there.
-
-    None either of a module that is compiled by itself: its graph reads them.
-    """
-    for name in path.split("."):
-        module = module._modules.get(name)
-        if module is None or module._compiled_call_impl is not None:
-            return
-    for name, parameter in module._parameters.items():
-        trained = parameter is not None and parameter.requires_grad
-        if trained and _is_replicated(parameter) and _is_on_one_mesh(parameter):
-            yield module._parameters, name, parameter
 
 
 def _is_on_one_mesh(parameter: Tensor) -> bool:

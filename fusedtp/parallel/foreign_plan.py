@@ -300,9 +300,8 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
         if name in plain:
             above.children += (_last(name),)
         above.splits |= isinstance(style, Colwise | Rowwise)
-    for name in styles:  # in an order that is the same on all ranks, in which gradients stand beside each other
-        if name not in plain:
-            continue
+    # not the order of a set, in which ranks differ: gradients are summed side by side
+    for name in [name for name in styles if name in plain]:
         layer = _layer_of(name)
         leaf = not styles[name].children and not styles[name].splits and not styles[name].named
         stack = parent_of(parent_of(layer)) if layer != name else parent_of(name)

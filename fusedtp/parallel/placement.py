@@ -20,11 +20,17 @@ A rank that sees only part of the tokens or of the heads has only part of such a
 operations (three all-reduces a parameter and step for foreach, one for fused), and clipping once more. So `read`
 takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
 complete, nothing downstream communicates, and there are no hidden hooks.
+
+A norm has one such parameter, and a model two norms a layer. So a stack of layers, and each layer if its parameters are
+there only while it runs (FSDP2, a second forward in backward), reads all those below it by one node of the graph while
+its forward runs (`opened`). The node's backward comes after all of theirs and sums their gradients in one call; large
+ones go alone, since what stands together is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeAlias
@@ -36,9 +42,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import VirtualGroup
+from fusedtp.ops.main_grad import main_grad_of
 from fusedtp.ops.operation import Lying
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
+
+TOGETHER_BYTES = 1 << 20  # of a gradient that is summed with others
 
 Mesh: TypeAlias = DeviceMesh | VirtualGroup
 Placement: TypeAlias = Shard | Replicate | StridedShard
@@ -139,10 +148,50 @@ def read(parameter: Tensor, group: Any) -> Tensor:
     return _Local.apply(parameter, group)
 
 
+@contextmanager
+def opened(module: nn.Module, paths: Sequence[str], group: str) -> Iterator[None]:
+    """While it lasts, what ranks hold alike in the modules at `paths` below are plain tensors, read by one node."""
+    records = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    together = [found for path in paths for found in _replicas(module, path)] if records else []
+    owns = locals_of([parameter for _, _, parameter in together], group)
+    for (parameters, name, _), own in zip(together, owns, strict=True):
+        parameters[name] = own
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in together:
+            parameters[name] = parameter
+
+
+def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTensor]]:
+    """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there.
+
+    None either of a module that is compiled by itself, whose graph reads them, and none with a `main_grad`.
+    """
+    for name in path.split(".") if path else ():
+        module = module._modules.get(name)
+        if module is None or _is_compiled(module):
+            return
+    for name, parameter in module._parameters.items():
+        trained = parameter is not None and parameter.requires_grad and main_grad_of(parameter) is None
+        if trained and is_replicated(parameter) and parameter.device_mesh.ndim == 1:
+            yield module._parameters, name, parameter
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    compiled = module._compiled_call_impl is not None
+    return compiled or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
+def is_replicated(parameter: Tensor) -> bool:
+    """Whether every rank holds it whole, as a DTensor."""
+    return isinstance(parameter, DTensor) and all(p.is_replicate() for p in parameter.placements)
+
+
 def locals_of(parameters: Sequence[Tensor], group: str) -> Sequence[Tensor]:
     """What `local` gives of each replicated parameter, by one node; `read` of it sums all their gradients in one call.
 
-    The node's backward runs when all their gradients have come: what stands together here should be used together.
+    The node's backward runs when all their gradients have come. All ranks name the parameters in the same order.
     """
     if len(parameters) < 2 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return [local(parameter) for parameter in parameters]
@@ -177,9 +226,12 @@ class _Locals(torch.autograd.Function):
 
 
 def _summed(parts: Mapping[int, Tensor], group: str) -> Iterator[tuple[int, Tensor]]:
-    """The same over all ranks, all of a dtype in one call."""
-    for dtype in dict.fromkeys(part.dtype for part in parts.values()):
-        some = {i: part for i, part in parts.items() if part.dtype == dtype}
+    """The same over all ranks, all small ones of a dtype in one call."""
+    large = [i for i, part in parts.items() if part.numel() * part.element_size() > TOGETHER_BYTES]
+    for i in large:
+        yield i, all_reduce_sum(parts[i], group)
+    for dtype in dict.fromkeys(part.dtype for i, part in parts.items() if i not in large):
+        some = {i: part for i, part in parts.items() if part.dtype == dtype and i not in large}
         flat = torch.cat([part.reshape(-1) for part in some.values()])
         totals = all_reduce_sum(flat, group).split([part.numel() for part in some.values()])
         for (i, part), total in zip(some.items(), totals, strict=True):

@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.parallel.placement import Way, locals_of, place, read
+from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.parallel.layers import sum_apart
+from fusedtp.parallel.placement import TOGETHER_BYTES, Way, locals_of, opened, place, read
 from tests.harness import world
 
-from .support import tp_mesh
+from .support import SMALL, tp_mesh
 
 
 class NewBytes(TorchDispatchMode):
@@ -128,3 +130,73 @@ def norm_calls(group: Any, name: str, checkpointing: bool) -> int:
 def test_a_stack_sums_its_norms_gradients_in_one_call(name, checkpointing):
     pytest.importorskip("transformers")
     assert world(2).run(norm_calls, name, checkpointing) == [1, 1]
+
+
+class Reader(nn.Module):
+    """Says whether its norm's parameter was a plain tensor while it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(4)
+        self.plain: bool | None = None
+
+    def forward(self) -> None:
+        self.plain = not isinstance(self.norm.weight, nn.Parameter)
+
+
+def opened_readers(group: Any) -> list[bool | None]:
+    stack = nn.ModuleList([Reader() for _ in range(4)])
+    for each in stack:
+        each.norm.weight = place(each.norm.weight, tp_mesh(group), Way((Replicate(),), (group.size(),)))
+    stack[1].compile(backend="eager")
+    stack[2].forward = torch.compile(stack[2].forward, backend="eager")
+    with opened(stack, [f"{i}.norm" for i in range(4)], communicator(group).name):
+        for each in stack:
+            type(each).forward(each)
+    assert all(isinstance(each.norm.weight, nn.Parameter) for each in stack)
+    return [each.plain for each in stack]
+
+
+def test_a_layer_that_is_compiled_reads_its_norms_itself():
+    assert world(2).run(opened_readers) == [[True, False, False, True]] * 2
+
+
+def own_norm_calls(group: Any, two_passes: bool) -> tuple[int, int]:
+    """All-reduces in the backward of a whole CausalLM, and in that of one of its layers."""
+    model = fusedtp.parallelize(CausalLM(ModelConfig(**SMALL)), tp_mesh(group))
+    if two_passes:
+        sum_apart(model)
+    ids = torch.arange(1, 11).view(2, 5)
+    x = torch.randn(5, SMALL["hidden_size"], dtype=torch.float64)
+    found = []
+    for make in (lambda: model(ids, ids).loss, lambda: model.layers[0](x, model.layout(ids)).sum()):
+        out = make()
+        communicator(group).engine_calls.clear()
+        out.backward()
+        found.append(communicator(group).engine_calls["all_reduce_rows", "chunked"])
+    return tuple(found)
+
+
+def test_a_model_of_ours_sums_its_norms_gradients_in_one_call():
+    assert world(2).run(own_norm_calls, False) == [(1, 1)] * 2
+    assert world(2).run(own_norm_calls, True) == [(2 * SMALL["num_hidden_layers"] + 1, 2)] * 2
+
+
+def large_and_small(group: Any) -> tuple[int, list[float]]:
+    mesh = tp_mesh(group)
+    shapes = [(3,), (TOGETHER_BYTES // 8 + 1,), (2, 2)]
+    plain = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
+    parameters = [place(p, mesh, Way((Replicate(),), (group.size(),))) for p in plain]
+    comm = communicator(group)
+    owns = locals_of(parameters, comm.name)
+    total = sum((read(own, comm.name) * (i + 1 + 10 * comm.rank)).sum() for i, own in enumerate(owns))
+    comm.engine_calls.clear()
+    total.backward()
+    assert all((p.grad.to_local() == p.grad.to_local().flatten()[0]).all() for p in parameters)
+    return sum(comm.engine_calls.values()), [float(p.grad.to_local().flatten()[0]) for p in parameters]
+
+
+def test_a_large_gradient_is_summed_alone():
+    for calls, sums in world(2).run(large_and_small):
+        assert sums == [12.0, 14.0, 16.0]
+        assert calls == 2  # one for the large one, one for the others
