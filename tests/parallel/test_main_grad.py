@@ -221,7 +221,9 @@ def whole_model(group) -> None:
     model(ids, ids).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is None, name
-        torch.testing.assert_close(parameter.main_grad - START, parameter.wanted.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            parameter.main_grad - START, parameter.wanted.float(), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_whole_model_adds_what_it_leaves_in_grad_else():
