@@ -366,8 +366,36 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if self._parameters:
         at.look((args, kwargs))
     reads = self._parameters or at.children or at.below
+    if reads and at.inner is None and _runs_again(self):
+        return _opened_inside(self, args, kwargs)
     with _plain_parameters(self) if reads else nullcontext():
         return type(self).forward(self, *args, **kwargs) if at.inner is None else at.inner(*args, **kwargs)
+
+
+def _runs_again(module: Any) -> bool:
+    """Whether it is a layer of transformers whose class's forward checkpoints another one, inside."""
+    asked = getattr(module, "gradient_checkpointing", False) and module.training
+    if not asked or torch.compiler.is_compiling():
+        return False
+    return any(each.__name__ == "GradientCheckpointingLayer" for each in type(module).__mro__)
+
+
+def _opened_inside(self: Any, args: Any, kwargs: Any) -> Any:
+    """The forward of such a layer, its parameters plain inside of what runs again in backward."""
+    checkpoint = self._gradient_checkpointing_func
+
+    def inside(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        def opening(*given: Any, **named: Any) -> Any:
+            with _plain_parameters(self):
+                return forward(*given, **named)
+
+        return checkpoint(opening, *inputs, **options)
+
+    self._gradient_checkpointing_func = inside
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        self._gradient_checkpointing_func = checkpoint
 
 
 def each_token(self: Any, x: TokenShard) -> TokenShard:

@@ -109,13 +109,13 @@ def test_gradients_of_several_are_summed_in_one_call(data):
     world(2).run(several, uses, [data.draw(kinds) for _ in uses])
 
 
-def norm_calls(group: Any, name: str, checkpointing: bool) -> int:
-    """All-reduces in the second backward of a model."""
+def norm_calls(group: Any, name: str, checkpointing: dict[str, bool] | None) -> int:
+    """All-reduces in the second backward of a model of two layers."""
     from .hf.families import model_of
 
     model = fusedtp.parallelize(model_of(name), tp_mesh(group))
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
         model.train()
     ids = torch.arange(1, 11).view(2, 5)
     for _ in range(2):
@@ -126,10 +126,15 @@ def norm_calls(group: Any, name: str, checkpointing: bool) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}])
 def test_a_stack_sums_its_norms_gradients_in_one_call(name, checkpointing):
     pytest.importorskip("transformers")
     assert world(2).run(norm_calls, name, checkpointing) == [1, 1]
+
+
+def test_a_layer_with_a_backward_of_its_own_sums_its_norms_gradients_in_one_call():
+    pytest.importorskip("transformers")
+    assert world(2).run(norm_calls, "qwen3", {"use_reentrant": True}) == [3, 3]  # and the last norm
 
 
 class Reader(nn.Module):

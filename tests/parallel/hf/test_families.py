@@ -41,6 +41,7 @@ NOT_ALL_SPLIT = {
     *("doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"),
     *("esmc", "glm5_next_text", "neomme"),
 }
+NO_LINEAR_SPLIT = {"nemotron_h"}  # its plan names its embedding and its experts
 
 
 def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", chosen())
 def test_with_sequence_parallelism(name: str):
     found = check(name, 2)
-    assert found["calls"].get("fused", 0) > 0
+    assert (found["calls"].get("fused", 0) > 0) == (name not in NO_LINEAR_SPLIT)
 
 
 @pytest.mark.parametrize(
