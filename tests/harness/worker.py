@@ -22,6 +22,7 @@ from tests.harness.messages import Failure, PerRank
 
 def main(rank: int, size: int, port: int, fd: int) -> None:
     """Joins the world through the store on `port` and serves it on the socket `fd`; does not return."""
+    faulthandler.enable()  # a worker that dies of a signal says where
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_die_with_the_driver, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
