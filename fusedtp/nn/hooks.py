@@ -10,7 +10,6 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     Experts                   the whole layer           parallel.experts(x, expert_ids, weights, experts, layout)
     MoE.experts               whose tokens are balanced parallel.token_group
     RMSNorm, Router           reading a parameter       parallel.read(parameter) -> plain tensor
-    CausalLM, its layers      reading all below them    parallel.reading(module) -> context manager
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
                               the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
 
@@ -22,10 +21,8 @@ and its neighbours balance.py and capacity.py (whose batch is that of all ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
@@ -43,9 +40,6 @@ class Parallel(Protocol):
 
     def read(self, parameter: Tensor) -> Tensor:
         """The plain local tensor of a parameter, with gradients summed over ranks where each sees a part."""
-
-    def reading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts, what ranks hold alike below the module is read by one node, which sums all gradients."""
 
     def linear(self, x: Tensor, linear: nn.Module, layout: TokenLayout | None) -> Tensor:
         """Column-parallel: [T_r, K] -> [T, N_r]. Row-parallel: [T, K_r] -> [T_r, N]."""
@@ -91,9 +85,3 @@ def read(module: nn.Module, name: str) -> Any:
     parameter = getattr(module, name)
     parallel = parallel_of(module)
     return parameter if parameter is None or parallel is None else parallel.read(parameter)
-
-
-def reading(module: nn.Module) -> AbstractContextManager[None]:
-    """Around what calls the modules below."""
-    parallel = parallel_of(module)
-    return nullcontext() if parallel is None or torch.compiler.is_compiling() else parallel.reading(module)

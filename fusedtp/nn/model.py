@@ -19,7 +19,6 @@ from .block import TransformerBlock, prefixed
 from .config import ModelConfig
 from .dropout import EMBEDDING, HiddenDropout, dropout_state
 from .embedding import VocabParallelEmbedding
-from .hooks import reading
 from .layout import Collected, TokenLayout
 from .linear import Linear
 from .linear_loss import linear_cross_entropy
@@ -67,7 +66,6 @@ class CausalLM(nn.Module):
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, device=device, dtype=dtype)
         self.lm_head = Linear(hidden, config.vocab_size, device=device, dtype=dtype)
-        self.parallel: Any = None
         self.token_split: tuple[int, int] = (0, 1)
         self.token_group: Any = None
         self.balance_group: Any = None
@@ -153,8 +151,7 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
         """[B, S] -> [T_r, H], after the last norm."""
-        with reading(self):
-            return self.norm(self.through(self.layers, self.embed(input_ids, layout), layout))
+        return self.norm(self.through(self.layers, self.embed(input_ids, layout), layout))
 
     def embed(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
         """[B, S] -> [T_r, H], before the first layer."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.tokens import gather_tokens
@@ -61,7 +61,8 @@ def _refuse_different(plans: list[dict[str, Any]]) -> None:
 def check_same_weights(model: nn.Module, comm: Communicator) -> None:
     """Raises ValueError on every rank that names parameters and buffers that differ between ranks. Collective."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own = {name: x for name, x in named.items() if not isinstance(x, DTensor) and not x.is_meta}
+    # by name: transformers registers buffers in the order of a set
+    own = {name: x for name, x in sorted(named.items()) if not isinstance(x, DTensor) and not x.is_meta}
     differing = _differing(own, comm)
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
@@ -127,7 +128,10 @@ def named_leaves(args_and_kwargs: Any) -> list[tuple[str, Any]]:
 
     That of a dictionary need not be: transformers makes one of masks from a set of the kinds of layers.
     """
-    leaves, _ = tree_flatten_with_path(args_and_kwargs)
+    try:
+        leaves, _ = tree_flatten_with_path(args_and_kwargs)
+    except ValueError:  # a kind of node that names none
+        return [(str(i), x) for i, x in enumerate(tree_leaves(args_and_kwargs))]
     return sorted(((_named(path), x) for path, x in leaves), key=lambda each: each[0])
 
 

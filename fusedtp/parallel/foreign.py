@@ -377,7 +377,8 @@ def _runs_again(module: Any) -> bool:
     asked = getattr(module, "gradient_checkpointing", False) and module.training
     if not asked or torch.compiler.is_compiling():
         return False
-    return any(each.__name__ == "GradientCheckpointingLayer" for each in type(module).__mro__)
+    wraps = hasattr(type(module).forward, "__wrapped__")  # and nobody has put another one there
+    return wraps and any(each.__name__ == "GradientCheckpointingLayer" for each in type(module).__mro__)
 
 
 def _opened_inside(self: Any, args: Any, kwargs: Any) -> Any:
@@ -502,6 +503,14 @@ def _plain_parameters(module: Any) -> Iterator[None]:
         finally:
             for parameters, name, parameter in kept:
                 parameters[name] = parameter
+
+
+def sum_apart(model: nn.Module) -> None:
+    """For a backward in two passes: torch cannot defer the gradient of parameters that one node of the graph reads."""
+    for module in model.modules():
+        at = getattr(module, "parallel", None)
+        if isinstance(at, Own) and at.below:
+            module.parallel = replace(at, below=())  # type: ignore[assignment]
 
 
 def _splits(module: Any) -> bool:

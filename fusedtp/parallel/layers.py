@@ -21,24 +21,21 @@ See Note [main_grad] in ops/main_grad.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fusedtp import ops
-from fusedtp.nn import CausalLM, TransformerBlock
-from fusedtp.nn.hooks import parallel_of
 from fusedtp.nn.linear_loss import linear_cross_entropy
 from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
-from .placement import local, opened, read
+from .placement import local, read
 
 
 @dataclass(frozen=True)
@@ -119,41 +116,6 @@ class Replica:
     ) -> tuple[Tensor, ...]:
         """Each for itself."""
         return tuple(each(x) for each in linears)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A module of layers, or a layer, that has no step of its own.
-
-    below   names of modules in it, at any depth, with parameters whose gradients are summed over ranks in one call
-    """
-
-    members: str
-    below: tuple[str, ...]
-
-    def reading(self, module: Any) -> AbstractContextManager[None]:
-        """While its forward runs: see Note [Gradients of replicated parameters] in placement.py."""
-        return opened(module, self.below, self.members) if self.below else nullcontext()
-
-
-def stacks(model: nn.Module, group: str) -> None:
-    """Give modules that ask for it, and have no step of their own, a Stack of what is replicated below them."""
-    for module in model.modules():
-        if isinstance(module, CausalLM | TransformerBlock) and module.parallel is None:
-            replicas = [
-                name
-                for name, each in module.named_modules()
-                if isinstance(at := parallel_of(each), Replica) and at.partial and at.members == group
-            ]
-            module.parallel = Stack(group, tuple(replicas))
-
-
-def sum_apart(model: nn.Module) -> None:
-    """For a backward in two passes: torch cannot defer the gradient of parameters that one node of the graph reads."""
-    for module in model.modules():
-        at = parallel_of(module)
-        if getattr(at, "below", ()):
-            module.parallel = replace(at, below=())
 
 
 @dataclass(frozen=True)

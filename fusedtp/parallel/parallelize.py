@@ -15,7 +15,6 @@ from .agree import agreed_plan, check_same_weights
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
 from .infer import infer_or_refuse
-from .layers import stacks
 from .placement import Mesh
 from .plan import apply_steps, has_more_dimensions, make_steps, plan_of
 from .proof import prove as prove_plan
@@ -98,7 +97,6 @@ def parallelize(
         sequence_parallel=sequence_parallel,
     )
     apply_steps(steps, mesh)
-    stacks(model, comm.name)
     if sequence_parallel:
         for module in model.modules():
             if hasattr(module, "token_split"):

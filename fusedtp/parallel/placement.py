@@ -21,10 +21,10 @@ operations (three all-reduces a parameter and step for foreach, one for fused), 
 takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
 complete, nothing downstream communicates, and there are no hidden hooks.
 
-A norm has one such parameter, and a model two norms a layer. So a stack of layers, and each layer if its parameters are
-there only while it runs (FSDP2, a second forward in backward), reads all those below it by one node of the graph while
-its forward runs (`opened`). The node's backward comes after all of theirs and sums their gradients in one call; large
-ones go alone, since what stands together is copied.
+A norm has one such parameter, and a model two norms a layer. So in models of others a stack of layers, and each layer
+if its parameters are there only while it runs (FSDP2, a second forward in backward), reads all those below it by one
+node of the graph while its forward runs (`opened`). The node's backward comes after all of theirs and sums their
+gradients in one call; large ones go alone, since what stands together is copied.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedtp.comm import VirtualGroup
-from fusedtp.ops.main_grad import main_grad_of
 from fusedtp.ops.operation import Lying
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
@@ -151,8 +152,7 @@ def read(parameter: Tensor, group: Any) -> Tensor:
 @contextmanager
 def opened(module: nn.Module, paths: Sequence[str], group: str) -> Iterator[None]:
     """While it lasts, what ranks hold alike in the modules at `paths` below are plain tensors, read by one node."""
-    records = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    together = [found for path in paths for found in _replicas(module, path)] if records else []
+    together = [found for path in paths for found in _replicas(module, path)]
     owns = locals_of([parameter for _, _, parameter in together], group)
     for (parameters, name, _), own in zip(together, owns, strict=True):
         parameters[name] = own
@@ -166,14 +166,15 @@ def opened(module: nn.Module, paths: Sequence[str], group: str) -> Iterator[None
 def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTensor]]:
     """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there.
 
-    None either of a module that is compiled by itself, whose graph reads them, and none with a `main_grad`.
+    None either of a module that is compiled by itself, whose graph reads them, nor of one that FSDP2 holds: it reduces
+    gradients when that module's own backward ends.
     """
-    for name in path.split(".") if path else ():
+    for name in path.split("."):
         module = module._modules.get(name)
-        if module is None or _is_compiled(module):
+        if module is None or isinstance(module, FSDPModule) or _is_compiled(module):
             return
     for name, parameter in module._parameters.items():
-        trained = parameter is not None and parameter.requires_grad and main_grad_of(parameter) is None
+        trained = parameter is not None and parameter.requires_grad
         if trained and is_replicated(parameter) and parameter.device_mesh.ndim == 1:
             yield module._parameters, name, parameter
 
@@ -210,7 +211,10 @@ class _Locals(torch.autograd.Function):
         owns = [parameter._local_tensor for parameter in parameters]
         ctx.lying, ctx.group = [Lying.of(parameter) for parameter in parameters], group
         ctx.set_materialize_grads(False)
-        return tuple(own.view_as(own) for own in (*owns, *owns))
+        with (
+            _disable_current_modes()
+        ):  # selective checkpointing counts operations, and a layer that runs again has more
+            return tuple(own.view_as(own) for own in (*owns, *owns))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fusedtp.nn import TransformerBlock, recompute_
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.rows import split
-from fusedtp.parallel.layers import sum_apart
+from fusedtp.parallel.foreign import sum_apart
 from fusedtp.parallel.placement import Way
 from fusedtp.train.config import BlockOptions, ParallelOptions
 

@@ -47,11 +47,20 @@ class _Worker:
 class World:
     """`size` worker processes in one gloo group; a context manager, so that a test may have one for itself.
 
-    With `interpret` the workers run Triton kernels in its interpreter; Triton wants to know before its import.
+    With `interpret` the workers run Triton kernels in its interpreter; Triton wants to know before its import. With
+    `strangers` neighbours hash strings differently, as ranks that a launcher starts do, so that an order of a set that
+    ranks must share shows: for what goes through names. The imports are paid twice.
     """
 
-    def __init__(self, size: int, *, interpret: bool = True, env: Mapping[str, str] | None = None) -> None:
-        self.size = size
+    def __init__(
+        self,
+        size: int,
+        *,
+        interpret: bool = True,
+        strangers: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.size, self.strangers = size, strangers
         self.env = {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -130,9 +139,8 @@ class World:
         if self._workers:
             return
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # neighbours hash strings differently, as ranks that a launcher starts do: no order of a set may be relied on
-        envs = [{"PYTHONHASHSEED": str(1 + odd), **self.env} for odd in (0, 1)]
-        nurseries = [_nursery(envs[rank % 2]) for rank in range(self.size)]
+        seeds = [{"PYTHONHASHSEED": str(1 + odd)} if self.strangers else {} for odd in (0, 1)]
+        nurseries = [_nursery({**seeds[rank % 2], **self.env}) for rank in range(self.size)]
         self._workers = [self._spawn(module, rank, nursery) for rank, nursery in enumerate(nurseries)]
         greetings = self._collect(START_SECONDS, START_SECONDS, decode=bytes)
         if any(isinstance(greeting, Failure) for greeting in greetings):
@@ -184,11 +192,13 @@ _worlds: dict[Any, World] = {}
 _nurseries: dict[Any, Nursery] = {}
 
 
-def world(size: int, *, interpret: bool = True, env: Mapping[str, str] | None = None) -> World:
+def world(
+    size: int, *, interpret: bool = True, strangers: bool = False, env: Mapping[str, str] | None = None
+) -> World:
     """The session's world of this size and environment, started at its first call."""
-    key = (size, interpret, tuple(sorted((env or {}).items())))
+    key = (size, interpret, strangers, tuple(sorted((env or {}).items())))
     if key not in _worlds:
-        _worlds[key] = World(size, interpret=interpret, env=env)
+        _worlds[key] = World(size, interpret=interpret, strangers=strangers, env=env)
     return _worlds[key]
 
 

@@ -11,14 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
-from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.linear import Linear
 from fusedtp.ops.rows import split
 from fusedtp.parallel import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
-from fusedtp.parallel.placement import local
 from tests.engines import ENGINES
 from tests.harness import world
-from tests.parallel.support import SMALL, tp_mesh
+from tests.parallel.support import tp_mesh
 
 T, K, N = 37, 6, 8
 START = 0.5
@@ -208,26 +206,6 @@ def others(group) -> None:
 
 def test_norms_biases_and_embeddings_add_what_autograd_made():
     world(2).run(others)
-
-
-def whole_model(group) -> None:
-    """Every parameter of a model, the norms that are else read together among them: the same as in .grad without."""
-    model = fusedtp.parallelize(CausalLM(ModelConfig(**SMALL)), tp_mesh(group))
-    ids = torch.arange(1, 11).view(2, 5)
-    model(ids, ids).loss.backward()
-    for parameter in model.parameters():
-        parameter.wanted, parameter.grad = local(parameter.grad), None
-        with_main_grad(parameter)
-    model(ids, ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is None, name
-        torch.testing.assert_close(
-            parameter.main_grad - START, parameter.wanted.float(), rtol=1e-5, atol=1e-6
-        )
-
-
-def test_a_whole_model_adds_what_it_leaves_in_grad_else():
-    world(2).run(whole_model)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def same_tokens(
 def test_every_cache_and_choice(name: str):
     """Windows of four tokens slide within the prompts."""
     changes = {"sliding_window": 4} if name == "gemma3_text" else {}
-    world(2).run(same_tokens, name, changes, [9, 3, 6], CHOICES, timeout=200)
+    world(2, strangers=True).run(same_tokens, name, changes, [9, 3, 6], CHOICES, timeout=200)
 
 
 @settings(max_examples=8)
@@ -73,7 +73,7 @@ def test_every_cache_and_choice(name: str):
 def test_ragged_prompts(name: str, world_size: int, lengths: list[int], cache: str):
     changes = {"sliding_window": 4} if name == "gemma3_text" else {}
     choices = {cache: {"cache_implementation": cache}}
-    world(world_size).run(same_tokens, name, changes, lengths, choices, timeout=200)
+    world(world_size, strangers=True).run(same_tokens, name, changes, lengths, choices, timeout=200)
 
 
 def assisted(group: Any) -> None:
