@@ -46,14 +46,17 @@ def case_of(name: str, world_size: int, target: str) -> Case:
     return next(case for case in compiled_cases(world_size, target) if case.name == name)
 
 
+SCHEDULED = [
+    *((name, 2, "sm_90", examples(12, 8)) for name in KERNELS),
+    *((name, 4, "sm_80", examples(6, 4)) for name in (*DECLARED, "mixed") if not in_fp8(name)),
+    *((name, 8, "sm_80", 1) for name in (*DECLARED, *MIXED) if not in_fp8(name)),
+    ("all_gather_wgrad", 1, "sm_90", 3),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "world_size", "target", "count"),
-    [
-        *((name, 2, "sm_90", examples(12, 8)) for name in KERNELS),
-        *((name, 4, "sm_80", examples(6, 4)) for name in (*DECLARED, "mixed") if not in_fp8(name)),
-        *((name, 8, "sm_80", 1) for name in (*DECLARED, *MIXED) if not in_fp8(name)),
-        ("all_gather_wgrad", 1, "sm_90", 3),
-    ],
+    [pytest.param(*case, id="-".join(map(str, case[:3]))) for case in SCHEDULED],
 )
 def test_no_schedule_of_a_fused_kernel_shows_a_fault(name, world_size, target, count):
     """In lockstep and warp by warp, with all late effects; the results equal the single-device formula's."""
