@@ -195,9 +195,9 @@ class Own:
         leaves = tree_leaves(inputs)
         if any(isinstance(x, TokenShard) and x._rows.is_floating_point() and x._rows.numel() for x in leaves):
             return  # every call of a norm comes here; a TokenShard's own methods take ten times as long
-        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+        tensors = [x for _, x in named_leaves(inputs) if isinstance(x, Tensor)]
+        floats = [x for x in tensors if x.is_floating_point() and x.numel()]
         if floats and not any(isinstance(x, TokenShard | DTensor) for x in floats):
-            floats = [x for _, x in named_leaves(inputs) if any(x is each for each in floats)]
             # asks of all: ranks differ in what is first
             self.seen.inputs = True in [differs(x, self.members, self.world_size) for x in floats]
 

@@ -302,10 +302,11 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
         above.splits |= isinstance(style, Colwise | Rowwise)
     # not the order of a set, in which ranks differ: gradients are summed side by side
     for name in [name for name in styles if name in plain]:
+        if styles[name].children or styles[name].splits or styles[name].named:
+            continue
         layer = _layer_of(name)
-        leaf = not styles[name].children and not styles[name].splits and not styles[name].named
-        stack = parent_of(parent_of(layer)) if layer != name else parent_of(name)
-        for outer in {layer, stack} - {name} if leaf else ():
+        outers = (parent_of(name),) if layer == name else (layer, parent_of(parent_of(layer)))
+        for outer in outers:
             if type(styles.get(outer)) is Foreign:
                 styles[outer].below += (name.removeprefix(f"{outer}." if outer else ""),)
 

@@ -211,9 +211,8 @@ class _Locals(torch.autograd.Function):
         owns = [parameter._local_tensor for parameter in parameters]
         ctx.lying, ctx.group = [Lying.of(parameter) for parameter in parameters], group
         ctx.set_materialize_grads(False)
-        with (
-            _disable_current_modes()
-        ):  # selective checkpointing counts operations, and a layer that runs again has more
+        # selective checkpointing counts operations, and a layer that runs again has more of these
+        with _disable_current_modes():
             return tuple(own.view_as(own) for own in (*owns, *owns))
 
     @staticmethod

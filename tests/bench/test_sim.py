@@ -29,4 +29,6 @@ def test_single_calls_are_run_alone_and_their_memory_is_counted() -> None:
     found = sim.in_a_process("a two-shot all-reduce of 512 elements", sim.Options(rounds=1))
     assert min(found.values()) > 0
     assert found["process, MB"] > 100, "not of the whole process"
-    assert sim.one_call("a two-shot all-reduce of 262,144 elements", "sm_90")[1] > 8 * 4 * 262_144 / 1e6
+    tensors = {name: sim.one_call(name, "sm_90")[1] for name in sim.ONE_CALL}  # every case can be made
+    assert min(tensors.values()) > 0
+    assert tensors["a two-shot all-reduce of 262,144 elements"] > 8 * 4 * 262_144 / 1e6

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -97,10 +98,8 @@ class World:
         message = pickle.dumps((fresh, function, arguments))
         self._start(function.__module__)
         for worker in self._workers:
-            try:
+            with suppress(OSError):  # one that has died since the last call, as `_collect` will find
                 worker.connection.send_bytes(message)
-            except OSError:
-                pass  # it has died since the last call, as `_collect` will find
         outcomes = self._collect(timeout, grace)
         if any(isinstance(outcome, Failure) for outcome in outcomes):
             self.kill()

@@ -1,12 +1,15 @@
-"""Ranks that infer plans each for themselves must find the same one, or all say why not."""
+"""Ranks find the same plan, hold the same weights and see the same inputs, or all say why not."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import _deregister_pytree_node, register_pytree_node
 
 import fusedtp
+from fusedtp.comm import communicator
+from fusedtp.parallel.agree import check_same_weights, named_leaves
 from tests.harness import PerRank, world
 from tests.parallel.support import tp_mesh
 
@@ -59,3 +62,47 @@ DIFFERENT = r"ranks found different plans: second\.up \(rank 0: 'colwise', rank 
 )
 def test_ranks_that_find_different_plans(kind: type[nn.Module], fault: str, messages: list[str]):
     world(2).run(split, kind, fault, PerRank(messages), timeout=30)
+
+
+def registered_otherwise(group: Any, other: float) -> str:
+    """Two buffers that each rank registers in another order; on rank 1 one of them is `other`."""
+    model, values = nn.Module(), {"full": 1.0, "sliding": 2.0}
+    if group.rank():
+        values = {"sliding": other, "full": 1.0}
+    for name, value in values.items():
+        model.register_buffer(name, torch.full((3,), value))
+    try:
+        check_same_weights(model, communicator(group))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_buffers_are_compared_by_name_whatever_their_order():
+    assert world(2).run(registered_otherwise, 2.0) == [""] * 2
+    for said in world(2).run(registered_otherwise, 3.0):
+        assert said.startswith("ranks hold other values of sliding;")
+
+
+class Nameless:
+    """A kind of node that gives its parts no names."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+def test_inputs_have_an_order_that_their_dictionaries_do_not_say():
+    one, two = (
+        {"mask": dict(pairs), "ids": 0}
+        for pairs in ([("full", 1), ("sliding", 2)], [("sliding", 2), ("full", 1)])
+    )
+    assert named_leaves(((5,), one)) == named_leaves(((5,), two))
+    assert [x for _, x in named_leaves(((5,), one))] == [5, 0, 1, 2]
+
+
+def test_inputs_without_names_are_counted():
+    register_pytree_node(Nameless, lambda node: (list(node.parts), None), lambda parts, _: Nameless(*parts))
+    try:
+        assert named_leaves(((Nameless(7, 8),), {})) == [("0", 7), ("1", 8)]
+    finally:
+        _deregister_pytree_node(Nameless)

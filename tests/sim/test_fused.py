@@ -21,12 +21,11 @@ from fusedtp.ops.operation import OPERATIONS
 from fusedtp.sim import Case, Fault, Run, Schedule, SimulationFault, explore, run_schedule
 from fusedtp.sim.explore import compiler_for
 from fusedtp.sim.explore import schedules as schedules_in_turn
-from tests.sampling import SAMPLED, examples
+from tests.sampling import examples
 from tests.seeded.trials import FUSED
 from tests.sim.exchange import replaced, schedules
 
 KERNELS = [*DECLARED, *experts.OPERATIONS, "mixed"]
-MIXED = [] if SAMPLED else ["mixed"]  # of eight ranks: half a minute
 
 
 def test_checks_follow_from_what_operations_declare():
@@ -47,9 +46,9 @@ def case_of(name: str, world_size: int, target: str) -> Case:
 
 
 SCHEDULED = [
-    *((name, 2, "sm_90", examples(12, 8)) for name in KERNELS),
-    *((name, 4, "sm_80", examples(6, 4)) for name in (*DECLARED, "mixed") if not in_fp8(name)),
-    *((name, 8, "sm_80", 1) for name in (*DECLARED, *MIXED) if not in_fp8(name)),
+    *((name, 2, "sm_90", 12) for name in KERNELS),
+    *((name, 4, "sm_80", 6) for name in (*DECLARED, "mixed") if not in_fp8(name)),
+    *((name, 8, "sm_80", 1) for name in (*DECLARED, "mixed") if not in_fp8(name)),
     ("all_gather_wgrad", 1, "sm_90", 3),
 ]
 

@@ -131,9 +131,8 @@ def class_of(name: str) -> type[PreTrainedModel]:
 def config_of(name: str, **changes: Any) -> Any:
     whole, more = CONFIG_MAPPING[name](), MORE.get(name, {})
     text = whole.get_text_config()  # as AutoModelForCausalLM takes it
-    return small_config(
-        text if class_of(name).config_class is type(text) else whole, 4, **{**more, **changes}
-    )
+    config = text if class_of(name).config_class is type(text) else whole
+    return small_config(config, 4, **{**more, **changes})
 
 
 def model_of(name: str, attention: str | None = None, **changes: Any) -> nn.Module:

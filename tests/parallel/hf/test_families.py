@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import CONFIG_MAPPING
 
 import fusedtp
@@ -86,6 +87,17 @@ def test_on_four_ranks(name: str):
 def test_with_checkpointing(name: str, reentrant: bool):
     changes = dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0) if name == "seed_oss" else {}
     check(name, 2, checkpointing={"use_reentrant": reentrant}, generate=False, changes=changes)
+
+
+def products_are_kept() -> tuple[Any, Any]:
+    """Selective checkpointing: what torch's own matmuls gave is not computed again."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_with_selective_checkpointing(name: str):
+    options = {"use_reentrant": False, "context_fn": products_are_kept}
+    check(name, 2, checkpointing=options, generate=False)
 
 
 def mixtures() -> list[str]:
