@@ -51,14 +51,8 @@ class Inferred(NamedTuple):
     whole: dict[str, str]
 
 
-def inferred_plan(model: nn.Module, world_size: int = 2, *, sequence_parallel: bool = True) -> dict[str, str]:
-    """A plan in the words of foreign_plan.py that was proved over so many virtual ranks; empty where nothing can be
-    split. Runs copies of the model's modules on the CPU; the model itself is neither run nor changed."""
-    return infer(model, world_size, sequence_parallel).plan
-
-
 def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) -> Inferred:
-    """The same. Raises ValueError that says for each linear layer why it cannot be split, where none can."""
+    """`infer`. Raises ValueError that says for each linear layer why it cannot be split, where none can."""
     found = infer(model, world_size, sequence_parallel)
     if not found.plan and found.whole:
         advice = "it has no tp_plan and none could be inferred; give one, as plan={'...up_proj': 'colwise'}"
@@ -67,7 +61,11 @@ def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) 
 
 
 def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> Inferred:
-    """A plan, and what stays whole."""
+    """A plan in the words of foreign_plan.py that was proved over so many virtual ranks, and what stays whole.
+
+    Both are empty where nothing can be split. Runs copies of the model's modules on the CPU; the model is neither run
+    nor changed.
+    """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     if len(linears) < 2 or any(hasattr(m, "parallel") for m in model.modules()):
         return Inferred({}, {})

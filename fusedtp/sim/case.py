@@ -142,6 +142,7 @@ def memory_map(run: Run) -> Map:
             )
         for rank, tensor in enumerate(memory.tensors):
             found.add(memory.name, rank, tensor, memory.poisoned)
+        found.add_multicast(memory)
     for rank, of_rank in enumerate(run.work):
         for work in of_rank:
             if isinstance(work, Launch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 GUARD = 1 << 16  # bytes
+LINE = 128  # tensors begin at a multiple of it, modulo which an address keeps its place
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,27 @@ class Memory:
     def pointers(self) -> Tensor:
         """int64 [W]: the addresses, as a kernel takes them."""
         return torch.tensor([t.data_ptr() for t in self.tensors], dtype=torch.int64)
+
+    @cached_property
+    def _window(self) -> Array:
+        """Addresses that nothing else has; nobody reads or writes there."""
+        return np.empty(self.nbytes + 2 * GUARD, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one rank's."""
+        return self.tensors[0].numel() * self.tensors[0].element_size()
+
+    @property
+    def multicast(self) -> int:
+        """The address by which multimem instructions reach this memory of all ranks at once."""
+        first = int(self._window.ctypes.data)
+        return first + GUARD - first % LINE
+
+    @property
+    def has_multicast(self) -> bool:
+        """Whether somebody asked for that address."""
+        return "_window" in self.__dict__
 
 
 def symmetric(
@@ -89,6 +113,9 @@ class Map:
     def __init__(self) -> None:
         self._found: dict[int, Allocation] = {}
         self.size = 0
+        self.multicasts: list[
+            tuple[int, int, list[int]]
+        ] = []  # address, bytes, addresses of the ranks' tensors
         self._sorted: list[Allocation] = []
         self._bases = self._ends = np.zeros(0, np.int64)
 
@@ -110,6 +137,12 @@ class Map:
             name, rank, whole, poisoned, storage.data_ptr(), storage.nbytes(), self.size
         )
         self.size += storage.nbytes()
+
+    def add_multicast(self, memory: Memory) -> None:
+        """Its multicast address, where somebody asked for it."""
+        if memory.has_multicast:
+            bases = [tensor.data_ptr() for tensor in memory.tensors]
+            self.multicasts.append((memory.multicast, memory.nbytes, bases))
 
     def add_arguments(self, name: str, rank: int, value: Any) -> None:
         """Register every tensor in an argument of a kernel, tuples and named tuples included."""

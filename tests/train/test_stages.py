@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fusedtp.comm import Communicator, communicator
-from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, init_, recompute_
+from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, attention, init_, mask, recompute_
 from fusedtp.nn.recompute import Recompute
 from fusedtp.ops import engines
 from fusedtp.parallel import clip_grad_norm_, parallelize
@@ -114,7 +114,13 @@ def pipelined(
 
 
 def steps_of_pipeline(
-    schedule: str, pp: int, tp: int, tied: bool, steps: tuple[tuple[int, int], ...], moe: MoEConfig | None
+    schedule: str,
+    pp: int,
+    tp: int,
+    tied: bool,
+    steps: tuple[tuple[int, int], ...],
+    moe: MoEConfig | None = None,
+    recompute: Recompute | None = None,
 ) -> list[tuple[float, dict[str, Tensor], float, float]]:
     mesh = mesh_of(pp=pp, tp=tp)
     model = model_of(tied, moe)
@@ -124,6 +130,8 @@ def steps_of_pipeline(
     parts = cut([1.0] * 5, 0.5, count)
     here = stages_of(schedule, pp, mesh.get_local_rank("pp"))
     prune_(model, parts, here)
+    if recompute is not None:
+        recompute_(blocks_of(model), recompute, two_passes(schedule, pp))
     init_(model.to_empty(device="cpu"), 0, std=0.3)
     pipeline = Pipeline(model, mesh["pp"], schedule, parts, here)
     found = []
@@ -162,13 +170,20 @@ def compare(
     moe: MoEConfig | None = None,
 ):
     """Losses, gradients and norms of a pipeline with those of one process."""
-    want = alone(tied, steps, moe)
-    names: set[str] = set()
     every = worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps, moe)
     for stage in range(pp):
         first, *others = (order for _, order in every[stage * tp : (stage + 1) * tp])
         assert (first or tp == 1) and all(order == first for order in others), "ranks of tp call alike"
-    for found, _ in every:
+    assert_same([found for found, _ in every], alone(tied, steps, moe))
+
+
+def assert_same(
+    every: Sequence[list[tuple[float, dict[str, Tensor], float, float]]],
+    want: list[tuple[float, dict[str, Tensor], float, float]],
+):
+    """What the ranks of a pipeline found in every step against one process."""
+    names: set[str] = set()
+    for found in every:
         for (loss, gradients, norm, evaluated), (wanted_loss, wanted, wanted_norm, wanted_evaluated) in zip(
             found, want, strict=True
         ):
@@ -178,6 +193,51 @@ def compare(
             assert_gradients(gradients, wanted, layers=5)
         names |= found[0][1].keys()
     assert names == want[0][1].keys()
+
+
+def with_flex_attention(
+    group: Any, schedule: str, tp: int, recompute: Recompute | None, steps: tuple[tuple[int, int], ...]
+) -> tuple[list[tuple[float, dict[str, Tensor], float, float]], int]:
+    """The steps, and how often attention was flex attention's."""
+    from torch.nn.attention import flex_attention
+
+    taken = 0
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal taken
+        taken += 1
+        return mask.flex(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # On a CPU torch has this backward, by its definition, and refuses to be asked for it.
+        patch.setattr(flex_attention, "_validate_device", lambda *qkv: None)
+        patch.setattr(
+            attention, "attention_mask", lambda *given: mask.attention_mask(*given[:4], use_flex=True)
+        )
+        patch.setattr(attention, "flex", counted)
+        return steps_of_pipeline(schedule, 2, tp, False, steps, recompute=recompute), taken
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tp", "recompute"),
+    [
+        ("1f1b", 1, "full"),
+        ("interleaved_zero_bubble", 1, None),
+        ("interleaved_zero_bubble", 1, "full"),
+        ("interleaved_zero_bubble", 2, "selective"),
+        ("zbv_zero_bubble", 1, "selective"),
+        ("dualpipev", 1, "full"),
+    ],
+)
+def test_block_masks_of_flex_attention_in_a_backward_of_two_passes(
+    worlds, schedule: str, tp: int, recompute: Recompute | None
+):
+    """Its mask is no tensor and reads the documents of the microbatch: torchtitan 3584."""
+    steps = ((4, 8), (4, 5))
+    every = worlds(2 * tp).run(with_flex_attention, schedule, tp, recompute, steps)
+    assert_same([found for found, _ in every], alone(False, steps))
+    training, evaluation = 4 * (1 + (recompute is not None)), 4  # microbatches, of each layer
+    assert sum(taken for _, taken in every) == tp * len(steps) * 5 * (training + evaluation), "of 5 layers"
 
 
 @pytest.mark.slow

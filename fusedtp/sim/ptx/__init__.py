@@ -3,6 +3,7 @@
     parse          PTX text -> instructions with their source lines
     alu, numerics  scalar opcodes -> numpy over all lanes
     access         loads, stores, atomics, fences, shuffles
+    multimem       all ranks' memory by one multicast address
     tensor_core    mma, ldmatrix, stmatrix, wgmma
     copies         cp.async, tensor copies, mbarriers
     kernel         a kernel's blocks as Python functions

@@ -5,11 +5,16 @@ PTX ISA 8.8: 9.7.9 (ld, st, mov), 9.7.13 (barriers, fences, atom, red, vote, red
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from .alu import TYPES, Emitter, handles, size_of, typed
+from .numerics import halves
 from .parse import Address, Imm, Instruction, Operand, Reg, Symbol
 
+Array = np.ndarray[Any, Any]
 ORDERS = {
     "acquire": "acquire",
     "release": "release",
@@ -42,6 +47,8 @@ def is_strong(i: Instruction) -> bool:
     """Whether it may see what another program does at this moment: before it, others get their turn."""
     if i.root in ("atom", "red"):
         return not is_shared(i)
+    if i.root == "multimem":
+        return i.has("red") or order_of(i) != "weak"
     if i.root in ("ld", "st"):
         return order_of(i) != "weak" and not is_shared(i) and not i.has("param")
     return i.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
@@ -51,7 +58,7 @@ def is_shared(i: Instruction) -> bool:
     return any(part.startswith("shared") for part in i.parts)
 
 
-def _counted(i: Instruction) -> int:
+def counted(i: Instruction) -> int:
     return next((int(part[1:]) for part in i.parts if part in ("v2", "v4", "v8")), 1)
 
 
@@ -74,7 +81,7 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
                 x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})"
             )
         ]
-    if len(targets) != _counted(i):
+    if len(targets) != counted(i):
         raise i.unsupported("registers")
     if is_shared(i):
         read = f"S.load_shared({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
@@ -124,7 +131,7 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
     operation = next((part for part in i.parts if part in ATOMICS), "")
     if not operation or i.has("b128", "async"):
         return None
-    count, nb = _counted(i), size_of(t)
+    count, nb = counted(i), size_of(t)
     operands = [[e.read(x, t) for x in e.items(value)] for value in values[: 2 if operation == "cas" else 1]]
     lines, targets = [], e.items(d)
     for n in range(count):
@@ -141,10 +148,30 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
     return lines
 
 
+def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
+    """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
+    dtype = np.dtype(TYPES[t][1])
+    a = given[0]
+    if t in ("bf16", "bf16x2", "f16x2"):
+        return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
+    if operation == "cas":
+        swap = given[1]
+        return lambda n, old: swap[n] if old == a[n] else None, dtype
+    functions = {
+        "exch": lambda n, old: a[n], "add": lambda n, old: old + a[n], "min": lambda n, old: min(old, a[n]),
+        "max": lambda n, old: max(old, a[n]), "and": lambda n, old: old & a[n], "or": lambda n, old: old | a[n],
+        "xor": lambda n, old: old ^ a[n], "inc": lambda n, old: dtype.type(0) if old >= a[n] else old + dtype.type(1),
+        "dec": lambda n, old: a[n] if old == 0 or old > a[n] else old - dtype.type(1),
+    }  # fmt: skip
+    return functions[operation], dtype
+
+
 @handles("fence", "membar")
 def _fence(e: Emitter, i: Instruction) -> list[str] | None:
     """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory, of global memory, or of both."""
     if i.has("proxy"):
+        if i.has("alias"):
+            return [f"S.fence_alias({e.mask})"]
         if i.has("async::generic"):  # one way, of shared memory alone; to the async proxy it is the release
             return [f"S.fence_shared({e.mask})"] if i.has("release") else []
         if not i.has("async"):

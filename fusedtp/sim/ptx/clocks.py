@@ -1,11 +1,12 @@
 """Happens-before between the machine's threads, by vector clocks: PTX ISA 8.8, section 8.9 ("base causality order").
 
-A clock is an array [2, C] of int32 with one coordinate a thread and one a word that strong operations use:
+A clock is an array [P, C] of int32 with one coordinate a thread and one a word that strong operations use:
 
     clock[0][thread]  what the thread did up to this tick of its program happened before
     clock[0][word]    the newest write to the word that happened before, or that a read saw which happened before;
                       nothing older may be read any more (8.9.5, causality order; 8.10.6, causality)
     clock[1]          the same, of what a proxy fence lets asynchronous copies see (8.9.5, proxy-preserved)
+    clock[2]          of what one lets other addresses of the same memory see, where there are any: multimem.py
 
 Edges between threads carry clocks: release patterns to acquire patterns (8.8), barriers, mbarriers, fence.sc,
 the end of work to the next on its stream. Where scopes do not reach both ways, there is no edge (8.7).
@@ -27,14 +28,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-Clock = Array  # [2, C]
-GENERIC, ASYNC = 0, 1  # proxies
+Clock = Array  # [P, C]
+GENERIC, ASYNC, ALIAS = 0, 1, 2  # proxies
 
 
 class Space:
     """Coordinates of all threads and words of a schedule, and what fences of sequential consistency have published."""
 
-    def __init__(self) -> None:
+    def __init__(self, proxies: int = 2) -> None:
+        self.proxies = proxies
         self.count, self.capacity = 1, 256  # coordinate 0 is no one's
         self.fences: dict[Source, Clock] = {}
 
@@ -99,7 +101,7 @@ class Slot:
 class Rows(NamedTuple):
     """Clocks of a program's threads at a moment."""
 
-    rows: Array  # [R, 2, C]
+    rows: Array  # [R, P, C]
     which: Array  # [threads]
     used: int
 
@@ -130,7 +132,7 @@ class Known:
     def __post_init__(self) -> None:
         self.first, self.threads = self.slot.first, self.slot.threads
         self.slot.tick += 1
-        self.rows = np.zeros((2, 2, self.space.capacity), np.int32)
+        self.rows = np.zeros((2, self.space.proxies, self.space.capacity), np.int32)
         if self.start is not None:
             self.rows[0, :, : self.start.shape[1]] = self.start
         self.which, self.used = np.zeros(self.threads, np.intp), 1
@@ -273,8 +275,8 @@ class Known:
             for thread in threads.tolist():
                 self.fenced.setdefault(thread, {})[scope] = published
 
-    def fence_proxy(self, threads: Array) -> None:
-        """What these threads know by ordinary accesses, asynchronous copies may see."""
+    def fence_proxy(self, threads: Array, proxy: int) -> None:
+        """What these threads know by ordinary accesses, another proxy may see."""
         self._fit()
         for at in set(self.which[threads].tolist()):
             members = threads[self.which[threads] == at]
@@ -282,8 +284,8 @@ class Known:
                 at = self._copied(at)
                 self.which[members] = at
             row = self.rows[at]
-            np.maximum(row[ASYNC], row[GENERIC], out=row[ASYNC])
-            row[ASYNC, self.first + members] = self.slot.tick
+            np.maximum(row[proxy], row[GENERIC], out=row[proxy])
+            row[proxy, self.first + members] = self.slot.tick
         self.slot.tick += 1
 
     def released(self, thread: int, order: str, scope: str) -> Carried:
@@ -300,7 +302,7 @@ class Known:
 
     def copied(self) -> Clock:
         """What the end of an asynchronous copy publishes: that alone, 8.9.1.1."""
-        clock = np.zeros((2, self.space.capacity), np.int32)
+        clock = np.zeros((self.space.proxies, self.space.capacity), np.int32)
         clock[:, self.engine] = self.slot.tick
         self.slot.tick += 1
         return clock
@@ -310,7 +312,7 @@ class Known:
         clock = self.together(np.arange(self.threads))
         clock[GENERIC, self.engine] = self.slot.tick
         self.slot.tick += 1
-        clock[ASYNC] = clock[GENERIC]
+        clock[ASYNC:] = clock[GENERIC]
         return clock
 
     # -- rows --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..faults import Site
-from . import access, copies, numerics, tensor_core
+from . import access, copies, multimem, numerics, tensor_core
 from .access import is_strong
 from .alu import VIEWS, Emitter
 from .parse import Imm, Instruction, Listing, Operand, Symbol, parse
@@ -119,7 +119,7 @@ def _functions(name: str, bodies: list[list[Instruction]], every: bool) -> list[
         source.append(f"def b{number}(S{'' if every else ', m'}):")
         source += [f"    {v} = S.views[{v!r}]" for v in views]
         source += [f"    {line}" for line in lines or ["pass"]]
-    names = {**vars(numerics), **vars(tensor_core), "np": np, "K": emitter.constants}
+    names = {**vars(numerics), **vars(tensor_core), **vars(multimem), "np": np, "K": emitter.constants}
     exec(compile("\n".join(source) + "\n", f"<{name}>", "exec"), names)
     return [names[f"b{number}"] for number in range(len(bodies))]
 

@@ -32,12 +32,11 @@ import numpy as np
 import torch
 
 from ..faults import Access, Fault, Moment, SimulationFault, Site
-from ..memory import Allocation, Map
+from ..memory import LINE, Allocation, Map
 from .cause import cause
-from .clocks import GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
+from .clocks import ALIAS, ASYNC, GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 
-LINE = 128  # tensors begin on the line at a multiple of it, plus what their address has modulo it
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
 MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
@@ -86,7 +85,8 @@ class Line:
         self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.base + each.nbytes for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
-        self.space = Space()
+        self.multicasts = tensors.multicasts
+        self.space = Space(ALIAS + 1 if self.multicasts else ASYNC + 1)
         self.words: dict[int, Word] = {}  # by place
         self.events: list[Event | None] = [None]
         self.sequence = 0  # of strong writes
@@ -119,6 +119,17 @@ class Line:
         if wrong.any():
             raise IndexError(int(np.argmax(wrong)))
         return addresses + self.shifts[each], -1
+
+    def replicas(self, addresses: Words, nbytes: int) -> list[Words]:
+        """Multicast addresses -> those of every rank. Raises IndexError(number of one that is not)."""
+        for first, size, bases in self.multicasts:
+            within = addresses - first
+            if 0 <= within[0] < size:
+                wrong = (within < 0) | (within + nbytes > size)
+                if wrong.any():
+                    raise IndexError(int(np.argmax(wrong)))
+                return [base + within for base in bases]
+        raise IndexError(0)
 
     def _holder(self, place: int) -> tuple[Allocation, int]:
         """The allocation that holds a place, and the byte of it."""
@@ -265,6 +276,15 @@ class Window:
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             said = f"{what} of {nbytes} bytes, {self.line.nearest(wrong)}"
+            raise self._fault("out of bounds", said, what, site, wrong) from None
+
+    def replicas(self, addresses: Words, nbytes: int, what: str, site: Site) -> list[Words]:
+        """Where multicast addresses lie on each rank. Raises SimulationFault for one that is none."""
+        try:
+            return self.line.replicas(addresses, nbytes)
+        except IndexError as error:
+            wrong = int(addresses[error.args[0]])
+            said = f"{what} of {nbytes} bytes at {wrong:#x}, no multicast address of any memory"
             raise self._fault("out of bounds", said, what, site, wrong) from None
 
     def load(
@@ -532,15 +552,17 @@ class Window:
         return self._unordered(np.array([word.place]), earlier, event, "" if reaches else "scope")
 
     def _unordered(
-        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: bool = False,
+        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: int = GENERIC,
         why: Callable[[], str] = str,
     ) -> int:  # fmt: skip
         before = self.line.events[earlier]
         assert before is not None
         a, b = self._described(before, places, earlier), self._described(event, places)
         how = "are not ordered"
-        if proxy:
+        if proxy == ASYNC:
             how = "are ordered, but no proxy fence lets an asynchronous copy see the first"
+        if proxy == ALIAS:
+            how = "are ordered, but by two addresses, a multicast one and its own, without a fence.proxy.alias between"
         if rule == "scope":
             how = "are not ordered, and their scopes do not reach each other"
         rule = rule or ("write-write race" if before.writes and event.writes else "read-write race")

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..faults import Access, Fault, SimulationFault, Site
+from .access import updated
 from .alu import VIEWS
+from .clocks import ALIAS, ASYNC
 from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
@@ -232,14 +234,14 @@ class Lanes:
     def store(
         self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
     ) -> None:
-        words, threads = self._words(values, nb, mask), self._of(self.ids, mask)
-        self.window.store(self._of(at, mask), words, threads, order, scope, site)
+        words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
+        self.window.store(self.part(at, mask), words, threads, order, scope, site)
 
     @staticmethod
-    def _of(value: Array, mask: Any) -> Array:
+    def part(value: Array, mask: Any) -> Array:
         return value if mask is True else value[mask]
 
-    def _words(self, values: Sequence[Any], nb: int, mask: Any) -> Array:
+    def words(self, values: Sequence[Any], nb: int, mask: Any) -> Array:
         words = np.empty((self.count if mask is True else int(mask.sum()), len(values)), UNSIGNED[nb])
         for n, value in enumerate(values):
             words[:, n] = value if mask is True or not value.ndim else value[mask]
@@ -251,23 +253,27 @@ class Lanes:
     ) -> Array:  # fmt: skip
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
-        places, threads = self._of(at, mask), self._of(self.ids, mask)
+        places, threads = self.part(at, mask), self.part(self.ids, mask)
         what = f"atomic_{operation}"
         old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns)
         return old.view(UNSIGNED[dtype.itemsize])
 
     def fence(self, mask: Any, order: str, scope: str) -> None:
-        self.window.known.fence(self._of(self.ids, mask), order, scope)
+        self.window.known.fence(self.part(self.ids, mask), order, scope)
 
     def fence_proxy(self, mask: Any) -> None:
-        self.window.known.fence_proxy(self._of(self.ids, mask))
+        self.window.known.fence_proxy(self.part(self.ids, mask), ASYNC)
+
+    def fence_alias(self, mask: Any) -> None:
+        if self.window.line.space.proxies > ALIAS:
+            self.window.known.fence_proxy(self.part(self.ids, mask), ALIAS)
 
     def fence_shared(self, mask: Any) -> None:
         if self.program.generic is not None:
-            self.program.generic.fence(self._of(self.ids, mask))
+            self.program.generic.fence(self.part(self.ids, mask))
 
     def meet_warps(self, mask: Any) -> None:
-        threads = self._of(self.ids, mask)
+        threads = self.part(self.ids, mask)
         for warp in np.unique(threads // 32).tolist():
             self.window.known.meet(threads[threads // 32 == warp])
         self.program.met()
@@ -275,23 +281,23 @@ class Lanes:
     # -- shared memory -----------------------------------------------------------------------------------------------
 
     def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        rows = self.program.shared_at(self._of(at, mask), nb * count, "access", site)
+        rows = self.program.shared_at(self.part(at, mask), nb * count, "access", site)
         found: Array = self.program.shared_rows[nb, count][rows]
         return found
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        places = self._of(at, mask)
+        places = self.part(at, mask)
         rows = self.program.shared_at(places, nb * len(values), "access", site)
-        self.program.shared_rows[nb, len(values)][rows] = self._words(values, nb, mask)
+        self.program.shared_rows[nb, len(values)][rows] = self.words(values, nb, mask)
         if self.program.generic is not None:
-            self.program.generic.write(places, nb * len(values), self._of(self.ids, mask))
+            self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
     def atomic_shared(
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
     ) -> Array:
         given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
         new, dtype = updated(operation, t, given)
-        places = self.program.shared_at(self._of(at, mask), dtype.itemsize, "access", site)
+        places = self.program.shared_at(self.part(at, mask), dtype.itemsize, "access", site)
         view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
@@ -299,7 +305,7 @@ class Lanes:
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
         if self.program.generic is not None:
-            self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self._of(self.ids, mask))
+            self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self.part(self.ids, mask))
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
@@ -402,27 +408,6 @@ class Lanes:
 
     def trap(self, site: Site, said: str = "trap") -> None:
         raise self.program.fault("raised", said, "trap", site)
-
-
-def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
-    """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
-    from .alu import TYPES
-    from .numerics import halves
-
-    dtype = np.dtype(TYPES[t][1])
-    a = given[0]
-    if t in ("bf16", "bf16x2", "f16x2"):
-        return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
-    if operation == "cas":
-        swap = given[1]
-        return lambda n, old: swap[n] if old == a[n] else None, dtype
-    functions = {
-        "exch": lambda n, old: a[n], "add": lambda n, old: old + a[n], "min": lambda n, old: min(old, a[n]),
-        "max": lambda n, old: max(old, a[n]), "and": lambda n, old: old & a[n], "or": lambda n, old: old | a[n],
-        "xor": lambda n, old: old ^ a[n], "inc": lambda n, old: dtype.type(0) if old >= a[n] else old + dtype.type(1),
-        "dec": lambda n, old: a[n] if old == 0 or old > a[n] else old - dtype.type(1),
-    }  # fmt: skip
-    return functions[operation], dtype
 
 
 class Program:

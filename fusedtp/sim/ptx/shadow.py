@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..faults import Site
-from .clocks import ASYNC, GENERIC, Carried, Known, Rows, Source
+from .clocks import ALIAS, ASYNC, GENERIC, Carried, Known, Rows, Source
 
 Array = np.ndarray[Any, Any]
-THREAD = (1 << 32) - 1  # of a stamp: tick << 32 | coordinate of the thread
+THREAD = (1 << 31) - 1  # of a stamp: tick << 32 | ALIASED | coordinate of the thread
+ALIASED = 1 << 31  # the access was by a multicast address
 MOST_WRITES = 16  # of a word, that are remembered
 
 
@@ -45,14 +46,14 @@ class Conflict(NamedTuple):
 
     cells       of the one now that overlap it
     by, tick    the earlier thread's coordinate, and when it was
-    proxy       only a proxy fence is missing
+    proxy       ASYNC or ALIAS: only a fence of this proxy is missing
     """
 
     event: int
     cells: Array
     by: int
     tick: int
-    proxy: bool = False
+    proxy: int = GENERIC
 
 
 class Accessor(NamedTuple):
@@ -67,7 +68,7 @@ class Accessor(NamedTuple):
     def stamps(self, tick: int, cells: Array) -> Array:
         """For each of the cells, or for each row of them."""
         who = np.full(1, self.known.engine) if self.engine else self.known.first + self.threads
-        stamps: Array = who | (tick << 32)
+        stamps: Array = who | (tick << 32) | ALIASED * (self.proxy == ALIAS)
         return stamps if cells.ndim == 1 else stamps[:, None]
 
 
@@ -148,6 +149,9 @@ class Shadow:
         proxy = None
         if who.proxy == ASYNC:
             proxy = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
+        elif known.space.proxies > ALIAS:  # between two addresses of the same memory
+            across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)
+            proxy = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
         if not np.count_nonzero(unseen) and (proxy is None or not np.count_nonzero(proxy)):
             return None
         own = known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
@@ -162,11 +166,11 @@ class Shadow:
             fresh = ~np.isin(events[cells], past)
             unseen &= fresh
             proxy = None if proxy is None else proxy & fresh
-        missing = False
+        missing = GENERIC
         if not unseen.any():
             if proxy is None or reads:
                 return None
-            unseen, missing = proxy & (by != known.engine), True
+            unseen, missing = proxy & (by != known.engine), who.proxy or ALIAS
             if not unseen.any():
                 return None
         event = int(events[cells[unseen][0]])

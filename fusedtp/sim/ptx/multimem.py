@@ -1,0 +1,116 @@
+"""multimem: one access to the memory of every rank at once, through a multicast address (NVLink SHARP).
+
+    multimem.ld_reduce    the sum, least, greatest, ... of what all ranks have at an address
+    multimem.st           a store to all of them
+    multimem.red          an atomic on each of them
+
+PTX ISA 8.8, section 9.7.9.14. A multicast address, `Memory.multicast` of a case, stands for the same place in the
+memory of every rank; each instruction is one access to each, in an order of ranks that no kernel may count on. Sums of
+16-bit floats are in fp32, rounded once, with .acc::f32; else each sum is rounded. What a switch does may differ, which
+exact numbers do not show.
+
+Another address of the same memory is another proxy (8.3): between an access by the one and an access by the other
+stands a fence.proxy.alias, also in one thread. Only weak accesses are judged by it.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ..faults import Site
+from .access import ATOMICS, counted, into, order_of, scope_of, updated
+from .alu import TYPES, Emitter, handles, size_of, typed
+from .clocks import ALIAS
+from .numerics import halves, join, split
+from .parse import Instruction, Reg
+
+Array = np.ndarray[Any, Any]
+Lanes = Any  # that of program.py
+HALVES = ("f16", "bf16", "f16x2", "bf16x2")
+FUNCTIONS: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+@handles("multimem")
+def _multimem(e: Emitter, i: Instruction) -> list[str] | None:
+    t, kind, count = typed(i), i.parts[1], counted(i)
+    nb = size_of(t)
+    if i.has("noftz") or kind not in ("ld_reduce", "st", "red") or nb < 2:
+        return None
+    how = f"{scope_of(i)!r}, {e.const(i.site)}"
+    if kind == "ld_reduce":
+        d, at = i.args
+        if len(e.items(d)) != count:
+            raise i.unsupported("registers")
+        what = f"{_operation(i)!r}, {t!r}, {i.has('acc::f32')}"
+        given = f"{e.address(at, False)}, {count}, {e.mask}, {order_of(i)!r}, {how}"
+        lines = [f"v = load_reduced(S, {what}, {given})"]
+        for n, x in enumerate(e.items(d)):
+            assert isinstance(x, Reg)
+            lines += into(e, x, f"b{8 * nb}", f"v[:, {n}]")
+        return lines
+    at, value = i.args
+    operands = [e.read(x, t if kind == "red" else f"b{8 * nb}") for x in e.items(value)]
+    if kind == "st":
+        given = f"{e.address(at, False)}, [{', '.join(operands)}], {nb}, {e.mask}, {order_of(i)!r}, {how}"
+        return [f"store_everywhere(S, {given})"]
+    given = f"{order_of(i, 'relaxed')!r}, {how}"
+    return [
+        f"atomic_everywhere(S, {_operation(i)!r}, {t!r}, {e.address(at, False)} + {n * nb}, {x}, {e.mask}, {given})"
+        for n, x in enumerate(operands)
+    ]
+
+
+def _operation(i: Instruction) -> str:
+    return next(part for part in i.parts if part in ATOMICS[:6])
+
+
+def load_reduced(
+    lanes: Lanes, operation: str, t: str, wide: bool, at: Array, count: int, mask: Any, order: str, scope: str,
+    site: Site,
+) -> Array:  # fmt: skip
+    """[n, count] words of the n lanes that take part."""
+    nb, window, threads = size_of(t), lanes.window, lanes.part(lanes.ids, mask)
+    places = window.replicas(lanes.part(at, mask), nb * count, "multimem.ld_reduce", site)
+    first = lanes.program.salt % len(places)
+    words = [
+        window.load(each, nb, count, threads, order, scope, site, proxy=ALIAS)
+        for each in (*places[first:], *places[:first])
+    ]
+    return reduced(operation, t, wide, words)
+
+
+def reduced(operation: str, t: str, wide: bool, words: list[Array]) -> Array:
+    """Words [n, count] of all ranks, as one."""
+    dtype = TYPES[t][1]
+    values = [each.view(dtype) for each in words]
+    if t in HALVES and wide and operation == "add":
+        parts = zip(*(split(t, each) for each in values), strict=True)
+        made = join(t, [reduce(np.add, (v.astype(np.float32) for v in part)) for part in parts])
+    elif t in HALVES:
+        made = reduce(lambda a, b: halves(operation, t, False, False, a, b), values)
+    else:
+        made = reduce(FUNCTIONS[operation], values)
+    return made.view(words[0].dtype)
+
+
+def store_everywhere(
+    lanes: Lanes, at: Array, values: list[Any], nb: int, mask: Any, order: str, scope: str, site: Site
+) -> None:
+    words, threads = lanes.words(values, nb, mask), lanes.part(lanes.ids, mask)
+    for each in lanes.window.replicas(lanes.part(at, mask), nb * len(values), "multimem.st", site):
+        lanes.window.store(each, words, threads, order, scope, site, proxy=ALIAS)
+
+
+def atomic_everywhere(
+    lanes: Lanes, operation: str, t: str, at: Array, value: Any, mask: Any, order: str, scope: str, site: Site
+) -> None:
+    new, dtype = updated(operation, t, [lanes.part(np.broadcast_to(value, (lanes.count,)), mask)])
+    threads, what = lanes.part(lanes.ids, mask), f"multimem.red.{operation}"
+    for each in lanes.window.replicas(lanes.part(at, mask), dtype.itemsize, what, site):
+        lanes.window.atomic(each, threads, new, dtype, order, scope, site, what, False)
