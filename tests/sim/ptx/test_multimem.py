@@ -224,6 +224,35 @@ def test_addresses_that_are_not_multicast_ones() -> None:
     assert "out of bounds" in fault_of("ld.global.b32 %r1, [%rd0];"), "only multimem may use it"
 
 
+def test_each_memory_has_its_own_multicast_address() -> None:
+    kept = [symmetric(name, 2, (32,), torch.int32, poisoned=False) for name in "xyz"]
+    for n, memory in enumerate(kept):
+        for tensor in memory.tensors:
+            tensor.fill_(10**n)
+    out = torch.zeros(3, dtype=torch.int32)
+    body = "".join(
+        f"multimem.ld_reduce.weak.global.add.u32 %r1, [%rd{n}+124]; st.global.b32 [%rd3+{4 * n}], %r1;"
+        for n in range(3)
+    )
+    given = {memory.name: memory.multicast for memory in kept}
+    run_all(
+        [[Launch(Text(f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; {body}", 4), 1, dict(**given, out=out))], []], kept
+    )
+    assert out.tolist() == [2, 20, 200]
+
+
+def test_ranks_wait_for_all_by_one_load() -> None:
+    """A strong one lets others go on: each rank sets its own word, and polls the sum of all."""
+    word = symmetric("word", W, (1,), torch.int32, poisoned=False)
+    body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; atom.global.release.sys.add.u32 %r1, [%rd0], 1;
+        $spin: multimem.ld_reduce.acquire.sys.global.add.u32 %r1, [%rd1]; setp.lt.u32 %p1, %r1, {W}; @%p1 bra $spin;"""
+    work = [[Launch(Text(body, 2), 1, dict(own=tensor, many=word.multicast))] for tensor in word.tensors]
+    for seed in range(6):
+        for tensor in word.tensors:
+            tensor.zero_()
+        run_all(work, [word], seed, weak=True)
+
+
 def test_memory_that_nobody_wrote_is_not_reduced() -> None:
     x = symmetric("x", 2, (32,), torch.int32)
     x.tensors[0].zero_()
