@@ -54,8 +54,8 @@ from fusedtp.ops.tokens import (
 from .agree import named_leaves
 from .attention_maps import gather_maps
 from .by_token import by_token
-from .layers import ColumnParallel, Member, RowParallel, VocabParallel
-from .placement import Mesh, Placement, is_replicated, local, opened, read
+from .layers import ColumnParallel, RowParallel, VocabParallel
+from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
 from .styles import FusedEmbedding, Style
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
@@ -72,6 +72,7 @@ class Model:
     siblings   linears that share their input
     maps       attention maps, which the model may return, are of this rank's heads
     whole      module that its plan would have split -> why it stays whole
+    compiled   the model or a part of it is, so that tokens stay whole: a compiler cannot trace a TokenShard
     """
 
     group: str = ""
@@ -80,6 +81,12 @@ class Model:
     siblings: list[Siblings] = field(default_factory=list)
     maps: bool = False
     whole: dict[str, str] = field(default_factory=dict)
+    compiled: bool = False
+
+    def count(self, fused: bool) -> None:
+        """A call of a split linear. Not in compiled code, which would be compiled anew as the number grows."""
+        if not torch.compiler.is_compiling():
+            self.calls["fused" if fused else "whole"] += 1
 
 
 class Siblings:
@@ -90,22 +97,34 @@ class Siblings:
 
     def __init__(self) -> None:
         self.linears: list[Any] = []
-        self._input: Any = lambda: None
-        self._when: tuple[Any, ...] = ()
-        self._ready: dict[int, Tensor] = {}
+        self.forget()
 
     def project(self, x: Tensor, linear: Any) -> Tensor:
         """x -> this linear's columns."""
-        when = (_version(x), torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
-        if self._input() is not x or self._when != when or id(linear) not in self._ready:
-            ys = _project(x, self.linears)
+        if torch.compiler.is_compiling():
+            from torch._dynamo.comptime import comptime
+
+            first = self.linears[0].weight  # noqa: F841  # _unchanged looks at it
+            comptime(_unchanged)
+            version = None
+        else:
+            version = _version(x)
+        when = (version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+        place = [each is linear for each in self.linears].index(True)
+        if self._input() is not x or self._when != when or self._ready[place] is None:
+            self._ready = list(_project(x, self.linears))
             self._input, self._when = weakref.ref(x), when
-            self._ready = {id(each): y for each, y in zip(self.linears, ys, strict=True)}
-        return self._ready.pop(id(linear))
+        y, self._ready[place] = self._ready[place], None
+        if all(each is None for each in self._ready):
+            self.forget()
+        assert y is not None
+        return y
 
     def forget(self) -> None:
-        """Let go of products that nobody asked for."""
-        self._ready.clear()
+        """Let go of products that nobody asked for. A compiled call finds again what it found when it was compiled."""
+        self._input: Any = _nothing
+        self._when: tuple[Any, ...] = ()
+        self._ready: list[Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
         made = memo[id(self)] = Siblings()
@@ -113,11 +132,26 @@ class Siblings:
         return made
 
 
+def _nothing() -> None:
+    """In place of a reference to an input."""
+
+
 def _version(x: Tensor) -> Any:
     """What changes when x is changed in place; in inference mode, where nothing does, never the same twice."""
     if isinstance(x, TokenShard):
         x = x.local
     return object() if x.is_inference() else x._version
+
+
+def _unchanged(context: Any) -> None:
+    """As `Siblings.project` is compiled: raises RuntimeError where x was changed in place since a sibling took it."""
+    x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
+    seen = x.__dict__.setdefault("_fusedtp_seen", {})
+    if seen.setdefault(id(first), x._version) != x._version:
+        raise RuntimeError(
+            "the input of linear layers that share it is changed in place between them, which a compiled model of "
+            "others cannot see; write x = x + y"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,9 +288,7 @@ class Divided(Own):
 def columns(self: Any, input: Tensor) -> Tensor:
     """The forward of a column-parallel linear."""
     at: Columns = self.parallel
-    at.model.calls[
-        "fused" if isinstance(input, TokenShard) and input.dim() == len(input.lead) + 1 else "whole"
-    ] += 1
+    at.model.count(isinstance(input, TokenShard) and input.dim() == len(input.lead) + 1)
     y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else _project(input, [self])[0]
     if not at.vocabulary:
         return y
@@ -289,7 +321,7 @@ def rows(self: Any, input: Tensor) -> Tensor:
         x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
     lead = x.shape[:-1]
     fused = splits(at, lead)
-    at.model.calls["fused" if fused else "whole"] += 1
+    at.model.count(fused)
     if not fused:
         return at.summed(x, self)
     tokens = tokens_of(at, lead)
@@ -346,9 +378,10 @@ def _summed(at: Vocabulary, y: Tensor, lead: tuple[int, ...]) -> Tensor:
     return TokenShard.of(own, lead, tokens)
 
 
-def splits(at: Member, lead: tuple[int, ...]) -> bool:
+def splits(at: Rows | Vocabulary, lead: tuple[int, ...]) -> bool:
     """Whether a call on [*lead, H] leaves each rank its rows; the same on all ranks."""
-    return at.sequence_parallel and len(lead) > 0 and lead[-1] > 1 and not torch.compiler.is_compiling()
+    compiled = at.model.compiled or torch.compiler.is_compiling()
+    return at.sequence_parallel and len(lead) > 0 and lead[-1] > 1 and not compiled
 
 
 def tokens_of(at: Any, lead: tuple[int, ...]) -> Tokens:
@@ -462,6 +495,11 @@ def _for_parts(group: str, shards: Sequence[TokenShard] = ()) -> Callable[[Any],
         return x
 
     return whole
+
+
+def enter(model: Any, args: Any) -> None:
+    """A hook before a model's forward: whether anything in it is compiled by now."""
+    model._fusedtp.compiled = torch.compiler.is_compiling() or any(map(is_compiled, model._fusedtp_parts))
 
 
 def leave(model: Any, args: Any, outputs: Any) -> Any:

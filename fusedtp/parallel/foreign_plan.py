@@ -33,6 +33,7 @@ from .foreign import (
     Shared,
     Siblings,
     Summed,
+    enter,
     leave,
 )
 from .foreign_experts import ExpertsByRank
@@ -108,6 +109,8 @@ def adopt(
     model._fusedtp = shared  # type: ignore[assignment]
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
+    model._fusedtp_parts = tuple(module for module in model.modules() if module._modules)  # type: ignore[assignment]
+    model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)
 
 

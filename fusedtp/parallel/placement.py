@@ -171,7 +171,7 @@ def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTe
     """
     for name in path.split("."):
         module = module._modules.get(name)
-        if module is None or isinstance(module, FSDPModule) or _is_compiled(module):
+        if module is None or isinstance(module, FSDPModule) or is_compiled(module):
             return
     for name, parameter in module._parameters.items():
         trained = parameter is not None and parameter.requires_grad
@@ -179,7 +179,8 @@ def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTe
             yield module._parameters, name, parameter
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch compiles the module's call, or its forward."""
     compiled = module._compiled_call_impl is not None
     return compiled or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 

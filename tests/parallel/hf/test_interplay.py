@@ -1,6 +1,7 @@
 """Split models of transformers with what users put around them: each equals a single process."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,79 @@ def assert_alike(parallel: nn.Module, plain: nn.Module, noise: nn.Module | None 
         assert error <= max(LEAST, MARGIN * explained.get(name, 0.0)), f"{name} is off by {error:.1e}"
 
 
-def compiled(group: Any) -> None:
-    """One layer: each takes seconds to compile."""
-    plain = model_of("llama", num_hidden_layers=1)
-    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
-    parallel.compile(backend="aot_eager")
-    assert_alike(parallel, plain)
+def whole(model: nn.Module) -> None:
+    model.compile(backend="aot_eager", fullgraph=True)
+
+
+def each_layer(model: nn.Module) -> None:
+    for layer in model.get_submodule("model.layers").children():
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+def whole_with_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.compile(backend="aot_eager")
+
+
+def compiled(group: Any, name: str, compile_: Callable[[nn.Module], None], graphs: int | None) -> None:
+    """Step by step the same results; all of the model in one graph, or all layers in one, and never another."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain, parallel = pair(group, name)
+    for model in (plain, parallel):
+        model.train()
+    compile_(parallel)
+    for _ in range(3):
+        assert_alike(parallel, plain)
+        for model in (plain, parallel):
+            model.zero_grad()
+    if graphs is not None:
+        assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"], counters
     torch._dynamo.reset()
 
 
 @pytest.mark.slow
-def test_compiled():
-    world(2).run(compiled, timeout=200)
+@pytest.mark.parametrize(
+    ("name", "compile_", "graphs"),
+    [
+        ("llama", whole, 1),
+        ("mixtral", whole, 1),
+        ("qwen3", each_layer, 1),
+        ("llama", whole_with_checkpointing, None),
+    ],
+)
+def test_compiled(name: str, compile_: Callable[[nn.Module], None], graphs: int | None):
+    world(2).run(compiled, name, compile_, graphs, timeout=200)
+
+
+def changing_what_siblings_share(group: Any) -> None:
+    """Between the projections: each takes x as it then is; what a compiler cannot see is refused."""
+    from transformers.models.llama import modeling_llama as llama
+
+    class MLP(llama.LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up = self.up_proj(x)
+            return self.down_proj(up * self.gate_proj(x.mul_(2)).sigmoid())
+
+    true, llama.LlamaMLP = llama.LlamaMLP, MLP
+    try:
+        plain = model_of("llama", num_hidden_layers=1)
+    finally:
+        llama.LlamaMLP = true
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    ids = batch()["input_ids"]
+    with torch.no_grad():  # with gradients autograd refuses it
+        torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
+        parallel.compile(backend="aot_eager")
+        with pytest.raises(RuntimeError, match="changed in place between"):
+            parallel(ids)
+    torch._dynamo.reset()
+
+
+def test_what_siblings_share_is_not_changed_between_them_in_compiled_code():
+    world(2).run(changing_what_siblings_share, timeout=200)
 
 
 def low_precision(group: Any, autocast: bool) -> None:
