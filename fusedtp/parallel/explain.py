@@ -19,6 +19,7 @@ from .expert_parallel import ExpertParallel
 from .foreign import Columns, Own
 from .layers import PLAIN, ColumnParallel, Member, Replica, RowParallel, VocabParallel, operations_of
 from .local_view import LocalOwn, is_conv1d
+from .placement import is_compiled
 
 OPERATIONS = {
     (ColumnParallel, True): "all_gather_matmul",
@@ -57,7 +58,7 @@ class Explanation:
     configurations: str = (
         ""  # of the kernels that have run: how many are tuned for this GPU, how many default
     )
-    whole: dict[str, str] = field(default_factory=dict)  # module that is not split -> why
+    whole: dict[str, str] = field(default_factory=dict)  # module that is not split, or tokens -> why
     local: dict[str, str] = field(default_factory=dict)  # module -> what its code sees divided by the ranks
     gathered: dict[str, int] = field(
         default_factory=dict
@@ -93,6 +94,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     dtype = dtype or getattr(getattr(model, "config", None), "compute_dtype", None)
     replicas = 0
     local: dict[str, str] = {}
+    compiled = any(map(is_compiled, getattr(model, "_fusedtp_parts", ())))
     for name, module in model.named_modules():
         parallel = getattr(module, "parallel", None)
         replicas += isinstance(parallel, Replica | Own)
@@ -104,12 +106,15 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
             joined = getattr(model.get_submodule(above), "gathering", {}).get(child)
             joined = joined if operations_of(module) is PLAIN else None
             of = dtype or weight_of(module).dtype
-            layers.append(_explained(name, module, parallel, comm, tokens, of, joined))
+            split_tokens = parallel.sequence_parallel and not compiled
+            layers.append(_explained(name, module, parallel, comm, tokens, of, joined, split_tokens))
     if not layers and not replicas:
         raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
     calls = {name: engines.calls(comm) for name, comm in groups.items()}
     ours = getattr(model, "_fusedtp", None)
     whole, gathered = (dict(ours.whole), dict(ours.gathered)) if ours is not None else ({}, {})
+    if compiled:
+        whole["tokens between layers"] = "the model is compiled, or a part of it"
     return Explanation(tuple(layers), tokens, calls, tuned.summary(), whole, local, gathered)
 
 
@@ -121,10 +126,11 @@ def _explained(
     tokens: int,
     dtype: torch.dtype,
     joined: str | None,
+    split_tokens: bool,
 ) -> Layer:
     """joined: the operation by which the module above gathers for this one and its siblings."""
     kind = next(each for each in type(parallel).__mro__ if (each, True) in OPERATIONS)
-    operation = OPERATIONS[kind, parallel.sequence_parallel]
+    operation = OPERATIONS[kind, split_tokens]
     if isinstance(parallel, ColumnParallel) and parallel.gather_output:
         operation += ", all_gather"
     elif operation == "all_gather_matmul" and joined:

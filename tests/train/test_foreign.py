@@ -136,6 +136,8 @@ CASES = [
     ("pp2", "llama", "--pp 2 --schedule gpipe"),
     ("tp2", "qwen3", ""),
     ("dp2", "llama tied", ""),
+    ("tp2", "llama", "--compile --compile-backend aot_eager"),
+    ("pp2 tp2", "qwen3", "--pp 2 --compile --compile-backend aot_eager"),
 ]
 
 

@@ -57,7 +57,11 @@ def compiled(group: Any, name: str, compile_: Callable[[nn.Module], None], graph
     plain, parallel = pair(group, name)
     for model in (plain, parallel):
         model.train()
+    assert "tokens between layers" not in fusedtp.explain(parallel).whole
     compile_(parallel)
+    explained = fusedtp.explain(parallel)
+    assert "tokens between layers" in explained.whole
+    assert not any("scatter" in layer.operation for layer in explained.layers)
     for _ in range(3):
         assert_alike(parallel, plain)
         for model in (plain, parallel):
