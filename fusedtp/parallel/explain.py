@@ -94,7 +94,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     dtype = dtype or getattr(getattr(model, "config", None), "compute_dtype", None)
     replicas = 0
     local: dict[str, str] = {}
-    compiled = any(map(is_compiled, getattr(model, "_fusedtp_parts", ())))
+    compiled = any(map(is_compiled, model.modules()))
     for name, module in model.named_modules():
         parallel = getattr(module, "parallel", None)
         replicas += isinstance(parallel, Replica | Own)
@@ -106,15 +106,17 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
             joined = getattr(model.get_submodule(above), "gathering", {}).get(child)
             joined = joined if operations_of(module) is PLAIN else None
             of = dtype or weight_of(module).dtype
-            split_tokens = parallel.sequence_parallel and not compiled
+            foreign = getattr(parallel, "model", None)
+            whole_tokens = foreign is not None and (compiled or foreign.compiled)
+            split_tokens = parallel.sequence_parallel and not whole_tokens
             layers.append(_explained(name, module, parallel, comm, tokens, of, joined, split_tokens))
     if not layers and not replicas:
         raise ValueError(f"{type(model).__name__} has no parallel layer; call fusedtp.parallelize first")
     calls = {name: engines.calls(comm) for name, comm in groups.items()}
     ours = getattr(model, "_fusedtp", None)
     whole, gathered = (dict(ours.whole), dict(ours.gathered)) if ours is not None else ({}, {})
-    if compiled:
-        whole["tokens between layers"] = "the model is compiled, or a part of it"
+    if ours is not None and (compiled or ours.compiled):
+        whole["tokens between layers"] = "the model is compiled, or a part of it, or was"
     return Explanation(tuple(layers), tokens, calls, tuned.summary(), whole, local, gathered)
 
 

@@ -72,7 +72,8 @@ class Model:
     siblings   linears that share their input
     maps       attention maps, which the model may return, are of this rank's heads
     whole      module that its plan would have split -> why it stays whole
-    compiled   the model or a part of it is, so that tokens stay whole: a compiler cannot trace a TokenShard
+    compiled   the model or a part of it is, so that tokens stay whole: a compiler cannot trace a TokenShard. For good,
+               since backward may run a forward again
     """
 
     group: str = ""
@@ -95,8 +96,13 @@ class Siblings:
     Which they are is a guess (see foreign_plan.py). Where it is wrong, products are made that nobody asks for, no more.
     """
 
+    linears: list[Any]
+    _input: Any  # a weak reference
+    _when: tuple[Any, ...]
+    _ready: list[Tensor | None]
+
     def __init__(self) -> None:
-        self.linears: list[Any] = []
+        self.linears = []
         self.forget()
 
     def project(self, x: Tensor, linear: Any) -> Tensor:
@@ -104,7 +110,7 @@ class Siblings:
         if torch.compiler.is_compiling():
             from torch._dynamo.comptime import comptime
 
-            first = self.linears[0].weight  # noqa: F841  # _unchanged looks at it
+            first = self.linears[0].weight  # noqa: F841  # _unchanged and _taken look at it
             comptime(_unchanged)
             version = None
         else:
@@ -117,14 +123,16 @@ class Siblings:
         y, self._ready[place] = self._ready[place], None
         if all(each is None for each in self._ready):
             self.forget()
+            if torch.compiler.is_compiling():
+                from torch._dynamo.comptime import comptime
+
+                comptime(_taken)
         assert y is not None
         return y
 
     def forget(self) -> None:
-        """Let go of products that nobody asked for. A compiled call finds again what it found when it was compiled."""
-        self._input: Any = _nothing
-        self._when: tuple[Any, ...] = ()
-        self._ready: list[Tensor | None] = []
+        """Let go of what is left. Compiled code guards these fields, so that each call has to find them like this."""
+        self._input, self._when, self._ready = _nothing, (), []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
         made = memo[id(self)] = Siblings()
@@ -152,6 +160,12 @@ def _unchanged(context: Any) -> None:
             "the input of linear layers that share it is changed in place between them, which a compiled model of "
             "others cannot see; write x = x + y"
         )
+
+
+def _taken(context: Any) -> None:
+    """The same once all siblings have taken x, which may change then."""
+    x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
+    x.__dict__["_fusedtp_seen"].pop(id(first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +215,7 @@ class Own:
     below      of a stack of layers, and of each of them: names of modules in it, at any depth, whose gradients are
                summed in one call. The stack's, if nobody holds its layers' parameters back until they run (FSDP2 does)
     splits     some of its children are split, so that its own parameters may meet parts of heads
+    inside     it stands in such a module, in a layer
     inner      the instance's own forward, where it has one
     alike      its class's forward, where that is known to treat every token alike
     """
@@ -212,6 +227,7 @@ class Own:
     children: tuple[str, ...] = ()
     below: tuple[str, ...] = ()
     splits: bool = False
+    inside: bool = False
     inner: Callable[..., Any] | None = None
     alike: Callable[..., Any] | None = None
     rotary_width: int = 0
@@ -219,12 +235,7 @@ class Own:
 
     def look(self, inputs: Any) -> None:
         """Learn from a call's inputs whether each rank has a part of the heads. Collective, once."""
-        if (
-            self.partial
-            or self.seen.inputs is not None
-            or self.world_size == 1
-            or torch.compiler.is_compiling()
-        ):
+        if self.partial or self.seen.inputs is not None or self.world_size == 1:
             return
         leaves = tree_leaves(inputs)
         if any(isinstance(x, TokenShard) and x._rows.is_floating_point() and x._rows.numel() for x in leaves):
@@ -234,6 +245,16 @@ class Own:
         if floats and not any(isinstance(x, TokenShard | DTensor) for x in floats):
             # asks of all: ranks differ in what is first
             self.seen.inputs = True in [differs(x, self.members, self.world_size) for x in floats]
+
+    def unknown(self, module: Any) -> bool:
+        """Whether what `look` and `look_at_gradient` learn is needed and missing: compiled code cannot ask ranks."""
+        if self.partial or self.seen.inputs or self.world_size == 1 or not torch.is_grad_enabled():
+            return False
+        own = module._parameters.items()
+        trained = [name for name, p in own if p is not None and p.requires_grad and name not in self.sharded]
+        if self.inside and self.seen.inputs is None and trained:
+            return True
+        return self.splits and any(name not in self.seen.gradients for name in trained)
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The plain tensor."""
@@ -380,7 +401,9 @@ def _summed(at: Vocabulary, y: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 def splits(at: Rows | Vocabulary, lead: tuple[int, ...]) -> bool:
     """Whether a call on [*lead, H] leaves each rank its rows; the same on all ranks."""
-    compiled = at.model.compiled or torch.compiler.is_compiling()
+    compiled = (
+        torch.compiler.is_compiling() or at.model.compiled
+    )  # in this order compiled code guards nothing
     return at.sequence_parallel and len(lead) > 0 and lead[-1] > 1 and not compiled
 
 
@@ -396,13 +419,25 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0]
         if isinstance(x, TokenShard) and x.features:  # else its last dimension counts tokens
             return each_token(self, x)
-    if self._parameters:
+    if self._parameters and not torch.compiler.is_compiling():
         at.look((args, kwargs))
+    elif self._parameters and at.unknown(self):
+        from torch._dynamo.comptime import comptime
+
+        comptime(_refuse_unknown)
     reads = self._parameters or at.children or at.below
     if reads and at.inner is None and _runs_again(self):
         return _opened_inside(self, args, kwargs)
     with _plain_parameters(self) if reads else nullcontext():
         return type(self).forward(self, *args, **kwargs) if at.inner is None else at.inner(*args, **kwargs)
+
+
+def _refuse_unknown(context: Any) -> None:
+    kind = context.get_local("self").python_type().__name__
+    raise RuntimeError(
+        f"whether ranks see other heads in {kind}, which no plan names, is learned in a first forward and backward "
+        "that are not compiled: make one step first, or name it in the plan ('replicated_with_grad_allreduce')"
+    )
 
 
 def _runs_again(module: Any) -> bool:
@@ -497,9 +532,10 @@ def _for_parts(group: str, shards: Sequence[TokenShard] = ()) -> Callable[[Any],
     return whole
 
 
-def enter(model: Any, args: Any) -> None:
-    """A hook before a model's forward: whether anything in it is compiled by now."""
-    model._fusedtp.compiled = torch.compiler.is_compiling() or any(map(is_compiled, model._fusedtp_parts))
+def enter(shared: Model, module: Any, args: Any) -> None:
+    """A hook before the forward of a model and of its stacks of layers: whether anything in it is compiled by now."""
+    if not shared.compiled:
+        shared.compiled = torch.compiler.is_compiling() or any(map(is_compiled, module.modules()))
 
 
 def leave(model: Any, args: Any, outputs: Any) -> Any:
@@ -578,7 +614,7 @@ class Foreign(Style):
         self.model, self.named = model, dict(named or {})
         self.children: tuple[str, ...] = ()
         self.below: tuple[str, ...] = ()
-        self.splits = False
+        self.splits = self.inside = False
         self.options: dict[str, Any] = {"engine": engine, "sequence_parallel": sequence_parallel}
 
     def faults(self, module: Any, world_size: int) -> list[str]:
@@ -609,7 +645,7 @@ class Foreign(Style):
         )
         return {
             "members": comm.name, "world_size": comm.world_size, "children": self.children, "below": self.below,
-            "splits": self.splits,
+            "splits": self.splits, "inside": self.inside,
             "sharded": sharded,
         }  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -109,8 +110,9 @@ def adopt(
     model._fusedtp = shared  # type: ignore[assignment]
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
-    model._fusedtp_parts = tuple(module for module in model.modules() if module._modules)  # type: ignore[assignment]
-    model.register_forward_pre_hook(enter)
+    for module in model.modules():  # stacks are called without the model too
+        if module is model or any(isinstance(child, nn.ModuleList) for child in module.children()):
+            module.register_forward_pre_hook(partial(enter, shared))
     model.register_forward_hook(leave)
 
 
@@ -303,6 +305,11 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
         if name in plain:
             above.children += (_last(name),)
         above.splits |= isinstance(style, Colwise | Rowwise)
+    for name, style in styles.items():
+        outer = parent_of(name)
+        while len(outer) > len(_layer_of(name)):
+            style.inside |= outer in styles and styles[outer].splits
+            outer = parent_of(outer)
     # not the order of a set, in which ranks differ: gradients are summed side by side
     for name in [name for name in styles if name in plain]:
         if styles[name].children or styles[name].splits or styles[name].named:

@@ -37,10 +37,10 @@ def order_of(i: Instruction, default: str = "weak") -> str:
     return next((ORDERS[part] for part in i.parts if part in ORDERS), default)
 
 
-def scope_of(i: Instruction) -> str:
+def scope_of(i: Instruction, default: str = "gpu") -> str:
     if i.has("volatile", "mmio"):
         return "sys"
-    return next((SCOPES[part] for part in i.parts if part in SCOPES), "gpu")
+    return next((SCOPES[part] for part in i.parts if part in SCOPES), default)
 
 
 def is_strong(i: Instruction) -> bool:

@@ -122,14 +122,17 @@ class Line:
 
     def replicas(self, addresses: Words, nbytes: int) -> list[Words]:
         """Multicast addresses -> those of every rank. Raises IndexError(number of one that is not)."""
-        for first, size, bases in self.multicasts:
-            within = addresses - first
-            if 0 <= within[0] < size:
-                wrong = (within < 0) | (within + nbytes > size)
-                if wrong.any():
-                    raise IndexError(int(np.argmax(wrong)))
-                return [base + within for base in bases]
-        raise IndexError(0)
+        if not self.multicasts:
+            raise IndexError(0)
+        first, size = (np.array([each[n] for each in self.multicasts]) for n in range(2))
+        within = addresses[:, None] - first
+        inside = (within >= 0) & (within + nbytes <= size)
+        if not inside.any(1).all():
+            raise IndexError(int(np.argmin(inside.any(1))))
+        which = inside.argmax(1)
+        at = within[np.arange(len(which)), which]
+        bases = np.array([each[2] for each in self.multicasts])
+        return [bases[which, rank] + at for rank in range(bases.shape[1])]
 
     def _holder(self, place: int) -> tuple[Allocation, int]:
         """The allocation that holds a place, and the byte of it."""
@@ -284,7 +287,7 @@ class Window:
             return self.line.replicas(addresses, nbytes)
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
-            said = f"{what} of {nbytes} bytes at {wrong:#x}, no multicast address of any memory"
+            said = f"{what} of {nbytes} bytes at {wrong:#x}, outside of all multicast addresses"
             raise self._fault("out of bounds", said, what, site, wrong) from None
 
     def load(
@@ -304,7 +307,7 @@ class Window:
         every = places[:, None] + np.arange(0, nb * count, nb)
         self._polls(places, site)
         event = Event(self.where, site, f"load ({order}, {scope})", False)
-        number = self._beside_weak(places, within, nb * count, threads, event)
+        number = self._beside_weak(places, within, nb * count, threads, event, proxy)
         values = np.empty(every.shape, UNSIGNED[nb])
         together = len(threads) > 1 and (places == places[0]).all() and self.known.same(threads)
         for lanes in [slice(None)] if together else [slice(n, n + 1) for n in range(len(threads))]:
@@ -334,7 +337,7 @@ class Window:
             return
         every = places[:, None] + np.arange(0, nb * count, nb)
         event = Event(self.where, site, f"store ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb * count, threads, event)
+        number = self._beside_weak(places, within, nb * count, threads, event, proxy)
         for lane, thread in enumerate(threads.tolist()):
             carried = self.known.released(thread, order, scope)
             for at, value in zip(every[lane].tolist(), values[lane], strict=True):
@@ -346,14 +349,14 @@ class Window:
 
     def atomic(
         self, addresses: Words, threads: Words, new: Callable[[int, Any], Any], dtype: np.dtype[Any], order: str,
-        scope: str, site: Site, what: str = "atomic", returns: bool = True,
+        scope: str, site: Site, what: str = "atomic", returns: bool = True, proxy: int = GENERIC,
     ) -> Words:  # fmt: skip
         """Each thread in turn: what stood there, replaced by new(number in the list, old); None leaves it."""
         nb = dtype.itemsize
         places, within = self.places(addresses, nb, what, site)
         self._polls(places, site)
         event = Event(self.where, site, f"{what} ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb, threads, event)
+        number = self._beside_weak(places, within, nb, threads, event, proxy)
         old = np.empty(len(places), dtype)
         for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             own = threads[lane : lane + 1]
@@ -425,9 +428,11 @@ class Window:
                 if event.writes:
                     del self.line.words[word.place]
 
-    def _beside_weak(self, places: Words, within: int, width: int, threads: Words, event: Event) -> int:
+    def _beside_weak(
+        self, places: Words, within: int, width: int, threads: Words, event: Event, proxy: int
+    ) -> int:
         """A strong access is checked against weak ones. Returns the number of its event."""
-        who = Accessor(self.known, self.known.now(), threads)
+        who = Accessor(self.known, self.known.now(), threads, proxy)
         for shadow, chosen in self._shadows(places, within):
             part = who if chosen is None else who._replace(threads=threads[chosen])
             cells = shadow.cells(places if chosen is None else places[chosen], width)

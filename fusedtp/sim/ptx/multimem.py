@@ -9,8 +9,9 @@ memory of every rank; each instruction is one access to each, in an order of ran
 16-bit floats are in fp32, rounded once, with .acc::f32; else each sum is rounded. What a switch does may differ, which
 exact numbers do not show.
 
-Another address of the same memory is another proxy (8.3): between an access by the one and an access by the other
-stands a fence.proxy.alias, also in one thread. Only weak accesses are judged by it.
+Another address of the same memory is another proxy (8.3): between a weak write by the one and an access by the other
+stands a fence.proxy.alias, also in one thread. A write after a read is not judged by it, nor what follows a strong
+access.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _multimem(e: Emitter, i: Instruction) -> list[str] | None:
     nb = size_of(t)
     if i.has("noftz") or kind not in ("ld_reduce", "st", "red") or nb < 2:
         return None
-    how = f"{scope_of(i)!r}, {e.const(i.site)}"
+    how = f"{scope_of(i, 'sys')!r}, {e.const(i.site)}"
     if kind == "ld_reduce":
         d, at = i.args
         if len(e.items(d)) != count:
@@ -113,4 +114,4 @@ def atomic_everywhere(
     new, dtype = updated(operation, t, [lanes.part(np.broadcast_to(value, (lanes.count,)), mask)])
     threads, what = lanes.part(lanes.ids, mask), f"multimem.red.{operation}"
     for each in lanes.window.replicas(lanes.part(at, mask), dtype.itemsize, what, site):
-        lanes.window.atomic(each, threads, new, dtype, order, scope, site, what, False)
+        lanes.window.atomic(each, threads, new, dtype, order, scope, site, what, False, ALIAS)

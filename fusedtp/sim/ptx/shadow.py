@@ -160,7 +160,9 @@ class Shadow:
             same |= (by >= known.first) & (by < known.engine)
         elif again is not None and not writes and known.first in self.reads:
             inside = (by >= known.first) & (by < known.engine)
-            same |= inside & again(self.reads[known.first][1][cells])
+            excused = inside & again(self.reads[known.first][1][cells])
+            same |= excused
+            proxy = None if proxy is None else proxy & ~excused
         unseen &= ~same
         if past:
             fresh = ~np.isin(events[cells], past)

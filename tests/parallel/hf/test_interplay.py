@@ -85,27 +85,61 @@ def test_compiled(name: str, compile_: Callable[[nn.Module], None], graphs: int 
     world(2).run(compiled, name, compile_, graphs, timeout=200)
 
 
+def compiled_in_other_ways(group: Any) -> None:
+    ids = batch()["input_ids"]
+    plain, parallel = pair(group)
+    each_layer(parallel)  # and its stack is called by itself
+    torch.testing.assert_close(parallel.model(ids)[0], plain.model(ids)[0])
+    plain, parallel = pair(group)
+    parallel.model.layers[0] = torch.compile(parallel.model.layers[0], backend="aot_eager")
+    for model in (plain, parallel):
+        model(ids, labels=ids).loss.backward()
+    got, want = (model.get_input_embeddings().weight.grad for model in (parallel, plain))
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-6)
+    plain, parallel = pair(group)
+    wrapper = torch.compile(parallel, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(wrapper(ids).logits, plain(ids).logits)
+    assert "tokens between layers" in fusedtp.explain(wrapper).whole
+    before = parallel._fusedtp.calls.total()
+    torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
+    assert parallel._fusedtp.calls.total() > before
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_in_other_ways():
+    world(2).run(compiled_in_other_ways, timeout=200)
+
+
 def changing_what_siblings_share(group: Any) -> None:
     """Between the projections: each takes x as it then is; what a compiler cannot see is refused."""
     from transformers.models.llama import modeling_llama as llama
 
     class MLP(llama.LlamaMLP):
+        between = False
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             up = self.up_proj(x)
-            return self.down_proj(up * self.gate_proj(x.mul_(2)).sigmoid())
+            y = self.down_proj(up * self.gate_proj(x.mul_(2) if self.between else x).sigmoid())
+            return y + self.down_proj(self.up_proj(x.mul_(2)) * self.gate_proj(x))
 
     true, llama.LlamaMLP = llama.LlamaMLP, MLP
     try:
         plain = model_of("llama", num_hidden_layers=1)
     finally:
         llama.LlamaMLP = true
-    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
     ids = batch()["input_ids"]
-    with torch.no_grad():  # with gradients autograd refuses it
-        torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
-        parallel.compile(backend="aot_eager")
-        with pytest.raises(RuntimeError, match="changed in place between"):
-            parallel(ids)
+    for between in (False, True):
+        MLP.between = between
+        parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+        with torch.no_grad():  # with gradients autograd refuses it
+            torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
+            parallel.compile(backend="aot_eager")
+            if not between:  # all have taken it before
+                torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
+                continue
+            with pytest.raises(RuntimeError, match="changed in place between"):
+                parallel(ids)
     torch._dynamo.reset()
 
 
@@ -134,8 +168,8 @@ def test_bf16(autocast: bool):
     world(2).run(low_precision, autocast)
 
 
-def with_parameters_that_no_plan_names(group: Any) -> None:
-    """In attention and MLP of a class of the user's, where they meet parts of heads and features."""
+def without_names() -> nn.Module:
+    """With parameters in attention and MLP of a class of the user's, where they meet parts of heads and features."""
     from transformers.models.llama import modeling_llama as llama
 
     class Attention(llama.LlamaAttention):
@@ -161,9 +195,13 @@ def with_parameters_that_no_plan_names(group: Any) -> None:
     true = llama.LlamaAttention, llama.LlamaMLP
     llama.LlamaAttention, llama.LlamaMLP = Attention, MLP
     try:
-        plain = model_of("llama")
+        return model_of("llama")
     finally:
         llama.LlamaAttention, llama.LlamaMLP = true
+
+
+def with_parameters_that_no_plan_names(group: Any) -> None:
+    plain = without_names()
     for sequence_parallel in (True, False):
         model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), sequence_parallel=sequence_parallel)
         for _ in range(2):  # the first backward learns what the second one knows
@@ -174,6 +212,32 @@ def with_parameters_that_no_plan_names(group: Any) -> None:
 
 def test_parameters_that_meet_parts_of_heads_though_no_plan_names_them():
     world(2).run(with_parameters_that_no_plan_names)
+
+
+def compiled_with_parameters_that_no_plan_names(group: Any) -> None:
+    plain = without_names()
+    for compile_ in (whole, each_layer):
+        torch._dynamo.reset()
+        model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+        compile_(model)
+        with pytest.raises(
+            RuntimeError, match="which no plan names, is learned in a first forward and backward"
+        ):
+            results(model, batch())
+        torch._dynamo.reset()
+        model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+        results(model, batch())
+        compile_(model)
+        for _ in range(2):
+            for each in (plain, model):
+                each.zero_grad()
+            assert_alike(model, plain)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_code_is_refused_what_only_a_step_that_is_not_shows():
+    world(2).run(compiled_with_parameters_that_no_plan_names, timeout=200)
 
 
 def adapted(group: Any, targets: list[str], frozen: bool) -> None:

@@ -192,6 +192,48 @@ def test_what_is_stored_by_the_multicast_address_needs_the_fence_to_be_read_by_i
                 run_all([[launch]], [x])
 
 
+WEAK, STRONG = "multimem.st.weak.global.f32 [%rd0], %r1;", "multimem.st.relaxed.sys.global.f32 [%rd0], %r1;"
+AFTER = {
+    "ld_reduce.weak": "multimem.ld_reduce.weak.global.add.u32 %r2, [%rd0];",
+    "ld_reduce.relaxed": "multimem.ld_reduce.relaxed.sys.global.add.u32 %r2, [%rd0];",
+    "red": "multimem.red.global.add.u32 [%rd0], 1;",
+    "st.relaxed": STRONG,
+}
+
+
+@pytest.mark.parametrize("then", AFTER)
+@pytest.mark.parametrize("own", [False, True])
+def test_strong_and_weak_accesses_of_one_thread(own: bool, then: str) -> None:
+    """After a weak write by the same address none needs a fence, after one by the memory's own each does."""
+    x = symmetric("x", 1, (1,), torch.int32, poisoned=False)
+    first = "st.global.b32 [%rd1], %r1;" if own else WEAK
+    body = f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.u32 %r1, 5; {first} {{}} {AFTER[then]}"
+    launch = Launch(Text(body.format(""), 2), 1, dict(many=x.multicast, own=x.tensors[0]))
+    if own:
+        with pytest.raises(SimulationFault, match=r"without a fence\.proxy\.alias"):
+            run_all([[launch]], [x])
+        launch = Launch(Text(body.format(ALIAS), 2), 1, launch.args)
+    run_all([[launch]], [x])
+
+
+def test_a_scalar_that_all_threads_load_may_be_written_by_one() -> None:
+    """Note [Loads in every thread], by either address."""
+    x = symmetric("x", 1, (1,), torch.int32, poisoned=False)
+    for store in ("st.global.b32 [%rd1], %r2;", "multimem.st.weak.global.f32 [%rd0], %r2;"):
+        body = f"ld.global.b32 %r1, [%rd1]; add.s32 %r2, %r1, 1; setp.eq.b32 %p1, %r0, 0; @%p1 {store}"
+        launch = Launch(Text(body, 2, 128), 1, dict(many=x.multicast, own=x.tensors[0]))
+        for seed in range(6):
+            run_all([[launch]], [x], seed, fine=True)
+
+
+def test_an_atomic_without_a_scope_reaches_other_devices() -> None:
+    x = symmetric("x", 2, (1,), torch.int32, poisoned=False)
+    adds = "setp.ne.b32 %p1, %r0, 0; @%p1 ret; multimem.red.release.global.add.u32 [%rd0], 1;"
+    waits = "$spin: ld.acquire.sys.global.b32 %r1, [%rd1]; setp.eq.b32 %p1, %r1, 0; @%p1 bra $spin;"
+    args = dict(many=x.multicast, own=x.tensors[1])
+    run_all([[Launch(Text(adds, 2), 1, args)], [Launch(Text(waits, 2), 1, args)]], [x])
+
+
 def test_the_next_launch_of_a_stream_needs_no_fence() -> None:
     x, out = symmetric("x", 1, (32,), torch.int32), torch.zeros(32, dtype=torch.int32)
     args = dict(x=x.tensors[0], many=x.multicast, out=out)
@@ -218,7 +260,7 @@ def fault_of(body: str, **arguments: Any) -> str:
 
 def test_addresses_that_are_not_multicast_ones() -> None:
     load = "multimem.ld_reduce.weak.global.add.u32 %r1, [%rd{}+{}];"
-    assert "out of bounds" in (said := fault_of(load.format(1, 0))) and "no multicast address" in said
+    assert "out of bounds" in (said := fault_of(load.format(1, 0))) and "all multicast addresses" in said
     assert "out of bounds" in fault_of(load.format(0, 128))
     assert "misaligned" in fault_of(load.format(0, 2))
     assert "out of bounds" in fault_of("ld.global.b32 %r1, [%rd0];"), "only multimem may use it"
@@ -239,6 +281,17 @@ def test_each_memory_has_its_own_multicast_address() -> None:
         [[Launch(Text(f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; {body}", 4), 1, dict(**given, out=out))], []], kept
     )
     assert out.tolist() == [2, 20, 200]
+
+
+def test_lanes_of_one_instruction_choose_among_multicast_addresses() -> None:
+    a, b = (symmetric(name, 2, (32,), torch.int32, poisoned=False) for name in "ab")
+    for tensor in (*a.tensors, *b.tensors):
+        tensor.fill_(1 if any(tensor is each for each in a.tensors) else 10)
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""setp.lt.u32 %p1, %r0, 7; selp.b64 %rd9, %rd0, %rd1, %p1; mad.wide.u32 %rd8, %r0, 4, %rd9;
+        multimem.ld_reduce.weak.global.add.u32 %r1, [%rd8]; {AT.format(4, 2)} st.global.b32 [%rd8], %r1;"""
+    run_all([[Launch(Text(body, 3), 1, dict(a=a.multicast, b=b.multicast, out=out))], []], [a, b])
+    assert out.tolist() == [2] * 7 + [20] * 25
 
 
 def test_ranks_wait_for_all_by_one_load() -> None:
