@@ -86,10 +86,16 @@ def test_compiled(name: str, compile_: Callable[[nn.Module], None], graphs: int 
 
 
 def compiled_in_other_ways(group: Any) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
     ids = batch()["input_ids"]
     plain, parallel = pair(group)
     each_layer(parallel)  # and its stack is called by itself
-    torch.testing.assert_close(parallel.model(ids)[0], plain.model(ids)[0])
+    counters.clear()
+    for _ in range(3):
+        torch.testing.assert_close(parallel.model(ids, use_cache=False)[0], plain.model(ids)[0])
+    assert counters["stats"]["unique_graphs"] == 1
     plain, parallel = pair(group)
     parallel.model.layers[0] = torch.compile(parallel.model.layers[0], backend="aot_eager")
     for model in (plain, parallel):
