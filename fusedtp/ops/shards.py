@@ -1,9 +1,10 @@
 """Shards on their way between ranks without a matmul: what `chunked` engines share, and the operations made of it.
 
-    all_gather_rows       x [T_r, N] -> [T, N]
-    all_gather_tensors    the same of several x, of any widths and dtypes
-    reduce_scatter_rows   x [T, N], a partial on every rank -> [T_r, N], the sum in rank order
-    all_reduce_rows       x [T, N], a partial on every rank -> [T, N], bitwise equal on all ranks
+    all_gather_rows          x [T_r, N] -> [T, N]
+    all_gather_tensors       the same of several x, of any widths and dtypes
+    reduce_scatter_rows      x [T, N], a partial on every rank -> [T_r, N], the sum in rank order
+    reduce_scatter_tensors   the same of several x, of any widths and dtypes
+    all_reduce_rows          x [T, N], a partial on every rank -> [T, N], bitwise equal on all ranks
 
 On a CPU ranks read each other's shards where they lie; on GPUs these are the process group's own collectives. The
 differentiable functions of tokens.py are made of them.
@@ -65,9 +66,14 @@ def shards_as_they_arrive(
             yield p, fetched[p]() if copies else views[p]
 
 
-def partials_of(call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int) -> Tensor:
-    """What rank `source` holds in its slot for the rows of `owner` in a reduce-scatter, [rows.local(owner), width]."""
-    offset = rows.batch * rows.offset(owner) * width * dtype.itemsize
+def partials_of(
+    call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int, at: int = 0
+) -> Tensor:
+    """What rank `source` holds for the rows of `owner` in a reduce-scatter, [rows.local(owner), width].
+
+    at   the byte of the slot where the partials of all owners begin
+    """
+    offset = at + rows.batch * rows.offset(owner) * width * dtype.itemsize
     return call.buffer(source, (rows.local(owner), width), dtype, offset)
 
 
@@ -75,14 +81,25 @@ def arrived_partials(
     call: Call, comm: Communicator, rows: Rows, width: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """After every rank's `publish`: the partials of this rank's rows, in rank order."""
-    parts = []
+    (parts,) = _arrived(call, comm, rows, [(width, dtype, 0)])
+    return parts
+
+
+def _arrived(
+    call: Call, comm: Communicator, rows: Rows, tensors: Sequence[tuple[int, torch.dtype, int]]
+) -> list[list[Tensor]]:
+    """The same of several tensors, each given by its width, its dtype and the byte where it begins."""
+    found: list[list[Tensor]] = [[] for _ in tensors]
     for p in range(comm.world_size):
         if p != comm.rank:
             with comm.span(f"wait {p}"):
                 call.wait(p)
-        part = partials_of(call, p, rows, width, dtype, comm.rank)
-        parts.append(part if call.on_cpu or p == comm.rank else part.clone())  # CUDA: one pass over the link
-    return parts
+        for parts, (width, dtype, at) in zip(found, tensors, strict=True):
+            part = partials_of(call, p, rows, width, dtype, comm.rank, at)
+            parts.append(
+                part if call.on_cpu or p == comm.rank else part.clone()
+            )  # CUDA: one pass over the link
+    return found
 
 
 class CopyStream:
@@ -147,15 +164,34 @@ def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
     width = x.shape[1]
     signature = Signature("reduce_scatter_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
     with comm.workspace.call(signature, rows.total * width * x.element_size()) as call:
-        for p in comm.workspace.peers:
-            slot = partials_of(call, comm.rank, rows, width, x.dtype, p)
+        (out,) = _scattered(call, comm, [x], rows)
+        return out
+
+
+def _scattered(call: Call, comm: Communicator, xs: Sequence[Tensor], rows: Rows) -> list[Tensor]:
+    """Each x [rows.total, N] -> a new [local rows, N]; in a slot they lie one after the other."""
+    tensors, at = [], 0
+    for x in xs:
+        tensors.append((x.shape[1], x.dtype, at))
+        at += round_up(rows.total * x.shape[1] * x.element_size(), ALIGNED)
+    for p in comm.workspace.peers:
+        for x, (width, dtype, at) in zip(xs, tensors, strict=True):
+            slot = partials_of(call, comm.rank, rows, width, dtype, p, at)
             for block, part in rows.pairs(x, slot, p):
                 part.copy_(block)
-            call.publish(p)
-        partials = arrived_partials(call, comm, rows, width, x.dtype)
+        call.publish(p)
+    outs = []
+    for x, partials in zip(xs, _arrived(call, comm, rows, tensors), strict=True):
         own = rows.blocks(x, comm.rank)  # which nobody else reads
         partials[comm.rank] = own[0] if len(own) == 1 else torch.cat(list(own))
-        return sum_in_rank_order(partials)
+        outs.append(sum_in_rank_order(partials))
+    return outs
+
+
+def scatter_tensors(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Each x [rows.total, N], a partial on every rank -> a new [local rows, N], all in one call."""
+    with plan.call() as call:
+        return _scattered(call, plan.comm, xs, plan.rows)
 
 
 def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
@@ -198,6 +234,10 @@ def _shared(x: Tensor) -> Shared:
     return Shared(x.dtype, x.shape[1])
 
 
+def _shared_of(xs: Sequence[Tensor]) -> Shared:
+    return Shared(torch.uint8, sum(x.shape[1] * x.element_size() for x in xs), len(xs))
+
+
 all_gather_rows = Operation(
     "all_gather_rows",
     "Tensor x",
@@ -215,7 +255,7 @@ all_gather_tensors = Operation(
     "Tensor[] xs",
     "Tensor[]",
     fake=lambda spec, xs: [x.new_empty(spec.batch * sum(spec.sizes), x.shape[1]) for x in xs],
-    shared=lambda xs: Shared(torch.uint8, sum(x.shape[1] * x.element_size() for x in xs), len(xs)),
+    shared=_shared_of,
     engines=dict(
         local=lambda plan, xs: [copied(x) for x in xs],
         collective=lambda plan, xs: [_all_gather(plan, x) for x in xs],
@@ -236,6 +276,20 @@ reduce_scatter_rows = Operation(
         chunked=lambda plan, x: scatter_rows(plan.comm, x, plan.rows),
     ),
     slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize),
+)
+
+reduce_scatter_tensors = Operation(
+    "reduce_scatter_tensors",
+    "Tensor[] xs",
+    "Tensor[]",
+    fake=lambda spec, xs: [x.new_empty(spec.batch * spec.sizes[spec.rank], x.shape[1]) for x in xs],
+    shared=_shared_of,
+    engines=dict(
+        local=lambda plan, xs: [copied(x) for x in xs],
+        collective=lambda plan, xs: [_reduce_scatter(plan, x) for x in xs],
+        chunked=scatter_tensors,
+    ),
+    slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features + ALIGNED * shared.weights),
 )
 
 all_reduce_rows = Operation(

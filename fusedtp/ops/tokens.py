@@ -26,7 +26,13 @@ from fusedtp.comm import Group, place
 
 from .operation import Spec
 from .rows import Rows, split
-from .shards import all_gather_rows, all_gather_tensors, all_reduce_rows, reduce_scatter_rows
+from .shards import (
+    all_gather_rows,
+    all_gather_tensors,
+    all_reduce_rows,
+    reduce_scatter_rows,
+    reduce_scatter_tensors,
+)
 
 
 def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
@@ -44,7 +50,7 @@ def all_gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str 
 def all_gather_tokens_of(
     xs: Sequence[Tensor], group: Group, sizes: Sequence[int], layer: str = ""
 ) -> list[Tensor]:
-    """all_gather_tokens of several, in one call; those that are no floating-point numbers have no gradient."""
+    """all_gather_tokens of several, in one call, and so is its backward; whole numbers have no gradient."""
     if len(xs) == 1:
         return [all_gather_tokens(xs[0], group, sizes, layer)]
     fulls = _AllGatherTensors.apply(_spec(group, sizes, layer), *map(_as_rows, xs))
@@ -138,10 +144,28 @@ class _AllGatherTensors(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = zip(dys, ctx.needs_input_grad[1:], strict=True)
-        return None, *(
-            _ReduceScatter.apply(dy.contiguous(), ctx.spec) if dy is not None and needed else None
-            for dy, needed in needs
-        )
+        there = {i: dy.contiguous() for i, (dy, needed) in enumerate(needs) if dy is not None and needed}
+        dxs = dict(zip(there, _reduce_scatter_each(ctx.spec, list(there.values())), strict=True))
+        return None, *map(dxs.get, range(len(dys)))
+
+
+def _reduce_scatter_each(spec: Spec, xs: list[Tensor]) -> Sequence[Tensor]:
+    if len(xs) < 2:
+        return [_ReduceScatter.apply(x, spec) for x in xs]
+    ys: Sequence[Tensor] = _ReduceScatterTensors.apply(spec, *xs)
+    return ys
+
+
+class _ReduceScatterTensors(Function):
+    @staticmethod
+    def forward(ctx: Any, spec: Spec, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return tuple(reduce_scatter_tensors(spec, list(xs)))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *(None if dy is None else _AllGather.apply(dy.contiguous(), ctx.spec) for dy in dys)
 
 
 class _Take(Function):

@@ -43,13 +43,15 @@ def arguments(name: str, engine: str, group) -> tuple:
         "all_gather_rows": (shard, *place, engine, 0, "", []),
         "all_gather_tensors": ([shard, shard[:, :1].long(), shard[:, 1:] > 0], *place, engine, 0, "", []),
         "reduce_scatter_rows": (full, *place, engine, 0, "embedding", []),
+        "reduce_scatter_tensors": ([full, full[:, :3].bfloat16()], *place, engine, 0, "", []),
         "all_reduce_rows": (full, *place, engine, 0, "", []),
     }[name]  # fmt: skip
 
 
 OPS = [
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad", "column_grads",
-    "all_gather_rows", "all_gather_tensors", "reduce_scatter_rows", "all_reduce_rows",
+    "all_gather_rows", "all_gather_tensors", "reduce_scatter_rows", "reduce_scatter_tensors",
+    "all_reduce_rows",
 ]  # fmt: skip
 
 

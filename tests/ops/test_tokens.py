@@ -48,14 +48,18 @@ def test_movers_and_their_transposes(sizes, tail):
 
 
 def several_in_one_call(group, sizes: tuple[int, ...], tail: tuple[int, ...]) -> None:
-    """As one after the other, with gradients for those that have one; the numbers of calls are 1 and 2."""
+    """As one after the other, with gradients for those that have one: one call forward, one back, of any dtypes."""
     r, comm = group.rank(), communicator(group)
     own = [
         numbers(sizes[r], *tail, seed=r),
         numbers(sizes[r], 2, seed=50 + r).long(),
-        numbers(sizes[r], 3, seed=90 + r),
+        numbers(sizes[r], 3, seed=90 + r).bfloat16(),
     ]
-    gradients = [numbers(sum(sizes), *tail, seed=20 + r), None, numbers(sum(sizes), 3, seed=30 + r)]
+    gradients = [
+        numbers(sum(sizes), *tail, seed=20 + r),
+        None,
+        numbers(sum(sizes), 3, seed=30 + r).bfloat16(),
+    ]
     found = []
     for together in (False, True):
         xs = [x.clone().requires_grad_(x.is_floating_point()) for x in own]
@@ -66,6 +70,9 @@ def several_in_one_call(group, sizes: tuple[int, ...], tail: tuple[int, ...]) ->
         else:
             ys = [tokens.all_gather_tokens(x, group, sizes) for x in xs]
         torch.autograd.backward([ys[0], ys[2]], [gradients[0], gradients[2]])
+        if together and len(sizes) > 1:
+            wanted = {("all_gather_tensors", "chunked"): 1, ("reduce_scatter_tensors", "chunked"): 1}
+            assert comm.engine_calls == wanted
         assert not ys[1].requires_grad
         found.append([*ys, xs[0].grad, xs[2].grad])
     assert all(map(torch.equal, *found)) and found[0][1].dtype == found[1][1].dtype == torch.int64
