@@ -10,6 +10,7 @@ so, with destroy_process_group or without. A short sleep before the interpreter 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import select
@@ -33,6 +34,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 EXIT_SECONDS = 0.05
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
 TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
 
 
@@ -138,8 +140,15 @@ class ProcessWorld:
         try:
             for p, (peer, _, _) in enumerate(told):
                 there = visible.get(peer, index)
-                if there != index and not torch.cuda.can_device_access_peer(index, there):
+                if there == index or fault:
+                    continue
+                if not torch.cuda.can_device_access_peer(index, there):
                     fault = f"the GPU of rank {self.rank} cannot access the memory of rank {p}'s"
+                elif not native_atomics(index, there):
+                    fault = (
+                        f"the GPU of rank {self.rank} has no native atomics in the memory of rank {p}'s, as over PCIe, "
+                        "and ranks signal each other by them"
+                    )
         except Exception as error:
             fault = f"rank {self.rank} cannot tell whether its GPU can access its peers' memory: {error}"
         uuids, indices = {peer for peer, _, _ in told}, {there for _, there, _ in told}
@@ -231,6 +240,20 @@ def let_gloo_end() -> None:
 def gpu_uuid(index: int) -> str:
     """Which GPU the index stands for, whatever CUDA_VISIBLE_DEVICES says."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def native_atomics(index: int, there: int) -> bool:
+    """Whether atomics of GPU `index` in the memory of GPU `there` are atomic: NVLink has them, most PCIe has not.
+
+    Of AMD's GPUs nothing is asked. Raises OSError where the driver does not answer.
+    """
+    if torch.version.hip:
+        return True
+    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    code = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, index, there)
+    if code != 0:
+        raise OSError(f"cuDeviceGetP2PAttribute({index}, {there}) gives CUresult {code}")
+    return bool(found.value)
 
 
 def first_fault(faults: Sequence[str]) -> str | None:

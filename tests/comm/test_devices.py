@@ -23,6 +23,7 @@ class Seen:
     uuids: tuple[str, ...]
     index: int = 0
     unreachable: tuple[str, ...] = ()
+    not_atomic: tuple[str, ...] = ()
     broken: str = ""  # a function of torch.cuda that raises here
     namespace: str = "one"
     pidfd: bool = True
@@ -46,6 +47,14 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         assert i == seen.index and 0 <= j < len(seen.uuids), (i, j)  # as torch asserts
         return seen.uuids[j] not in seen.unreachable
 
+    def attribute(found, which: int, i: int, j: int) -> int:
+        """The driver's cuDeviceGetP2PAttribute; CUdevice_P2PAttribute 3 is that of native atomics."""
+        if seen.broken == "cuDeviceGetP2PAttribute":
+            return 999
+        assert which == 3 and i == seen.index and i != j < len(seen.uuids)
+        found._obj.value = seen.uuids[j] not in seen.not_atomic
+        return 0
+
     def pidfd_open(pid: int) -> int:
         if not seen.pidfd:
             raise OSError("no pidfd here")
@@ -57,6 +66,9 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(torch.cuda, "device_count", lambda: len(seen.uuids)),
         patch.object(torch.cuda, "get_device_properties", properties),
         patch.object(torch.cuda, "can_device_access_peer", can_access),
+        patch.object(
+            process_world.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
+        ),
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(os, "pidfd_open", pidfd_open),
         patch.object(os, "getpid", lambda: seen.pid or own_pid),
@@ -92,11 +104,20 @@ def test_a_gpu_that_cannot_reach_its_peer_s_is_named_on_all_ranks():
     assert {fault for fault, _ in told} == {"the GPU of rank 1 cannot access the memory of rank 0's"}
 
 
-@pytest.mark.parametrize("broken", ["get_device_properties", "can_device_access_peer"])
+def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
+    """As over PCIe: flags are exchanged by atomics, which there are none of a peer's memory."""
+    told = outcomes(Seen(("a", "b", "c"), 0), Seen(("a", "b", "c"), 1, not_atomic=("c",)), Seen(("c",), 0))
+    (fault,) = {fault for fault, _ in told}
+    assert "the GPU of rank 1 has no native atomics in the memory of rank 2's" in str(fault)
+
+
+@pytest.mark.parametrize(
+    "broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute"]
+)
 def test_what_raises_on_one_rank_is_told_to_all(broken):
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, broken=broken), Seen(("c",), 0))
     faults = {fault for fault, _ in told}
-    assert len(faults) == 1 and "rank 1" in (fault := faults.pop()) and f"{broken} is broken" in fault
+    assert len(faults) == 1 and "rank 1" in (fault := faults.pop()) and broken in fault
 
 
 def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
