@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedtp.comm.launching import Launch as Planned
@@ -12,6 +12,7 @@ from fusedtp.ops.moe import plan as exchange
 from fusedtp.ops.moe.plan import Exchange, places_of, plan_index, plan_sort, sort_choices
 from fusedtp.sim import Launch, Run, Schedule, compare, run_schedule
 from tests.harness import world
+from tests.sampling import examples
 
 from .plan_laws import check_index, drawn, plan_law, stray_law, unfilled_index
 
@@ -24,6 +25,7 @@ def exchanges(draw):
     return sizes, here, draw(st.integers(1, min(4, here * len(sizes))))
 
 
+@settings(max_examples=examples(100, 50))
 @given(
     exchanges(),
     st.sampled_from([torch.int32, torch.int64]),

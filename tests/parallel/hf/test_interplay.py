@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import fusedtp
 from tests.harness import world
 from tests.parallel.support import tp_mesh
+from tests.sampling import SAMPLED
 
 from .families import model_of
 from .launch import as_torchrun
@@ -76,9 +77,8 @@ def compiled(group: Any, name: str, compile_: Callable[[nn.Module], None], graph
     ("name", "compile_", "graphs"),
     [
         ("llama", whole, 1),
-        ("mixtral", whole, 1),
         ("qwen3", each_layer, 1),
-        ("llama", whole_with_checkpointing, None),
+        *([] if SAMPLED else [("mixtral", whole, 1), ("llama", whole_with_checkpointing, None)]),
     ],
 )
 def test_compiled(name: str, compile_: Callable[[nn.Module], None], graphs: int | None):
