@@ -1,5 +1,5 @@
-"""python -m bench.markdown RESULT.json: the tables of the README or docs/gpu.md, or of the suite `train`, from a saved
-result.
+"""python -m bench.markdown RESULT.json: the tables of the README, docs/measured.md or docs/gpu.md, or of the suite
+`train`, from a saved result.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ def training_step(result: dict[str, Any]) -> str:
     for way in steps[0]["seconds"]:
         lines.append(f"| {way} | " + " | ".join(f"{s['seconds'][way]['median']:.3f} s" for s in steps) + " |")
     lines.append("| gap closed | " + " | ".join(f"{gap(step)['gap closed']:.0%}" for step in steps) + " |")
+    return "\n".join(lines)
+
+
+def foreign(result: dict[str, Any]) -> str:
+    """The suite `hf`: a column a model and dtype, a row a way to run it, then what follows from the times."""
+    results = result["results"]
+    lines = ["| | " + " | ".join(f"{each['model']} {each['dtype']}" for each in results) + " |"]
+    lines.append("|---|" + "---:|" * len(results))
+    for way in dict.fromkeys(way for each in results for way in each["seconds"]):
+        spreads = [each["seconds"].get(way) for each in results]
+        cells = ["" if spread is None else f"{spread['median']:.3f} s" for spread in spreads]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    for name, form in (("ours / same", ".3f"), ("gap closed", ".0%")):
+        found = [each["figures"].get(name) for each in results]
+        lines.append(f"| {name} | " + " | ".join("" if x is None else format(x, form) for x in found) + " |")
     return "\n".join(lines)
 
 
@@ -125,6 +140,8 @@ if __name__ == "__main__":
         tables = [engines(found)]
     elif "rows" in found:
         tables = [trainer(found)]
+    elif "results" in found:
+        tables = [foreign(found)]
     else:
         tables = [operations(found), training_step(found)]
     print("\n\n".join([machine(found), *tables]))

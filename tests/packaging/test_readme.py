@@ -37,8 +37,8 @@ def test_the_block_of_the_readme_runs_on_two_ranks():
         assert re.search(r"mlp\.down_proj +matmul_reduce_scatter +chunked", printed)
 
 
-def saved_result() -> dict[str, Any]:
-    (path,) = (ROOT / "bench" / "results").glob("*cores/bench.json")
+def saved_result(name: str = "bench") -> dict[str, Any]:
+    (path,) = (ROOT / "bench" / "results").glob(f"*cores/{name}.json")
     return json.loads(path.read_text())
 
 
@@ -55,6 +55,12 @@ def test_the_measured_tables_are_those_of_the_saved_result():
     for part in (markdown.machine, markdown.operations, markdown.training_step):
         assert part(result) in text, part.__name__
     assert summary(result["operations"]["rows"]) in text
+
+
+def test_the_table_of_models_of_transformers_is_that_of_the_saved_result():
+    result, text = saved_result("hf"), (ROOT / "docs" / "measured.md").read_text()
+    assert markdown.machine(result) in " ".join(text.split())
+    assert markdown.foreign(result) in text
 
 
 def test_the_tables_of_a_gpu_are_those_of_the_saved_results():
