@@ -133,11 +133,13 @@ class _AllGather(Function):
 
 
 class _AllGatherTensors(Function):
+    """Of (spec, *xs) as one parameter: Dynamo drops ctx from a call with as many arguments as there are parameters."""
+
     @staticmethod
-    def forward(ctx: Any, spec: Spec, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.spec = spec
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        ctx.spec, *xs = given
         ctx.set_materialize_grads(False)
-        fulls = all_gather_tensors(spec, list(xs))
+        fulls = all_gather_tensors(ctx.spec, xs)
         ctx.mark_non_differentiable(*(full for full in fulls if not full.is_floating_point()))
         return tuple(fulls)
 
@@ -157,11 +159,13 @@ def _reduce_scatter_each(spec: Spec, xs: list[Tensor]) -> Sequence[Tensor]:
 
 
 class _ReduceScatterTensors(Function):
+    """As _AllGatherTensors."""
+
     @staticmethod
-    def forward(ctx: Any, spec: Spec, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.spec = spec
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        ctx.spec, *xs = given
         ctx.set_materialize_grads(False)
-        return tuple(reduce_scatter_tensors(spec, list(xs)))
+        return tuple(reduce_scatter_tensors(ctx.spec, xs))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:

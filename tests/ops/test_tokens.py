@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.ops import tokens
 from tests.harness import world
@@ -82,6 +83,33 @@ def several_in_one_call(group, sizes: tuple[int, ...], tail: tuple[int, ...]) ->
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.sampled_from([(3,), (1,), (2, 2), (), (0,)]))
 def test_several_are_gathered_in_one_call(sizes, tail):
     world(len(sizes)).run(several_in_one_call, tuple(sizes), tail)
+
+
+def several_compiled(group, floats: int) -> None:
+    """Gradients of so many, and of none."""
+    r, sizes = group.rank(), (2, 3)
+    fusedtp.reserve(group, 1 << 12)
+    own = [numbers(sizes[r], 2 + i, seed=r + i) for i in range(floats)]
+
+    def mover(*xs: Tensor) -> Tensor:
+        ys = tokens.all_gather_tokens_of([*xs, xs[0].long()], group, sizes)
+        return torch.cat(ys, 1)
+
+    compiled = torch.compile(mover, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*own), mover(*own))
+    found = []
+    for function in (mover, compiled):
+        xs = [x.clone().requires_grad_() for x in own]
+        y = function(*xs)
+        y.backward(numbers(*y.shape, seed=r))
+        found.append([y.detach(), *(x.grad for x in xs)])
+    assert all(map(torch.equal, *found))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("floats", [1, 2, 3])
+def test_several_are_gathered_in_compiled_code(floats):
+    world(2).run(several_compiled, floats)
 
 
 def scalar(group) -> None:
