@@ -46,7 +46,7 @@ def case_of(name: str, world_size: int, target: str) -> Case:
 
 
 SCHEDULED = [
-    *((name, 2, "sm_90", examples(12, 5)) for name in KERNELS),
+    *((name, 2, "sm_90", examples(12, 7)) for name in KERNELS),
     *((name, 4, "sm_80", examples(6, 3)) for name in (*DECLARED, "mixed") if not in_fp8(name)),
     *((name, 8, "sm_80", 1) for name in (*DECLARED, "mixed") if not in_fp8(name)),
     ("all_gather_wgrad", 1, "sm_90", 3),
