@@ -22,7 +22,7 @@ from fusedtp.comm.communicator import copied
 from fusedtp.comm.memory import round_up
 
 from .matmul import sum_in_rank_order
-from .operation import Operation, Plan, Shared
+from .operation import Operation, Plan, Shared, Spec
 from .rows import Rows
 
 ALIGNED = 64  # bytes, of tensors that share a slot
@@ -234,8 +234,35 @@ def _shared(x: Tensor) -> Shared:
     return Shared(x.dtype, x.shape[1])
 
 
-def _shared_of(xs: Sequence[Tensor]) -> Shared:
-    return Shared(torch.uint8, sum(x.shape[1] * x.element_size() for x in xs), len(xs))
+def _of_several(
+    name: str,
+    made: Callable[[Spec], int],
+    *,
+    collective: Callable[[Plan, Tensor], Tensor],
+    chunked: Callable[[Plan, Sequence[Tensor]], list[Tensor]],
+    rows_in_slot: Callable[[Rows], int],
+) -> Operation:
+    """Of tensors of any widths and dtypes, in one call.
+
+    made           how many rows a result has
+    collective     of one tensor; they follow each other
+    rows_in_slot   of each tensor, in a rank's slot
+    """
+    return Operation(
+        name,
+        "Tensor[] xs",
+        "Tensor[]",
+        fake=lambda spec, xs: [x.new_empty(made(spec), x.shape[1]) for x in xs],
+        shared=lambda xs: Shared(torch.uint8, sum(x.shape[1] * x.element_size() for x in xs), len(xs)),
+        engines=dict(
+            local=lambda plan, xs: [copied(x) for x in xs],
+            collective=lambda plan, xs: [collective(plan, x) for x in xs],
+            chunked=chunked,
+        ),
+        slot_bytes=dict(
+            chunked=lambda rows, shared: rows_in_slot(rows) * shared.features + ALIGNED * shared.weights
+        ),
+    )
 
 
 all_gather_rows = Operation(
@@ -248,20 +275,6 @@ all_gather_rows = Operation(
         local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)
     ),
     slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize),
-)
-
-all_gather_tensors = Operation(
-    "all_gather_tensors",
-    "Tensor[] xs",
-    "Tensor[]",
-    fake=lambda spec, xs: [x.new_empty(spec.batch * sum(spec.sizes), x.shape[1]) for x in xs],
-    shared=_shared_of,
-    engines=dict(
-        local=lambda plan, xs: [copied(x) for x in xs],
-        collective=lambda plan, xs: [_all_gather(plan, x) for x in xs],
-        chunked=gather_tensors,
-    ),
-    slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features + ALIGNED * shared.weights),
 )
 
 reduce_scatter_rows = Operation(
@@ -278,18 +291,20 @@ reduce_scatter_rows = Operation(
     slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize),
 )
 
-reduce_scatter_tensors = Operation(
+all_gather_tensors = _of_several(
+    "all_gather_tensors",
+    lambda spec: spec.batch * sum(spec.sizes),
+    collective=_all_gather,
+    chunked=gather_tensors,
+    rows_in_slot=lambda rows: rows.longest,
+)
+
+reduce_scatter_tensors = _of_several(
     "reduce_scatter_tensors",
-    "Tensor[] xs",
-    "Tensor[]",
-    fake=lambda spec, xs: [x.new_empty(spec.batch * spec.sizes[spec.rank], x.shape[1]) for x in xs],
-    shared=_shared_of,
-    engines=dict(
-        local=lambda plan, xs: [copied(x) for x in xs],
-        collective=lambda plan, xs: [_reduce_scatter(plan, x) for x in xs],
-        chunked=scatter_tensors,
-    ),
-    slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features + ALIGNED * shared.weights),
+    lambda spec: spec.batch * spec.sizes[spec.rank],
+    collective=_reduce_scatter,
+    chunked=scatter_tensors,
+    rows_in_slot=lambda rows: rows.total,
 )
 
 all_reduce_rows = Operation(

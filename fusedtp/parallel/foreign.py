@@ -401,9 +401,8 @@ def _summed(at: Vocabulary, y: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 def splits(at: Rows | Vocabulary, lead: tuple[int, ...]) -> bool:
     """Whether a call on [*lead, H] leaves each rank its rows; the same on all ranks."""
-    compiled = (
-        torch.compiler.is_compiling() or at.model.compiled
-    )  # in this order compiled code guards nothing
+    # in this order compiled code guards nothing
+    compiled = torch.compiler.is_compiling() or at.model.compiled
     return at.sequence_parallel and len(lead) > 0 and lead[-1] > 1 and not compiled
 
 

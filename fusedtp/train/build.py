@@ -276,9 +276,7 @@ def build_foreign(
         names = {id(module): name for name, module in hf.named_modules()} | names
         shapes = {name: p.shape for name, p in hf.named_parameters() if ".lora_" in name}
     parallel = config.parallel
-    split_tokens = (
-        parallel.sequence_parallel and not config.blocks.compile
-    )  # layers that are compiled take whole ones
+    split_tokens = parallel.sequence_parallel and not config.blocks.compile  # compiled layers take whole ones
     if world.tp_mesh is not None:
         parallelize(hf, world.tp_mesh, engine=parallel.engine, sequence_parallel=split_tokens)
     model = TransformersModel(hf, DTYPES[config.run.dtype], split_tokens)
