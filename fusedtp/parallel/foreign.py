@@ -22,11 +22,9 @@ is shared by all its modules.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
@@ -56,6 +54,7 @@ from .attention_maps import gather_maps
 from .by_token import by_token
 from .layers import ColumnParallel, RowParallel, VocabParallel
 from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
+from .siblings import Siblings, in_autocast, project_all
 from .styles import FusedEmbedding, Style
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
@@ -88,84 +87,6 @@ class Model:
         """A call of a split linear. Not in compiled code, which would be compiled anew as the number grows."""
         if not torch.compiler.is_compiling():
             self.calls["fused" if fused else "whole"] += 1
-
-
-class Siblings:
-    """Linears that one module calls on one input: the first call computes all, the others find theirs.
-
-    Which they are is a guess (see foreign_plan.py). Where it is wrong, products are made that nobody asks for, no more.
-    """
-
-    linears: list[Any]
-    _input: Any  # a weak reference
-    _when: tuple[Any, ...]
-    _ready: list[Tensor | None]
-
-    def __init__(self) -> None:
-        self.linears = []
-        self.forget()
-
-    def project(self, x: Tensor, linear: Any) -> Tensor:
-        """x -> this linear's columns."""
-        if torch.compiler.is_compiling():
-            from torch._dynamo.comptime import comptime
-
-            first = self.linears[0].weight  # noqa: F841  # _unchanged and _taken look at it
-            comptime(_unchanged)
-            version = None
-        else:
-            version = _version(x)
-        when = (version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
-        place = [each is linear for each in self.linears].index(True)
-        if self._input() is not x or self._when != when or self._ready[place] is None:
-            self._ready = list(_project(x, self.linears))
-            self._input, self._when = weakref.ref(x), when
-        y, self._ready[place] = self._ready[place], None
-        if all(each is None for each in self._ready):
-            self.forget()
-            if torch.compiler.is_compiling():
-                from torch._dynamo.comptime import comptime
-
-                comptime(_taken)
-        assert y is not None
-        return y
-
-    def forget(self) -> None:
-        """Let go of what is left. Compiled code guards these fields, so that each call has to find them like this."""
-        self._input, self._when, self._ready = _nothing, (), []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
-        made = memo[id(self)] = Siblings()
-        made.linears = [deepcopy(each, memo) for each in self.linears]
-        return made
-
-
-def _nothing() -> None:
-    """In place of a reference to an input."""
-
-
-def _version(x: Tensor) -> Any:
-    """What changes when x is changed in place; in inference mode, where nothing does, never the same twice."""
-    if isinstance(x, TokenShard):
-        x = x.local
-    return object() if x.is_inference() else x._version
-
-
-def _unchanged(context: Any) -> None:
-    """As `Siblings.project` is compiled: raises RuntimeError where x was changed in place since a sibling took it."""
-    x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
-    seen = x.__dict__.setdefault("_fusedtp_seen", {})
-    if seen.setdefault(id(first), x._version) != x._version:
-        raise RuntimeError(
-            "the input of linear layers that share it is changed in place between them, which a compiled model of "
-            "others cannot see; write x = x + y"
-        )
-
-
-def _taken(context: Any) -> None:
-    """The same once all siblings have taken x, which may change then."""
-    x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
-    x.__dict__["_fusedtp_seen"].pop(id(first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +231,7 @@ def columns(self: Any, input: Tensor) -> Tensor:
     """The forward of a column-parallel linear."""
     at: Columns = self.parallel
     at.model.count(isinstance(input, TokenShard) and input.dim() == len(input.lead) + 1)
-    y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else _project(input, [self])[0]
+    y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else project_all(input, [self])[0]
     if not at.vocabulary:
         return y
     if torch.compiler.is_compiling():
@@ -320,23 +241,11 @@ def columns(self: Any, input: Tensor) -> Tensor:
     )
 
 
-def _project(x: Tensor, linears: list[Any]) -> tuple[Tensor, ...]:
-    parallel = linears[0].parallel
-    x = _in_autocast(x)
-    if isinstance(x, TokenShard):
-        if x.dim() == len(x.lead) + 1:
-            ys = parallel.project_rows(x.local, linears, x.tokens.sizes)
-            return tuple(y.reshape(*x.lead, y.shape[-1]) for y in ys)
-        x = x.full_tensor("linear")
-    done: tuple[Tensor, ...] = parallel.project_whole(x, linears)
-    return done
-
-
 def rows(self: Any, input: Tensor) -> Tensor:
     """The forward of a row-parallel linear."""
     at: Rows = self.parallel
     x = input.full_tensor("linear") if isinstance(input, TokenShard) else input
-    x = _in_autocast(x)
+    x = in_autocast(x)
     if at.split_input:
         parts = split(x.shape[-1], at.world_size)
         x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
@@ -347,12 +256,6 @@ def rows(self: Any, input: Tensor) -> Tensor:
         return at.summed(x, self)
     tokens = tokens_of(at, lead)
     return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), self, tokens.sizes), lead, tokens)
-
-
-def _in_autocast(x: Tensor) -> Tensor:
-    """x in the dtype in which nn.Linear would compute."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def embedding(self: Any, input: Tensor) -> Tensor:

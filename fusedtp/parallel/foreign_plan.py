@@ -32,7 +32,6 @@ from .foreign import (
     PartialGradients,
     Rowwise,
     Shared,
-    Siblings,
     Summed,
     enter,
     leave,
@@ -43,6 +42,7 @@ from .local_view import Words, features_of
 from .placement import Mesh, Way
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .saving import prepare
+from .siblings import Siblings
 from .styles import already_parallel
 
 WORDS: dict[str, Callable[..., Foreign]] = Words({

@@ -1,0 +1,115 @@
+"""Column-parallel linears that share their input, in models of others: all of them at once, in the first one's call.
+
+    q_proj(x)   gathers x, multiplies by q, k and v     k_proj(x), v_proj(x)   take what is there
+
+Whether it is the same x, as it was, is seen by its identity and its version. In compiled code a version is a constant,
+so that is looked at when the code is compiled, and a change is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .token_shard import TokenShard
+
+
+class Siblings:
+    """Linears that one module calls on one input: the first call computes all, the others find theirs.
+
+    Which they are is a guess (see foreign_plan.py). Where it is wrong, products are made that nobody asks for, no more.
+    """
+
+    linears: list[Any]
+    _input: Any  # a weak reference
+    _when: tuple[Any, ...]
+    _ready: list[Tensor | None]
+
+    def __init__(self) -> None:
+        self.linears = []
+        self.forget()
+
+    def project(self, x: Tensor, linear: Any) -> Tensor:
+        """x -> this linear's columns."""
+        if torch.compiler.is_compiling():
+            from torch._dynamo.comptime import comptime
+
+            first = self.linears[0].weight  # noqa: F841  # _unchanged and _taken look at it
+            comptime(_unchanged)
+            version = None
+        else:
+            version = _version(x)
+        when = (version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
+        place = [each is linear for each in self.linears].index(True)
+        if self._input() is not x or self._when != when or self._ready[place] is None:
+            self._ready = list(project_all(x, self.linears))
+            self._input, self._when = weakref.ref(x), when
+        y, self._ready[place] = self._ready[place], None
+        if all(each is None for each in self._ready):
+            self.forget()
+            if torch.compiler.is_compiling():
+                from torch._dynamo.comptime import comptime
+
+                comptime(_taken)
+        assert y is not None
+        return y
+
+    def forget(self) -> None:
+        """Let go of what is left. Compiled code guards these fields, so that each call has to find them like this."""
+        self._input, self._when, self._ready = _nothing, (), []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
+        made = memo[id(self)] = Siblings()
+        made.linears = [deepcopy(each, memo) for each in self.linears]
+        return made
+
+
+def _nothing() -> None:
+    """In place of a reference to an input."""
+
+
+def _version(x: Tensor) -> Any:
+    """What changes when x is changed in place; in inference mode, where nothing does, never the same twice."""
+    if isinstance(x, TokenShard):
+        x = x.local
+    return object() if x.is_inference() else x._version
+
+
+def _unchanged(context: Any) -> None:
+    """As `Siblings.project` is compiled: raises RuntimeError where x was changed in place since a sibling took it."""
+    x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
+    seen = x.__dict__.setdefault("_fusedtp_seen", {})
+    if seen.setdefault(id(first), x._version) != x._version:
+        raise RuntimeError(
+            "the input of linear layers that share it is changed in place between them, which a compiled model of "
+            "others cannot see; write x = x + y"
+        )
+
+
+def _taken(context: Any) -> None:
+    """The same once all siblings have taken x, which may change then."""
+    x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
+    x.__dict__["_fusedtp_seen"].pop(id(first))
+
+
+def project_all(x: Tensor, linears: list[Any]) -> tuple[Tensor, ...]:
+    """x [..., K], or a TokenShard of that shape -> products of column-parallel linears, [..., N_i], of all tokens."""
+    parallel = linears[0].parallel
+    x = in_autocast(x)
+    if isinstance(x, TokenShard):
+        if x.dim() == len(x.lead) + 1:
+            ys = parallel.project_rows(x.local, linears, x.tokens.sizes)
+            return tuple(y.reshape(*x.lead, y.shape[-1]) for y in ys)
+        x = x.full_tensor("linear")
+    done: tuple[Tensor, ...] = parallel.project_whole(x, linears)
+    return done
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """x in the dtype in which nn.Linear would compute."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
