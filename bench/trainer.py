@@ -36,18 +36,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+from fusedtp.commands.build import build
+from fusedtp.commands.results import sinks_for
+from fusedtp.commands.run import trainer_of
 from fusedtp.nn import CausalLM, ModelConfig, init_
 from fusedtp.ops.operation import wanted
 from fusedtp.parallel import clip_grad_norm_
-from fusedtp.train.build import build
-from fusedtp.train.checkpoint import Checkpoints
+from fusedtp.train.checkpoint import Checkpoints, Saver
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches, Microbatch, build_tokens
-from fusedtp.train.loop import Saver, Trainer
-from fusedtp.train.metrics import Metrics, sinks_for
-from fusedtp.train.run import trainer_of
+from fusedtp.train.loop import Metrics, Trainer
+from fusedtp.train.mesh import World
 from fusedtp.train.stages import Action, Pipeline, stage_count, stages_of
-from fusedtp.train.world import World
 
 from . import bubbles
 from .bubbles import Costs

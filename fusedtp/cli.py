@@ -10,19 +10,19 @@ import importlib
 import sys
 
 COMMANDS = {
-    "train": ("fusedtp.train.launch", "train a Transformer with fused tensor parallelism on real text"),
+    "train": ("fusedtp.commands.launch", "train a Transformer with fused tensor parallelism on real text"),
     "warmup": (
-        "fusedtp.train.launch:warmup_main",
+        "fusedtp.commands.launch:warmup_main",
         "compile what a configuration of train needs, before it starts",
     ),
-    "generate": ("fusedtp.train.runs:generate_main", "let the model of a run go on with a text"),
-    "checkpoints": ("fusedtp.train.runs", "list, verify or export the checkpoints of a run"),
+    "generate": ("fusedtp.commands.runs:generate_main", "let the model of a run go on with a text"),
+    "checkpoints": ("fusedtp.commands.runs", "list, verify or export the checkpoints of a run"),
     "report": (
-        "fusedtp.train.report",
+        "fusedtp.commands.report",
         "write a run as one HTML page: curves, ranks, pipeline, checkpoints, incidents",
     ),
     "finetune": (
-        "fusedtp.train.launch:finetune_main",
+        "fusedtp.commands.launch:finetune_main",
         "train a causal language model of transformers on text, tensor parallel",
     ),
     "check": (

@@ -1,17 +1,23 @@
-"""The thin trainer behind `fusedtp train`.
+"""The thin trainer: it takes a model, a mesh, data and an optimizer. `fusedtp train` (fusedtp/commands) is built on it.
 
-    launch    command line -> checks -> torchrun -> one run a rank
-    run       build, train, verify, sample, report
-    loop      what happens in a step: `Trainer`, which also trains what you bring
+    loop         what happens in a step: `Trainer`
+    mesh         this rank among all: pipeline x data parallel x tensor parallel
+    data         text to tokens to batches, in one order on any mesh
+    stages       a model cut into pipeline stages, run by torch's schedules
+    shard        blocks compiled and checkpointed; FSDP2 over data-parallel ranks
+    checkpoint   what a run is, saved whole or not at all; when it is saved
+    watch        time by kind, stragglers, NaN, ranks that hang; `clocks` measures
+    config       the options of a run, and what is wrong with them
+    foreign      models of transformers as the trainer takes models; `hf`: transformers' own Trainer, accelerate
 
-Each other file is one idea that these use.
+`loop` uses all others; none uses `loop`, and none knows the commands.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusedtp.train.checkpoint import Checkpoints
-    from fusedtp.train.loop import Saver, Trainer
+    from fusedtp.train.checkpoint import Checkpoints, Saver
+    from fusedtp.train.loop import Trainer
 
 __all__ = ["Checkpoints", "Saver", "Trainer"]
 
@@ -22,4 +28,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fusedtp.train import checkpoint, loop
 
-    return getattr(checkpoint if name == "Checkpoints" else loop, name)
+    return getattr(loop if name == "Trainer" else checkpoint, name)

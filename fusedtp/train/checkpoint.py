@@ -26,10 +26,13 @@ import os
 import pickle
 import random
 import shutil
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +50,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+
+from fusedtp.train.mesh import World
 
 FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer ones are refused
 ABOUT, MANIFEST = "about.json", "manifest.json"
@@ -555,3 +560,97 @@ def as_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+# -- when one is saved
+
+FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
+
+
+class Saver:
+    """Decides after every step whether to save, and whether to stop: on a signal, after a save.
+
+    every             steps between two saves; None: by the clock of the first rank, as save_interval says
+    stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
+    tell, done        called on the first rank, with a line, and with a checkpoint that is on disk
+    All ranks must decide alike, so each step takes one small all-reduce on host memory.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        world: World,
+        *,
+        every: int | None = None,
+        failure_seconds: float = 86400.0,
+        stop_on_error: bool = False,
+        about: dict[str, Any] | None = None,
+        tell: Callable[[str], None] = print,
+        done: Callable[[Saved], None] = lambda saved: None,
+    ) -> None:
+        self.checkpoints, self.world, self.every = checkpoints, world, every
+        self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
+        self._tell = tell if world.rank == 0 else lambda line: None
+        self._done = done if world.rank == 0 else lambda saved: None
+        self._asked = threading.Event()
+        self._interval, self._last = FIRST_SAVE_SECONDS, time.monotonic()
+        self._told = False
+        self.saved: list[Saved] = []
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within, SIGTERM asks for a last save and an orderly end."""
+        before = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def asked(self, patience: float = 0.0) -> bool:
+        """Whether this rank itself was asked to end, or is within so many seconds."""
+        until = time.monotonic() + patience
+        while not self._asked.is_set() and time.monotonic() < until:
+            time.sleep(0.05)
+        return self._asked.is_set()
+
+    def after(self, step: int, state: TrainingState, last: bool) -> bool:
+        """After a step, the last or another: save if it is time. Whether training ends here. Collective."""
+        by_clock = self.every is None and self.world.rank == 0 and self._due()
+        stop, due, writing = self.world.largest([self._asked.is_set(), by_clock, self.checkpoints.writing])
+        ends = bool(stop or last)
+        if ends or due or (self.every is not None and step % self.every == 0):
+            self._finish()
+            self._last = time.monotonic()
+            self._guarded(lambda: self.checkpoints.save(step, state, **self.about), ends)
+        if ends or not writing:
+            self._finish(ends)
+        if stop:
+            self._tell(f"asked to end by SIGTERM: saved after step {step}; --resume goes on from there")
+        return ends
+
+    def _due(self) -> bool:
+        return time.monotonic() - self._last >= self._interval
+
+    def _finish(self, always: bool = False) -> None:
+        """Wait for the save that is on its way, if any, and take note of it."""
+        saved: list[Saved | None] = []
+        self._guarded(lambda: saved.append(self.checkpoints.wait()), always)
+        for each in filter(None, saved):
+            self.saved.append(each)
+            self._done(each)
+            self._interval = save_interval(each.blocked, self.failure_seconds)
+            if self.every is None and not self._told:
+                self._told = True
+                self._tell(
+                    f"saved step {each.step}: {as_bytes(each.size)}, training waited {each.blocked:.2f} s of "
+                    f"{each.seconds:.2f} s; with a failure every {self.failure_seconds / 3600:g} h, saving every "
+                    f"{self._interval:.0f} s loses least"
+                )
+
+    def _guarded(self, action: Callable[[], Any], always: bool) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            self._tell(str(error))
+            if self.stop_on_error or always:
+                raise

@@ -58,7 +58,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.train.clocks import Clocks
-from fusedtp.train.world import World
+from fusedtp.train.mesh import World
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 

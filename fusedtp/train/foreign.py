@@ -14,7 +14,7 @@ tokens, a plain tensor [T_r, H], where tensor parallelism splits tokens, else [T
 Note [Documents in transformers]
 transformers keeps documents apart where positions do not follow each other. Its masks do so for every row of a batch
 (eager, sdpa, flex_attention); flash attention only in a batch of one row (5.23). So rows are put one behind the other
-there. Whether a model's layers keep to it, build.py tries on a small copy.
+there. Whether a model's layers keep to it, commands/build.py tries on a small copy.
 
 Dropout stays off: the model is never put into training mode, so that any mesh computes what one process does.
 """
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedtp.comm import communicator
+from fusedtp.nn import CausalLM
 from fusedtp.nn.router import Routing
 from fusedtp.ops.rows import split
 from fusedtp.parallel.token_shard import Tokens, TokenShard, shard
@@ -271,6 +272,7 @@ class TransformersModel(nn.Module):
         return tokens
 
 
+Model = CausalLM | TransformersModel  # what the trainer takes
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call their number
 
 

@@ -1,47 +1,56 @@
-"""The training loop: what happens in a step, in the order in which it happens; and when it is saved."""
+"""The training loop: what happens in a step, in the order in which it happens.
+
+Note [Learning rate]
+Linear warm-up, then a decay:
+
+    lr(step) = lr * (step + 1) / warmup                 step < warmup
+    lr(step) = lr * (m + (1 - m) * g(f))                f = (step - begin) / (steps - 1 - begin), at least 0
+
+    cosine   g = (1 + cos(pi f)) / 2     begin = warmup
+    linear   g = 1 - f                   begin = warmup
+    wsd      g = 1 - f                   begin = the last decay_share of the steps (Hu et al. 2024, MiniCPM, section 4)
+
+with m = min_lr, so that step `warmup` has the highest rate and the last step m times it. `for_batch` has scaled lr to
+the batch before: linearly (Goyal et al. 2017, section 2.1) or by its square root (Malladi et al. 2022, section 4).
+
+Note [Loss scale]
+fp16 has 5 bits of exponent: gradients below 6e-8 vanish. So the loss is multiplied before backward. Scaled gradients
+may overflow instead, which shows: the norm is then not finite, the step is left out on every rank, since all have the
+same norm, and the scale is halved. It is doubled after `window` steps without overflow (Micikevicius et al. 2018, Mixed
+Precision Training, section 3.2). Start from a power of two, and scaling rounds nothing that stays in range.
+
+The loss is scaled through what its sum is divided by, num_labels / scale: so every part of it is, those of routers too,
+on whichever pipeline stage they are.
+"""
 
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fusedtp.nn import CausalLM, MoE
 from fusedtp.nn.balance import max_violation, update_bias_
 from fusedtp.nn.router import Routing
 from fusedtp.parallel import clip_grad_norm_
-from fusedtp.train.build import Model
-from fusedtp.train.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    Saved,
-    TrainingState,
-    as_bytes,
-    save_interval,
-)
+from fusedtp.train.checkpoint import Saver, TrainingState
 from fusedtp.train.clocks import APART
+from fusedtp.train.config import OptimOptions, TrainConfig
 from fusedtp.train.data import Batches, FromLoader, Microbatch
-from fusedtp.train.metrics import Metrics
-from fusedtp.train.optim import LossScale, set_learning_rate
+from fusedtp.train.foreign import Model
+from fusedtp.train.mesh import World
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
 from fusedtp.train.watch import Guard, Watch
-from fusedtp.train.world import World
-
-if TYPE_CHECKING:
-    pass
-
-FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
 
 
 class Trainer:
@@ -229,93 +238,168 @@ def backward(
     return total
 
 
-class Saver:
-    """Decides after every step whether to save, and whether to stop: on a signal, after a save.
+# -- what a step measures
 
-    every             steps between two saves; None: by the clock of the first rank, as save_interval says
-    stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
-    tell, done        called on the first rank, with a line, and with a checkpoint that is on disk
-    All ranks must decide alike, so each step takes one small all-reduce on host memory.
-    """
+
+class Sink(Protocol):
+    def write(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Times the steps of a loop and hands their records on. earlier: of the steps before a resumed run's first."""
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
         world: World,
-        *,
-        every: int | None = None,
-        failure_seconds: float = 86400.0,
-        stop_on_error: bool = False,
-        about: dict[str, Any] | None = None,
-        tell: Callable[[str], None] = print,
-        done: Callable[[Saved], None] = lambda saved: None,
+        sinks: tuple[Sink, ...] = (),
+        earlier: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.checkpoints, self.world, self.every = checkpoints, world, every
-        self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
-        self._tell = tell if world.rank == 0 else lambda line: None
-        self._done = done if world.rank == 0 else lambda saved: None
-        self._asked = threading.Event()
-        self._interval, self._last = FIRST_SAVE_SECONDS, time.monotonic()
-        self._told = False
-        self.saved: list[Saved] = []
+        self.world, self.sinks = world, sinks
+        self.steps = [record for record in earlier if "val_loss" not in record]
+        self.validations = [record for record in earlier if "val_loss" in record]
+        self._mark = (time.perf_counter(), world.wait_seconds())
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Within, SIGTERM asks for a last save and an orderly end."""
-        before = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    def step(self, step: int, tokens: int, **numbers: Any) -> None:
+        """Record a step of so many tokens, which began when the previous record was made."""
+        (begin, before), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
+        end, waited = self._mark
+        seconds = end - begin
+        numbers |= {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "wait_share": None if waited is None or before is None else (waited - before) / seconds,
+        }
+        self.steps.append({"step": step, **numbers})
+        self._write(self.steps[-1])
 
-    def asked(self, patience: float = 0.0) -> bool:
-        """Whether this rank itself was asked to end, or is within so many seconds."""
-        until = time.monotonic() + patience
-        while not self._asked.is_set() and time.monotonic() < until:
-            time.sleep(0.05)
-        return self._asked.is_set()
+    def validation(self, step: int, loss: float) -> None:
+        """Record a validation loss; the time it took belongs to no step."""
+        self.validations.append({"step": step, "val_loss": loss})
+        self._write(self.validations[-1])
+        self._mark = (time.perf_counter(), self.world.wait_seconds())
 
-    def after(self, step: int, state: TrainingState, last: bool) -> bool:
-        """After a step, the last or another: save if it is time. Whether training ends here. Collective."""
-        by_clock = self.every is None and self.world.rank == 0 and self._due()
-        stop, due, writing = self.world.largest([self._asked.is_set(), by_clock, self.checkpoints.writing])
-        ends = bool(stop or last)
-        if ends or due or (self.every is not None and step % self.every == 0):
-            self._finish()
-            self._last = time.monotonic()
-            self._guarded(lambda: self.checkpoints.save(step, state, **self.about), ends)
-        if ends or not writing:
-            self._finish(ends)
-        if stop:
-            self._tell(f"asked to end by SIGTERM: saved after step {step}; --resume goes on from there")
-        return ends
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(record)
 
-    def _due(self) -> bool:
-        return time.monotonic() - self._last >= self._interval
+    def __enter__(self) -> Metrics:
+        return self
 
-    def _finish(self, always: bool = False) -> None:
-        """Wait for the save that is on its way, if any, and take note of it."""
-        saved: list[Saved | None] = []
-        self._guarded(lambda: saved.append(self.checkpoints.wait()), always)
-        for each in filter(None, saved):
-            self.saved.append(each)
-            self._done(each)
-            self._interval = save_interval(each.blocked, self.failure_seconds)
-            if self.every is None and not self._told:
-                self._told = True
-                self._tell(
-                    f"saved step {each.step}: {as_bytes(each.size)}, training waited {each.blocked:.2f} s of "
-                    f"{each.seconds:.2f} s; with a failure every {self.failure_seconds / 3600:g} h, saving every "
-                    f"{self._interval:.0f} s loses least"
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+# -- the optimizer and its schedule
+
+
+def for_batch(options: OptimOptions, batch: int) -> OptimOptions:
+    """The options for steps of so many sequences: the learning rate follows batch_rule."""
+    times = batch / options.base_batch
+    factor = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[options.batch_rule]
+    return replace(options, lr=options.lr * factor)
+
+
+def learning_rate(options: OptimOptions, step: int) -> float:
+    """Learning rate of a step, counted from 0."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    begin, last = options.warmup, options.steps - 1
+    if options.decay == "wsd":
+        begin = max(begin, last - round(options.decay_share * options.steps))
+    share = min(1.0, max(0, step - begin) / max(1, last - begin))
+    left = (1 + math.cos(math.pi * share)) / 2 if options.decay == "cosine" else 1 - share
+    return options.lr * (options.min_lr + (1 - options.min_lr) * left)
+
+
+def adamw(model: nn.Module, options: OptimOptions, **implementation: Any) -> torch.optim.AdamW:
+    """AdamW over a model's parameters; `implementation` takes torch's foreach= or fused=.
+
+    Matrices decay, vectors (norm weights, biases) do not.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        **implementation,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give it to every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+# -- fp16's loss scale -------------------------------------------------------------------------------------------------
+
+SMALLEST = 2.0**-24  # below it, no overflow explains that gradients are not finite
+
+
+class LossScale:
+    """What the loss is multiplied by. value: now; good: steps since it last changed; skipped: steps left out so far."""
+
+    def __init__(self, value: float = 1.0, window: int | None = None) -> None:
+        """window: None keeps the value for good, and leaves no step out."""
+        self.value, self.window, self.good, self.skipped = value, window, 0, 0
+
+    def unscale_(self, model: nn.Module) -> None:
+        """Divide a model's gradients by the scale."""
+        if self.value == 1:
+            return
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        local = [g._local_tensor if isinstance(g, DTensor) else g for g in found]
+        torch._foreach_mul_(local, 1 / self.value)
+
+    def takes(self, norm: float) -> bool:
+        """Whether a step whose gradients have this norm is to be taken; sets the scale of the next one.
+
+        Raises OverflowError if no scale makes the gradients finite.
+        """
+        if self.window is None:
+            return True
+        if not math.isfinite(norm):
+            self.value, self.good, self.skipped = self.value / 2, 0, self.skipped + 1
+            if self.value < SMALLEST:
+                raise OverflowError(
+                    f"the gradients are not finite, not even with a loss scale of {2 * self.value}: it is not fp16 "
+                    "that overflows"
                 )
+            return False
+        self.good += 1
+        if self.good == self.window:
+            self.value, self.good = self.value * 2, 0
+        return True
 
-    def _guarded(self, action: Callable[[], Any], always: bool) -> None:
-        try:
-            action()
-        except CheckpointError as error:
-            self._tell(str(error))
-            if self.stop_on_error or always:
-                raise
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a step's record says of it."""
+        return {} if self.window is None else {"loss_scale": self.value}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.window is not None:
+            self.value, self.good = float(state_dict["value"]), int(state_dict["good"])
+            self.skipped = int(state_dict["skipped"])
+
+
+def loss_scale_of(config: TrainConfig) -> LossScale:
+    """Dynamic for fp16, 1 for all others."""
+    if config.run.dtype != "fp16":
+        return LossScale()
+    return LossScale(config.optim.loss_scale, config.optim.loss_scale_window)
 
 
 # -- the load of experts -----------------------------------------------------------------------------------------------

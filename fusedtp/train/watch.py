@@ -80,8 +80,8 @@ from torch.utils._pytree import tree_leaves
 from fusedtp.comm import PeerDied, SignalTimeout, communicator
 from fusedtp.train.clocks import OTHER, Clocks, time_fsdp
 from fusedtp.train.data import Batches, FromLoader
+from fusedtp.train.mesh import World
 from fusedtp.train.stages import Pipeline
-from fusedtp.train.world import World
 
 RANKS = "ranks.jsonl"  # of a run's folder
 WAITS = ("tp_wait", "pp_wait", "dp_wait")

@@ -30,7 +30,7 @@ from tests.harness import collecting
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
     "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "matplotlib.pyplot",
-    "fusedtp.train.launch",
+    "fusedtp.commands.launch",
 )  # fmt: skip
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",

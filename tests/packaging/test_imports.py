@@ -25,6 +25,7 @@ LAYERS = (
     "plan",
     "environment",
     "train",
+    "commands",
     "bench",
     "cli",
 )

@@ -15,8 +15,8 @@ from fusedtp.comm import PeerFailed, VirtualGroup, communicator
 from fusedtp.nn import MoEConfig
 from fusedtp.nn.experts import Experts
 from fusedtp.parallel.expert_parallel import ExpertSplit, Shares
+from fusedtp.train.mesh import meshes
 from fusedtp.train.shard import shard
-from fusedtp.train.world import meshes
 from tests.harness import pool, world
 from tests.parallel.support import (
     assert_close,

@@ -53,7 +53,7 @@ BREAKAGES: dict[str, AbstractContextManager] = {
     "row_sum": scattering(own_partial),
     "replicated_gradient": patch.object(layers, "read", lambda parameter, group: placement.local(parameter)),
     "late": patch.object(loop, "backward", broken_from_step_12),
-    "raise": patch("fusedtp.train.run.learning_rate", failing_on_rank_1),
+    "raise": patch("fusedtp.commands.run.learning_rate", failing_on_rank_1),
 }
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from fusedtp import cli
-from fusedtp.train.optim import learning_rate
+from fusedtp.train.loop import learning_rate
 
 
 def paced(options, step):
@@ -32,5 +32,5 @@ def paced(options, step):
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)  # a hang says where
-    with patch("fusedtp.train.run.learning_rate", paced):
+    with patch("fusedtp.commands.run.learning_rate", paced):
         sys.exit(cli.main(["train", *sys.argv[2:]]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedtp.train.config import parse
-from fusedtp.train.world import World, meshes
+from fusedtp.train.mesh import World, meshes
 from tests.nn.support import roundings_of
 
 parse([])  # the first one of a process takes long: once, before ranks are forked
@@ -51,7 +51,7 @@ def mesh_of(**axes: int) -> DeviceMesh:
 def meshes_of(
     dp: int, tp: int = 1, ep: int | None = None, pp: int = 1, copies: int = 1
 ) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """fusedtp.train.world.meshes; see Note [Meshes of tests]."""
+    """fusedtp.train.mesh.meshes; see Note [Meshes of tests]."""
     return meshes("cpu", dp, tp, ep or tp, pp, copies)
 
 

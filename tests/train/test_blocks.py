@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fusedtp.train.build import build
+from fusedtp.commands.build import build
 from fusedtp.train.config import BlockOptions, TrainConfig, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.loop import ExpertLoad, backward
-from fusedtp.train.world import World
+from fusedtp.train.mesh import World
 from tests.train.support import assert_gradients
 
 SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 4 --dropout 0.1"

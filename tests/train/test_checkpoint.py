@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from fusedtp.commands.build import build
 from fusedtp.nn.init import draw, local_slice
 from fusedtp.train import checkpoint
-from fusedtp.train.build import build
 from fusedtp.train.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -35,8 +35,8 @@ from fusedtp.train.checkpoint import (
     steps_in,
 )
 from fusedtp.train.config import parse
-from fusedtp.train.optim import adamw
-from fusedtp.train.world import World
+from fusedtp.train.loop import adamw
+from fusedtp.train.mesh import World
 from tests.harness import pool
 from tests.harness.messages import Failure
 from tests.harness.warm import warm_python

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from fusedtp import cli
-from fusedtp.train import launch
+from fusedtp.commands import launch
 from fusedtp.train.config import TrainConfig
 
 

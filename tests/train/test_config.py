@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.train.build import model_config
+from fusedtp.commands.build import model_config
 from fusedtp.train.config import (
     CheckpointOptions,
     DataOptions,
@@ -24,7 +24,7 @@ from fusedtp.train.config import (
     layout,
     parse,
 )
-from fusedtp.train.optim import adamw, for_batch, learning_rate, set_learning_rate
+from fusedtp.train.loop import adamw, for_batch, learning_rate, set_learning_rate
 
 
 def test_the_defaults_are_without_fault():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import run
-from fusedtp.train.optim import learning_rate
-from fusedtp.train.run import deterministic
+from fusedtp.commands import run
+from fusedtp.commands.run import deterministic
+from fusedtp.train.loop import learning_rate
 from tests.train.test_resume import arguments, trained
 
 
@@ -43,7 +43,7 @@ def test_a_run_switches_it_on_for_itself_alone(book, tmp_path, monkeypatch):
         seen.append((torch.are_deterministic_algorithms_enabled(), cudnn, variables))
         return learning_rate(*given)
 
-    monkeypatch.setattr("fusedtp.train.run.learning_rate", look)
+    monkeypatch.setattr("fusedtp.commands.run.learning_rate", look)
     assert cli.main(arguments(book, tmp_path, "--determinism", "--steps", "1")) == 0
     assert seen == [(True, False, [":4096:8", "Ring"])], "what the environment has already stays"
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark

@@ -16,15 +16,16 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from fusedtp import cli
-from fusedtp.train import elastic, launch, loop
-from fusedtp.train.build import shard_faults
+from fusedtp.commands import elastic, launch
+from fusedtp.commands.build import shard_faults
+from fusedtp.commands.results import records_of
+from fusedtp.commands.run import CHECKPOINTS
+from fusedtp.commands.verify import compare, reference_steps
+from fusedtp.train import checkpoint
 from fusedtp.train.checkpoint import steps_in
 from fusedtp.train.config import TrainConfig, faults, parse
 from fusedtp.train.data import Batches
-from fusedtp.train.metrics import records_of
-from fusedtp.train.optim import learning_rate
-from fusedtp.train.run import CHECKPOINTS
-from fusedtp.train.verify import compare, reference_steps
+from fusedtp.train.loop import learning_rate
 from tests.harness.warm import warm_python
 from tests.train.test_resume import incidents, process_of_rank, started, wait_for_step
 from tests.train.test_run import environment
@@ -154,7 +155,7 @@ class Job:
             return learning_rate(options, step)
 
         with self.patch.context() as within:
-            within.setattr("fusedtp.train.run.learning_rate", seen)
+            within.setattr("fusedtp.commands.run.learning_rate", seen)
             return cli.main([*self.command, *options]), trained
 
     def steps(self) -> list[int]:
@@ -201,7 +202,7 @@ def test_elastic_says_what_it_needs_of_torchrun(job, monkeypatch, capsys):
 def test_a_rank_that_others_leave_asks_to_be_started_again(job, monkeypatch):
     """Its own torchrun asked nothing of it, so it must not end as a rank that is done."""
     monkeypatch.setattr(elastic, "NEWS_SECONDS", 0.1)
-    monkeypatch.setattr(loop.Saver, "asked", lambda self, patience=0.0: False)
+    monkeypatch.setattr(checkpoint.Saver, "asked", lambda self, patience=0.0: False)
     assert job.start("--elastic", until=4) == (launch.FAILED, [0, 1, 2, 3])
     assert steps_in(job.folder / CHECKPOINTS) == [4]
     monkeypatch.undo()
@@ -222,7 +223,7 @@ def test_a_rank_that_is_started_again_waits_for_the_one_before_it(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fusedtp.train.launch import sole_writer
+from fusedtp.commands.launch import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(1)

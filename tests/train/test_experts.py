@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from fusedtp.commands.results import heat_map
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
 from fusedtp.train.config import faults, layout, parse
 from fusedtp.train.loop import ExpertLoad
-from fusedtp.train.metrics import heat_map
-from fusedtp.train.world import World
+from fusedtp.train.mesh import World
 from tests.train.support import meshes_of
 from tests.train.test_run import TINY, command, summary_of
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fusedtp.commands.build import build_stages, shard_faults
 from fusedtp.parallel import clip_grad_norm_
-from fusedtp.train.build import build_stages, shard_faults
 from fusedtp.train.config import TrainConfig, faults, parse
 from fusedtp.train.data import Batches, build_tokens, tokenizer_of
 from fusedtp.train.loop import ExpertLoad, backward
+from fusedtp.train.mesh import World
 from fusedtp.train.stages import SCHEDULES, stage_count
-from fusedtp.train.world import World
 from tests.train.support import assert_gradients, meshes_of
 
 SIZES = (

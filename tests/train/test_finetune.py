@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import launch, verify
+from fusedtp.commands import launch, verify
 from fusedtp.train.data import Batches, build_tokens, tokenizer_of
 
 from .test_run import command

@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fusedtp import cli
-from fusedtp.train.build import build_stages, foreign_faults
+from fusedtp.commands.build import build_stages, foreign_faults
+from fusedtp.commands.runs import load_model
 from fusedtp.train.checkpoint import Checkpoints, TrainingState
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Batches, build_tokens
-from fusedtp.train.loop import ExpertLoad, backward
-from fusedtp.train.optim import adamw
-from fusedtp.train.runs import load_model
-from fusedtp.train.world import World
+from fusedtp.train.loop import ExpertLoad, adamw, backward
+from fusedtp.train.mesh import World
 from tests.train.support import assert_gradients, ranks_of, world_on
 from tests.train.test_checkpoint import whole
 from tests.train.test_resume import MIDDLE, middle_of, trained

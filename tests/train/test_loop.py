@@ -16,17 +16,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedtp.comm import SignalTimeout
+from fusedtp.commands.build import build
+from fusedtp.commands.run import trainer_of, validation_loss
 from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.init import init_
 from fusedtp.parallel import parallelize
 from fusedtp.train import loop
-from fusedtp.train.build import build
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, FromLoader, Microbatch, build_tokens
-from fusedtp.train.run import trainer_of, validation_loss
+from fusedtp.train.mesh import World
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
-from fusedtp.train.world import World
 from tests.train.support import mesh_of, meshes_of
 from tests.train.test_stages import model_of
 

@@ -7,10 +7,12 @@ from unittest.mock import MagicMock
 import torch
 from rich.console import Console
 
-from fusedtp.train import run, world
+from fusedtp.commands import results
+from fusedtp.commands.results import sinks_for
+from fusedtp.train import mesh as world
 from fusedtp.train.config import TrainConfig
-from fusedtp.train.metrics import Metrics, sinks_for
-from fusedtp.train.world import World
+from fusedtp.train.loop import Metrics
+from fusedtp.train.mesh import World
 
 
 def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
@@ -26,8 +28,8 @@ def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
         for step in range(2):
             metrics.step(step, 10, loss=2.0, grad_norm=1.0, lr=0.1)
         metrics.validation(1, 2.0)
-    summary = run.summarize(config, where, metrics, {}, 10, None)
-    run.show(screen, summary, None)
+    summary = results.summarize(config, where, metrics, {}, 10, None)
+    results.show(screen, summary, None)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return json.loads(lines[1]), summary, screen.file.getvalue()
 

@@ -11,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
+from fusedtp.commands.build import build, build_stages
+from fusedtp.commands.results import JsonLines, records_of
+from fusedtp.commands.run import trainer_of
+from fusedtp.commands.verify import compare, reference_steps
 from fusedtp.parallel import clip_grad_norm_
 from fusedtp.train import loop
-from fusedtp.train.build import build, build_stages
 from fusedtp.train.checkpoint import Checkpoints
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.loop import ExpertLoad, backward
-from fusedtp.train.metrics import JsonLines, records_of
-from fusedtp.train.optim import SMALLEST, LossScale
-from fusedtp.train.run import trainer_of
-from fusedtp.train.verify import compare, reference_steps
-from fusedtp.train.world import World
+from fusedtp.train.loop import SMALLEST, ExpertLoad, LossScale, backward
+from fusedtp.train.mesh import World
 from tests.train.support import meshes_of, world_on
 
 SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --warmup 2"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp import cli
-from fusedtp.train.report import MOST_POINTS, Curve, chart, duration, gantt, page, short, thinned, ticks
+from fusedtp.commands.report import MOST_POINTS, Curve, chart, duration, gantt, page, short, thinned, ticks
 from fusedtp.train.watch import KINDS, Reading
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "i"}

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.train import launch, loop
-from fusedtp.train.build import build_stages
-from fusedtp.train.checkpoint import FORMAT, Checkpoints, path_of, steps_in
+from fusedtp.commands import launch
+from fusedtp.commands.build import build_stages
+from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, trainer_of
+from fusedtp.commands.verify import rounding
+from fusedtp.train import checkpoint
+from fusedtp.train.checkpoint import FORMAT, Checkpoints, Saver, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.loop import Saver
-from fusedtp.train.optim import learning_rate
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS, trainer_of
-from fusedtp.train.verify import rounding
+from fusedtp.train.loop import learning_rate
 from tests.harness.warm import warm_python
 from tests.train.support import ranks_of, world_on
 from tests.train.test_checkpoint import EXPERTS, flip, whole
@@ -165,7 +165,7 @@ def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, ca
             signal.raise_signal(signal.SIGTERM)
         return learning_rate(options, step)
 
-    monkeypatch.setattr("fusedtp.train.run.learning_rate", asked)
+    monkeypatch.setattr("fusedtp.commands.run.learning_rate", asked)
     assert cli.main(arguments(book, tmp_path, "--name", "two")) == 0
     monkeypatch.undo()
     folder = tmp_path / "two"
@@ -291,7 +291,7 @@ def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, c
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         return learning_rate(options, step)
 
-    monkeypatch.setattr("fusedtp.train.run.learning_rate", limited)
+    monkeypatch.setattr("fusedtp.commands.run.learning_rate", limited)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         more = ("--save-every", "2", "--no-async-save", "--on-save-error", choice)
@@ -307,9 +307,9 @@ def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, c
 
 def test_a_last_save_that_fails_fails_the_run(book, tmp_path, monkeypatch, capsys):
     def failing(self, *args):
-        raise loop.CheckpointError("step 6 was not saved: no room")
+        raise checkpoint.CheckpointError("step 6 was not saved: no room")
 
-    monkeypatch.setattr(loop.Checkpoints, "_write", failing)
+    monkeypatch.setattr(checkpoint.Checkpoints, "_write", failing)
     assert cli.main(arguments(book, tmp_path)) == 1
     assert "step 6 was not saved: no room" in capsys.readouterr().err
 
@@ -318,14 +318,14 @@ KILLED = """
 import os, signal, sys
 from unittest.mock import patch
 from fusedtp import cli
-from fusedtp.train.optim import learning_rate
+from fusedtp.train.loop import learning_rate
 
 def killed(options, step):
     if step == 5 and os.environ.get("RANK") == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return learning_rate(options, step)
 
-with patch("fusedtp.train.run.learning_rate", killed):
+with patch("fusedtp.commands.run.learning_rate", killed):
     sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
@@ -354,7 +354,8 @@ KILLED_IN = """
 import os, signal, sys
 import torch.distributed as dist
 from fusedtp import cli
-from fusedtp.train import run, stages
+from fusedtp.commands import run
+from fusedtp.train import stages
 
 phase, steps = sys.argv[1], []
 rate_of, forward, send = run.learning_rate, stages.Stage.forward, dist.batch_isend_irecv

@@ -13,9 +13,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fusedtp import cli
-from fusedtp.train import checkpoint, launch
+from fusedtp.commands import launch
+from fusedtp.commands.verify import rounding
+from fusedtp.train import checkpoint
 from fusedtp.train.config import parse
-from fusedtp.train.verify import rounding
 from tests.harness.warm import warm_python
 
 SIZES = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --steps 6 --warmup 2"

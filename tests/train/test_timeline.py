@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fusedtp.commands.run import PIPELINE, record_step
 from fusedtp.nn import init_
 from fusedtp.train.config import parse
-from fusedtp.train.run import PIPELINE, record_step
+from fusedtp.train.mesh import World
 from fusedtp.train.stages import (
     PASSES,
     SCHEDULES,
@@ -23,7 +24,6 @@ from fusedtp.train.stages import (
     stage_count,
     stages_of,
 )
-from fusedtp.train.world import World
 from tests.train.support import mesh_of
 from tests.train.test_stages import batches_of, model_of
 

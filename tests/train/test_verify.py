@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-import fusedtp.train.verify as verify
-from fusedtp.train.config import parse
-from fusedtp.train.data import build_tokens
-from fusedtp.train.verify import (
+import fusedtp.commands.verify as verify
+from fusedtp.commands.verify import (
     LARGEST,
     ROUNDOFF,
     SHAKE,
@@ -19,6 +17,8 @@ from fusedtp.train.verify import (
     rounding,
     shake_,
 )
+from fusedtp.train.config import parse
+from fusedtp.train.data import build_tokens
 
 CPU = torch.device("cpu")
 STEPS = 20

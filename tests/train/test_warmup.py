@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fusedtp import cli
-from fusedtp.train import launch
-from fusedtp.train.build import build_stages
+from fusedtp.commands import launch
+from fusedtp.commands.build import build_stages
+from fusedtp.commands.run import batches_of, trainer_of
 from fusedtp.train.config import parse
-from fusedtp.train.run import batches_of, trainer_of
-from fusedtp.train.world import World
+from fusedtp.train.mesh import World
 from tests.train.support import meshes_of
 from tests.train.test_checkpoint import EXPERTS
 from tests.train.test_resume import arguments

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import PeerDied, SignalTimeout
-from fusedtp.train.build import build_stages
+from fusedtp.commands.build import build_stages
+from fusedtp.commands.run import trainer_of
 from fusedtp.train.clocks import APART, Clocks
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Windows
 from fusedtp.train.loop import Trainer
-from fusedtp.train.run import trainer_of
+from fusedtp.train.mesh import World, bound_waits, meshes
 from fusedtp.train.watch import (
     HANG,
     KEPT,
@@ -51,7 +52,6 @@ from fusedtp.train.watch import (
     verdict,
     where_not_finite,
 )
-from fusedtp.train.world import World, bound_waits, meshes
 from tests.harness import pool
 from tests.harness.messages import Failure
 from tests.train.support import host_groups

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from fusedtp.commands.build import build
+from fusedtp.commands.run import CHECKPOINTS, go_on
 from fusedtp.nn import CausalLM
-from fusedtp.train.build import Model, build
 from fusedtp.train.checkpoint import (
     CheckpointError,
     about,
@@ -38,8 +39,8 @@ from fusedtp.train.checkpoint import (
 )
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import tokenizer_of
-from fusedtp.train.run import CHECKPOINTS, go_on
-from fusedtp.train.world import World
+from fusedtp.train.foreign import Model
+from fusedtp.train.mesh import World
 
 
 def load_model(

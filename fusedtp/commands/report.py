@@ -25,10 +25,10 @@ from typing import Any
 
 import tyro
 
+from fusedtp.commands.results import METRICS, json_lines
+from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, PIPELINE, SAVES
 from fusedtp.train.checkpoint import as_bytes, steps_in
 from fusedtp.train.config import CONFIG
-from fusedtp.train.metrics import METRICS, json_lines
-from fusedtp.train.run import CHECKPOINTS, INCIDENTS, PIPELINE, SAVES
 from fusedtp.train.watch import HANG, KINDS, RANKS, WAITS, Reading, in_words, verdict
 
 REPORT = "report.html"

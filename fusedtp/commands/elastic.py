@@ -24,10 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusedtp.train.build import shard_faults
+from fusedtp.commands.build import shard_faults
 from fusedtp.train.config import TrainConfig, faults
+from fusedtp.train.mesh import World
 from fusedtp.train.stages import pipeline_faults
-from fusedtp.train.world import World
 
 JOB = ".job"  # of a run's folder: the torchrun job that trains it
 OWN_STORE = (

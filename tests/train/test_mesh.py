@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fusedtp.train.world import World, placement
+from fusedtp.train.mesh import World, placement
 from tests.harness import pool
 
 

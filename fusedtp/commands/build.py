@@ -38,14 +38,13 @@ from fusedtp.parallel.plan import ways_of
 from fusedtp.parallel.pretrained import Checkpoint, Files, Lazy, build_on_meta, on_meta, region, untie
 from fusedtp.train.config import ModelOptions, TrainConfig, sharing_faults, stages_faults
 from fusedtp.train.data import tokenizer_of
-from fusedtp.train.foreign import Anatomy, NotCut, TransformersModel
+from fusedtp.train.foreign import Anatomy, Model, NotCut, TransformersModel
+from fusedtp.train.mesh import World
 from fusedtp.train.shard import DTYPES, dtypes_of, empty_shards, prepare_, shard
 from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_costs, stage_count, stages_of, two_passes
-from fusedtp.train.world import World
 
 # -- the library's own model -------------------------------------------------------------------------------------------
 
-Model = CausalLM | TransformersModel
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -34,14 +34,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedtp.commands.build import build, foreign_sizes
 from fusedtp.environment import cores
-from fusedtp.train.build import build, foreign_sizes
 from fusedtp.train.config import BlockOptions, TrainConfig
 from fusedtp.train.data import Batches
-from fusedtp.train.loop import ExpertLoad, backward
-from fusedtp.train.optim import adamw, for_batch, learning_rate, loss_scale_of, set_learning_rate
+from fusedtp.train.loop import (
+    ExpertLoad,
+    adamw,
+    backward,
+    for_batch,
+    learning_rate,
+    loss_scale_of,
+    set_learning_rate,
+)
+from fusedtp.train.mesh import World
 from fusedtp.train.shard import DTYPES
-from fusedtp.train.world import World
 
 ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
 SHAKE = {dtype: max(unit, torch.finfo(torch.float32).eps) for dtype, unit in ROUNDOFF.items()}

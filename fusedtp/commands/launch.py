@@ -52,10 +52,26 @@ from torch.distributed.elastic.multiprocessing.errors import (
     get_error_handler,
 )
 
+from fusedtp.commands import elastic, runs
+from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
+from fusedtp.commands.results import screen
+from fusedtp.commands.run import (
+    CHECKPOINTS,
+    INCIDENTS,
+    PIPELINE,
+    SAVES,
+    batches_of,
+    deterministic,
+    ended_in_order,
+    misfits,
+    note_incident,
+    other_tokens,
+    run,
+    trainer_of,
+)
+from fusedtp.commands.verify import VerificationFailed
 from fusedtp.environment import cores
 from fusedtp.ops.engines import interpreting
-from fusedtp.train import elastic, runs
-from fusedtp.train.build import build_stages, foreign_faults, shard_faults
 from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
 from fusedtp.train.config import (
     DataOptions,
@@ -70,24 +86,8 @@ from fusedtp.train.config import (
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults, tokenizer_of
-from fusedtp.train.metrics import screen
-from fusedtp.train.run import (
-    CHECKPOINTS,
-    INCIDENTS,
-    PIPELINE,
-    SAVES,
-    batches_of,
-    deterministic,
-    ended_in_order,
-    misfits,
-    note_incident,
-    other_tokens,
-    run,
-    trainer_of,
-)
-from fusedtp.train.verify import VerificationFailed
+from fusedtp.train.mesh import Place, World, device_type, torchrun_place, world_of
 from fusedtp.train.watch import FLIGHT, HANG, RANKS, NotFinite, RankHung, record_flight
-from fusedtp.train.world import Place, World, device_type, torchrun_place, world_of
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
