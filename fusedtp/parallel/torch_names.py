@@ -31,7 +31,7 @@ METADATA = names(
     "size dim ndimension numel nelement is_floating_point is_complex is_signed element_size stride is_contiguous "
     "storage_offset get_device __len__ __hash__ is_inference shape dtype device ndim layout is_meta is_cuda is_cpu "
     "is_xpu is_mps is_quantized is_sparse is_sparse_csr is_nested is_mkldnn itemsize nbytes names name is_mtia is_maia "
-    "is_ipu is_xla is_hpu is_vulkan has_names is_conj is_neg is_same_size dim_order"
+    "is_ipu is_xla is_hpu is_vulkan has_names is_conj is_neg is_same_size dim_order _base _is_view"
 )
 # What needs the memory of the whole tensor, or would give the wrapper another one.
 REFUSED = names(

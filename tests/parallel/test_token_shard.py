@@ -672,6 +672,7 @@ def test_metadata_asks_no_other_rank():
         assert x.is_contiguous() and x.stride() == (12, 4, 1) and x.numel() == 60 and x.device.type == "cpu"
         assert x.requires_grad and not x.is_leaf and x.grad_fn is not None and not x.detach().requires_grad
         assert x.is_floating_point() and torch.is_tensor(x) and {x: 1}[x] == 1
+        assert x._base is None and not (x + x)._is_view()
         assert "TokenShard((5, 3, 4), rows" in repr(x) and "TokenShard" in f"{x}" + str([x])
         with torch.no_grad():
             assert not (x * 2).requires_grad

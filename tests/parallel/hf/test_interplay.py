@@ -316,6 +316,7 @@ def sharded(group: Any) -> None:
     mine, everyone = ((each["labels"][:, 1:] != -100).sum() for each in (own, inputs))
     want, noise = results(plain, inputs), results(perturbed(plain), inputs)
     got = results(parallel, own, scale=float(2 * mine / everyone))
+    assert parallel._fusedtp.gathered.keys() <= {"logits: full_tensor"}  # FSDP2's questions gather no tokens
     of_weights = [{k: v for k, v in each.items() if k.startswith("gradient")} for each in (got, want, noise)]
     explained = errors(of_weights[2], of_weights[1])
     for name, error in errors(of_weights[0], of_weights[1]).items():
