@@ -339,7 +339,8 @@ class Stage(nn.Module):
             inputs = {"inputs_embeds": unread}
         with self._alone(None if self.first else self._received(x, lead)) as base, model._autocast():
             if self.last:
-                return model._loss_of(labels, num_labels, position_ids=positions, **inputs).reshape(1)
+                loss = model._loss_of(labels, num_labels, position_ids=positions, **inputs)
+                return torch.stack((loss,))  # no view, which FSDP2 warns of
             hidden = base(position_ids=positions, use_cache=False, **inputs).last_hidden_state
         for siblings in model.hf._fusedtp.siblings if hasattr(model.hf, "_fusedtp") else ():
             siblings.forget()
@@ -373,4 +374,4 @@ class Stage(nn.Module):
         if tokens is not None and not isinstance(hidden, TokenShard):
             hidden = shard(hidden, tokens.group, tokens.rank, len(tokens.sizes), tokens.gathered)
         own = hidden.local if isinstance(hidden, TokenShard) else hidden.reshape(-1, hidden.shape[-1])
-        return own.to(torch.float32)
+        return own.to(torch.float32, copy=True)  # no view, which FSDP2 warns of
