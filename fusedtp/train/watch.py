@@ -233,10 +233,14 @@ def in_words(bound: str, shares: Mapping[str, float]) -> str:
         return "what bounds a step is not measured on this device, where kernels wait" + told
     waits = ", ".join(f"{kind[:2]} {shares[kind]:.0%}" for kind in WAITS if shares[kind] >= 0.005)
     waited = sum(shares[kind] for kind in WAITS)
+    if waits:
+        waits = (
+            f" ({waits}; {shares['communication']:.0%} for messages and bubbles, "
+            f"{shares['slower_ranks']:.0%} for slower ranks)"
+        )
     return (
-        f"bound by {bound}: of a step, compute {shares['compute'] + shares['optimizer']:.0%}, waits {waited:.0%}"
-        + (f" ({waits}; {shares['slower_ranks']:.0%} for slower ranks)" if waits else "")
-        + f", data {shares['data']:.0%}, norm {shares['norm']:.0%}, other {shares[OTHER]:.0%}"
+        f"bound by {bound}: of a step, compute {shares['compute'] + shares['optimizer']:.0%}, waits {waited:.0%}{waits}"
+        f", data {shares['data']:.0%}, norm {shares['norm']:.0%}, other {shares[OTHER]:.0%}"
     )
 
 
