@@ -228,6 +228,31 @@ def test_data_goes_on_where_it_was(make):
     assert torch.equal(seen[0][0], seen[1][1]) and not torch.equal(seen[0][0], seen[0][1])
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchdatas_loader_goes_on_where_it_was(num_workers: int):
+    """Shuffled anew in every epoch, with workers that read ahead of what was taken."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rows = [{"input_ids": torch.full((4,), i)} for i in range(10)]
+
+    def made(seed: int) -> FromLoader:
+        torch.manual_seed(seed)
+        loader = StatefulDataLoader(rows, batch_size=2, shuffle=True, num_workers=num_workers)
+        return FromLoader(loader, World(), accumulate=2)
+
+    loader, states, seen = made(0), [], []
+    for _ in range(5):  # two epochs of five batches
+        states.append(loader.state_dict())
+        seen.append([batch.input_ids[:, 0].tolist() for batch in loader.step()])
+    for at, state in enumerate(states[1:], 1):
+        again = made(at)
+        again.load_state_dict(state)
+        for want in seen[at:]:
+            assert [batch.input_ids[:, 0].tolist() for batch in again.step()] == want
+    taken = [row for step in seen for batch in step for row in batch]
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10)) and taken[:10] != taken[10:]
+
+
 def test_labels_default_to_the_next_token():
     ids = torch.arange(8).view(2, 4)
     (batch,) = FromLoader([{"input_ids": ids}], World()).step(scale=2.0)
