@@ -83,6 +83,7 @@ from fusedtp.train.config import (
     faults,
     layout,
     parse,
+    with_dp,
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults, tokenizer_of
@@ -523,7 +524,8 @@ def parse_finetune(argv: list[str]) -> FinetuneConfig:
         FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10)
     )
     run = dataclasses.replace(FINETUNE.run, replace=not first.run.resume)
-    return with_tokenizer(_parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim, run=run)))
+    made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim, run=run))
+    return with_tokenizer(with_dp(made, argv))
 
 
 def _parse_finetune(argv: list[str], default: FinetuneConfig) -> FinetuneConfig:

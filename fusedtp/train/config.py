@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -138,8 +138,8 @@ class DataOptions:
     """Tokens of a sequence."""
     batch: int = 16
     """Sequences of a step, over all ranks and accumulated microbatches."""
-    accumulate: int = 1
-    """Microbatches whose gradients are summed before a step."""
+    accumulate: Annotated[int, tyro.conf.arg(aliases=("--microbatches",))] = 1
+    """Microbatches whose gradients are summed before a step; with --pp, those that go through the pipeline."""
     val_batches: int = 12
     """Batches of held-out text that measure the validation loss."""
 
@@ -263,6 +263,8 @@ class ParallelOptions:
     """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
     dp_replicate: int = 1
     """Of those, groups that hold the same shards (HSDP)."""
+    dp_shard: int | None = None
+    """In place of --dp: ranks of such a group, so that dp is dp-replicate x dp-shard."""
     data_parallel: Literal["zero3", "zero2", "zero1", "ddp"] | None = None
     """What data-parallel ranks share out: optimizer state (zero1), and gradients (zero2), and parameters (zero3), or
     nothing (ddp). Default: zero3; zero1 with --pp, whose schedules keep parameters and gradients whole in a step."""
@@ -315,7 +317,19 @@ class ParallelOptions:
             )
         if self.kind == "ddp" and self.dp_replicate > 1:
             found.append(f"--dp-replicate {self.dp_replicate} with --data-parallel ddp, which shards nothing")
-        return found
+        return found + self._shard_faults()
+
+    def _shard_faults(self) -> list[str]:
+        copies, shards = self.dp_replicate, self.dp_shard
+        if shards is None:
+            return []
+        if shards < 1:
+            return [f"--dp-shard {shards} is not positive"]
+        if self.dp != copies * shards:
+            return [f"--dp {self.dp} is not --dp-replicate {copies} x --dp-shard {shards}"]
+        if self.kind == "ddp" and shards > 1:
+            return [f"--dp-shard {shards} with --data-parallel ddp, which shards nothing"]
+        return []
 
 
 @dataclass(frozen=True)
@@ -489,10 +503,23 @@ def parse(argv: list[str]) -> TrainConfig:
 
 def _parse(argv: list[str], default: TrainConfig) -> TrainConfig:
     made = tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv, default=default)
-    return with_tokenizer(made)
+    return with_tokenizer(with_dp(made, argv))
 
 
 C = TypeVar("C", bound=TrainConfig)
+
+
+def with_dp(config: C, argv: list[str]) -> C:
+    """With dp in place of dp_shard, which stays only where something is wrong with it, for `faults` to say."""
+    parallel = config.parallel
+    if parallel.dp_shard is None:
+        return config
+    folded = dataclasses.replace(parallel, dp=parallel.dp_replicate * parallel.dp_shard)
+    if any(word.split("=")[0] == "--dp" for word in argv):
+        folded = dataclasses.replace(folded, dp=parallel.dp)
+    if not folded._shard_faults():
+        folded = dataclasses.replace(folded, dp_shard=None)
+    return dataclasses.replace(config, parallel=folded)
 
 
 def with_tokenizer(config: C) -> C:
