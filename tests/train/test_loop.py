@@ -195,6 +195,28 @@ def test_own_parts_train_like_the_plain_loop(worlds, axis: str, accumulate: int)
         assert [pytest.approx(pair, rel=2e-5) for pair in want] == found
 
 
+def trainer_on_axes_of_one(group: Any, steps: int) -> list[tuple[float, float]]:
+    mesh, model = mesh_of(pp=1, dp=1, tp=1), own_model()
+    parallelize(model, mesh["tp"])
+    prune_(model, [range(5)], [0])
+    pipeline = Pipeline(model, mesh["pp"], "1f1b", [range(5)], [0])
+    shard(model, mesh["dp"], stages=list(pipeline.stages.values()), kind="zero1")
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = own_batches(4 * steps)
+    trainer = loop.Trainer(
+        model, batches, optimizer, mesh, pipeline=pipeline, accumulate=4, clip=0.3, kind="zero1", seed=3
+    )
+    assert trainer.train(steps)
+    return [(record["loss"], record["grad_norm"]) for record in trainer.metrics.steps]
+
+
+def test_axes_of_one_train_like_the_plain_loop(worlds):
+    """A stage, a shard and a part that are each the whole go the way of those that are not."""
+    (found,) = worlds(1).run(trainer_on_axes_of_one, 3)
+    assert [pytest.approx(pair, rel=2e-5) for pair in plain_loop(3, 4)] == found
+
+
 class Stateful:
     """As torchdata's loaders: goes on where its state says."""
 
