@@ -2,7 +2,7 @@
 
     dense, experts   calls of the library's kernels with drawn operands and the results that must come out
     cases            those calls in a row, as cases for fusedtp.sim
-    lint             the same kernels as launched on GPUs that are not here, for fusedtp.sim.lint
+    lint             the same kernels as launched on GPUs that are not here, for fusedtp.lint
     workers          cases by name, and processes that run their schedules
     command          the command
 

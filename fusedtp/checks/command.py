@@ -58,7 +58,7 @@ from .workers import (
 )
 
 if TYPE_CHECKING:
-    from fusedtp.sim.lint import Report
+    from fusedtp.lint import Report
 
 INTERRUPTED = 130
 
@@ -435,7 +435,7 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
     compiled   called after each compilation
     Raises UserError for a kernel that the compiler refuses.
     """
-    from fusedtp.sim.lint import TARGETS, CompileCase, CompileError, check_cases, table
+    from fusedtp.lint import TARGETS, CompileCase, CompileError, check_cases, table
 
     from .lint import OWN, check
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
+from fusedtp.lint import TARGETS, CompileCase, Report, Target, check_cases, table
+from fusedtp.lint import target as target_named
 from fusedtp.ops.launch import (
     Launch,
     Machine,
@@ -31,8 +33,6 @@ from fusedtp.ops.moe.plan import Exchange, index_size, plan_index, plan_sort, un
 from fusedtp.ops.operation import OnRank
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Launch as Compiles
-from fusedtp.sim.lint import TARGETS, CompileCase, Report, Target, check_cases, table
-from fusedtp.sim.lint import target as target_named
 
 from .dense import DECLARED
 

@@ -230,8 +230,8 @@ class Stage(nn.Module):
         if layout.routings is not None:
             self.routings.append(tuple(layout.routings.found))
         if self.last:
-            loss = model.loss_of(model.norm(x), labels, layout, num_labels)
-            return torch.stack((loss,))  # no view, which FSDP2 warns of
+            whole = model.loss_of(model.norm(x), labels, layout, num_labels)
+            return torch.stack((whole,))  # no view, which FSDP2 warns of
         if (loss := model.routers_loss(layout, labels, num_labels)) is None:
             return x
         self.losses.append(loss.detach())

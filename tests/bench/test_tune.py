@@ -19,12 +19,12 @@ from fusedtp.bench.options import Plan
 from fusedtp.bench.rank import Rank
 from fusedtp.bench.tune import FINALISTS, Job, candidates, halving, launch_of, reduction_kernel, refinements
 from fusedtp.checks.lint import _view, machine_of
+from fusedtp.lint import TARGETS
 from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
 from fusedtp.ops.launch.operands import local_config, with_tile
 from fusedtp.ops.matmul_all_reduce import plan_two_shot
-from fusedtp.sim.lint import TARGETS
 from tests.ops.tables import H200, holding, tables_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:kernels run in their default configuration")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from fusedtp.checks.lint import OWN, SIGNALS, _planned, _view, machine_of, variants_of
 from fusedtp.comm import device_view, launching
 from fusedtp.comm.device_view import DeviceView, meet, peers_of
+from fusedtp.lint import TARGETS
 from fusedtp.ops.launch import Launch
 from fusedtp.ops.launch.operands import local_config
 from fusedtp.ops.launch.plain import plan_matmul
 from fusedtp.ops.launch.pointwise import plan_rms_norm
 from fusedtp.ops.rows import Rows
-from fusedtp.sim.lint import TARGETS
 
 CPU = torch.device("cpu")
 MACHINE = machine_of(TARGETS["sm_90"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fusedtp.checks.lint import _view, machine_of
 from fusedtp.comm.device_view import MOST_PARTS
 from fusedtp.comm.launching import Launch
+from fusedtp.lint import TARGETS
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, Config, tiles
 from fusedtp.ops.launch.operands import described, even_columns
@@ -21,7 +22,6 @@ from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, window
 from fusedtp.ops.moe.combine import part_columns, returning
 from fusedtp.ops.moe.dispatch import pulling
 from fusedtp.ops.rows import Rows
-from fusedtp.sim.lint import TARGETS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

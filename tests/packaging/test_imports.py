@@ -21,6 +21,7 @@ LAYERS = (
     "nn",
     "parallel",
     "sim",
+    "lint",
     "checks",
     "plan",
     "environment",

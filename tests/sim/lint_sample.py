@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fusedtp.sim import lint
+from fusedtp import lint
 
 Taken = tuple[str, ...]
 

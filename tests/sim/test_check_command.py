@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fusedtp.checks.command import CheckOptions, _parts, main, run_case
 from fusedtp.checks.workers import Found, Part
 from fusedtp.cli import main as fusedtp
+from fusedtp.lint import TARGETS
 from fusedtp.sim import Fault, Schedule
-from fusedtp.sim.lint import TARGETS
 from fusedtp.sim.ptx import TARGETS as TARGETS_RUN
 
 CASES = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fusedtp.checks.command import CheckOptions, main
-from fusedtp.sim.lint import TARGETS
+from fusedtp.lint import TARGETS
 from tests.seeded.__main__ import Options as SeededOptions
 
 ROOT = Path(__file__).resolve().parents[2]

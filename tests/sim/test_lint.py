@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedtp import lint
 from fusedtp.checks.command import _by_finding
 from fusedtp.checks.lint import OWN, PLANS, check, own_cases, variants_of
-from fusedtp.sim import Launch, lint
-from fusedtp.sim.lint import speed
-from fusedtp.sim.lint.listing import Value, behind
+from fusedtp.lint import speed
+from fusedtp.lint.listing import Value, behind
+from fusedtp.sim import Launch
 from tests.sampling import SAMPLED
 from tests.sim.lint_sample import sample, takes
 

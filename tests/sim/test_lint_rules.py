@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusedtp import lint
 from fusedtp.checks.lint import own_cases
-from fusedtp.sim import lint
 from tests.sim import lint_kernels as kernels
 from tests.sim.ptx.running import once
 

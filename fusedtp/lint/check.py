@@ -10,7 +10,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from ..targets import target
+from fusedtp.sim.targets import target
+
 from . import ordering, resources, speed
 from .compiler import CompileCase, Compiled, CompileError, compiled
 from .listing import Finding

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..targets import TENSOR_COLUMNS
+from fusedtp.sim.targets import TENSOR_COLUMNS
+
 from .compiler import Compiled
 from .listing import Finding
 

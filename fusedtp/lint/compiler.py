@@ -14,9 +14,10 @@ from functools import cached_property
 
 import torch
 
-from ..case import Case, Launch, Run
-from ..launching import plain
-from ..targets import Target, environment, specialised, target
+from fusedtp.sim.case import Case, Launch, Run
+from fusedtp.sim.launching import plain
+from fusedtp.sim.targets import Target, environment, specialised, target
+
 from .listing import AMD, PTX, Listing, Source
 
 
