@@ -48,7 +48,8 @@ Which rank hangs, when the others time out.
 Every rank has a thread that writes once a second where the rank is into a store of the job's own: the kind of work that
 its clock books (clocks.py), since when, and its last call that communicated. The thread goes on while the rank hangs. A
 rank whose wait times out reads what the others wrote last: who is in no wait hangs; who has written nothing new is
-frozen or gone; and if all wait, they wait for different calls, which are named.
+frozen or gone; and if all wait, they wait for different calls, which are named. Rank 0 holds the store, so where that
+one is frozen nobody answers. A call of torch's store has no timeout of its own then, so each runs in a thread.
 """
 
 from __future__ import annotations
@@ -568,6 +569,7 @@ class Guard:
 
 HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
 WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
+STORE_BEATS = 10  # that a rank waits for an answer of the store
 KEPT = 30  # beats for which the rank that holds the store stays for those whose wait has yet to time out
 # what gloo and NCCL say of a wait that was too long, and gloo of a peer that has left
 TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
@@ -603,9 +605,23 @@ class Position:
         return self.gave_up or self.kind in WAITING
 
     def in_words(self) -> str:
-        call = f"; its last call was {self.call} (number {self.calls})" if self.call else ""
-        at = f"in {self.kind} of step {self.step + 1} for {self.seconds:.0f} s"
-        return f"rank {self.rank} on {self.host} has been {at}{call}"
+        return f"{self._who} has been {self._where} for {self.seconds:.0f} s{self._last}"
+
+    def fell_silent(self) -> str:
+        """In words, where it writes nothing new."""
+        return f"{self._who} answers no more; it was last heard of {self._where}{self._last}"
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def _where(self) -> str:
+        return f"in {self.kind} of step {self.step + 1}"
+
+    @property
+    def _last(self) -> str:
+        return f"; its last call was {self.call} (number {self.calls})" if self.call else ""
 
 
 class Pulse:
@@ -630,6 +646,7 @@ class Pulse:
         self._here = Position(world.rank, socket.gethostname())
         self._ended, self._workspaces = threading.Event(), list[Any]()
         self._store: Any = None
+        self._silent = False  # whether the store has left a question without an answer
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Pulse:
@@ -679,6 +696,9 @@ class Pulse:
         time.sleep(3 * self.beat)
         after = self._read()
         told, hung = judge(before, after, self.world.size)
+        if self._silent:
+            told, hung = "rank 0, which keeps note of where all ranks are, answers no more", {0}
+            after = [self._here]
         if self.folder is not None and self.world.rank == min(set(range(self.world.size)) - hung, default=0):
             report = {"time": time.time(), "what": told, "ranks": [asdict(each) for each in after]}
             (self.folder / HANG).write_text(json.dumps(report, indent=1) + "\n")
@@ -718,10 +738,33 @@ class Pulse:
                 here.kind, here.seconds = "tp_wait", time.monotonic() - since
                 break
 
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """An answer of the store. Raises RuntimeError where the rank that holds it is gone, or answers no more."""
+        if self._silent:
+            raise RuntimeError("the store does not answer")
+        answer = list[Any]()
+
+        def asking() -> None:
+            try:
+                answer.append(question())
+            except RuntimeError as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=asking, name="fusedtp store", daemon=True)
+        thread.start()
+        thread.join(STORE_BEATS * self.beat)
+        if not answer:
+            self._silent = True
+            raise RuntimeError("the store does not answer")
+        if isinstance(answer[0], RuntimeError):
+            raise answer[0]
+        return answer[0]
+
     def _write(self) -> bool:
         """Whether the rank that holds the store is still there."""
+        here = json.dumps(asdict(self._here))
         try:
-            self._store.set(f"rank {self.world.rank}", json.dumps(asdict(self._here)))
+            self._ask(lambda: self._store.set(f"rank {self.world.rank}", here))
         except RuntimeError:
             return False
         return True
@@ -730,11 +773,10 @@ class Pulse:
         """Of every rank that has said anything."""
         names = [f"rank {rank}" for rank in range(self.world.size)]
         try:
-            return [
-                Position(**json.loads(self._store.get(name))) for name in names if self._store.check([name])
-            ]
+            said = self._ask(lambda: [self._store.get(name) for name in names if self._store.check([name])])
         except RuntimeError:
             return []
+        return [Position(**json.loads(each)) for each in said]
 
 
 def record_flight(folder: Path) -> None:
@@ -780,7 +822,7 @@ def judge(before: Sequence[Position], after: Sequence[Position], ranks: int) -> 
     silent = set(range(ranks)) - {each.rank for each in after}
     frozen = [each for each in after if not each.gave_up and beats.get(each.rank) == each.beat]
     busy = [each for each in after if not each.waits and each not in frozen]
-    told = [f"{each.in_words()}, and it answers no more" for each in frozen]
+    told = [each.fell_silent() for each in frozen]
     told += [each.in_words() for each in busy]
     told += [f"rank {rank} never said where it is" for rank in sorted(silent)]
     if told:

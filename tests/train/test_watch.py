@@ -422,8 +422,8 @@ def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
 # -- ranks that do not come --------------------------------------------------------------------------------------------
 
 
-def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False) -> None:
-    """Rank 1 stops in the forward pass of step 2, until the other one has said so; or all of its process, at once."""
+def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False, rank: int = 1) -> None:
+    """A rank stops in the forward pass of step 2, until the other one has said so; or all of its process, at once."""
 
     def stop(*given: Any) -> None:
         if frozen:  # in its first step, before its pulse has beaten
@@ -433,7 +433,7 @@ def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False
 
     trainer = made(group, mesh, "", tokens, timeout=3.0)
     bound_waits(trainer.world, 3.0)
-    if group.rank() == 1:
+    if group.rank() == rank:
         first_layers(trainer.model)[0].register_forward_pre_hook(stop)
     with Pulse(trainer.world, trainer.watch.clocks, lambda: trainer.step, folder, beat=0.2):
         trainer.train(5)
@@ -465,7 +465,16 @@ def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(to
     with pool.World(2) as ranks:
         first, _ = ranks.outcomes(hang, "dp", tokens, tmp_path, True, grace=5)
     assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
-    assert re.search(r"rank 1 on \S+ has been in .*, and it answers no more", first.message)
+    assert re.search(r"rank 1 on \S+ answers no more; it was last heard of in \S+ of step 1", first.message)
+
+
+@pytest.mark.parametrize("mesh", ["dp", "tp"])
+def test_a_frozen_rank_that_holds_the_store_is_named(tokens, tmp_path, mesh):
+    with pool.World(2) as ranks:
+        _, second = ranks.outcomes(hang, mesh, tokens, tmp_path, True, 0, grace=15)
+    assert isinstance(second, Failure) and second.kinds[0] == "RankHung", second
+    told = "rank 0, which keeps note of where all ranks are, answers no more"
+    assert second.message.startswith(told) and json.loads((tmp_path / HANG).read_text())["what"] == told
 
 
 def out_of_order(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
@@ -572,7 +581,11 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
     told, hung = judge(
         [place(2)], [gave_up, place(2, kind="tp_wait")], 3
     )  # rank 2 stands still, rank 0 never spoke
-    assert hung == {0, 2} and "answers no more" in told and "rank 0 never said" in told
+    assert (
+        hung == {0, 2}
+        and "rank 2 on box answers no more; it was last heard of in tp_wait of step 8" in told
+        and "rank 0 never said" in told
+    )
     told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up], 2)
     assert hung == set() and told.startswith("all ranks wait, in different calls: ") and "call of 0" in told
     assert judge([], [], 2)[1] == set()
