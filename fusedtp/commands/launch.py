@@ -57,6 +57,7 @@ from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
 from fusedtp.commands.results import screen
 from fusedtp.commands.run import (
     CHECKPOINTS,
+    END,
     INCIDENTS,
     PIPELINE,
     SAVES,
@@ -275,7 +276,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
     except Exception as error:
         handler.record_exception(error)
         if place.ranks == 1:
-            note_incident(config.run.folder, str(error))
+            note_incident(config.run.folder, str(error), END)
         if not isinstance(
             error, (VerificationFailed, NotFinite, RankHung, ValueError, CheckpointError, elastic.RanksLeft)
         ):
@@ -319,7 +320,9 @@ def launch(
     """
     from torch.distributed import run as torchrun
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
+    logger = logging.getLogger("torch.distributed.elastic")  # the ranks say what is wrong
+    logger.setLevel(logging.ERROR if max_restarts and folder is not None else logging.CRITICAL)
+    logger.propagate, logger.handlers = False, [] if folder is None else [_Restarts(folder, max_restarts)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     # A thread that waits leaves its core to ranks and to whoever else is here. Those of libgomp spin by default: where
     # other work kept both cores busy, that stretched a second of the reference to a minute.
@@ -335,7 +338,7 @@ def launch(
             why = describe_failure(error.failures, Path(logs))
             report([why], command)
             if folder is not None:
-                note_incident(folder, why)
+                note_incident(folder, why, END)
             return FAILED
         except (KeyboardInterrupt, SignalException) as error:
             asked = isinstance(error, SignalException) and error.sigval == signal.SIGTERM
@@ -346,23 +349,44 @@ def launch(
     return 0
 
 
+class _Restarts(logging.Handler):
+    """Notes which rank ended, each time that torchrun starts all ranks again; it tells its log alone."""
+
+    FORMAT = "failed (exitcode: %s) local_rank: %s"  # torch.distributed.elastic.multiprocessing.api
+
+    def __init__(self, folder: Path, count: int) -> None:
+        super().__init__(logging.ERROR)
+        self.folder, self.left = folder, count
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.left and str(record.msg).startswith(self.FORMAT) and isinstance(record.args, tuple):
+            self.left -= 1
+            code, rank, *_ = record.args
+            note_incident(self.folder, f"rank {rank}, {_end_of(int(str(code)))}", END)
+
+
+def _end_of(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
 def describe_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> str:
     """The rank that failed first, how it ended, and its error.
 
     failures   of ranks, in the order in which torchrun saw them end
     A rank that is killed records no error. Its peers may record theirs before torchrun sees it; those that do not
-    notice are ended by torchrun's SIGTERM.
+    notice are ended by torchrun's SIGTERM. One that hangs is killed when another has said so.
     """
+    first = next(iter(failures))
 
-    def order(rank: int) -> tuple[bool, bool, int]:
-        failure = failures[rank]
-        ended_by_torchrun = failure.exitcode == -signal.SIGTERM and rank != next(iter(failures))
-        return ended_by_torchrun, _recorded(failure) is not None, failure.timestamp
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
+        failure, said = failures[rank], _recorded(failures[rank])
+        hung = rank == first and (said or "").startswith(RankHung.__name__)
+        ended_by_torchrun = failure.exitcode == -signal.SIGTERM and rank != first
+        return not hung, ended_by_torchrun, said is not None, failure.timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
-    killed = failure.exitcode < 0
-    end = f"killed by {failure.signal_name()}" if killed else f"exit code {failure.exitcode}"
+    end = _end_of(failure.exitcode)
     if (message := _recorded(failure)) is not None:
         return f"rank {rank}, {end}: {message}"
     lines = [

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from fusedtp.commands import elastic
 from fusedtp.commands.build import build_stages, num_parameters
 from fusedtp.commands.results import (
+    json_lines,
     layout_in_words,
     plot_experts,
     plot_losses,
@@ -59,6 +60,8 @@ from fusedtp.train.watch import Guard, Pulse, Watch
 PROMPT_TOKENS = 160
 CHECKPOINTS, INCIDENTS, PIPELINE, SAVES = "checkpoints", "incidents.jsonl", "pipeline.json", "saves.jsonl"
 IN_ORDER = "ended in order"
+BEGIN, END = "begin", "end"  # kinds of incidents
+WITHOUT_A_WORD = "the run before ended without a word"
 
 
 def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | None = None) -> None:
@@ -85,11 +88,14 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
         record_step(pipeline, config, world)
 
-    def tell(line: str) -> None:
+    def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
+
+    def tell(line: str) -> None:
+        say(line)
         note_incident(folder, line)
 
-    saver = saver_of(config, world, tokens, tell)
+    saver = saver_of(config, world, tokens, tell, say)
     watch = Watch(world, config.watch.watch_every, folder, tell)
     guard = Guard(world, config.watch.on_nan, tell)
     trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
@@ -108,7 +114,9 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         saver.checkpoints.close()
     if not finished:
         if world.rank == 0:
-            note_incident(folder, IN_ORDER)
+            note_incident(folder, IN_ORDER, END)
+            if not config.parallel.elastic:
+                say("--resume goes on from there")
         if config.parallel.elastic and saver is not None and not saver.asked(elastic.NEWS_SECONDS):
             raise elastic.RanksLeft("ranks of another node were asked to end, and the run was saved")
         return
@@ -208,7 +216,13 @@ def trainer_of(
     )
 
 
-def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[str], None]) -> Saver | None:
+def saver_of(
+    config: TrainConfig,
+    world: World,
+    tokens: Path,
+    tell: Callable[[str], None],
+    say: Callable[[str], None] = print,
+) -> Saver | None:
     """What saves this run as its options say; None where nothing is saved."""
     options = config.checkpoint
     if not options.save and not config.run.resume:
@@ -235,6 +249,7 @@ def saver_of(config: TrainConfig, world: World, tokens: Path, tell: Callable[[st
             "versions": environment(),
         },
         tell=tell,
+        say=say,
         done=lambda saved: note_save(config.run.folder, saved),
     )
 
@@ -249,8 +264,13 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     aside = checkpoints.set_aside(loaded.step)
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
-    because = "; ".join(loaded.refused) or elastic.because(loaded.about, trainer.world, folder)
-    because = because or (last_incident(folder) if lost else "")
+    because = "; ".join(loaded.refused)
+    if not because and config.run.step is not None:
+        because = f"--step {config.run.step} was asked for"
+    if not because:
+        again = elastic.because(loaded.about, trainer.world, folder)
+        ended = how_it_ended(folder) if lost > 0 else ""
+        because = "; ".join(filter(None, (again, ended))) or (WITHOUT_A_WORD if lost > 0 else "")
     line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (
         f", because {because}" if because else ""
     )
@@ -259,7 +279,7 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     line += elastic.moved(loaded.about, config, trainer.world)
     console.print(line, highlight=False, soft_wrap=True)
     if trainer.world.rank == 0:
-        note_incident(folder, line)
+        note_incident(folder, line, BEGIN)
     return [record for record in records if record["step"] < loaded.step]
 
 
@@ -299,23 +319,24 @@ def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
     return ["the files of --data, or its tokenizer, are others than they were"]
 
 
-def note_incident(folder: Path, what: str) -> None:
-    """Append a line to the run's incidents."""
+def note_incident(folder: Path, what: str, kind: str = "") -> None:
+    """Append a line to the run's incidents. kind: BEGIN of ranks that go on, or END."""
     if folder.is_dir():
         with open(folder / INCIDENTS, "a") as file:
-            file.write(json.dumps({"time": time.time(), "what": what}) + "\n")
+            file.write(json.dumps({"time": time.time(), "what": what, "kind": kind}) + "\n")
 
 
-def last_incident(folder: Path) -> str:
-    """What ended the run before, as far as anything was noted."""
-    path = folder / INCIDENTS
-    lines = path.read_text().splitlines() if path.exists() else []
-    return str(json.loads(lines[-1])["what"]) if lines else "the run before ended without a word"
+def how_it_ended(folder: Path) -> str:
+    """What ended the ranks before, as it was noted; empty where it was not."""
+    for line in reversed(json_lines(folder / INCIDENTS)):
+        if line.get("kind") in (BEGIN, END):
+            return str(line["what"]) if line["kind"] == END else ""
+    return ""
 
 
 def ended_in_order(folder: Path) -> bool:
-    """Whether the last thing that a run noted is that it saved and ended when it was asked to."""
-    return last_incident(folder) == IN_ORDER
+    """Whether the run's last ranks saved and ended when they were asked to."""
+    return how_it_ended(folder) == IN_ORDER
 
 
 # -- what the model is worth -------------------------------------------------------------------------------------------

@@ -572,7 +572,8 @@ class Saver:
 
     every             steps between two saves; None: by the clock of the first rank, as save_interval says
     stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
-    tell, done        called on the first rank, with a line, and with a checkpoint that is on disk
+    tell, say, done   called on the first rank: with a line of what went wrong or ends the run; with what a save took,
+                      once; and with each checkpoint that is on disk
     All ranks must decide alike, so each step takes one small all-reduce on host memory.
     """
 
@@ -586,11 +587,13 @@ class Saver:
         stop_on_error: bool = False,
         about: dict[str, Any] | None = None,
         tell: Callable[[str], None] = print,
+        say: Callable[[str], None] = print,
         done: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
         self.checkpoints, self.world, self.every = checkpoints, world, every
         self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
         self._tell = tell if world.rank == 0 else lambda line: None
+        self._say = say if world.rank == 0 else lambda line: None
         self._done = done if world.rank == 0 else lambda saved: None
         self._asked = threading.Event()
         self._interval, self._last = FIRST_SAVE_SECONDS, time.monotonic()
@@ -625,7 +628,7 @@ class Saver:
         if ends or not writing:
             self._finish(ends)
         if stop:
-            self._tell(f"asked to end by SIGTERM: saved after step {step}; --resume goes on from there")
+            self._tell(f"asked to end by SIGTERM: saved after step {step}")
         return ends
 
     def _due(self) -> bool:
@@ -639,13 +642,17 @@ class Saver:
             self.saved.append(each)
             self._done(each)
             self._interval = save_interval(each.blocked, self.failure_seconds)
-            if self.every is None and not self._told:
+            if not self._told:
                 self._told = True
-                self._tell(
+                took = (
                     f"saved step {each.step}: {as_bytes(each.size)}, training waited {each.blocked:.2f} s of "
-                    f"{each.seconds:.2f} s; with a failure every {self.failure_seconds / 3600:g} h, saving every "
-                    f"{self._interval:.0f} s loses least"
+                    f"{each.seconds:.2f} s"
                 )
+                least = (
+                    f"; with a failure every {self.failure_seconds / 3600:g} h, saving every {self._interval:.0f} s "
+                    "loses least"
+                )
+                self._say(took + least if self.every is None else took)
 
     def _guarded(self, action: Callable[[], Any], always: bool) -> None:
         try:

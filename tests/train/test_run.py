@@ -284,19 +284,22 @@ def test_the_rank_that_died_is_named_and_not_those_that_noticed(tmp_path):
     """Of ranks that record an error: the first. One that died without a record comes before them, unless torchrun
     ended it after another failed."""
 
-    def failure(rank: int, exitcode: int, recorded: int | None = None) -> ProcessFailure:
+    def failure(rank: int, exitcode: int, recorded: int | None = None, message: str = "") -> ProcessFailure:
         path = tmp_path / f"{rank}.json"
         if recorded is not None:
-            told = {"message": f"error {rank}", "extraInfo": {"timestamp": str(recorded)}}
+            told = {"message": message or f"error {rank}", "extraInfo": {"timestamp": str(recorded)}}
             path.write_text(json.dumps({"message": told}))
         return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=str(path))
 
     raised, first = failure(0, 1, recorded=20), failure(1, 1, recorded=10)
     killed, ended = failure(2, -signal.SIGKILL), failure(3, -signal.SIGTERM)
+    hung = failure(4, 1, 15, "RankHung: rank 2 answers no more")
     for failures, named in (
         ({0: raised, 1: first, 3: ended}, "rank 1, exit code 1: error 1"),
         ({0: raised, 2: killed, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
         ({3: ended, 0: raised}, "rank 3, killed by SIGTERM; it wrote nothing to stderr"),
+        ({4: hung, 2: killed, 3: ended}, "rank 4, exit code 1: RankHung: rank 2 answers no more"),
+        ({2: killed, 4: hung, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
     ):
         assert launch.describe_failure(failures, tmp_path) == named
 
