@@ -189,6 +189,10 @@ def config_of(config: TrainConfig) -> Any:
     if Path(name).exists():
         if Path(name).is_dir() and not Path(name, "config.json").exists():
             raise ValueError(f"{name} has no config.json, so it is no folder of a transformers model")
+        if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
+            raise ValueError(
+                f"{name} holds no weights (*.safetensors); --model {Path(name) / 'config.json'} starts from random ones"
+            )
         try:
             found = AutoConfig.from_pretrained(name, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:

@@ -52,6 +52,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     get_error_handler,
 )
 
+from fusedtp.comm import PeerDied
 from fusedtp.commands import elastic, runs
 from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
 from fusedtp.commands.results import screen
@@ -73,7 +74,7 @@ from fusedtp.commands.run import (
 from fusedtp.commands.verify import VerificationFailed
 from fusedtp.environment import cores
 from fusedtp.ops.engines import interpreting
-from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
+from fusedtp.train.checkpoint import CheckpointError, about, faults_of, path_of, steps_in
 from fusedtp.train.config import (
     DataOptions,
     ForeignOptions,
@@ -84,12 +85,13 @@ from fusedtp.train.config import (
     faults,
     layout,
     parse,
+    saved_faults,
     with_dp,
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults, tokenizer_of
 from fusedtp.train.mesh import Place, World, device_type, torchrun_place, world_of
-from fusedtp.train.watch import FLIGHT, HANG, RANKS, NotFinite, RankHung, record_flight
+from fusedtp.train.watch import FLIGHT, HANG, RANKS, NotFinite, RankHung, closed_by_a_peer, record_flight
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
@@ -115,7 +117,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     found = found or faults(config, dp, tp) + shard_faults(config, dp, tp)
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
-        found += data_faults(config)
+        found += data_faults(config) + held_faults(config.run.folder)
         if config.foreign.model is not None and not config.data.faults():
             found += foreign_faults(config, dp, tp)
     if found:
@@ -167,9 +169,11 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
             "--elastic with --replace: give torchrun an --rdzv-id, by which a restart knows its own checkpoints"
         ]
     run = elastic.goes_on(config, steps).run
+    if run.resume and (unread := saved_faults(run.folder)):
+        return unread
     if run.resume and not steps:
         return [f"--resume: {folder} holds no checkpoint"]
-    if run.step is not None and run.step not in steps:
+    if run.step is not None and run.resume and run.step not in steps:
         return [f"--step {run.step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"]
     if steps and not run.resume and not run.replace:
         return [
@@ -192,7 +196,10 @@ def resume_faults(config: TrainConfig, steps: Sequence[int], tokens: Path | None
             unread.append(str(error))
             continue
         found = misfits(config, words) if tokens is None else other_tokens(tokens, words)
-        return [f"--resume: {fault}" for fault in found]
+        damaged = faults_of(path_of(config.run.folder / CHECKPOINTS, step), hashed=False)
+        if found or not damaged:
+            return [f"--resume: {fault}" for fault in found]
+        unread += damaged
     return [f"--resume: no checkpoint can be read: {'; '.join(unread)}"] if tokens is None else []
 
 
@@ -202,8 +209,10 @@ def data_faults(config: TrainConfig) -> list[str]:
         return []  # these are reported; without them there is nothing to build
     try:
         tokens = prepare_data(config)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"cannot write the token files below {config.run.runs}: {error.strerror}"]
     if not config.run.resume:
         return []
     steps = steps_in(config.run.folder / CHECKPOINTS)
@@ -277,14 +286,25 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
         handler.record_exception(error)
         if place.ranks == 1:
             note_incident(config.run.folder, str(error), END)
-        if not isinstance(
-            error, (VerificationFailed, NotFinite, RankHung, ValueError, CheckpointError, elastic.RanksLeft)
-        ):
+        told = (VerificationFailed, NotFinite, RankHung, ValueError, CheckpointError, elastic.RanksLeft)
+        follows = isinstance(error, PeerDied) or closed_by_a_peer(error)  # from the end of another rank
+        if not isinstance(error, told) and not (follows and torchrun_place() is not None):
             traceback.print_exc()
         elif torchrun_place() is None:
             report([" ".join(str(error).split())], command)
         return FAILED
     return 0
+
+
+def held_faults(folder: Path) -> list[str]:
+    """Whether another run writes into the folder now, without waiting for it."""
+    if not (folder / ".lock").is_file():
+        return []
+    try:
+        with sole_writer(folder):
+            return []
+    except ValueError as error:
+        return [str(error)]
 
 
 @contextmanager
@@ -414,12 +434,13 @@ def report(faults: list[str], command: str = "train") -> None:
 
 # -- fusedtp warmup ----------------------------------------------------------------------------------------------------
 
+WARMUP = "Compile what a configuration of fusedtp train needs, before many ranks need it at the same time."
 CACHES = {"TRITON_CACHE_DIR": "kernels", "TORCHINDUCTOR_CACHE_DIR": "attention with a mask of blocks"}
 
 
 def warmup_main(argv: list[str]) -> int:
     """Returns the exit code."""
-    config, place = parse(argv), torchrun_place()
+    config, place = parse(argv, "warmup", WARMUP), torchrun_place()
     here = default_ranks(replace(config, parallel=replace(config.parallel, dp=None, pp=1)))
     _, tp = layout(config, here, here)
     found = faults(config, config.parallel.dp or 1, tp)
@@ -491,7 +512,7 @@ def warmed(config: TrainConfig, world: World, before: dict[str, int], seconds: f
         f"in {seconds:.1f} s; the token files are there"
     )
     if world.device.type == "cpu":
-        return did + "; on a CPU there is nothing to compile"
+        return did + ("" if config.blocks.compile else "; on a CPU there is nothing to compile")
     lines = [did]
     for name, what in CACHES.items():
         if name in before:

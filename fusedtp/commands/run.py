@@ -123,7 +123,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     engines = world.engine_calls()
     prompt = batches.prompt(PROMPT_TOKENS)
     written = None
-    if pipeline is None:  # else `fusedtp generate` does, from the checkpoint
+    if pipeline is None and config.run.sample:  # of a pipeline `fusedtp generate` writes, from the checkpoint
         written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
     verification = None
     if config.run.verify:

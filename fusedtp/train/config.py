@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -485,24 +484,34 @@ class TrainConfig:
         return TrainConfig(**made)
 
 
-def parse(argv: list[str]) -> TrainConfig:
+def parse(argv: list[str], command: str = "train", description: str | None = None) -> TrainConfig:
     """Read a command line; prints help or what is unknown, and exits, as command-line programs do.
 
-    With --resume, what is not given is as it was in the run of that name.
+    With --resume, what is not given is as it was in the run of that name; see saved_faults.
     """
-    config = _parse(argv, TrainConfig())
+    config = _parse(argv, TrainConfig(), command, description)
     saved = config.run.folder / CONFIG
-    if not config.run.resume or not saved.is_file():
+    if not config.run.resume or not saved.is_file() or saved_faults(config.run.folder):
         return config
+    return _parse(argv, TrainConfig.from_dict(json.loads(saved.read_text())), command, description)
+
+
+def saved_faults(folder: Path) -> list[str]:
+    """Why the configuration that a run's folder holds cannot be read."""
+    saved = folder / CONFIG
     try:
-        return _parse(argv, TrainConfig.from_dict(json.loads(saved.read_text())))
+        if saved.is_file():
+            TrainConfig.from_dict(json.loads(saved.read_text()))
     except (ValueError, TypeError, AttributeError) as error:
-        print(f"fusedtp train: error: {saved} is no configuration of a run: {error}", file=sys.stderr)
-        sys.exit(2)
+        return [f"{saved} is no configuration of a run: {error}"]
+    return []
 
 
-def _parse(argv: list[str], default: TrainConfig) -> TrainConfig:
-    made = tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv, default=default)
+def _parse(argv: list[str], default: TrainConfig, command: str, description: str | None) -> TrainConfig:
+    made = tyro.cli(
+        tyro.conf.OmitArgPrefixes[TrainConfig], prog=f"fusedtp {command}", description=description, args=argv,
+        default=default,
+    )  # fmt: skip
     return with_tokenizer(with_dp(made, argv))
 
 

@@ -50,7 +50,7 @@ from fusedtp.train.foreign import Model
 from fusedtp.train.mesh import World
 from fusedtp.train.shard import accumulate_
 from fusedtp.train.stages import Pipeline
-from fusedtp.train.watch import Guard, Watch
+from fusedtp.train.watch import WAITS, Guard, Watch
 
 
 class Trainer:
@@ -258,17 +258,16 @@ class Metrics:
         self.world, self.sinks = world, sinks
         self.steps = [record for record in earlier if "val_loss" not in record]
         self.validations = [record for record in earlier if "val_loss" in record]
-        self._mark = (time.perf_counter(), world.wait_seconds())
+        self._mark = time.perf_counter()
 
     def step(self, step: int, tokens: int, **numbers: Any) -> None:
-        """Record a step of so many tokens, which began when the previous record was made."""
-        (begin, before), self._mark = self._mark, (time.perf_counter(), self.world.wait_seconds())
-        end, waited = self._mark
-        seconds = end - begin
+        """Record a step of so many tokens, which began when the previous record was made. numbers: Watch.step's too."""
+        begin, self._mark = self._mark, time.perf_counter()
+        seconds, waits = self._mark - begin, [numbers.get(f"{kind}_seconds") for kind in WAITS]
         numbers |= {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            "wait_share": None if waited is None or before is None else (waited - before) / seconds,
+            "wait_share": None if None in waits else sum(filter(None, waits)) / seconds,
         }
         self.steps.append({"step": step, **numbers})
         self._write(self.steps[-1])
@@ -277,7 +276,7 @@ class Metrics:
         """Record a validation loss; the time it took belongs to no step."""
         self.validations.append({"step": step, "val_loss": loss})
         self._write(self.validations[-1])
-        self._mark = (time.perf_counter(), self.world.wait_seconds())
+        self._mark = time.perf_counter()
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self.sinks:

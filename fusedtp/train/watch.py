@@ -79,7 +79,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fusedtp.comm import PeerDied, SignalTimeout, communicator
-from fusedtp.train.clocks import OTHER, Clocks, time_fsdp
+from fusedtp.train.clocks import APART, OTHER, Clocks, time_fsdp
 from fusedtp.train.data import Batches, FromLoader
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import Pipeline
@@ -89,6 +89,7 @@ WAITS = ("tp_wait", "pp_wait", "dp_wait")
 OWN = ("compute", "data", "optimizer")  # what a rank spends by itself; a rank is slow in one of them
 KINDS = (OWN[0], *WAITS, *OWN[1:], "norm", OTHER)
 SLOW = 2.0  # times the median of the other ranks is slow
+LEAST_STEPS = 4  # whose times show who is slow, unless a look is asked for after fewer
 NOTICED = 0.1  # if it also is this share of a step above that median
 
 
@@ -368,6 +369,8 @@ class Watch:
 
     def verdict(self) -> str:
         """What bounds the run, with its evidence."""
+        if not self._warm:
+            return "no step was trained"
         return in_words(*verdict(self.readings))
 
     def _sees(self, kind: str) -> bool:
@@ -391,7 +394,9 @@ class Watch:
             with open(self.folder / RANKS, "a") as file:
                 file.write(json.dumps(reading.to_dict() | {"hosts": self._hosts, "time": time.time()}) + "\n")
         places = [rank // (self.world.dp * self.world.tp) for rank in range(self.world.size)]
-        found = stragglers(reading, places if self.world.pp > 1 else None, every[-1])
+        found = []
+        if reading.steps >= min(LEAST_STEPS, self.every):
+            found = stragglers(reading, places if self.world.pp > 1 else None, every[-1])
         for each in found:
             if (each.rank, each.kind) not in self._named:
                 self._tell(f"step {step + 1}: {each.in_words(self._hosts[each.rank])}")
@@ -617,7 +622,7 @@ class Position:
 
     @property
     def _where(self) -> str:
-        return f"in {self.kind} of step {self.step + 1}"
+        return f"in {'validation' if self.kind == APART else self.kind} of step {self.step + 1}"
 
     @property
     def _last(self) -> str:

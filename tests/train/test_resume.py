@@ -213,7 +213,10 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert cli.main([*again, "--step", "2"]) == 0  # with the 8 steps of the run before
     assert steps_in(folder / CHECKPOINTS) == [2, 4, 6, 8]
     assert len(list((folder / CHECKPOINTS).glob("aside-*"))) == 3
-    assert "resumed at step 2, lost 6 steps, because" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "resumed at step 2, lost 6 steps, because --step 2 was asked for; newer checkpoints" in told
+    assert cli.main(again) == 0  # all steps are done
+    assert "no step was trained" in capsys.readouterr().out
 
 
 def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp_path, capsys):
@@ -272,11 +275,25 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(
         assert cli.main(again) == launch.WRONG_USAGE
         faults = capsys.readouterr().err.splitlines()
         assert len(faults) == 2 and "--lr 0.0 is not positive" in faults[0] and wanted in faults[1], faults
+    (folder.parent.parent / "config.json").write_text("[]")
+    assert cli.main(again) == launch.WRONG_USAGE
+    faults = capsys.readouterr().err.splitlines()
+    assert len(faults) == 2 and "is no configuration of a run" in faults[1], faults
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):
+    assert cli.main(arguments(book, tmp_path)) == 0
+    (file,) = (tmp_path / "main" / CHECKPOINTS).glob("step-*/.metadata")
+    file.unlink()
+    monkeypatch.setattr(launch, "run_rank", lambda *given: pytest.fail("a rank was started"))
+    capsys.readouterr()
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "9"]) == launch.WRONG_USAGE
+    assert "no checkpoint can be read: step-00000006/.metadata is missing" in capsys.readouterr().err
 
 
 def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
     with launch.sole_writer(tmp_path / "main"):
-        assert cli.main(arguments(book, tmp_path)) == 1
+        assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
     assert f"{tmp_path / 'main'} is being written by another run: process " in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path)) == 0
 

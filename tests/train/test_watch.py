@@ -31,6 +31,7 @@ from fusedtp.train.watch import (
     HANG,
     KEPT,
     KINDS,
+    LEAST_STEPS,
     RANKS,
     SKIPS_IN_A_ROW,
     Event,
@@ -329,6 +330,8 @@ def test_a_slow_rank_of_a_run_is_named_whatever_its_peers_wait_in(worlds, tokens
 
 
 def test_a_rank_that_reads_slowly_is_named_for_its_data(worlds, tokens):
+    short, _ = worlds(2).run(train, "dp", f"--steps {LEAST_STEPS}", tokens, Slow("data", 20))
+    assert not short["told"]  # the first step, which warms up, does not count
     first, _ = worlds(2).run(train, "dp", "", tokens, Slow("data", 20))
     (line,) = first["told"]
     assert "rank 1 on " in line and " is slow in data: " in line
