@@ -42,6 +42,7 @@ from fusedtp.commands.run import trainer_of
 from fusedtp.nn import CausalLM, ModelConfig, init_
 from fusedtp.ops.operation import wanted
 from fusedtp.parallel import clip_grad_norm_
+from fusedtp.train.bubbles import ideal, measured, order_of, recorded_order
 from fusedtp.train.checkpoint import Checkpoints, Saver
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.data import Batches, Microbatch, build_tokens
@@ -49,8 +50,7 @@ from fusedtp.train.loop import Metrics, Trainer
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import Action, Pipeline, stage_count, stages_of
 
-from . import bubbles
-from .bubbles import Costs
+from .bubbles import Costs, formula
 from .cases import Case
 from .rank import Rank
 from .rows import Row
@@ -145,14 +145,14 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
             pipeline.record(step, told.append)
         pipeline.step(batches, 0, step)
         step += 1
-        shares = [bubbles.measured(actions)[0] for actions in told]
+        shares = [measured(actions)[0] for actions in told]
         enough = steady(shares, least=3) or (len(told) >= 3 and time.perf_counter() - begin > rank.seconds)
         if rank.worst(-float(enough))[0] == -1.0:
             break
-    orders = bubbles.order_of(pipeline.torch_schedule(batches)) or bubbles.recorded_order(told[-1])
-    share, ideal_seconds = bubbles.ideal(orders, costs, of_rank)
-    by_formula = bubbles.formula(schedule, ranks, of_rank, microbatches, costs)
-    bubble, times = Spread.of(shares), Spread.of([bubbles.measured(actions)[1] for actions in told])
+    orders = order_of(pipeline.torch_schedule(batches)) or recorded_order(told[-1])
+    share, ideal_seconds = ideal(orders, costs.each(of_rank))
+    by_formula = formula(schedule, ranks, of_rank, microbatches, costs)
+    bubble, times = Spread.of(shares), Spread.of([measured(actions)[1] for actions in told])
     figures = {
         "bubble": bubble.median, "bubble_low": bubble.low, "bubble_high": bubble.high, "ideal_bubble": share,
         "formula_bubble": by_formula, "bubble_ratio": bubble.median / share if share > 1e-9 else None,

@@ -25,7 +25,7 @@ from typing import Any
 
 import tyro
 
-from fusedtp.commands.results import METRICS, json_lines
+from fusedtp.commands.results import METRICS, duration, json_lines, pipeline_in_words
 from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, PIPELINE, SAVES
 from fusedtp.train.checkpoint import as_bytes, steps_in
 from fusedtp.train.config import CONFIG
@@ -52,15 +52,6 @@ def short(value: float) -> str:
             scaled = value / (size if unit != "k" else 1e3)
             return f"{scaled:.4g}{unit}"
     return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Such as 1 h 02 min, 3 min 20 s, 4.2 s, 12 ms."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02} s"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -234,7 +225,6 @@ def gantt(recorded: Mapping[str, Any]) -> str:
     span = (end - begin) or 1.0
     width, left, lane, top = 1000, 62, 34, 6
     height = top + ranks * lane + 24
-    stages = sorted({int(action[1]) for action in actions})
     of_rank = {r: sorted({int(a[1]) for a in actions if int(a[0]) == r}) for r in range(ranks)}
     parts = []
     for rank in range(ranks):
@@ -258,14 +248,10 @@ def gantt(recorded: Mapping[str, Any]) -> str:
     for tick in ticks(0, span * 1e3, 8):
         x = left + tick / 1e3 * scale
         parts.append(_text("tick", x, height - 6, "middle", f"{tick:g}"))
-    busy = sum(action[5] - action[4] for action in actions)
     kinds = [PASSES[kind] for kind in PASSES if any(action[2] == kind for action in actions)]
-    note = (
-        f"step {recorded['step'] + 1}, {escape(str(recorded['schedule']))}, {len(stages)} stages on {ranks} ranks: "
-        f"{duration(span)}, {1 - busy / (ranks * span):.0%} of it between passes (bubble, sends and receives)"
-    )
     return (
-        f'<p>{note}. Numbers are microbatches, the axis is milliseconds.</p><div class="scroll">'
+        f"<p>{escape(pipeline_in_words(recorded))}. Idle ranks wait for others, send and receive. Numbers are "
+        'microbatches, the axis is milliseconds.</p><div class="scroll">'
         f"{_svg(width, height, 'a step of the pipeline', parts)}</div>" + legend(kinds)
     )
 

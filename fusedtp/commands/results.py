@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,11 @@ from rich.text import Text
 from torch import Tensor
 
 from fusedtp.commands.verify import Verification
+from fusedtp.train.bubbles import measured
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.loop import Metrics, Sink
 from fusedtp.train.mesh import World
+from fusedtp.train.stages import Action
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,6 +158,30 @@ class Screen:
 
     def close(self) -> None:
         self.progress.stop()
+
+
+def pipeline_in_words(recorded: Mapping[str, Any]) -> str:
+    """Such as: step 3, 1f1b, 2 stages on 2 ranks: 812 ms, idle 42%; its order of passes alone 20%.
+
+    recorded: as in pipeline.json. Those of older runs lack the last share.
+    """
+    actions = [Action(*each) for each in recorded["actions"]]
+    stages, ranks = (len({action[place] for action in actions}) for place in (1, 0))
+    idle, seconds = measured(actions)
+    words = (
+        f"step {recorded['step'] + 1}, {recorded['schedule']}, {stages} stages on {ranks} ranks: "
+        f"{duration(seconds)}, idle {idle:.0%}"
+    )
+    return words + (f"; its order of passes alone {recorded['ideal']:.0%}" if "ideal" in recorded else "")
+
+
+def duration(seconds: float) -> str:
+    """Such as 1 h 02 min, 3 min 20 s, 4.2 s, 12 ms."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02} s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 # -- what is left of a run ---------------------------------------------------------------------------------------------

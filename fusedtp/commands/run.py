@@ -35,6 +35,7 @@ from fusedtp.commands.build import build_stages, num_parameters
 from fusedtp.commands.results import (
     json_lines,
     layout_in_words,
+    pipeline_in_words,
     plot_experts,
     plot_losses,
     records_of,
@@ -48,6 +49,7 @@ from fusedtp.commands.results import (
 from fusedtp.commands.verify import VerificationFailed, verify
 from fusedtp.environment import environment
 from fusedtp.nn import CausalLM, generate
+from fusedtp.train.bubbles import shares
 from fusedtp.train.checkpoint import Checkpoints, Saved, Saver
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches, Microbatch, tokenizer_of
@@ -86,7 +88,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     if pipeline is not None:
         parts = ", ".join(f"{part.start}-{part.stop - 1}" for part in pipeline.parts)
         console.print(f"{pipeline.schedule}, layers of the stages: {parts}", highlight=False)
-        record_step(pipeline, config, world)
+        record_step(pipeline, config, world, console)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
@@ -148,13 +150,21 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
 
 
-def record_step(pipeline: Pipeline, config: TrainConfig, world: World) -> None:
-    """Have a step of the run recorded in its folder, as --record-step says."""
+def record_step(pipeline: Pipeline, config: TrainConfig, world: World, console: Console) -> None:
+    """Have a step of the run recorded in its folder, as --record-step says, and its idle share said."""
 
     def tell(actions: Sequence[Action]) -> None:
         if world.rank == 0:
-            found = {"step": step, "schedule": pipeline.schedule, "actions": actions}
+            idle, ideal = shares(actions, pipeline.ran)
+            found = {
+                "step": step,
+                "schedule": pipeline.schedule,
+                "idle": idle,
+                "ideal": ideal,
+                "actions": actions,
+            }
             write_json(config.run.folder / PIPELINE, found)
+            console.print(pipeline_in_words(found), highlight=False)
 
     step = min(config.parallel.record_step, config.optim.steps) - 1
     if step >= 0:

@@ -363,6 +363,7 @@ class Pipeline:
     parts      layers of every stage
     cost       of every stage, in any unit, where it is known
     stages     this rank's: index -> module
+    ran        torch's schedule of the last step
     """
 
     model: nn.Module
@@ -378,6 +379,7 @@ class Pipeline:
         self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last) for i in self.here}
         self.group = self.mesh.get_group()
         self._schedules: dict[tuple[int, ...], Any] = {}
+        self.ran: Any = None
         self.clocks = Clocks()
         self._to_record: dict[int, Callable[[list[Action]], None]] = {}
         self.tied = self._tied_group()
@@ -400,7 +402,7 @@ class Pipeline:
         if self.has_last:
             arguments |= {"target": arguments["labels"], "losses": losses}
         ids = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
-        schedule = self.torch_schedule(batches)
+        self.ran = schedule = self.torch_schedule(batches)
         with self._recorded(step, schedule), self.clocks("pp_wait", "the pipeline's first receive"):
             schedule.step(*ids, return_outputs=False, **arguments)
         if self.tied is not None:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from fusedtp.bench import bubbles
-from fusedtp.bench.bubbles import Costs, Together
+from fusedtp.bench.bubbles import Costs, formula
+from fusedtp.train import bubbles
+from fusedtp.train.bubbles import Together
 from fusedtp.train.stages import SCHEDULES, SINGLE, V_SHAPED, Action, stage_count, stages_of
 
 SECONDS = st.floats(0.01, 1.0)
@@ -56,8 +57,8 @@ def test_idle_is_that_of_the_formula_whatever_passes_cost(
     name: str, f: float, i: float, w: float, ranks: int, rounds: int
 ):
     costs, stages = Costs(f, i, w), 1 if name in SINGLE else 2
-    share, seconds = bubbles.ideal(order(name, ranks, rounds * ranks), costs, stages)
-    assert share == pytest.approx(bubbles.formula(name, ranks, stages, rounds * ranks, costs), abs=1e-9)
+    share, seconds = bubbles.ideal(order(name, ranks, rounds * ranks), costs.each(stages))
+    assert share == pytest.approx(formula(name, ranks, stages, rounds * ranks, costs), abs=1e-9)
     assert seconds * (1 - share) == pytest.approx(rounds * ranks * costs.all)
 
 
@@ -65,8 +66,8 @@ def test_idle_is_that_of_the_formula_whatever_passes_cost(
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("dualpipev", *SINGLE)])
 def test_with_equal_passes_several_stages_a_rank_wait_as_published(name: str, ranks: int):
     costs = Costs(2.0, 2.0, 2.0)
-    share, _ = bubbles.ideal(order(name, ranks, 8), costs, 2)
-    assert share == pytest.approx(bubbles.formula(name, ranks, 2, 8, costs), abs=1e-9)
+    share, _ = bubbles.ideal(order(name, ranks, 8), costs.each(2))
+    assert share == pytest.approx(formula(name, ranks, 2, 8, costs), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -85,10 +86,12 @@ def test_pairs_send_when_both_are_done():
     costs = Costs(2.0, 2.0, 1.0)
     before = {0: [(("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}
     apart = bubbles.play(
-        {**before, 0: [*before[0], (("F", 0, 1),), (("B", 0, 0),)], 1: [*before[1], (("F", 1, 1),)]}, costs, 1
+        {**before, 0: [*before[0], (("F", 0, 1),), (("B", 0, 0),)], 1: [*before[1], (("F", 1, 1),)]},
+        costs.each(1),
     )
     paired = bubbles.play(
-        {**before, 0: [*before[0], (("F", 0, 1), ("B", 0, 0))], 1: [*before[1], (("F", 1, 1),)]}, costs, 1
+        {**before, 0: [*before[0], (("F", 0, 1), ("B", 0, 0))], 1: [*before[1], (("F", 1, 1),)]},
+        costs.each(1),
     )
     assert (apart, paired) == (10.0, 12.0)
 
@@ -96,7 +99,7 @@ def test_pairs_send_when_both_are_done():
 def test_an_order_in_which_ranks_wait_for_each_other_is_named():
     with pytest.raises(ValueError, match="wait for each other"):
         bubbles.play(
-            {0: [(("B", 0, 0),), (("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}, Costs(1, 1, 1), 1
+            {0: [(("B", 0, 0),), (("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}, Costs(1, 1, 1).each(1)
         )
 
 
@@ -110,3 +113,38 @@ def test_what_a_step_was_idle():
     assert bubbles.measured(actions) == (0.5, 4.0)
     assert bubbles.recorded_order(actions) == {0: [(("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}
     assert V_SHAPED.keys() < SCHEDULES.keys()
+
+
+def listed(orders: dict[int, list[Together]]) -> Any:
+    """A schedule of torch with this list."""
+    made: Any = object.__new__(schedules.ScheduleInterleaved1F1B)
+    made.pipeline_order = {
+        rank: [
+            SimpleNamespace(
+                sub_actions=tuple(schedules._Action(stage, KINDS[kind], m) for kind, stage, m in each)
+            )
+            for each in order
+        ]
+        for rank, order in orders.items()
+    }
+    return made
+
+
+KINDS = {"F": schedules._ComputationType.FORWARD, "B": schedules._ComputationType.FULL_BACKWARD}
+
+
+def test_a_recorded_step_is_compared_with_its_own_order_and_mean_costs():
+    """Forward of stage 0 takes 1 and 3, on average 2. By the order alone rank 1 ends at 2 + 2 + 4 + 2 + 4, rank 0 later
+    by 4; where rank 0 sends its second forward with the backward that follows it, both by 4 more."""
+    actions = [
+        Action(0, 0, "F", 0, 0.0, 1.0), Action(0, 0, "F", 1, 1.0, 4.0), Action(0, 0, "B", 0, 12.0, 16.0),
+        Action(0, 0, "B", 1, 26.0, 30.0), Action(1, 1, "F", 0, 5.0, 7.0), Action(1, 1, "B", 0, 7.0, 11.0),
+        Action(1, 1, "F", 1, 16.0, 18.0), Action(1, 1, "B", 1, 18.0, 22.0),
+    ]  # fmt: skip
+    assert bubbles.shares(actions) == (pytest.approx(1 - 24 / (2 * 30)), pytest.approx(1 - 24 / (2 * 18)))
+    apart = dict(bubbles.recorded_order(actions))
+    paired = [*apart[0][:1], (*apart[0][1], *apart[0][2]), *apart[0][3:]]
+    assert bubbles.shares(actions, listed({**apart, 0: paired}))[1] == pytest.approx(1 - 24 / (2 * 22))
+    assert bubbles.shares(actions, listed({**apart, 0: paired[:2]})) == bubbles.shares(actions), (
+        "not what ran"
+    )

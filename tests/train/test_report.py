@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp import cli
-from fusedtp.commands.report import MOST_POINTS, Curve, chart, duration, gantt, page, short, thinned, ticks
+from fusedtp.commands.report import MOST_POINTS, Curve, chart, gantt, page, short, thinned, ticks
+from fusedtp.commands.results import duration
 from fusedtp.train.watch import KINDS, Reading
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "i"}
@@ -87,7 +88,8 @@ def written(folder: Path) -> Path:
         [1, 1, "B", 0, 0.2, 0.4],
         [0, 0, "B", 0, 0.4, 0.6],
     ]
-    (folder / "pipeline.json").write_text(json.dumps({"step": 2, "schedule": "1f1b", "actions": passes}))
+    recorded = {"step": 2, "schedule": "1f1b", "idle": 0.5, "ideal": 0.25, "actions": passes}
+    (folder / "pipeline.json").write_text(json.dumps(recorded))
     (folder / "config.json").write_text(
         json.dumps({"optim": {"steps": 50, "lr": 0.125}, "run": {"dtype": "bf16"}})
     )
@@ -105,8 +107,8 @@ def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
     assert "http" not in source and "@import" not in source and "url(" not in source
     for said in (
         "night", "not finished: step 20 of 50", "3.000", "1.100", "2.250", "steps left out", "rank 1", "box-b",
-        "step 3, 1f1b, 2 stages on 2 ranks: 600 ms, 50% of it between passes", "3.2 MB", "12 ms", "removed",
-        "0.125", "2.99", "bf16",
+        "step 3, 1f1b, 2 stages on 2 ranks: 600 ms, idle 50%; its order of passes alone 25%. Idle",
+        "3.2 MB", "12 ms", "removed", "0.125", "2.99", "bf16",
     ):  # fmt: skip
         assert said in found.text, said
     assert "<b>it began</b>" in found.text and found.text.count("it began") == 1  # escaped, and said once
@@ -121,6 +123,14 @@ def test_what_a_run_has_not_written_is_left_out(tmp_path, missing):
     found = Outline(page(folder))
     assert ("A step of the pipeline" in found.text) == (missing != "pipeline.json")
     assert ("Time of a step, by rank" in found.text) == (missing != "ranks.jsonl")
+
+
+def test_a_pipelines_step_of_an_older_run_is_shown_without_its_theory(tmp_path):
+    folder = written(tmp_path / "run")
+    recorded = json.loads((folder / "pipeline.json").read_text())
+    del recorded["idle"], recorded["ideal"]
+    (folder / "pipeline.json").write_text(json.dumps(recorded))
+    assert "step 3, 1f1b, 2 stages on 2 ranks: 600 ms, idle 50%. Idle" in Outline(page(folder)).text
 
 
 def test_lines_that_a_kill_has_cut_and_steps_that_were_lost_do_not_count(tmp_path):

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fusedtp.commands.results import pipeline_in_words, screen
 from fusedtp.commands.run import PIPELINE, record_step
 from fusedtp.nn import init_
+from fusedtp.train.bubbles import ideal, mean_cost, order_of, recorded_order, shares
 from fusedtp.train.config import parse
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import (
@@ -39,8 +41,9 @@ def pipeline_of(group: Any, schedule: str) -> Pipeline:
     return Pipeline(model, mesh["pp"], schedule, parts, here)
 
 
-def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float], bool]:
-    """Of three equal steps the second is recorded: its actions, the gradients' norms, whether a clock is left."""
+def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float], bool, Any, Any]:
+    """Of three equal steps the second is recorded: its actions, the gradients' norms, whether a clock is left; the
+    order that torch's schedule has, and what the step was idle."""
     pipeline = pipeline_of(group, schedule)
     told: list[list[Action]] = []
     norms, batches = [], batches_of(MICROBATCHES, 8, 0)
@@ -52,12 +55,13 @@ def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float]
         pipeline.model.zero_grad()
     torch_schedule = pipeline.torch_schedule(batches)
     stages = getattr(torch_schedule, "_stages", None) or [torch_schedule._stage]
-    return told, norms, any(name in vars(stage) for stage in stages for name in PASSES)
+    left = any(name in vars(stage) for stage in stages for name in PASSES)
+    return told, norms, left, order_of(pipeline.ran), shares(told[0], pipeline.ran)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_pass_once_and_after_what_it_waits_for(worlds, schedule: str):
-    (told, norms, left), (other, _, _) = worlds(2).run(recorded, schedule)
+    (told, norms, left, listed, found), (other, *_) = worlds(2).run(recorded, schedule)
     assert len(told) == 1 and told == other and not left and norms[0] == norms[1] == norms[2]
     actions, last = told[0], stage_count(schedule, 2) - 1
     done: dict[tuple[str, int, int], Action] = {}
@@ -79,13 +83,18 @@ def test_every_pass_once_and_after_what_it_waits_for(worlds, schedule: str):
         own = [action for action in actions if action.rank == rank]
         assert all(one.end <= other.begin for one, other in pairwise(own))
     assert ("I" in {action.kind for action in actions}) == (schedule in TWO_PASSES)
+    of_order = listed or recorded_order(actions)  # the list names what ran, or the costs would lack a pass
+    assert found[1] == ideal(of_order, mean_cost(actions))[0] and all(0 < share < 1 for share in found)
 
 
-def written(group: Any, options: str) -> None:
-    pipeline, config = pipeline_of(group, "1f1b"), parse(options.split())
-    record_step(pipeline, config, World(rank=group.rank()))
-    for step in range(config.optim.steps):
-        pipeline.step(batches_of(MICROBATCHES, 8, 0), 7, step)
+def written(group: Any, options: str) -> str:
+    """What this rank says."""
+    pipeline, config, console = pipeline_of(group, "1f1b"), parse(options.split()), screen(group.rank() != 0)
+    with console.capture() as said:
+        record_step(pipeline, config, World(rank=group.rank()), console)
+        for step in range(config.optim.steps):
+            pipeline.step(batches_of(MICROBATCHES, 8, 0), 7, step)
+    return said.get()
 
 
 @pytest.mark.parametrize(
@@ -99,12 +108,14 @@ def written(group: Any, options: str) -> None:
 )
 def test_a_run_leaves_one_step_in_its_folder(worlds, tmp_path: Path, options: str, step: int | None):
     (tmp_path / "main").mkdir()
-    worlds(2).run(written, f"--pp 2 --runs {tmp_path} {options}")
+    said, other = worlds(2).run(written, f"--pp 2 --runs {tmp_path} {options}")
     path = tmp_path / "main" / PIPELINE
-    assert path.exists() == (step is not None)
+    assert path.exists() == (step is not None) == bool(said) and other == ""
     if step is not None:
         found = json.loads(path.read_text())
         assert (found["step"], found["schedule"]) == (step, "1f1b")
         assert Counter((rank, stage, kind) for rank, stage, kind, *_ in found["actions"]) == {
             (rank, rank, kind): MICROBATCHES for rank in range(2) for kind in "FB"
         }
+        assert (found["idle"], found["ideal"]) == shares([Action(*each) for each in found["actions"]])
+        assert said == f"{pipeline_in_words(found)}\n" and f"alone {found['ideal']:.0%}" in said
