@@ -37,7 +37,6 @@ from fusedtp.parallel.placement import Way, share, way_of
 from fusedtp.parallel.plan import ways_of
 from fusedtp.parallel.pretrained import Checkpoint, Files, Lazy, build_on_meta, on_meta, region, untie
 from fusedtp.train.config import ModelOptions, TrainConfig, sharing_faults, stages_faults
-from fusedtp.train.data import tokenizer_of
 from fusedtp.train.foreign import Anatomy, Model, NotCut, TransformersModel
 from fusedtp.train.mesh import World
 from fusedtp.train.shard import DTYPES, dtypes_of, empty_shards, prepare_, shard
@@ -52,7 +51,7 @@ def model_config(config: TrainConfig) -> ModelConfig:
     """The library's configuration for these options."""
     model = config.model
     return ModelConfig(
-        vocab_size=tokenizer_of(config.data.tokenizer).vocab_size,
+        vocab_size=config.data.vocabulary.vocab_size,
         hidden_size=model.width,
         intermediate_size=model.mlp_width,
         num_hidden_layers=model.layers,
@@ -208,7 +207,7 @@ def config_of(config: TrainConfig) -> Any:
         raise ValueError(
             f"--model {name} is no folder and no causal language model of transformers, such as llama"
         )
-    tokenizer = tokenizer_of(config.data.tokenizer)
+    tokenizer = config.data.vocabulary
     words: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
         "bos_token_id": tokenizer.end,
@@ -457,8 +456,12 @@ def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         return [*found, " ".join(str(error).split())]
     adapter = TransformersModel(model)
     vocabulary = adapter.config.vocab_size
-    tokenizer = tokenizer_of(config.data.tokenizer)
-    if vocabulary < tokenizer.vocab_size:
+    tokenizer = config.data.vocabulary
+    if vocabulary < tokenizer.vocab_size and config.data.vocab_size is not None:
+        found.append(
+            f"{config.foreign.model} has {vocabulary} tokens, fewer than --vocab-size {tokenizer.vocab_size}"
+        )
+    elif vocabulary < tokenizer.vocab_size:
         what = (
             "has no tokenizer"
             if config.data.tokenizer is None

@@ -52,7 +52,7 @@ from fusedtp.nn import CausalLM, generate
 from fusedtp.train.bubbles import shares
 from fusedtp.train.checkpoint import Checkpoints, Saved, Saver
 from fusedtp.train.config import CONFIG, TrainConfig
-from fusedtp.train.data import Batches, Microbatch, tokenizer_of
+from fusedtp.train.data import Batches, Bytes, Microbatch
 from fusedtp.train.foreign import Model
 from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate, loss_scale_of
 from fusedtp.train.mesh import World, placement
@@ -76,11 +76,11 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     torch.manual_seed(config.run.seed + world.rank)  # torch's own dropout must differ from rank to rank
     model, pipeline = build_stages(config, world, weights=not config.run.resume)
     parameters = num_parameters(config)
-    tokenizer = tokenizer_of(data.tokenizer)
-    unit = "byte" if data.tokenizer is None else "token"
+    tokenizer = data.vocabulary
+    unit = "byte" if isinstance(tokenizer, Bytes) else "token"
     console.print(
         f"{parameters:,} parameters, {layout_in_words(world)} on {world.device.type}, "
-        f"{len(batches.train.tokens):,} {unit}s of text",
+        f"{len(batches.train.tokens):,} {unit}s" + (" of text" if data.vocab_size is None else ""),
         highlight=False,
     )
     for line in placement(world, world.machines()):
@@ -143,7 +143,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         show(console, summary, verification, unit)
         console.print(watch.verdict(), highlight=False, soft_wrap=True)
         if written is not None:
-            show_sample(console, tokenizer.decode(prompt), tokenizer.decode(written))
+            show_sample(console, tokenizer.decode(prompt), tokenizer.joint + tokenizer.decode(written))
         console.print(f"written to {folder}", highlight=False)
     world.wait_for_all()
     if verification is not None and not verification.passed:

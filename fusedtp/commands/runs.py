@@ -38,7 +38,6 @@ from fusedtp.train.checkpoint import (
     steps_in,
 )
 from fusedtp.train.config import TrainConfig
-from fusedtp.train.data import tokenizer_of
 from fusedtp.train.foreign import Model
 from fusedtp.train.mesh import World
 
@@ -160,7 +159,7 @@ class GenerateOptions:
     """Let the model of a run go on with a text."""
 
     prompt: tyro.conf.Positional[str]
-    """What it goes on with."""
+    """What it goes on with; of a run with --vocab-size token ids, separated by spaces."""
     run: Path = Path("runs/main")
     """Folder of the run."""
     step: int | None = None
@@ -191,7 +190,7 @@ def generate_main(argv: list[str]) -> int:
         return 2
     try:
         model, config = load_model(options.run, options.step)
-        tokenizer = tokenizer_of(config.data.tokenizer)
+        tokenizer = config.data.vocabulary
         ids = tokenizer.encode(options.prompt.encode())
         ids = ids[:-1] if tokenizer.end is not None else ids  # the text goes on
         if not len(ids):
@@ -204,5 +203,6 @@ def generate_main(argv: list[str]) -> int:
         print(f"fusedtp generate: error: {error}", file=sys.stderr)
         return 1
     text = tokenizer.decode([int(token) for token in found[0, len(ids) :]])
-    print(json.dumps({"prompt": options.prompt, "text": text}) if options.as_json else options.prompt + text)
+    whole = options.prompt + tokenizer.joint + text
+    print(json.dumps({"prompt": options.prompt, "text": text}) if options.as_json else whole)
     return 0

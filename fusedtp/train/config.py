@@ -19,7 +19,7 @@ import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
-from fusedtp.train.data import tokenizer_of
+from fusedtp.train.data import Ids, Tokenizer, tokenizer_of
 from fusedtp.train.stages import V_SHAPED, pipeline_faults, two_passes
 
 # -- options, by what they are about -----------------------------------------------------------------------------------
@@ -131,6 +131,8 @@ class DataOptions:
     """Text files, token ids (.npy) or folders; default: the source of the Python standard library of this machine."""
     tokenizer: Path | None = None
     """Folder of a tokenizer of transformers; default: that of --model, or else a token is a byte."""
+    vocab_size: int | None = None
+    """In the place of a tokenizer: --data is token ids (.npy) below this number, and no text."""
     documents: Literal["joined", "separate"] = "joined"
     """separate: attention, positions and labels of a sequence end where a document does."""
     length: int = 256
@@ -142,13 +144,29 @@ class DataOptions:
     val_batches: int = 12
     """Batches of held-out text that measure the validation loss."""
 
+    @property
+    def vocabulary(self) -> Tokenizer:
+        """What the ids of these options stand for. Raises ValueError where --tokenizer cannot be read."""
+        return tokenizer_of(self.tokenizer) if self.vocab_size is None else Ids(self.vocab_size)
+
     def faults(self) -> list[str]:
         found = _not_positive(self, "length", "batch", "accumulate", "val_batches")
+        if self.vocab_size is not None:
+            found += self._vocab_size_faults(self.vocab_size)
         try:
             tokenizer_of(self.tokenizer)
         except (ValueError, ModuleNotFoundError) as error:
             found.append(str(error))
         return found
+
+    def _vocab_size_faults(self, size: int) -> list[str]:
+        if size < 1:
+            return [f"--vocab-size {size} is not positive"]
+        if self.tokenizer is not None:
+            return [
+                f"--vocab-size {size} with --tokenizer {self.tokenizer}, which has a vocabulary of its own"
+            ]
+        return [] if self.data else ["--vocab-size takes token ids (.npy) only: give some with --data"]
 
 
 @dataclass(frozen=True)
@@ -532,10 +550,10 @@ def with_dp(config: C, argv: list[str]) -> C:
 
 
 def with_tokenizer(config: C) -> C:
-    """With the tokenizer of its model's folder, where it names none."""
+    """With the tokenizer of its model's folder, where it names none and its ids are not said otherwise."""
     folder = Path(config.foreign.model or "")
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if config.data.tokenizer is not None or config.foreign.model is None:
+    if config.foreign.model is None or (config.data.tokenizer, config.data.vocab_size) != (None, None):
         return config
     if not any((folder / file).exists() for file in files):
         return config

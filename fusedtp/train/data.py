@@ -7,7 +7,8 @@
 
 Note [Token files]
 Documents follow each other in the sorted order of their files, each closed by the tokenizer's end; NAME.ends holds
-where each ends. Only UTF-8 text without NUL counts, and arrays of token ids (.npy), which are taken as they are; files
+where each ends. Only UTF-8 text without NUL counts, and arrays of token ids (.npy), which are taken as they are: an end
+among them closes a document too, and ids without a tokenizer have no end, so that a file of them is one document. Files
 in a folder that are something else are left out, and so are exact copies of another file, which could otherwise be
 trained on under one name and held out under the other. The split depends only on the files' content: about a twentieth,
 whole files in the order of their SHA-256.
@@ -63,18 +64,20 @@ from fusedtp.train.mesh import World
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 SEPARATOR = b"\0"  # ends a document of bytes; text that is read holds none
+NO_TEXT = 0xFF  # a byte that UTF-8 has not
 
 
 class Tokenizer(ABC):
     """vocab_size: ids are below it. dtype: of the token file. digest: differs where any id would.
 
-    end: the id that ends a document, where there is one.
+    end: the id that ends a document, where there is one. joint: stands between texts of ids that follow each other.
     """
 
     vocab_size: int
     dtype: str
     digest: str
     end: int | None
+    joint = ""
 
     @abstractmethod
     def encode(self, text: bytes) -> np.ndarray:
@@ -93,7 +96,32 @@ class Bytes(Tokenizer):
         return np.frombuffer(text + SEPARATOR, np.uint8)
 
     def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        """U+FFFD for what is no UTF-8, and for ids that are no bytes, which a model with a larger vocabulary writes."""
+        return bytes(each if each < self.vocab_size else NO_TEXT for each in ids).decode(errors="replace")
+
+
+class Ids(Tokenizer):
+    """Token ids that came as such: there is no text. They are shown, and a prompt gives them, as numbers."""
+
+    end, joint = None, " "
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.dtype = str(np.min_scalar_type(vocab_size - 1))
+        self.digest = f"ids below {vocab_size}"
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Raises ValueError for what is no number of an id."""
+        words = text.split()
+        if wrong := [word for word in words if not word.isdigit() or int(word) >= self.vocab_size]:
+            raise ValueError(
+                f"'{wrong[0].decode(errors='replace')}' is no token id from 0 to {self.vocab_size - 1}: a run with "
+                "--vocab-size takes such ids, separated by spaces, in the place of text"
+            )
+        return np.array([int(word) for word in words], self.dtype)
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 class FromFolder(Tokenizer):
@@ -269,10 +297,15 @@ def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: 
 
 def _ids(part: bytes | np.ndarray, path: Path, tokenizer: Tokenizer) -> np.ndarray:
     if not isinstance(part, np.ndarray):
+        if isinstance(tokenizer, Ids):
+            raise ValueError(f"--vocab-size takes token ids ({TOKENS}) only, and {path} is text")
         return tokenizer.encode(part)
     low, high = int(part.min()), int(part.max())
     if low < 0 or high >= tokenizer.vocab_size:
-        raise ValueError(f"{path} holds ids from {low} to {high}, of a vocabulary of {tokenizer.vocab_size}")
+        raise ValueError(
+            f"{path} holds ids from {low} to {high}, of a vocabulary of {tokenizer.vocab_size}: give its size with "
+            "--vocab-size, or the --tokenizer that made them"
+        )
     return part.astype(tokenizer.dtype)
 
 

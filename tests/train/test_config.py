@@ -104,6 +104,30 @@ def test_microbatches_and_shards_are_options_by_their_own_names(tmp_path):
     assert parse_finetune(["--dp-shard", "3"]).parallel == ParallelOptions(tp=2, dp=3)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("--vocab-size 500 --data ids.npy", []),
+        ("--vocab-size 0 --data ids.npy", ["--vocab-size 0 is not positive"]),
+        ("--vocab-size 500", ["--vocab-size takes token ids (.npy) only: give some with --data"]),
+    ],
+)
+def test_a_vocabulary_without_a_tokenizer(arguments, wanted):
+    config = parse(arguments.split())
+    assert faults(config, 1, 1) == wanted
+    assert model_config(parse(["--vocab-size", "500"])).vocab_size == 500
+
+
+def test_a_vocabulary_is_not_said_twice(tmp_path):
+    """A model's own tokenizer is not taken where its ids are given; one that is asked for is refused."""
+    (tmp_path / "tokenizer.json").touch()
+    asked = ["--vocab-size", "500", "--data", "ids.npy"]
+    assert parse(["--model", str(tmp_path)]).data.tokenizer == tmp_path
+    assert parse(["--model", str(tmp_path), *asked]).data.tokenizer is None
+    found = faults(parse([*asked, "--tokenizer", str(tmp_path)]), 1, 1)
+    assert f"--vocab-size 500 with --tokenizer {tmp_path}, which has a vocabulary of its own" in found
+
+
 def test_options_reach_the_model():
     arguments = "--width 96 --heads 6 --kv-heads 3 --layers 2 --mlp-width 100 --dtype bf16 --qk-norm"
     config = parse(arguments.split())

@@ -16,6 +16,7 @@ from fusedtp.train.config import DataOptions
 from fusedtp.train.data import (
     SEPARATOR,
     Batches,
+    Bytes,
     Windows,
     build_tokens,
     text_faults,
@@ -356,12 +357,63 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
     ends = np.fromfile(folder / "train.ends", np.int64)
     assert ends.tolist() == [*range(1, 950, 7), 950], "id 0 ends a document"
     np.save(tmp_path / "large.npy", np.array([3, 256]))
-    with pytest.raises(ValueError, match=r"large.npy holds ids from 3 to 256, of a vocabulary of 256"):
+    with pytest.raises(
+        ValueError,
+        match=r"large.npy holds ids from 3 to 256, of a vocabulary of 256: give .*--vocab-size, or .*--tok",
+    ):
         build_tokens((tmp_path / "large.npy",), tmp_path / "cache")
     np.save(tmp_path / "square.npy", np.zeros((2, 2), int))
     assert text_faults((tmp_path / "square.npy",)) == [
         f"--data {tmp_path / 'square.npy'} is not one dimension of token ids"
     ]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(200, "uint8"), (500, "uint16"), (1 << 17, "uint32")])
+def test_ids_without_a_tokenizer_lie_below_the_size_that_is_given(tmp_path, size: int, dtype: str):
+    ids = np.arange(1000) * 7919 % size
+    np.save(tmp_path / "ids.npy", ids)
+    options = DataOptions(data=(tmp_path / "ids.npy",), vocab_size=size)
+    assert options.faults() == []
+    folder = build_tokens(options.data, tmp_path / "cache", options.vocabulary)
+    index = json.loads((folder / "index.json").read_text())
+    assert (index["dtype"], index["vocab_size"]) == (dtype, size)
+    train, held_out = (np.fromfile(folder / f"{name}.bin", dtype) for name in ("train", "held_out"))
+    assert np.array_equal(np.concatenate((train, held_out)), ids)
+    assert np.fromfile(folder / "train.ends", np.int64).tolist() == [950], "no id ends a document"
+    other = DataOptions(data=options.data, vocab_size=size + 1).vocabulary
+    assert build_tokens(options.data, tmp_path / "cache", other) != folder, "another vocabulary, another run"
+    smaller = DataOptions(data=options.data, vocab_size=int(ids.max())).vocabulary
+    with pytest.raises(
+        ValueError, match=f"ids.npy holds ids from 0 to {ids.max()}, of a vocabulary of {ids.max()}:"
+    ):
+        build_tokens(options.data, tmp_path / "cache", smaller)
+
+
+def test_ids_without_a_tokenizer_are_numbers_in_the_place_of_text(tmp_path):
+    vocabulary = DataOptions(vocab_size=500).vocabulary
+    assert vocabulary.end is None
+    assert vocabulary.decode([3, 499, 0]) == "3 499 0" and vocabulary.encode(b" 3  499 0").tolist() == [
+        3,
+        499,
+        0,
+    ]
+    for wrong in ("500", "-1", "three", "1.5"):
+        with pytest.raises(ValueError, match=f"'{wrong}' is no token id from 0 to 499"):
+            vocabulary.encode(f"3 {wrong}".encode())
+    np.save(tmp_path / "ids.npy", np.arange(500))
+    (tmp_path / "more.txt").write_text("3 499 0 " * 100)
+    with pytest.raises(
+        ValueError, match=r"--vocab-size takes token ids \(.npy\) only, and .*more.txt is text"
+    ):
+        build_tokens((tmp_path,), tmp_path / "cache", vocabulary)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == []
+
+
+def test_ids_that_are_no_bytes_are_shown_as_what_is_no_text():
+    assert (
+        Bytes().decode([104, 256, 195, 164, 65535, 195])
+        == "h\N{REPLACEMENT CHARACTER}\xe4" + 2 * "\N{REPLACEMENT CHARACTER}"
+    )
 
 
 def test_windows_reach_the_last_token(tokens):

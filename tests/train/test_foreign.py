@@ -324,6 +324,17 @@ def test_a_folder_without_weights_and_ranks_that_would_be_empty_are_refused(tmp_
     assert "a rank would hold no row of" in fault and "norm.weight [16]" in fault
 
 
+def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
+    ids = "--vocab-size 500 --data ids.npy"
+    assert (
+        refusals(f"--model llama {ids}")
+        == refusals(f"--model {config_file(tmp_path, vocab_size=500)} {ids}")
+        == []
+    )
+    path = config_file(tmp_path, vocab_size=499)
+    assert refusals(f"--model {path} {ids}") == [f"{path} has 499 tokens, fewer than --vocab-size 500"]
+
+
 def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch):
     config = parse(["--model", "llama", "--pp", "2", "--accumulate", "2"])
     assert foreign_faults(config, 1, 1) == []

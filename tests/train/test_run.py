@@ -2,21 +2,26 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fusedtp import cli
 from fusedtp.commands import launch
+from fusedtp.commands.run import run
 from fusedtp.commands.verify import rounding
 from fusedtp.train import checkpoint
 from fusedtp.train.config import parse
+from fusedtp.train.data import build_tokens
+from fusedtp.train.mesh import World
 from tests.harness.warm import warm_python
 
 SIZES = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --steps 6 --warmup 2"
@@ -166,6 +171,39 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
 
     # Accumulating changes the order of sums only; in six steps at this rate, no step's roundings are amplified.
     assert losses(4) == pytest.approx(losses(1), rel=6 * rounding(parse(TINY)))
+
+
+@pytest.mark.parametrize("model", ["own", "llama"])
+def test_token_ids_without_a_tokenizer_are_trained_on_and_gone_on_with(tmp_path, capsys, model):
+    np.save(tmp_path / "ids.npy", np.arange(20_000) * 7 % 500)
+    sizes = TINY if model == "own" else [*TINY[6:], "--model", model]
+    where = ["--data", str(tmp_path / "ids.npy"), "--runs", str(tmp_path), "--vocab-size", "500"]
+    config = parse(["--tp", "1", *sizes, *where])
+    config.run.folder.mkdir()
+    run(config, build_tokens(config.data.data, tmp_path / "cache", config.data.vocabulary), World())
+    said = capsys.readouterr().out
+    assert " 19,000 tokens\n" in said and "nats/token" in said and "nats/byte" not in said
+    shown = re.sub(r"\W+", " ", said[said.index("sample \u2500") : said.index("written to")]).split()[1:]
+    assert [int(each) for each in shown[:160]] == [n * 7 % 500 for n in range(19_000, 19_160)]
+    assert len(shown) == 168 and all(int(each) < 500 for each in shown)
+    arguments = ["generate", "--run", str(tmp_path / "main"), "--tokens", "9"]
+    assert cli.main([*arguments, "3 10 499"]) == 0
+    ids = capsys.readouterr().out.split()
+    assert ids[:3] == ["3", "10", "499"] and len(ids) == 12 and all(0 <= int(each) < 500 for each in ids)
+    assert cli.main([*arguments, "3 ten"]) == 1
+    assert "'ten' is no token id from 0 to 499" in capsys.readouterr().err
+
+
+def test_a_model_with_more_ids_than_bytes_writes_a_sample(corpus, tmp_path, capsys):
+    shape = {"vocab_size": 5000, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **shape}))
+    where = ["--data", str(corpus), "--runs", str(tmp_path)]
+    assert cli.main(["train", "--tp", "1", "--model", str(path), *TINY[6:], "--lr", "1e-5", *where]) == 0
+    assert "\N{REPLACEMENT CHARACTER}" in capsys.readouterr().out
+    assert cli.main(["generate", "--run", str(tmp_path / "main"), "7 times"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("7 times") and "\N{REPLACEMENT CHARACTER}" in said
 
 
 @pytest.mark.slow
