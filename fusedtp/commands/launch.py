@@ -89,7 +89,7 @@ from fusedtp.train.config import (
     with_dp,
     with_tokenizer,
 )
-from fusedtp.train.data import Batches, build_tokens, text_faults, tokenizer_of
+from fusedtp.train.data import Batches, build_tokens, text_faults
 from fusedtp.train.mesh import Place, World, device_type, torchrun_place, world_of
 from fusedtp.train.watch import FLIGHT, HANG, RANKS, NotFinite, RankHung, closed_by_a_peer, record_flight
 
@@ -247,7 +247,7 @@ def prepare_data(config: TrainConfig) -> Path:
     """Folder of the token files, built if need be; raises ValueError where the text is too short."""
     data = config.data
     quiet = (torchrun_place() or Place()).local_rank != 0
-    folder = build_tokens(data.data, config.run.runs / ".tokens", tokenizer_of(data.tokenizer), quiet)
+    folder = build_tokens(data.data, config.run.runs / ".tokens", data.vocabulary, quiet)
     Batches(folder, length=data.length, batch=data.batch)
     return folder
 

@@ -56,9 +56,9 @@ def short(value: float) -> str:
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """About so many round numbers in a range."""
-    if not high > low:
-        return [low]
     rough = (high - low) / count
+    if not rough > 1e-300:  # no range, or one whose steps have no logarithm
+        return [low]
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * each for each in (1, 2, 2.5, 5, 10) if size * each >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)

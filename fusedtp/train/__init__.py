@@ -3,7 +3,7 @@
     loop         what happens in a step: `Trainer`
     mesh         this rank among all: pipeline x data parallel x tensor parallel
     data         text to tokens to batches, in one order on any mesh
-    stages       a model cut into pipeline stages, run by torch's schedules
+    stages       a model cut into pipeline stages, run by torch's schedules; `bubbles`: how idle they are, and must be
     shard        blocks compiled and checkpointed; FSDP2 over data-parallel ranks
     checkpoint   what a run is, saved whole or not at all; when it is saved
     watch        time by kind, stragglers, NaN, ranks that hang; `clocks` measures

@@ -16,12 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fusedtp import cli
 from fusedtp.commands import launch
-from fusedtp.commands.run import run
 from fusedtp.commands.verify import rounding
 from fusedtp.train import checkpoint
 from fusedtp.train.config import parse
-from fusedtp.train.data import build_tokens
-from fusedtp.train.mesh import World
 from tests.harness.warm import warm_python
 
 SIZES = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --steps 6 --warmup 2"
@@ -178,9 +175,7 @@ def test_token_ids_without_a_tokenizer_are_trained_on_and_gone_on_with(tmp_path,
     np.save(tmp_path / "ids.npy", np.arange(20_000) * 7 % 500)
     sizes = TINY if model == "own" else [*TINY[6:], "--model", model]
     where = ["--data", str(tmp_path / "ids.npy"), "--runs", str(tmp_path), "--vocab-size", "500"]
-    config = parse(["--tp", "1", *sizes, *where])
-    config.run.folder.mkdir()
-    run(config, build_tokens(config.data.data, tmp_path / "cache", config.data.vocabulary), World())
+    assert cli.main(["train", "--tp", "1", *sizes, *where]) == 0
     said = capsys.readouterr().out
     assert " 19,000 tokens\n" in said and "nats/token" in said and "nats/byte" not in said
     shown = re.sub(r"\W+", " ", said[said.index("sample \u2500") : said.index("written to")]).split()[1:]
