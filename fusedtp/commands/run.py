@@ -101,7 +101,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     watch = Watch(world, config.watch.watch_every, folder, tell)
     guard = Guard(world, config.watch.on_nan, tell)
     trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
-    earlier = resume(trainer, config, tokens, console) if config.run.resume else []
+    earlier, changed = resume(trainer, config, tokens, console) if config.run.resume else ([], [])
     if world.rank == 0:
         write_json(folder / CONFIG, (asked or config).to_dict())
         elastic.note_job(folder)
@@ -128,7 +128,9 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     if pipeline is None and config.run.sample:  # of a pipeline `fusedtp generate` writes, from the checkpoint
         written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
     verification = None
-    if config.run.verify:
+    if config.run.verify and changed:
+        say(f"not compared with one process: the first steps were trained with another {', '.join(changed)}")
+    elif config.run.verify:
         console.print(
             f"training the first {min(config.run.verify_steps, len(metrics.steps))} steps again in one process ...",
             highlight=False,
@@ -264,8 +266,13 @@ def saver_of(
     )
 
 
-def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console) -> list[dict[str, Any]]:
-    """Put the trainer where the run's checkpoint left it; the records of the steps up to there. Collective."""
+def resume(
+    trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Put the trainer where the run's checkpoint left it. Collective.
+
+    Returns the records of the steps up to there, and the options on which these depend that have been others since.
+    """
     assert trainer.saver is not None
     checkpoints, folder = trainer.saver.checkpoints, config.run.folder
     loaded = checkpoints.load(
@@ -290,7 +297,20 @@ def resume(trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
     console.print(line, highlight=False, soft_wrap=True)
     if trainer.world.rank == 0:
         note_incident(folder, line, BEGIN)
-    return [record for record in records if record["step"] < loaded.step]
+    changed = [*dict.fromkeys([*loaded.about.get("changed", ()), *changed_options(config, loaded.about)])]
+    trainer.saver.about["changed"] = changed
+    return [record for record in records if record["step"] < loaded.step], changed
+
+
+def changed_options(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
+    """Options that steps depend on, of those that a resumed run may change: the optimizer's, the batch, the dtypes."""
+    plain, before, found = config.to_dict(), about["config"], []
+    for part, names in {
+        "optim": plain["optim"], "data": ["batch"], "run": ["dtype"], "parallel": ["param_dtype", "reduce_dtype"],
+    }.items():  # fmt: skip
+        was = before.get(part, {})
+        found += [name for name in names if was.get(name, plain[part][name]) != plain[part][name]]
+    return [f"--{name.replace('_', '-')}" for name in found]
 
 
 def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:

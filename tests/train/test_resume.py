@@ -219,6 +219,17 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert "no step was trained" in capsys.readouterr().out
 
 
+def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tmp_path, capsys):
+    """With more --steps the learning rates of all steps are others than those that the first ones had."""
+    assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "5")) == 0
+    again = ["train", "--runs", str(tmp_path), "--resume"]
+    assert cli.main(again) == 0 and "against one process (5 steps)" in capsys.readouterr().out
+    for more in (["--steps", "7"], []):
+        assert cli.main([*again, *more]) == 0
+        told = capsys.readouterr().out
+        assert "not compared with one process: the first steps were trained with another --steps" in told
+
+
 def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path)) == 0
     again = ["train", "--runs", str(tmp_path), "--resume"]
