@@ -188,10 +188,6 @@ def config_of(config: TrainConfig) -> Any:
     if Path(name).exists():
         if Path(name).is_dir() and not Path(name, "config.json").exists():
             raise ValueError(f"{name} has no config.json, so it is no folder of a transformers model")
-        if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
-            raise ValueError(
-                f"{name} holds no weights (*.safetensors); --model {Path(name) / 'config.json'} starts from random ones"
-            )
         try:
             found = AutoConfig.from_pretrained(name, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:
@@ -202,6 +198,10 @@ def config_of(config: TrainConfig) -> Any:
             raise ValueError(f"{name} is quantized; only weights in a floating-point dtype can be trained")
         if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"--model {name} is a {type(found).__name__}, of no causal language model")
+        if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
+            raise ValueError(
+                f"{name} holds no weights (*.safetensors); --model {Path(name) / 'config.json'} starts from random ones"
+            )
         return found
     if name not in CONFIG_MAPPING or CONFIG_MAPPING[name] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
