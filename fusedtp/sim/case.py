@@ -133,7 +133,7 @@ class Run:
 
 
 def memory_map(run: Run) -> Map:
-    """All memory that a run names. Raises ValueError where a memory has not one tensor a rank."""
+    """All memory that a run names. Raises ValueError where a memory has not one tensor a rank, or overlaps."""
     found, world_size = Map(), len(run.work)
     for memory in run.memory:
         if len(memory.tensors) != world_size:
@@ -141,7 +141,7 @@ def memory_map(run: Run) -> Map:
                 f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks"
             )
         for rank, tensor in enumerate(memory.tensors):
-            found.add(memory.name, rank, tensor, memory.poisoned)
+            found.add_slice(memory.name, rank, tensor, memory.poisoned)
         found.add_multicast(memory)
     for rank, of_rank in enumerate(run.work):
         for work in of_rank:

@@ -3,6 +3,10 @@
 Every tensor that a kernel may touch is an allocation with a name and a rank. Addresses are the tensors' own: one that
 runs out of its tensor far enough to land in another, past the guards of `symmetric`, is taken for an access to that
 other.
+
+Note [Slices]. Tensors of several memories may be slices of one storage, a heap. Each is an allocation, and what no
+memory names of a storage is the arguments', if they have tensors there. One instruction whose lanes go on from one
+slice into the next runs over, unless an argument spans both.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ def symmetric(
 
 @dataclass(frozen=True)
 class Allocation:
-    """A tensor's bytes. place: of the first among the bytes of all tensors."""
+    """Bytes of a tensor: all of them, or those from byte `first` on."""
 
     name: str
     rank: int
@@ -92,51 +96,74 @@ class Allocation:
     poisoned: bool
     base: int
     nbytes: int
-    place: int
+    first: int = 0
 
     @property
     def label(self) -> str:
         """As reports name it."""
         return f"{self.name} of rank {self.rank}"
 
-    def index_of(self, place: int) -> tuple[int, ...]:
+    @property
+    def end(self) -> int:
+        return self.base + self.nbytes
+
+    def index_of(self, byte: int) -> tuple[int, ...]:
         """The element that holds this byte, as an index of the tensor (of its storage if strided)."""
-        element = (place - self.place) // self.tensor.element_size()
+        element = (byte + self.first) // self.tensor.element_size()
         if not self.tensor.is_contiguous() or self.tensor.dim() == 0:
             return (element,)
         return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape)))
 
 
 class Map:
-    """All allocations of one schedule. The first registration of an address wins; views add nothing."""
+    """All allocations of one schedule. Of two tensors in the same bytes the first counts; views add nothing."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Allocation] = {}
-        self.size = 0
+        self._slices: dict[int, list[Allocation]] = {}  # of memories, by storage
+        self._wholes: dict[int, Allocation] = {}  # of arguments, by storage
+        self._spans: list[tuple[int, int]] = []  # of arguments that lie in no slice
+        self.borders: list[int] = []  # between slices, which no access runs over: Note [Slices]
         self.multicasts: list[
             tuple[int, int, list[int]]
         ] = []  # address, bytes, addresses of the ranks' tensors
         self._sorted: list[Allocation] = []
         self._bases = self._ends = np.zeros(0, np.int64)
 
-    def add(self, name: str, rank: int, tensor: Tensor, poisoned: bool = False) -> None:
-        """Register the storage behind `tensor`, unless it is known."""
+    def add(self, name: str, rank: int, tensor: Tensor) -> None:
+        """Register the storage behind an argument, but for its slices that are known."""
         if tensor.device.type != "cpu":
             raise ValueError(
                 f"{name} of rank {rank} is on {tensor.device}; the simulator works on CPU tensors"
             )
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or storage.data_ptr() in self._found:
+        base, (begin, end) = storage.data_ptr(), _span(tensor)
+        if any(each.base <= begin and end <= each.end for each in self._slices.get(base, ())):
             return
-        whole = tensor
-        if tensor.numel() * tensor.element_size() != storage.nbytes() or not tensor.is_contiguous():
-            whole = torch.empty(0, dtype=tensor.dtype).set_(
-                storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)
-            )
-        self._found[storage.data_ptr()] = Allocation(
-            name, rank, whole, poisoned, storage.data_ptr(), storage.nbytes(), self.size
-        )
-        self.size += storage.nbytes()
+        self._spans.append((begin, end))
+        if storage.nbytes() and base not in self._wholes:
+            whole = tensor
+            if tensor.numel() * tensor.element_size() != storage.nbytes() or not tensor.is_contiguous():
+                whole = _flat(tensor, 0, storage.nbytes() // tensor.element_size())
+            self._wholes[base] = Allocation(name, rank, whole, False, base, storage.nbytes())
+
+    def add_slice(self, name: str, rank: int, tensor: Tensor, poisoned: bool) -> None:
+        """Register a memory's tensor, before all arguments. Raises ValueError where it overlaps another one."""
+        if tensor.device.type != "cpu" or tensor.numel() == 0:
+            self.add(name, rank, tensor)
+            return
+        begin, end = _span(tensor)
+        others = self._slices.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for other in others:
+            if (begin, end) == (other.base, other.end):
+                return
+            if begin < other.end and other.base < end:
+                raise ValueError(
+                    f"{name} of rank {rank} overlaps {other.label}: one memory is enough for both"
+                )
+        if not tensor.is_contiguous():
+            size = tensor.element_size()
+            tensor = _flat(tensor, int(tensor.storage_offset()), (end - begin) // size)
+        others.append(Allocation(name, rank, tensor, poisoned, begin, end - begin))
 
     def add_multicast(self, memory: Memory) -> None:
         """Its multicast address, where somebody asked for it."""
@@ -157,16 +184,25 @@ class Map:
 
     def freeze(self) -> None:
         """After the last `add`. Tables of addresses get names that tell them from the memory that they point to."""
-        self._sorted = sorted(self._found.values(), key=lambda a: a.base)
+        found = [each for slices in self._slices.values() for each in slices]
+        for base, whole in self._wholes.items():
+            at = base
+            for each in sorted(self._slices.get(base, ()), key=lambda a: a.base):
+                found += _part(whole, at, each.base)
+                at = each.end
+            found += _part(whole, at, whole.end)
+        self._sorted = sorted(found, key=lambda a: a.base)
         self._bases = np.array([a.base for a in self._sorted], np.int64)
-        self._ends = np.array([a.base + a.nbytes for a in self._sorted], np.int64)
+        self._ends = np.array([a.end for a in self._sorted], np.int64)
+        touching = self._bases[1:][self._bases[1:] == self._ends[:-1]].tolist()
+        self.borders = [at for at in touching if not any(b < at < e for b, e in self._spans)]
         self._sorted = [replace(a, name=self._name_of_table(a)) for a in self._sorted]
 
     def _name_of_table(self, a: Allocation) -> str:
         """`boxes (table of box)` where all that the tensor holds are addresses of allocations."""
         if a.tensor.dtype != torch.int64 or a.poisoned:
             return a.name
-        held = a.tensor.flatten()
+        held = a.tensor.flatten()[a.first // 8 : (a.first + a.nbytes) // 8]
         targets: dict[str, None] = {}
         for part in held.split(64):  # most are no table, which the first of them shows
             address = part.numpy()
@@ -185,7 +221,32 @@ class Map:
         """Words for an address outside: how far past which allocation."""
         if not self._sorted:
             return f"address {address:#x}; the case names no memory"
-        best = min(self._sorted, key=lambda a: min(abs(address - a.base), abs(address - a.base - a.nbytes)))
+        # an address in the next slice is past the end of the one before
+        best = min(self._sorted, key=lambda a: (min(abs(address - a.base), abs(address - a.end)), a.base))
         if address >= best.base:
-            return f"{address - best.base - best.nbytes + 1} bytes past the end of {best.label}"
+            return f"{address - best.end + 1} bytes past the end of {best.label}"
         return f"{best.base - address} bytes before {best.label}"
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and past its last one."""
+    begin, size = tensor.data_ptr(), tensor.element_size()
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * size
+
+
+def _flat(tensor: Tensor, first: int, count: int) -> Tensor:
+    """Elements of its storage."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), first, (count,), (1,))
+
+
+def _part(whole: Allocation, begin: int, end: int) -> list[Allocation]:
+    """What lies between two addresses of it: one allocation, or none."""
+    if (begin, end) == (whole.base, whole.end):
+        return [whole]
+    flat = _flat(whole.tensor, 0, whole.tensor.numel())
+    first = begin - whole.base
+    part = replace(whole, tensor=flat, base=begin, nbytes=end - begin, first=first)
+    return [part] if begin < end else []

@@ -68,7 +68,7 @@ class Line:
     ) -> None:  # fmt: skip
         self.waived = {} if waived is None else waived
         self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
-        self.nearest = tensors.nearest
+        self.nearest, self.borders = tensors.nearest, np.array(tensors.borders, np.int64)
         self.starts: list[int] = []
         size = 0
         for each in self.allocations:
@@ -83,7 +83,7 @@ class Line:
             self.shadows.append(Shadow(start, each.nbytes, each.poisoned))
         self.bases = np.array([each.base for each in self.allocations], np.int64)
         self.first_bytes = [each.base for each in self.allocations]
-        self.ends = np.array([each.base + each.nbytes for each in self.allocations], np.int64)
+        self.ends = np.array([each.end for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
         self.multicasts = tensors.multicasts
         self.space = Space(ALIAS + 1 if self.multicasts else ASYNC + 1)
@@ -116,6 +116,8 @@ class Line:
             raise ValueError(int(np.argmax(uneven != 0)))
         each = self.bases.searchsorted(addresses, "right") - 1
         wrong = (each < 0) | (addresses + nbytes > self.ends[each])
+        if len(self.borders):
+            wrong |= np.isin(addresses, self.borders) & np.isin(addresses - nbytes, addresses)
         if wrong.any():
             raise IndexError(int(np.argmax(wrong)))
         return addresses + self.shifts[each], -1
@@ -142,7 +144,7 @@ class Line:
     def element(self, place: int) -> tuple[str, tuple[int, ...]]:
         """Name of the tensor and index of the element that holds a place."""
         allocation, byte = self._holder(place)
-        return allocation.label, allocation.index_of(byte + allocation.place)
+        return allocation.label, allocation.index_of(byte)
 
     def value(self, place: int) -> Any:
         """The element that holds a place, as its tensor has it."""
@@ -237,11 +239,12 @@ class Line:
 
 
 def _bytes_of(allocation: Allocation) -> Words:
-    """Its tensor's storage."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(
-        allocation.tensor.untyped_storage(), 0, (allocation.nbytes,), (1,)
+    """Its bytes of its tensor's storage."""
+    storage = allocation.tensor.untyped_storage()
+    own = torch.empty(0, dtype=torch.uint8).set_(
+        storage, allocation.base - storage.data_ptr(), (allocation.nbytes,), (1,)
     )
-    found: Words = whole.numpy()
+    found: Words = own.numpy()
     return found
 
 

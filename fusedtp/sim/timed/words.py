@@ -27,11 +27,13 @@ class Words:
         self._bases = [a.base for a in self._sorted]
 
     def find(self, first: int, last: int) -> Allocation | None:
-        """The allocation that holds the bytes from `first` up to `last`."""
-        at = bisect.bisect_right(self._bases, first) - 1
-        if at < 0 or last > self._bases[at] + self._sorted[at].nbytes:
-            return None
-        return self._sorted[at]
+        """The allocation that holds the bytes from `first` up to `last`, or the first of those that do."""
+        found = at = bisect.bisect_right(self._bases, first) - 1
+        while 0 <= at < len(self._bases) and self._bases[at] <= first:
+            if last <= self._sorted[at].end:
+                return self._sorted[found]
+            at, first = at + 1, self._sorted[at].end
+        return None
 
     def nearest(self, address: int) -> str:
         return self._map.nearest(address)
@@ -41,7 +43,7 @@ class Words:
         a = self.find(address, address + 1)
         if a is None:
             return f"{address:#x}", ()
-        return a.label, a.index_of(a.place + address - a.base)
+        return a.label, a.index_of(address - a.base)
 
     @staticmethod
     def read(addresses: Sequence[int], dtype: np.dtype) -> list[int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from fusedtp.sim import Launch, SimulationFault, Site, symmetric
+from fusedtp.sim.faults import Fault
+from fusedtp.sim.memory import Memory
 from fusedtp.sim.ptx.cause import cause
 from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
 from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
@@ -172,6 +176,69 @@ def test_memory_that_no_one_wrote() -> None:
     launch = Launch(Text("ld.global.b32 %r1, [%rd0+4];", 1), 1, dict(at=box.tensors[0]))
     with pytest.raises(SimulationFault, match=r"never written.*box"):
         run_all([[launch]], [box])
+
+
+def slices(*bounds: int, poisoned: bool = False) -> tuple[torch.Tensor, list[Memory]]:
+    """A heap of 64 words, and slices of it between these words."""
+    heap = torch.zeros(64, dtype=torch.int32)
+    named = zip(("box", "next", "last"), bounds, bounds[1:], strict=False)
+    return heap, [Memory(name, (heap[a:b],), poisoned and name == "box") for name, a, b in named]
+
+
+def stored(at: int, memory: list[Memory], **args: Any) -> Fault | None:
+    """What comes of a store of 8 threads, the first of them at this address."""
+    body = "mad.wide.u32 %rd9, %r0, 4, %rd0; setp.lt.u32 %p1, %r0, 8; @%p1 st.global.b32 [%rd9], 7;"
+    try:
+        run_all([[Launch(Text(body, 1 + len(args)), 1, dict(at=at, **args))]], memory)
+    except SimulationFault as error:
+        return error.fault
+    return None
+
+
+def test_slices_of_a_heap_have_bounds_of_their_own() -> None:
+    """What runs over from one into the next, or into what no memory names, is out of bounds."""
+    heap, memory = slices(8, 16, 32)
+    assert stored(heap[8:].data_ptr(), memory) is None and stored(heap[20:].data_ptr(), memory) is None
+    for first, said in ((9, "past the end of box"), (25, "past the end of next"), (7, "bytes before box")):
+        fault = stored(heap[first:].data_ptr(), memory)
+        assert fault is not None and fault.rule == "out of bounds" and said in fault.message
+    assert heap.nonzero().flatten().tolist() == [*range(8, 16), *range(20, 28)]
+
+
+@pytest.mark.parametrize("first", [4, 12, 28, 40])
+def test_an_argument_that_spans_slices_of_a_heap_may_be_run_through(first: int) -> None:
+    heap, memory = slices(8, 16, 32)
+    assert stored(heap[first:].data_ptr(), memory, heap=heap) is None
+    assert heap.nonzero().flatten().tolist() == [*range(first, first + 8)]
+    assert stored(heap[first:].data_ptr(), [], view=heap[2:3]) is None  # its storage, as everywhere
+
+
+def test_what_lies_between_slices_is_named_by_the_argument_that_lies_there() -> None:
+    heap, memory = slices(8, 16)
+    view = heap[40:48]
+    assert stored(view.data_ptr(), memory, view=view) is None
+    fault = stored(heap[60:].data_ptr(), memory, view=view)
+    assert fault is not None and "past the end of view" in fault.message
+    fault = stored(heap[12:].data_ptr(), memory, inside=heap[9:10])  # which adds nothing to box
+    assert fault is not None and "past the end of box" in fault.message
+
+
+def test_slices_of_a_heap_are_poisoned_each_by_itself() -> None:
+    heap, memory = slices(8, 16, 32, poisoned=True)
+    for first, index in ((16, None), (15, 7)):
+        launch = Launch(Text("ld.global.b32 %r1, [%rd0];", 1), 1, dict(at=heap[first:].data_ptr()))
+        if index is None:
+            run_all([[launch]], memory)
+            continue
+        with pytest.raises(SimulationFault, match=rf"never written.*loads box of rank 0 \[{index}\]"):
+            run_all([[launch]], memory)
+
+
+def test_slices_of_a_heap_that_overlap_are_refused() -> None:
+    heap, memory = slices(8, 16, 32)
+    with pytest.raises(ValueError, match="other of rank 0 overlaps box of rank 0"):
+        stored(heap.data_ptr(), [*memory, Memory("other", (heap[:9],))])
+    assert stored(heap[8:].data_ptr(), [*memory, Memory("again", (heap[8:16],))]) is None
 
 
 @pytest.mark.parametrize(
