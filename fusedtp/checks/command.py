@@ -196,8 +196,9 @@ def check(options: CheckOptions, workers: Pool) -> list[Result]:
         for world_size in options.world_size or (None,)
         for name in options.names()
     ]
-    found = [each for name, world_size, target in asked for each in _found(workers, name, world_size, target)]
-    if any(_can_run(each) for each in found):
+    call = partial(_called, workers)
+    found = [each for name in asked for each in find(*name, options.seconds, call)]
+    if any(each.runs for each in found):
         with _progress() as progress:
             results = [_result(each, options, workers, progress) for each in found]
     else:
@@ -210,24 +211,23 @@ def check(options: CheckOptions, workers: Pool) -> list[Result]:
     return results
 
 
-def _can_run(found: Found) -> bool:
-    return not found.refused and not found.raised
-
-
 def _result(found: Found, options: CheckOptions, workers: Pool, progress: Progress) -> Result:
-    if not _can_run(found):
+    if not found.runs:
         return Result(found)
     task = progress.add_task(f"{_label(found)} ({found.world_size} ranks)", total=options.limit())
     return run_case(found, options, workers, lambda count: progress.advance(task, count))
 
 
-def _found(workers: Pool, name: str, world_size: int | None, target: str) -> list[Found]:
+def _called(
+    workers: Pool, function: Callable[..., Any], name: str, asked: int | None, target: str, *more: Any
+) -> Any:
     try:
-        found: list[Found] = workers.submit(find, name, world_size, target).result()
+        return workers.submit(function, name, asked, target, *more).result()
     except BrokenProcessPool:
         workers.start()
-        return [Found(name, world_size, world_size or 0, (), target, raised=DIED)]
-    return found
+        return Found(
+            name, asked, asked or 0, (), target, raised=f"{name}: its process died while it was built\n"
+        )
 
 
 def _report(results: Sequence[Result], options: CheckOptions) -> None:
@@ -253,6 +253,8 @@ def _report(results: Sequence[Result], options: CheckOptions) -> None:
 
 
 def _late(result: Result) -> str:
+    if result.found.late:
+        return f"the time was over while it was built, at {result.found.late}"
     place = f", at {result.part.late}" if result.part.late else ""
     return f"the time was over in schedule {result.schedules + 1}{place}"
 
@@ -282,7 +284,7 @@ def _lint(found: Sequence[Found], options: CheckOptions, findings: list[str]) ->
         task = progress.add_task("compiling for GPUs", total=None)
         try:
             passed, words = lint(
-                [each for each in found if not each.refused and not each.raised],
+                [each for each in found if each.runs],
                 lambda: progress.advance(task),
             )
         except UserError as error:

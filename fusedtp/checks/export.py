@@ -39,7 +39,7 @@ def _case(result: Result) -> dict[str, Any]:
         "schedules": result.schedules,
         "switches": result.switches,
         "seconds": round(result.seconds, 3),
-        "words": found.refused or part.refused or found.raised or part.raised or part.late,
+        "words": found.refused or part.refused or found.raised or part.raised or found.late or part.late,
         "fault": None if fault is None else _fault(fault),
         "replay": "" if fault is None else next(iter(replay(fault, found.name, found.asked)), ""),
         "waived": result.waived,

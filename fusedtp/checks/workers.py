@@ -34,18 +34,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import fusedtp.sim
 from fusedtp.sim.case import Case, Launch, Run
-from fusedtp.sim.explore import TARGET, Outcome, Schedule, exhaust, explore, trace
-from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel
+from fusedtp.sim.explore import SCHEDULE_SECONDS, TARGET, Outcome, Schedule, exhaust, explore, trace
+from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel, short_path
+from fusedtp.sim.limits import OutOfTime, time_limit
 
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
 WORLD_SIZE = 4  # the default
 FAULTY, REFUSED, CRASHED = 1, 2, 3  # exit codes, see command.py
+_Made = TypeVar("_Made")
 DIED = "a worker process died; the kernel may have used up memory (try --workers 1)\n"
 
 
@@ -192,6 +194,7 @@ class Found:
     kernels    those that it launches
     target     whose compiled code runs
     refused    why it cannot be checked, in a line; raised: what its own code raised, a traceback
+    late       where it stood when the time to build it was over
     """
 
     name: str
@@ -201,6 +204,12 @@ class Found:
     target: str = TARGET
     refused: str = ""
     raised: str = ""
+    late: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be checked."""
+        return not (self.refused or self.raised or self.late)
 
     @property
     def of_a_file(self) -> bool:
@@ -271,37 +280,55 @@ class UserError(Exception):
     """The user's code raised; the message is its own traceback."""
 
 
-def find(name: str, world_size: int | None, target: str = TARGET) -> list[Found]:
-    """The cases that this name stands for, in a worker. What cannot be checked is among them, and says why."""
-    found = []
+def find(
+    name: str, world_size: int | None, target: str = TARGET, seconds: float | None = None,
+    call: Callable[..., Any] | None = None,
+) -> list[Found]:  # fmt: skip
+    """The cases that this name stands for. What cannot be checked is among them, and says why.
+
+    seconds   for each of them to be built
+    call      a function with the arguments of `_names`, in a worker: a Found where it dies
+    """
+    call = call or (lambda function, *given: function(*given))
+    names = call(_names, name, world_size, target, seconds)
+    if isinstance(names, Found):
+        return [names]
+    return [call(_described, each, world_size, target, seconds) for each in names]
+
+
+def _names(name: str, asked: int | None, target: str, seconds: float | None) -> list[str] | Found:
+    return _tried(name, asked, target, seconds, lambda: names_of(name, asked, target))
+
+
+def _described(name: str, asked: int | None, target: str, seconds: float | None) -> Found:
+    def describe() -> Found:
+        case = case_of(name, asked, target)
+        work = case.make().work
+        kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
+        return Found(case.name, asked, len(work), tuple(kernels), target)
+
+    return _tried(name, asked, target, seconds, describe)
+
+
+def _tried(
+    name: str, asked: int | None, target: str, seconds: float | None, what: Callable[[], _Made]
+) -> _Made | Found:
+    refused = raised = late = ""
     try:
-        with _told_apart():
-            names = names_of(name, world_size, target)
-    except (BadInput, UserError) as error:
-        return [_failed(name, world_size, target, error)]
-    for each in names:
-        try:
-            with _told_apart():
-                found.append(_described(case_of(each, world_size, target), world_size, target))
-        except (BadInput, UserError) as error:
-            found.append(_failed(each, world_size, target, error))
-    return found
-
-
-def _failed(name: str, asked: int | None, target: str, error: BadInput | UserError) -> Found:
-    refused, raised = (str(error), "") if isinstance(error, BadInput) else ("", str(error))
-    return Found(name, asked, asked or 0, (), target, refused, raised)
-
-
-def _described(case: Case, asked: int | None, target: str) -> Found:
-    work = case.make().work
-    kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
-    return Found(case.name, asked, len(work), tuple(kernels), target)
+        with _told_apart(), time_limit(seconds or SCHEDULE_SECONDS):
+            return what()
+    except BadInput as error:
+        refused = str(error)
+    except UserError as error:
+        raised = str(error)
+    except OutOfTime as error:
+        late = _users_line(error)
+    return Found(name, asked, asked or 0, (), target, refused, raised, late)
 
 
 def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None = None) -> Part:
     """These schedules of a case, in a worker. seconds: that are left for them."""
-    return _part(found, lambda case: explore(case, schedules, seconds=seconds))
+    return _part(found, lambda case: explore(case, schedules, seconds=seconds), seconds)
 
 
 def run_exhaust(
@@ -317,15 +344,18 @@ def run_exhaust(
     return _part(found, run)
 
 
-def _part(found: Found, run: Callable[[Case], Outcome]) -> Part:
+def _part(found: Found, run: Callable[[Case], Outcome], seconds: float | None = None) -> Part:
     try:
         with _told_apart():
-            case = case_of(found.name, found.asked, found.target)
+            with time_limit(seconds or SCHEDULE_SECONDS):
+                case = case_of(found.name, found.asked, found.target)
             outcome = run(case)
     except BadInput as error:
         return Part(refused=str(error))
     except UserError as error:
         return Part(raised=str(error))
+    except OutOfTime as error:
+        return Part(late=_users_line(error))
     raised = "" if outcome.raised is None else _users_traceback(outcome.raised)
     return Part(outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late, outcome.waived)
 
@@ -420,13 +450,24 @@ def _told_apart() -> Iterator[None]:
         if _raised_by_us(error):
             raise BadInput(str(error)) from None
         raise UserError(_users_traceback(error)) from None
-    except (Exception, SystemExit) as error:  # a script without a main guard exits when it is imported
+    except OutOfTime:
+        raise
+    except BaseException as error:  # a script without a main guard exits when it is imported
         raise UserError(_users_traceback(error)) from None
 
 
 def _raised_by_us(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(OWN)
+
+
+def _users_line(error: BaseException) -> str:
+    """Where the user's code stood."""
+    stood = "its start"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((*OWN, "<frozen")) and "site-packages" not in frame.filename:
+            stood = f"{short_path(frame.filename)}:{frame.lineno} in {frame.name}"
+    return stood
 
 
 def _users_traceback(error: BaseException) -> str:

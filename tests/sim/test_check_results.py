@@ -102,6 +102,38 @@ def test_exit_codes(found: Found, part: Part, verdict: str, code: int) -> None:
     assert len({0, FAULTY, REFUSED, CRASHED}) == 4
 
 
+BUILT = """
+import os
+from tests.sim.ptx import user_cases
+def case_first(): return user_cases.case_three_axes()
+def case_dies(): os._exit(9)
+def case_interrupts(): raise KeyboardInterrupt
+def case_last(): return user_cases.case_three_axes()
+"""
+
+
+def test_a_case_that_ends_its_process_while_it_is_built_takes_no_other_with_it(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(file).write_text(BUILT)
+    code = main([file, "--target", "sm_80", "--schedules", "1", "--workers", "1", "--json"])
+    made = json.loads(capsys.readouterr().out)
+    by_name = {case["case"].partition("case_")[2]: case for case in made["cases"]}
+    assert {name: case["verdict"] for name, case in by_name.items()} == {
+        "first": "ok", "dies": "raised", "interrupts": "raised", "last": "ok",
+    }  # fmt: skip
+    assert code == made["exit_code"] == CRASHED
+    assert by_name["dies"]["words"] == f"{file}::case_dies: its process died while it was built\n"
+    assert "in case_interrupts" in by_name["interrupts"]["words"]
+
+
+def test_a_case_that_is_never_built_ends_with_its_time(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).write_text("def case_spins():\n    while True:\n        pass\n")
+    assert main([f"{file}::case_spins", "--seconds", "1", "--workers", "1"]) == REFUSED
+    said = f"the time was over while it was built, at {file}:"
+    assert said in capsys.readouterr().err
+
+
 def die(found: Found, *arguments: Any) -> Part:
     """A worker that takes its process with it, but for the case called "right"."""
     if found.name != "right":
