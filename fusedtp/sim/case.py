@@ -21,7 +21,7 @@ class Launch:
     kernel    of triton.jit, under triton.autotune and triton.heuristics or not
     grid      1 to 3 numbers, or a function of the arguments that returns them
     args      by name, tensors on the CPU
-    options   of the compiler (num_warps, num_stages, maxnreg)
+    options   of the compiler (num_warps, num_stages, maxnreg), and launch_cooperative_grid
     tuned     the config of an autotuned kernel: a triton.Config, or its number; None: every config in turn, a
               schedule each
     replace   device function -> what is called in its place, of triton.jit or the language, or None for nothing: for

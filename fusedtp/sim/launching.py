@@ -24,7 +24,7 @@ from .case import Launch, Run, Work, inside, name_of
 from .faults import UnsupportedKernel
 from .memory import Memory
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_cooperative_grid")
 NOT_COMPILED = ("ir_override", "extern_libs")
 
 

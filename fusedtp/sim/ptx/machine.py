@@ -1,7 +1,8 @@
 """One schedule of one run, of compiled kernels: the programs of all ranks, interleaved by a seed.
 
 streams of a rank    work in order of issue; programs of a launch start in ascending order, at most `resident` of a
-                     rank alive at once; the next work starts when all of them have ended
+                     rank alive at once, those of a cooperative launch together; the next work starts when all of
+                     them have ended
 turns                before every instruction that may see what other programs do, the strategy chooses who goes on
 sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, every
                      program polls on for a while; then it is a deadlock
@@ -225,7 +226,8 @@ class Machine:
                     if not stream.todo:
                         continue
                 work, number = stream.todo[0]
-                if isinstance(work, Launch) and self._resident_on(stream.rank) >= self.limits[stream.rank]:
+                full = self._resident_on(stream.rank) >= self.limits[stream.rank]
+                if full and isinstance(work, Launch) and not work.options.get("launch_cooperative_grid"):
                     break
                 stream.todo.popleft()
                 self._begin(stream, work, number)

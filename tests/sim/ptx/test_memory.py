@@ -269,6 +269,9 @@ def test_residency_decides_whether_a_wait_ends() -> None:
     work[0][0].args["flag"].zero_()
     with pytest.raises(SimulationFault, match="not started yet: 1 programs of rank 0"):
         run_all(work, resident=1)
+    work[0][0].args["flag"].zero_()
+    work[0][0].options["launch_cooperative_grid"] = True  # CUDA has all of them resident, or starts none
+    run_all(work, resident=1)
 
 
 @pytest.mark.parametrize("between", ["", "mov.b32 %r1, 0;"])
