@@ -156,9 +156,11 @@ class Emitter:
     def address(self, x: Operand, shared: bool) -> str:
         """int64 of every lane."""
         assert isinstance(x, Address)
-        if isinstance(x.base, Symbol):
-            return f"S.everywhere({x.offset})"
         base = x.base
+        if isinstance(base, Symbol | Imm):
+            if isinstance(base, Symbol) and base.name != "global_smem":
+                raise ValueError(f"operand {base}")
+            return f"S.everywhere({x.offset + (int(base.text, 0) if isinstance(base, Imm) else 0)})"
         if isinstance(base, Reg) and base.width == 64:
             at = f"I[{base.number}]"
         else:

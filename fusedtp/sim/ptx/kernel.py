@@ -82,7 +82,7 @@ def _is_first(i: Instruction) -> bool:
 @lru_cache(maxsize=256)
 def translated(text: str, shared: int, maps: str = "()") -> Kernel:
     """The kernel of a PTX text. maps: a literal. Raises UnsupportedPtx naming the opcode and its source line."""
-    listing = parse(text)
+    listing = parse(text, shared)
     instructions = listing.instructions
     starts = {0, *listing.labels.values()}
     for number, i in enumerate(instructions):
@@ -106,7 +106,7 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
         parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site, meets))
     functions = _functions(listing.name, bodies, every=True)
     blocks = tuple(Block(run, *part) for run, part in zip(functions, parts, strict=True))
-    return Kernel(listing, shared, blocks, bodies, ast.literal_eval(maps))
+    return Kernel(listing, listing.shared, blocks, bodies, ast.literal_eval(maps))
 
 
 def _functions(name: str, bodies: list[list[Instruction]], every: bool) -> list[Any]:

@@ -4,7 +4,7 @@
     @!%p3 ld.global.v2.b32 {%r1, %r2}, [%rd4 + 16];         guard, opcode, operands
 
 Registers are numbered by width. Those of inline PTX in braces get numbers of their own, and so do its labels: a name
-means what the innermost braces around it declare.
+means what the innermost braces around it declare. Variables in shared memory get places behind the kernel's own.
 PTX ISA 8.8: section 4 (syntax), 5.2 (types), 5.4.2 (vectors), 6 (operands), 11.5 (.loc).
 """
 
@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from ..faults import Site
@@ -116,6 +117,7 @@ class Listing:
     registers   how many there are of each width
     labels      name -> index of the instruction that follows
     threads     of a program
+    shared      bytes of shared memory, with the variables that the text declares
     """
 
     name: str
@@ -124,10 +126,11 @@ class Listing:
     instructions: list[Instruction]
     labels: dict[str, int]
     registers: dict[int, int]
+    shared: int = 0
 
 
-def parse(text: str) -> Listing:
-    """The text's only kernel. Raises UnsupportedPtx for what is no instruction."""
+def parse(text: str, shared: int = 0) -> Listing:
+    """The text's only kernel, of so many bytes of shared memory. Raises UnsupportedPtx for what is no instruction."""
     entry = re.search(r"^\.visible \.entry (\w+)\(", text, re.M)
     if entry is None:
         raise UnsupportedPtx("the text has no .visible .entry")
@@ -136,7 +139,7 @@ def parse(text: str) -> Listing:
     threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", head)
     if threads is None:
         raise UnsupportedPtx(f"{entry[1]} does not say how many threads a program has")
-    reader = _Reader(entry[1], dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)))
+    reader = _Reader(entry[1], dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)), shared)
     for statement in _statements(body):
         reader.read(statement)
     reader.finish(_strings(text))
@@ -147,6 +150,7 @@ def parse(text: str) -> Listing:
         reader.instructions,
         reader.labels,
         {width: count for width, count in reader.counts.items() if count},
+        reader.shared,
     )
 
 
@@ -231,12 +235,12 @@ def _statements(body: str) -> Iterator[str]:
 
 
 class _Reader:
-    def __init__(self, name: str, files: dict[str, str]) -> None:
-        self.name, self.files = name, files
+    def __init__(self, name: str, files: dict[str, str], shared: int) -> None:
+        self.name, self.files, self.shared = name, files, shared
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
-        self.scopes: list[dict[str, Reg | Vector]] = [{}]
+        self.scopes: list[dict[str, Reg | Vector | Imm]] = [{}]
         self.families: list[dict[str, tuple[int, int]]] = [
             {}
         ]  # of a scope: "%r" -> width, index of its first
@@ -262,6 +266,8 @@ class _Reader:
             self._locate(statement)
         elif statement.startswith(".reg"):
             self._declare(statement)
+        elif re.match(r"\.(extern|shared)", statement):
+            self._place(statement)
         elif statement.endswith(":"):
             self.labels[_label(statement[:-1], self.numbers[-1])] = len(self.instructions)
         elif statement and not statement.startswith("."):
@@ -345,6 +351,19 @@ class _Reader:
             if found[1]:
                 self.scopes[-1][name] = Vector(tuple(made))
 
+    def _place(self, statement: str) -> None:
+        """Variables in memory: each name stands for its address."""
+        form = r"\.(shared)(?:::cta)?\s+(?:\.align\s+(\d+)\s+)?(?:\.v(\d)\s+)?\.[a-z]+(\d+)\s+([^={]*)"
+        found = re.fullmatch(form, statement, re.S)
+        if found is None:
+            raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}")
+        size = int(found[4]) // 8 * int(found[3] or 1)
+        align = int(found[2] or size)
+        for name in (each.strip() for each in found[5].split(",")):
+            self.shared = -(-self.shared // align) * align
+            self.scopes[-1][name.partition("[")[0].strip()] = Imm(str(self.shared))
+            self.shared += size * prod(int(n) for n in re.findall(r"\[\s*(\d+)\s*\]", name))
+
     def _instruction(self, statement: str) -> Instruction:
         text, guard, negated = statement, None, False
         if statement.startswith("@"):
@@ -386,7 +405,7 @@ class _Reader:
         coordinates = tuple(x for each in rest for x in (each.items if isinstance(each, Vector) else (each,)))
         return Address(self._operand(found[1], of), int(found[2] or "0", 0), coordinates)
 
-    def _register(self, text: str) -> Reg | Vector | None:
+    def _register(self, text: str) -> Reg | Vector | Imm | None:
         found = re.fullmatch(r"([$%_a-zA-Z]\w*?)(\d+)", text)
         for scope, families in zip(reversed(self.scopes), reversed(self.families), strict=True):
             if text in scope:

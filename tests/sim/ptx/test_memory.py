@@ -13,6 +13,7 @@ from fusedtp.sim.faults import Fault
 from fusedtp.sim.memory import Memory
 from fusedtp.sim.ptx.cause import cause
 from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
+from fusedtp.sim.ptx.parse import UnsupportedPtx
 from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
 from tests.sim.ptx.running import Text, run_all, run_text
 
@@ -169,6 +170,22 @@ def test_bad_accesses(body: str, rule: str) -> None:
     with pytest.raises(SimulationFault) as caught:
         run_text(f".loc 1 7 1\n{body}", torch.zeros(64, dtype=torch.int32), shared=64)
     assert caught.value.fault.rule == rule and caught.value.fault.accesses[0].site.line == 7
+
+
+def test_variables_in_shared_memory_have_places_of_their_own() -> None:
+    """Behind the kernel's, aligned; a name means what the innermost braces declare."""
+    out = torch.zeros(4, 32, dtype=torch.int32)
+    body = """.shared .b8 tag; .shared .align 16 .b32 word, row[32];
+        mad.wide.u32 %rd9, %r0, 4, %rd0; shl.b32 %r1, %r0, 2; mov.u32 %r2, row; add.u32 %r3, %r2, %r1;
+        st.shared.b32 [%r1], 1; st.shared.b8 [tag], 2; st.shared.b32 [word], 3; st.shared.b32 [%r3], %r0;
+        { .shared .b32 word; st.shared.b32 [word], 5; ld.shared.b32 %r4, [word]; st.global.b32 [%rd9+384], %r4; }
+        ld.shared.b32 %r4, [%r1]; st.global.b32 [%rd9], %r4;
+        ld.shared.b32 %r4, [word]; and.b32 %r5, %r2, 15; add.u32 %r4, %r4, %r5; st.global.b32 [%rd9+128], %r4;
+        ld.shared.b32 %r4, [row+12]; st.global.b32 [%rd9+256], %r4;"""
+    run_text(body, out, shared=128)
+    assert [set(row.tolist()) for row in out] == [{1}, {3}, {3}, {5}]
+    with pytest.raises(UnsupportedPtx, match=r"does not know `\.extern \.shared"):
+        run_text(".extern .shared .b8 more[];", out, shared=128)
 
 
 def test_memory_that_no_one_wrote() -> None:
