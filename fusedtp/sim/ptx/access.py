@@ -66,7 +66,7 @@ def counted(i: Instruction) -> int:
 def _load(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, at, *_) = typed(i), i.args
     targets, nb = e.items(d), size_of(t)
-    if i.has("local", "const"):
+    if i.has("const"):
         return None
     if i.has("param"):
         assert isinstance(at, Address)
@@ -85,10 +85,13 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
         raise i.unsupported("registers")
     if is_shared(i):
         read = f"S.load_shared({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
+    elif i.has("local"):
+        read = f"S.load_local({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
     else:
         order = order_of(i)
         how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-        read = f"S.load({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
+        name = "load_generic" if e.windows and order == "weak" else "load"
+        read = f"S.{name}({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
     return [f"v = {read}", *(line for n, x in enumerate(targets) for line in into(e, x, t, f"v[:, {n}]"))]
 
 
@@ -109,14 +112,17 @@ def _store(e: Emitter, i: Instruction) -> list[str] | None:
     nb = size_of(t)
     if i.has("param"):
         return []  # an argument of a call
-    if i.has("local", "async"):
+    if i.has("async"):
         return None
     words = ", ".join(e.read(x, f"b{8 * nb}") for x in e.items(value))
     if is_shared(i):
         return [f"S.store_shared({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
+    if i.has("local"):
+        return [f"S.store_local({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
     order = order_of(i)
     how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-    return [f"S.store({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
+    name = "store_generic" if e.windows and order == "weak" else "store"
+    return [f"S.{name}({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
 
 
 ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .parse import Address, Imm, Instruction, Operand, Reg, Special, Symbol, Vector
+from .parse import LOCAL, Address, Imm, Instruction, Operand, Reg, Special, Symbol, Vector
 
 TYPES: dict[str, tuple[str, Any]] = {
     "b16": ("h", np.uint16), "u16": ("h", np.uint16), "s16": ("z", np.int16), "f16": ("g", np.float16),
@@ -64,10 +64,15 @@ def typed(i: Instruction) -> str:
 
 
 class Emitter:
-    """Translates one kernel's instructions. every: for all lanes, else for those of the mask `m`."""
+    """Translates one kernel's instructions.
 
-    def __init__(self, every: bool) -> None:
+    every     for all lanes, else for those of the mask `m`
+    windows   whether generic addresses may be those of local memory or of constants
+    """
+
+    def __init__(self, every: bool, windows: bool = False) -> None:
         self.constants: list[Any] = []
+        self.windows = windows
         self.lanes = self.mask = "True" if every else "m"  # `mask`: of the instruction
 
     def const(self, value: Any) -> str:
@@ -197,7 +202,9 @@ def number(text: str, t: str) -> Any:
 @handles("add", "sub", "mul", "min", "max", "and", "or", "xor")
 def _binary(e: Emitter, i: Instruction) -> list[str] | None:
     r, t, (d, a, b) = i.root, typed(i), i.args[:3]
-    if i.has("bf16", "bf16x2", "f16x2", "cc", "sat", "global") or (r in ("min", "max") and len(i.args) > 3):
+    if i.has("cc"):
+        return _carried(e, i)
+    if i.has("bf16", "bf16x2", "f16x2", "sat", "global") or (r in ("min", "max") and len(i.args) > 3):
         return _halves(e, i)
     if r == "mul" and i.has("wide"):
         return e.put(d, WIDE[t], f"{e.read(a, t)}.astype({WIDER[t]}) * {_const_or(e, b, t)}")
@@ -226,9 +233,26 @@ def _const_or(e: Emitter, x: Operand, t: str) -> str:
     return f"{e.read(x, t)}.astype({WIDER[t]})"
 
 
+@handles("addc", "madc")
+def _carried(e: Emitter, i: Instruction) -> list[str] | None:
+    """Sums of 32 bits with a carry, which `cc` writes and `addc` and `madc` add. PTX ISA 9.7.2."""
+    t, (d, a, *rest) = typed(i), i.args
+    if size_of(t) != 4 or not i.root.startswith(("add", "mad")) or (i.has("hi") and t[0] == "s"):
+        return None
+    first, *others = (f"{e.read(x, 'u32')}.astype(np.uint64)" for x in (a, *rest))
+    if i.root.startswith("mad"):
+        first = f"({first} * {others.pop(0)})"
+        first = f"({first} >> np.uint64(32))" if i.has("hi") else f"({first} & np.uint64(0xFFFFFFFF))"
+    carry = " + S.carry" if i.root.endswith("c") else ""
+    lines = [f"v = {first} + {others[0]}{carry}", *e.put(d, "u32", "v.astype(np.uint32)")]
+    return lines + ([f"np.copyto(S.carry, v >> np.uint64(32) != 0, where={e.mask})"] if i.has("cc") else [])
+
+
 @handles("mad", "fma")
 def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, a, b, c) = typed(i), i.args
+    if i.has("cc"):
+        return _carried(e, i)
     if i.root == "fma":
         if t == "f32":
             x, y, z = (e.read(each, t) for each in (a, b, c))
@@ -436,10 +460,12 @@ def _move(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("cvta")
 def _address(e: Emitter, i: Instruction) -> list[str] | None:
-    """Generic addresses are global ones here; the window of shared memory has no address of its own."""
-    if i.has("shared", "local"):
+    """Generic addresses are global ones here, or in the window of local memory; shared memory has none."""
+    d, a = i.args
+    if i.has("shared") or not i.has("u64"):
         return None
-    return e.put(i.args[0], "u64", e.read(i.args[1], "u64"))
+    window = f" {'-' if i.has('to') else '+'} {e.const(np.uint64(LOCAL))}" if i.has("local") else ""
+    return e.put(d, "u64", e.read(a, "u64") + window)
 
 
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -471,8 +497,10 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
         return e.put(d, "b16", f"to_bf16({source})") if rounding in ("rn", "") else None
     if to in FLOATS:
         if of in FLOATS and rounding[-1:] == "i":
-            return None
-        if rounding not in ("rn", "") and size_of(to) < size_of(of if of in TYPES else "f32"):
+            source = f"np.{dict(rni='rint', rzi='trunc', rmi='floor', rpi='ceil')[rounding]}({source})"
+        if rounding not in ("rn", "", "rni", "rzi", "rmi", "rpi") and size_of(to) < size_of(
+            of if of in TYPES else "f32"
+        ):
             return None
         made = f"np.asarray({source}).astype(np.{np.dtype(TYPES[to][1]).name})"
         return e.put(d, to, f"np.clip({made}, 0, 1)" if saturated else made)

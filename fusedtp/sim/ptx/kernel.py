@@ -59,7 +59,7 @@ class Kernel:
     @cached_property
     def masked(self) -> list[Callable[[Any, Any], None]]:
         """run(lanes, mask) of each block, for those of its lanes that a branch has sent there."""
-        return _functions(self.listing.name, self.bodies, every=False)
+        return _functions(self.listing, self.bodies, every=False)
 
     @cached_property
     def specialized(self) -> bool:
@@ -104,14 +104,14 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
         jumps = end is not None and end.root in JUMPS
         meets = None if end is None or jumps else _meets(end)
         parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site, meets))
-    functions = _functions(listing.name, bodies, every=True)
+    functions = _functions(listing, bodies, every=True)
     blocks = tuple(Block(run, *part) for run, part in zip(functions, parts, strict=True))
     return Kernel(listing, listing.shared, blocks, bodies, ast.literal_eval(maps))
 
 
-def _functions(name: str, bodies: list[list[Instruction]], every: bool) -> list[Any]:
+def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
     """One of each block: of the lanes, all of them, or of the lanes and a mask."""
-    emitter = Emitter(every)
+    emitter = Emitter(every, bool(listing.local or listing.constants))
     source = []
     for number, body in enumerate(bodies):
         lines = _lines(emitter, body)
@@ -120,7 +120,7 @@ def _functions(name: str, bodies: list[list[Instruction]], every: bool) -> list[
         source += [f"    {v} = S.views[{v!r}]" for v in views]
         source += [f"    {line}" for line in lines or ["pass"]]
     names = {**vars(numerics), **vars(tensor_core), **vars(multimem), "np": np, "K": emitter.constants}
-    exec(compile("\n".join(source) + "\n", f"<{name}>", "exec"), names)
+    exec(compile("\n".join(source) + "\n", f"<{listing.name}>", "exec"), names)
     return [names[f"b{number}"] for number in range(len(bodies))]
 
 

@@ -4,7 +4,8 @@
     @!%p3 ld.global.v2.b32 {%r1, %r2}, [%rd4 + 16];         guard, opcode, operands
 
 Registers are numbered by width. Those of inline PTX in braces get numbers of their own, and so do its labels: a name
-means what the innermost braces around it declare. Variables in shared memory get places behind the kernel's own.
+means what the innermost braces around it declare. Variables in shared memory get places behind the kernel's own, those
+in local memory an address from 0 on, constants of the module one from CONSTANTS on.
 PTX ISA 8.8: section 4 (syntax), 5.2 (types), 5.4.2 (vectors), 6 (operands), 11.5 (.loc).
 """
 
@@ -23,6 +24,8 @@ from ..faults import Site
 
 WIDTHS = {"pred": 1, "8": 16, "16": 16, "32": 32, "64": 64}  # of a type's digits; no register has 8 bits
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+LOC = (".loc ", ".loc\t")
+LOCAL, CONSTANTS = 1 << 56, 1 << 57  # generic addresses from here on
 
 
 class UnsupportedPtx(ValueError):
@@ -118,6 +121,8 @@ class Listing:
     labels      name -> index of the instruction that follows
     threads     of a program
     shared      bytes of shared memory, with the variables that the text declares
+    local       bytes of local memory of a thread
+    constants   bytes of the module's constants
     """
 
     name: str
@@ -127,6 +132,8 @@ class Listing:
     labels: dict[str, int]
     registers: dict[int, int]
     shared: int = 0
+    local: int = 0
+    constants: bytes = b""
 
 
 def parse(text: str, shared: int = 0) -> Listing:
@@ -140,9 +147,14 @@ def parse(text: str, shared: int = 0) -> Listing:
     if threads is None:
         raise UnsupportedPtx(f"{entry[1]} does not say how many threads a program has")
     reader = _Reader(entry[1], dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)), shared)
+    tables = _tables(text)
+    constants = b""
+    for key, table in tables.items():
+        reader.scopes[0] |= {} if key.startswith("assert") else {key: Imm(str(CONSTANTS + len(constants)))}
+        constants += table + bytes(-len(table) % 16)
     for statement in _statements(body):
         reader.read(statement)
-    reader.finish(_strings(text))
+    reader.finish({name: each.decode(errors="replace").rstrip("\0") for name, each in tables.items()})
     return Listing(
         entry[1],
         list(_parameters(head)),
@@ -150,7 +162,9 @@ def parse(text: str, shared: int = 0) -> Listing:
         reader.instructions,
         reader.labels,
         {width: count for width, count in reader.counts.items() if count},
-        reader.shared,
+        reader.sizes["shared"],
+        reader.sizes["local"],
+        constants,
     )
 
 
@@ -164,7 +178,7 @@ def _enclosed(text: str) -> str:
     for line in text.splitlines():
         if line.strip().startswith(("// begin inline asm", "// end inline asm")):
             located = 0 if "begin" in line else -1
-        elif located >= 0 and line.strip().startswith(".loc"):
+        elif located >= 0 and line.strip().startswith(LOC):
             located += 1
             if located > 1:
                 continue
@@ -175,13 +189,10 @@ def _enclosed(text: str) -> str:
     return "\n".join(kept).strip()[1:-1]
 
 
-def _strings(text: str) -> dict[str, str]:
-    """The module's strings by name, such as what a device_assert says."""
-    found = re.findall(r"\.b8 (\w+)\[\d+\] = \{([\d, ]+)\}", text)
-    return {
-        name: bytes(int(n) for n in given.split(",")).decode(errors="replace").rstrip("\0")
-        for name, given in found
-    }
+def _tables(text: str) -> dict[str, bytes]:
+    """The module's constants by name: strings, such as what a device_assert says, and tables of numbers."""
+    found = re.findall(r"\.b8 ([$\w]+)\[(\d+)\] = \{([\d, ]+)\}", text)
+    return {name: bytes(map(int, given.split(","))).ljust(int(size), b"\0") for name, size, given in found}
 
 
 @lru_cache(1 << 16)
@@ -213,7 +224,7 @@ def _statements(body: str) -> Iterator[str]:
     kept = ""
     for line in body.splitlines():
         line = line.strip()
-        if line.startswith(".loc"):
+        if line.startswith(LOC):
             yield line
             continue
         kept = f"{kept} {line}".strip() if line else kept
@@ -236,7 +247,7 @@ def _statements(body: str) -> Iterator[str]:
 
 class _Reader:
     def __init__(self, name: str, files: dict[str, str], shared: int) -> None:
-        self.name, self.files, self.shared = name, files, shared
+        self.name, self.files, self.sizes = name, files, {"shared": shared, "local": 0}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
@@ -262,11 +273,11 @@ class _Reader:
             self.scopes.pop()
             self.families.pop()
             self.numbers.pop()
-        elif statement.startswith(".loc"):
+        elif statement.startswith(LOC):
             self._locate(statement)
         elif statement.startswith(".reg"):
             self._declare(statement)
-        elif re.match(r"\.(extern|shared)", statement):
+        elif re.match(r"\.(extern|shared|local)", statement):
             self._place(statement)
         elif statement.endswith(":"):
             self.labels[_label(statement[:-1], self.numbers[-1])] = len(self.instructions)
@@ -353,16 +364,16 @@ class _Reader:
 
     def _place(self, statement: str) -> None:
         """Variables in memory: each name stands for its address."""
-        form = r"\.(shared)(?:::cta)?\s+(?:\.align\s+(\d+)\s+)?(?:\.v(\d)\s+)?\.[a-z]+(\d+)\s+([^={]*)"
+        form = r"\.(shared|local)(?:::cta)?\s+(?:\.align\s+(\d+)\s+)?(?:\.v(\d)\s+)?\.[a-z]+(\d+)\s+([^={]*)"
         found = re.fullmatch(form, statement, re.S)
         if found is None:
             raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}")
         size = int(found[4]) // 8 * int(found[3] or 1)
         align = int(found[2] or size)
         for name in (each.strip() for each in found[5].split(",")):
-            self.shared = -(-self.shared // align) * align
-            self.scopes[-1][name.partition("[")[0].strip()] = Imm(str(self.shared))
-            self.shared += size * prod(int(n) for n in re.findall(r"\[\s*(\d+)\s*\]", name))
+            begin = -(-self.sizes[found[1]] // align) * align
+            self.scopes[-1][name.partition("[")[0].strip()] = Imm(str(begin))
+            self.sizes[found[1]] = begin + size * prod(int(n) for n in re.findall(r"\[\s*(\d+)\s*\]", name))
 
     def _instruction(self, statement: str) -> Instruction:
         text, guard, negated = statement, None, False

@@ -23,7 +23,7 @@ from .clocks import ALIAS, ASYNC
 from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
-from .parse import Imm, Instruction, UnsupportedPtx
+from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
 from .proxies import GenericWrites
 from .tensor_core import Products, matrix_places, multiply
 
@@ -203,6 +203,11 @@ class Lanes:
         fixed: dict[str, Any] = {name: np.uint32(value) for name, value in numbers.items()}
         return fixed | {name: (value & 0xFFFFFFFF).astype(np.uint32) for name, value in lanes.items()}
 
+    @cached_property
+    def carry(self) -> Array:
+        """CC.CF: PTX ISA 9.7.2."""
+        return np.zeros(self.count, bool)
+
     def parameter(self, name: str, offset: int, dtype: Any) -> Any:
         value = self.program.parameters[name]
         size = np.dtype(dtype).itemsize
@@ -277,6 +282,66 @@ class Lanes:
         for warp in np.unique(threads // 32).tolist():
             self.window.known.meet(threads[threads // 32 == warp])
         self.program.met()
+
+    # -- local memory, constants -------------------------------------------------------------------------------------
+
+    @cached_property
+    def _local(self) -> Array:
+        """Words of 8 bytes of each lane."""
+        size = self.program.kernel.listing.local
+        return np.full((self.count, -(-size // 16) * 2), 0x7F7F7F7F7F7F7F7F, np.uint64)
+
+    def _local_at(
+        self, at: Array, nb: int, count: int, mask: Any, site: Site
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Words of nb bytes, and which of them each lane means [n, count]."""
+        places, size = self.part(at, mask) & 0xFFFFFFFF, self.program.kernel.listing.local
+        if int(places.max()) + nb * count > size:
+            raise self.program.fault("out of bounds", f"local memory ends at {size}", "access", site)
+        if (places & (nb * count - 1)).any():
+            said = f"an access to local memory of {nb * count} bytes"
+            raise self.program.fault("misaligned", said, "access", site)
+        return self._local.view(UNSIGNED[nb]), (
+            self.chosen(mask)[:, None],
+            places[:, None] // nb + np.arange(count),
+        )
+
+    def load_local(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
+        words, which = self._local_at(at, nb, count, mask, site)
+        return words[which]
+
+    def store_local(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
+        words, which = self._local_at(at, nb, len(values), mask, site)
+        words[which] = self.words(values, nb, mask)
+
+    def _window(self, at: Array, mask: Any, site: Site) -> int:
+        """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
+        high = self.part(at, mask) >> 56
+        if (high != high[0]).any():
+            raise UnsupportedPtx(f"generic addresses of global and other memory at once, at {site}")
+        return max(int(high[0]), 0) << 56
+
+    def load_generic(
+        self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site
+    ) -> Array:
+        window = self._window(at, mask, site)
+        if window == LOCAL:
+            return self.load_local(at - LOCAL, nb, count, mask, site)
+        if window != CONSTANTS:
+            return self.load(at, nb, count, mask, order, scope, site)
+        table, places = self.program.kernel.listing.constants, self.part(at, mask) - CONSTANTS
+        if int(places.max()) + nb * count > len(table):
+            raise self.program.fault("out of bounds", f"constants end at {len(table)}", "load", site)
+        found: Array = np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
+        return found
+
+    def store_generic(
+        self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
+    ) -> None:
+        if self._window(at, mask, site) == LOCAL:
+            self.store_local(at - LOCAL, values, nb, mask, site)
+        else:
+            self.store(at, values, nb, mask, order, scope, site)
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 

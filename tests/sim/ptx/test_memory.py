@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from fusedtp.sim import Launch, SimulationFault, Site, symmetric
+from fusedtp.sim import Launch, Run, Schedule, SimulationFault, Site, run_schedule, symmetric
 from fusedtp.sim.faults import Fault
 from fusedtp.sim.memory import Memory
 from fusedtp.sim.ptx.cause import cause
@@ -17,12 +19,20 @@ from fusedtp.sim.ptx.parse import UnsupportedPtx
 from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
 from tests.sim.ptx.running import Text, run_all, run_text
 
+every_lane_or_half = pytest.mark.parametrize("half", [False, True], ids=["every lane", "half"])
 ATOMICS = {
     "add.s32": lambda old, x: old + x, "max.s32": max, "min.s32": min, "exch.b32": lambda old, x: x,
     "and.b32": lambda old, x: old & x, "or.b32": lambda old, x: old | x, "xor.b32": lambda old, x: old ^ x,
     "inc.u32": lambda old, x: 0 if old >= x else old + 1,
     "dec.u32": lambda old, x: x if old == 0 or old > x else old - 1,
 }  # fmt: skip
+
+
+@triton.jit
+def sine_and_cosine(x, y):
+    at = tl.arange(0, 32)
+    v = tl.load(x + at)
+    tl.store(y + at, tl.sin(v) + tl.cos(v))
 
 
 @pytest.mark.parametrize("name", ATOMICS)
@@ -161,6 +171,13 @@ def test_cp_async_lands_at_its_wait() -> None:
         ("ld.shared.b32 %r1, [%r0+1];", "misaligned"),
         ("ld.shared.v2.b32 {%r1, %r2}, [%r0+4];", "misaligned"),
         ("mov.b32 %r1, 64; st.shared.b32 [%r1], 0;", "out of bounds"),
+        (".local .b8 x[8]; st.local.b32 [x+8], 0;", "out of bounds"),
+        (".local .b8 x[8]; ld.local.b32 %r1, [x+-4];", "out of bounds"),
+        (".local .b8 x[8]; st.local.b32 [x+2], 0;", "misaligned"),
+        (
+            ".local .b8 x[8]; mov.b64 %rd9, x; cvta.local.u64 %rd8, %rd9; ld.b64 %rd9, [%rd8+8];",
+            "out of bounds",
+        ),
         ("cp.async.ca.shared.global [%r0], [%rd0+256], 4; cp.async.wait_all;", "out of bounds"),
         ("cp.async.ca.shared.global [%r0], [%rd0+256], 4;", "out of bounds"),  # lands as the program ends
         ("trap;", "raised"),
@@ -186,6 +203,43 @@ def test_variables_in_shared_memory_have_places_of_their_own() -> None:
     assert [set(row.tolist()) for row in out] == [{1}, {3}, {3}, {5}]
     with pytest.raises(UnsupportedPtx, match=r"does not know `\.extern \.shared"):
         run_text(".extern .shared .b8 more[];", out, shared=128)
+
+
+@every_lane_or_half
+def test_local_memory_is_each_lanes_own(half: bool) -> None:
+    """By addresses in local memory and by generic ones; those of other tensors stay what they are."""
+    x, out = torch.randint(1, 1 << 30, (2, 32), dtype=torch.int32), torch.zeros(5, 32, dtype=torch.int32)
+    body = f""".local .align 8 .b8 depot[24]; .reg .b64 %SP; .reg .b32 %SPL;
+        mov.b32 %SPL, depot; mov.b64 %rd9, depot; cvta.local.u64 %SP, %rd9;
+        mad.wide.u32 %rd8, %r0, 4, %rd0; mad.wide.u32 %rd7, %r0, 4, %rd1;
+        {"setp.ge.u32 %p1, %r0, 16; @%p1 bra $past;" if half else ""}
+        ld.global.b32 %r1, [%rd8]; ld.b32 %r2, [%rd8+128]; and.b32 %r3, %r0, 1; shl.b32 %r3, %r3, 2;
+        add.s32 %r4, %SPL, %r3; st.local.b32 [%r4+8], %r1; sub.s32 %r5, 4, %r3; st.local.b32 [%r5+8], %r2;
+        ld.local.v2.b32 {{%r6, %r7}}, [depot+8]; st.global.b32 [%rd7], %r6; st.b32 [%rd7+128], %r7;
+        st.b64 [%SP+16], %rd8; ld.local.b64 %rd6, [depot+16]; ld.b32 %r8, [%rd6]; st.global.b32 [%rd7+256], %r8;
+        st.b8 [%SP+8], 0; ld.b32 %r9, [%SP+8]; st.global.b32 [%rd7+384], %r9;
+        cvta.to.local.u64 %rd5, %SP; ld.local.u8 %r10, [%rd5+9]; st.global.b32 [%rd7+512], %r10;
+        $past:"""
+    run_text(body, x, out)
+    odd = torch.arange(32) % 2 == 1
+    first, second = torch.where(odd, x[1], x[0]), torch.where(odd, x[0], x[1])
+    want = torch.stack([first, second, x[0], first & ~255, (first >> 8) & 255])
+    lanes = 16 if half else 32
+    assert torch.equal(out[:, :lanes], want[:, :lanes]) and not out[:, lanes:].any()
+
+
+def test_functions_that_use_local_memory_and_tables_run() -> None:
+    """sin and cos of large numbers: their slow path has a table of 2 / pi and an array a lane."""
+    x, y = torch.tensor([0.5, 1e6, -3e9, 1e30] * 8), torch.zeros(32)
+
+    def near() -> None:
+        assert torch.allclose(y.double(), x.double().sin() + x.double().cos(), atol=1e-5)
+
+    for target in ("sm_80", "sm_90"):
+        run = Run(
+            [[Launch(sine_and_cosine, 1, dict(x=x, y=y.fill_(0)), options=dict(num_warps=1))]], (), near
+        )
+        run_schedule(run, Schedule(fine=True, target=target))
 
 
 def test_memory_that_no_one_wrote() -> None:

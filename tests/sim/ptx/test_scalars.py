@@ -134,7 +134,8 @@ def test_integers(text: str, definition: Definition, half: bool) -> None:
     given = [edge_words(32, 128, n) for n in range(3)]
     x = torch.from_numpy(np.stack(given).view(np.int32).copy())
     out = torch.zeros(128, dtype=torch.int32)
-    for name, register in dict(a="%r1", b="%r2", c="%r3", d="%r4", p="%p1").items():
+    names = {} if "%" in text else dict(a="%r1", b="%r2", c="%r3", d="%r4", p="%p1")
+    for name, register in names.items():
         op, _, args = text.partition(" ")
         words = [register if word == name else word for word in args.split(", ")]
         text = f"{op} {', '.join(words)}"
@@ -154,6 +155,21 @@ def test_integers(text: str, definition: Definition, half: bool) -> None:
             hex(got[lane]),
             want,
         )
+
+
+CARRIED: list[tuple[str, Definition]] = [
+    ("add.cc.u32 %r4, %r1, %r2; addc.u32 %r4, %r3, 0", lambda a, b, c: c + (a + b >> 32)),
+    ("mad.lo.cc.u32 %r4, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 5",
+     lambda a, b, c: 5 + (a * b >> 32) + ((a * b & 0xFFFFFFFF) + c >> 32)),
+    ("mad.hi.cc.u32 %r4, %r1, %r2, %r3; addc.cc.s32 %r4, %r1, %r2; madc.lo.s32 %r4, %r1, %r2, %r3",
+     lambda a, b, c: a * b + c + (a + b + ((a * b >> 32) + c >> 32) >> 32)),
+]  # fmt: skip
+
+
+@every_lane_or_half
+@pytest.mark.parametrize("text, definition", CARRIED, ids=["add", "mad", "three"])
+def test_carries(text: str, definition: Definition, half: bool) -> None:
+    test_integers(text, definition, half)
 
 
 def test_every_table_of_lop3() -> None:
@@ -227,6 +243,8 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
         "setp.gt.and.f32 %p2|%p3, %r1, %r2, %p1; selp.b32 %r4, 1, 0, %p3",
         lambda a, b, c: int(not a > b and c < 0),
     ),
+    ("cvt.rni.f32.f32 %r4, %r1", lambda a, b, c: bits_of(np.rint(F32(a)))),
+    ("cvt.rzi.f32.f32 %r4, %r1", lambda a, b, c: bits_of(np.trunc(F32(a)))),
     ("cvt.rn.bf16x2.f32 %r4, %r1, %r2", lambda a, b, c: half_pair(a, b, torch.bfloat16)),
     ("cvt.rn.f16x2.f32 %r4, %r1, %r2", lambda a, b, c: half_pair(a, b, torch.float16)),
     ("cvt.rn.f16.f32 %rs1, %r1; cvt.f32.f16 %r4, %rs1", lambda a, b, c: bits_of(F32(np.float16(F32(a))))),
