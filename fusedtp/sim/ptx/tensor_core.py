@@ -7,7 +7,8 @@ Which lane holds which element: PTX ISA 8.8, 9.7.14.5 (mma fragments), 9.7.14.5.
     B [8e, 8]    register hk holds rows 4e hk + t e and on, column g
     C [16, 8]    register 2 hm + j holds row g + 8 hm, column 2 t + j
 
-Products are summed in fp32 by numpy, in an order of its own; tensor cores have another, and drop more bits.
+Products are summed in fp32 by numpy, in an order of its own; tensor cores have another, and drop more bits. Those of
+integers are exact.
 """
 
 from __future__ import annotations
@@ -57,18 +58,16 @@ def _mma(e: Emitter, i: Instruction) -> list[str] | None:
 def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
     """mma of one kind, none of which reads what another of them writes: one matmul of numpy."""
     first = run[0]
-    if (
-        first.parts[1:3] != ("sync", "aligned")
-        or not first.has("row")
-        or first.has("sp", "block_scale", "satfinite")
-    ):
+    if first.parts[1:3] != ("sync", "aligned") or not first.has("row") or first.has("sp", "block_scale"):
         return None
     shape = re.fullmatch(r"m16n8k(\d+)", first.parts[3])
     to, a, b, c = first.parts[-4:]
     if shape is None or to != c or to not in ("f32", "s32"):
         return None
-    if to == "f32" and not {a, b} <= {"tf32", "bf16", "f16", "e4m3", "e5m2"}:
+    if not {a, b} <= ({"s8", "u8"} if to == "s32" else {"tf32", "bf16", "f16", "e4m3", "e5m2"}):
         return None
+    if first.has("satfinite"):
+        to += ".sat"
     numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
     return [f"S.mma({e.const(numbers)}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
 
@@ -80,7 +79,10 @@ def _numbers(e: Emitter, x: Operand) -> tuple[int, ...]:
 def multiply(
     registers: list[Array], numbers: list[tuple[tuple[int, ...], ...]], a: str, b: str, to: str
 ) -> list[Array]:
-    """D of each product, uint32 [4, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C."""
+    """D of each product, uint32 [4, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C.
+
+    to   f32, s32, or s32.sat, limited to the type's range
+    """
     lanes = len(registers[0])
     warps = lanes // 32
     as_ = list(dict.fromkeys(n[1] for n in numbers))
@@ -91,7 +93,11 @@ def multiply(
     made = left[[as_.index(n[1]) for n in numbers]] @ right[[bs.index(n[2]) for n in numbers]]
     made = made.reshape(len(numbers), warps, 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4)
     sums = np.stack([np.stack([registers[x] for x in n[3]]) for n in numbers]).view(dtype)
+    if to == "s32.sat":
+        sums = sums.astype(np.int64)
     sums = sums.reshape(len(numbers), 4, lanes) + made.reshape(len(numbers), 4, lanes)
+    if to == "s32.sat":
+        sums = np.clip(sums, -(1 << 31), (1 << 31) - 1)
     return list(np.ascontiguousarray(sums.astype(dtype)).view(np.uint32))
 
 
@@ -152,17 +158,19 @@ def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
         assert isinstance(left, Imm)
         return [f"S.products.wait(S, {int(left.text, 0)})"]
     shape = re.fullmatch(r"m64n(\d+)k\d+", i.parts[4]) if i.parts[1] == "mma_async" else None
-    if shape is None or i.has("sp") or i.parts[5] != "f32":
+    if shape is None or i.has("sp", "satfinite"):
         return None
     a, b = i.parts[6:8]
+    if i.parts[5] != "f32" and (i.parts[5] != "s32" or not {a, b} <= {"s8", "u8"}):
+        return None
     d, left, right, scale, *rest = i.args
     given = [int(x.text, 0) for x in rest if isinstance(x, Imm)]  # scale a, scale b, transposed
-    registers = isinstance(left, Reg) is False
+    signs, registers = given[:2] or [1, 1], isinstance(left, Reg) is False
     transposed = (0, 0) if len(given) < 3 else (0, given[2]) if registers else (given[2], given[3])
     held = e.const(_numbers(e, left)) if registers else "None"
     described = "None" if registers else f"S.by_warp({e.read(left, 'b64')})"
     made = (
-        f"Product({int(shape[1])}, {a!r}, {b!r}, {given[:2]}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
+        f"Product({int(shape[1])}, {a!r}, {b!r}, {signs}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
         f"{described}, S.by_warp({e.read(right, 'b64')}), S.by_warp({e.read(scale, 'pred')}))"
     )
     return [f"S.products.issue(S, {made}, {e.mask}, {e.const(i.site)})"]
@@ -185,6 +193,11 @@ class Product(NamedTuple):
     @property
     def k(self) -> int:
         return 8 if self.a == "tf32" else 16 if self.a in ("f16", "bf16") else 32
+
+    @property
+    def dtype(self) -> Any:
+        """Of D."""
+        return np.int32 if self.a in ("s8", "u8") else np.float32
 
     def places(self) -> Iterator[Array]:
         """Where its operands lie in shared memory."""
@@ -214,7 +227,7 @@ class Products:
         for places in product.places():
             lanes.program.read_async(places, "wgmma", site)
         if product.d not in self.sums:
-            self.sums[product.d] = np.stack([lanes.u[x] for x in product.d]).view(np.float32)
+            self.sums[product.d] = np.stack([lanes.u[x] for x in product.d]).view(product.dtype)
             if self.late:
                 for x in product.d:
                     lanes.u[x][:] = PENDING
@@ -259,7 +272,7 @@ class Products:
                 places = operand_places(left, 64, k, 32 // k, bool(product.transposed[0]))
                 a = shared_elements(lanes.shared, places, product.a).reshape(4, 16, k)
                 a = a[[(lanes.first // 32 + w) % 4 for w in own]]
-            made = a @ b.T * np.float32(product.signs[0] * product.signs[1])
+            made = a @ b.T * product.dtype(product.signs[0] * product.signs[1])
             made = (
                 made.reshape(len(own), 2, 8, n // 8, 4, 2)
                 .transpose(3, 1, 5, 0, 2, 4)
@@ -270,7 +283,7 @@ class Products:
 
 
 def shared_elements(shared: Array, places: Array, kind: str) -> Array:
-    """fp32 of elements in shared memory, by their places."""
+    """fp32 (or int32) of elements in shared memory, by their places."""
     itemsize = {"tf32": 4, "bf16": 2, "f16": 2}.get(kind, 1)
     words = shared.view({4: np.uint32, 2: np.uint16, 1: np.uint8}[itemsize])[places // itemsize]
     if kind == "tf32":
@@ -279,6 +292,8 @@ def shared_elements(shared: Array, places: Array, kind: str) -> Array:
         return from_bf16(words)
     if kind == "f16":
         return np.ascontiguousarray(words).view(np.float16).astype(np.float32)
+    if kind in ("s8", "u8"):
+        return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.int32)
     return from_fp8(words, kind + "x2")
 
 

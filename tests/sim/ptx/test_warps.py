@@ -74,13 +74,19 @@ def packed(x: torch.Tensor) -> np.ndarray:
         ("f16", torch.float16, 2),
         ("tf32", torch.float32, 1),
         ("e4m3", torch.float8_e4m3fn, 4),
+        ("s8", torch.int8, 4),
+        ("u8", torch.uint8, 4),
     ],
 )
 def test_mma(kind: str, dtype: torch.dtype, e: int) -> None:
     """D [16, 8] = A [16, 8e] B [8e, 8] + C, of two warps, from fragments laid out here by the ISA's figures."""
     torch.manual_seed(0)
     k = 8 * e
-    a, b, c = (torch.randint(-3, 4, shape).float() for shape in ((2, 16, k), (2, k, 8), (2, 16, 8)))
+    to, number, low, high = "f32", torch.float32, -3, 4
+    if not dtype.is_floating_point:
+        to, number, (low, high) = "s32", torch.int32, (-128, 128) if kind == "s8" else (0, 256)
+    a, b = (torch.randint(low, high, shape).to(number) for shape in ((2, 16, k), (2, k, 8)))
+    c = torch.randint(-3, 4, (2, 16, 8)).to(number)
     words = np.zeros((10, 64), np.uint32)
     for warp in range(2):
         rows, columns = a[warp].to(dtype), b[warp].t().contiguous().to(dtype)
@@ -97,17 +103,64 @@ def test_mma(kind: str, dtype: torch.dtype, e: int) -> None:
     loads = "".join(f"ld.global.b32 %r{10 + n}, [%rd8+{256 * n}]; " for n in range(10))
     stores = "".join(f"st.global.b32 [%rd8+{256 * n}], %r{30 + n}; " for n in range(4))
     body = f"""{AT.format(0)} {loads}
-        mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r30, %r31, %r32, %r33}},
+        mma.sync.aligned.m16n8k{k}.row.col.{to}.{kind}.{kind}.{to} {{%r30, %r31, %r32, %r33}},
             {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {{%r16, %r17, %r18, %r19}};
         {AT.format(1)} {stores}"""
     run_text(body, given, out, threads=64)
-    want = a.to(dtype).float() @ b.to(dtype).float() + c
-    got = out.view(torch.float32)
+    want = a.to(dtype).to(number) @ b.to(dtype).to(number) + c
+    got = out.view(number)
     for warp in range(2):
         for lane in range(32):
             for r in range(4):
                 row, column = lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2
                 assert got[r, 32 * warp + lane] == want[warp, row, column]
+
+
+@pytest.mark.parametrize("limited, want", [("", -(1 << 31)), (".satfinite", (1 << 31) - 1)])
+def test_mma_of_integers_wraps_or_is_limited(limited: str, want: int) -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""mov.b32 %r1, 0; mov.b32 %r2, 0x7fffffff; mov.b32 %r3, 1; and.b32 %r4, %r0, 3; setp.eq.b32 %p1, %r4, 0;
+        selp.b32 %r5, 1, 0, %p1;
+        mma.sync.aligned.m16n8k32.row.col{limited}.s32.s8.s8.s32 {{%r10, %r11, %r12, %r13}},
+            {{%r5, %r1, %r1, %r1}}, {{%r5, %r1}}, {{%r2, %r2, %r2, %r2}};
+        mad.wide.u32 %rd9, %r0, 4, %rd0; st.global.b32 [%rd9], %r10;"""
+    run_text(body, out)
+    assert set(out.tolist()) == {want}
+
+
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("kind, low", [("s8", -128), ("u8", 0)])
+def test_wgmma_of_integers(kind: str, low: int, weak: bool) -> None:
+    """D [64, 8] = A [64, 32] B [32, 8] twice, the second time added; operands K-major in units of 8 rows, 16 bytes."""
+    torch.manual_seed(1)
+    x, pad = (
+        torch.randint(low, low + 256, (72, 32)),
+        torch.zeros(256, dtype=torch.uint8),
+    )  # A, then B by columns
+    units = (
+        (x & 255).to(torch.uint8).view(9, 8, 2, 16).transpose(1, 2).flatten()
+    )  # a row of units is 256 bytes
+    given, out = torch.cat([units, pad]).view(torch.int32), torch.zeros(4, 128, dtype=torch.int32)
+    copies = "".join(
+        f"ld.global.b32 %r1, [%rd8+{512 * n}]; st.shared.b32 [%r2+{512 * n}], %r1; " for n in range(5)
+    )
+    stores = "".join(f"st.global.b32 [%rd9+{512 * n}], %r{10 + n}; " for n in range(4))
+    strides = 128 >> 4 << 16 | 256 >> 4 << 32
+    product = (
+        f"wgmma.mma_async.sync.aligned.m64n8k32.s32.{kind}.{kind} {{%r10, %r11, %r12, %r13}}, %rd2, %rd3,"
+    )
+    body = f"""{AT.format(0).replace("%rd9", "%rd8")} {AT.format(1).replace("%rd8", "%rd9")}
+        shl.b32 %r2, %r0, 2; {copies} fence.proxy.async; bar.sync 0;
+        mov.b64 %rd2, {strides}; mov.b64 %rd3, {strides | 2048 >> 4}; mov.b32 %r3, 1; setp.eq.b32 %p1, %r3, 1;
+        wgmma.fence.sync.aligned; {product} 0; {product} %p1;
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+        {stores}"""
+    run_text(body, given, out, threads=128, shared=2560, weak=weak)
+    want = 2 * (x[:64] @ x[64:].t())
+    for thread in range(128):
+        for r in range(4):
+            row, column = thread // 32 * 16 + thread % 32 // 4 + 8 * (r // 2), 2 * (thread % 4) + r % 2
+            assert out[r, thread] == want[row, column]
 
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
