@@ -45,6 +45,7 @@ class Access:
 
     what     "load", "store", "atomic_add", ..., with order and scope for an atomic
     tensor   name of the allocation, with the rank that owns it
+    tensor   "" where it is none of memory, "memory" where that is no tensor's
     first, last   the elements touched that matter, as index tuples of the tensor
     """
 
@@ -60,14 +61,19 @@ class Access:
     value: str = ""
 
     def __str__(self) -> str:
-        span = (
-            _index(self.first) if self.first == self.last else f"{_index(self.first)} to {_index(self.last)}"
-        )
         value = f" = {self.value}" if self.value else ""
+        place = f" {place_of(self.tensor, self.first, self.last)}".rstrip()
         return (
-            f"rank {self.rank}, {self.launch}, program {self.program}: {self.what} {self.tensor} {span}{value}\n"
+            f"rank {self.rank}, {self.launch}, program {self.program}: {self.what}{place}{value}\n"
             f"    at {self.site}"
         )
+
+
+def place_of(tensor: str, first: tuple[int, ...], last: tuple[int, ...]) -> str:
+    """Elements of a tensor in words; "" for none."""
+    if not first or tensor in ("", "memory"):
+        return f"address {first[0]:#x}" if first else tensor
+    return f"{tensor} {_index(first)}" + ("" if first == last else f" to {_index(last)}")
 
 
 def _index(at: tuple[int, ...]) -> str:
@@ -148,6 +154,7 @@ RULES = {
     "misaligned": "an access whose address is no multiple of its size",
     "missing proxy fence": "an asynchronous read of shared memory that threads wrote, without a proxy fence",
     "deadlock": "every live program waits and nothing can wake it",
+    "no progress": "a limit of steps or turns was reached: a loop does not end, or is a very long one",
     "wrong value": "the result differs from the reference",
     "raised": "the kernel or the reference raised",
     "timed out": "a kernel recorded a failed wait or another signature",
@@ -192,7 +199,7 @@ class Fault:
     accesses  the two ends of a race; the one access that is at fault by itself; the last write of a wrong value
     waits     those of a deadlock
     mismatch  the wrong value
-    cause     of a race: what of a signal between the two is missing
+    cause     of a race: what of a signal between the two is missing; of no progress: what the loop loads
     target    whose compiled code ran
     waive     names of findings that the schedule went past
     switches  between programs, of the shortest schedule found that shows it

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .faults import RULES, WAIVABLE, Access, Fault, Moment, Site, Wait
+from .faults import RULES, WAIVABLE, Access, Fault, Moment, Site, Wait, place_of
 
 ROWS = 15
 WIDTH = 110
@@ -50,25 +50,18 @@ def report(
 
 def _access(access: Access) -> list[str]:
     value = f", {access.value} there at first" if access.value else ""
-    place = f"{access.tensor} {_span(access.first, access.last)}"
-    if len(access.first) == 1 and access.tensor == "memory":  # in no allocation
-        place = f"address {access.first[0]:#x}"
-    what = f"{access.what} {place}{value}"
+    what = f"{access.what} {place_of(access.tensor, access.first, access.last)}".rstrip() + value
     return [_who(access.rank, access.launch, access.program) + what, *_source(access.site)]
 
 
 def _wait(wait: Wait) -> list[str]:
     written = wait.last_writer or "nobody wrote it during this run"
-    what = f"waits for {wait.tensor} {_span(wait.index, wait.index)}, sees {wait.seen} ({written})"
+    what = f"waits for {place_of(wait.tensor, wait.index, wait.index)}, sees {wait.seen} ({written})"
     return [_who(wait.rank, wait.launch, wait.program) + what, *_source(wait.site)]
 
 
 def _who(rank: int, launch: str, program: int) -> str:
     return f"rank {rank}, {launch}, program {program}: "
-
-
-def _span(first: tuple[int, ...], last: tuple[int, ...]) -> str:
-    return f"{list(first)}" if first == last else f"{list(first)} to {list(last)}"
 
 
 def _source(site: Site) -> list[str]:
@@ -210,7 +203,8 @@ def interleaving(moments: Sequence[Moment], width: int = WIDTH) -> str:
     for moment in moments:
         who = f"{moment.launch if launches else 'program'} {moment.program}: " if several[moment.rank] else ""
         line = f" (line {moment.site.line})" if moment.site and moment.site.line > 0 else ""
-        cell = f"{who}{moment.what}: {moment.tensor} {_span(moment.first, moment.last)}{line}"
+        place = place_of(moment.tensor, moment.first, moment.last)
+        cell = f"{who}{moment.what}{f': {place}' if place else ''}{line}"
         table.add_row(str(moment.step), *(Text(cell if moment.rank == rank else "") for rank in ranks))
     out = StringIO()
     Console(file=out, width=width, no_color=True).print(table)

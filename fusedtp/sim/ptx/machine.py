@@ -159,8 +159,11 @@ class Machine:
                     raise SimulationFault(self._deadlock())
             else:
                 assert self.last is not None
-                said = f"no end after {MOST_TURNS} turns; the last was at {self.last.does.site}"
-                raise SimulationFault(Fault("deadlock", said))
+                where, site, step = self.last.window.where, self.last.does.site, len(self.line.events)
+                access = Access(*where, site, "loops", "", (), (), step)
+                raise SimulationFault(
+                    Fault("no progress", f"no progress at {site} after {MOST_TURNS} turns", (access,))
+                )
         self.land()
         return self.switches
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..faults import Access, Fault, SimulationFault, Site
-from .access import updated
+from .access import is_shared, updated
 from .alu import VIEWS
 from .clocks import ALIAS, ASYNC
 from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
@@ -30,6 +30,8 @@ from .tensor_core import Products, matrix_places, multiply
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
 MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
+SHARED, LOCALLY = "shared memory", "local memory"
+LOOP = 1000  # blocks by which a loop is known
 
 
 @dataclass(eq=False)
@@ -297,10 +299,14 @@ class Lanes:
         """Words of nb bytes, and which of them each lane means [n, count]."""
         places, size = self.part(at, mask) & 0xFFFFFFFF, self.program.kernel.listing.local
         if int(places.max()) + nb * count > size:
-            raise self.program.fault("out of bounds", f"local memory ends at {size}", "access", site)
+            far = int(places.max())
+            raise self.program.fault(
+                "out of bounds", f"local memory ends at {size}", "access", site, LOCALLY, (far,)
+            )
         if (places & (nb * count - 1)).any():
             said = f"an access to local memory of {nb * count} bytes"
-            raise self.program.fault("misaligned", said, "access", site)
+            wrong = int(places[places & (nb * count - 1) != 0][0])
+            raise self.program.fault("misaligned", said, "access", site, LOCALLY, (wrong,))
         return self._local.view(UNSIGNED[nb]), (
             self.chosen(mask)[:, None],
             places[:, None] // nb + np.arange(count),
@@ -539,8 +545,23 @@ class Program:
             while vector.ready and self.executed < most:
                 if vector.step():
                     return
-        said = f"no end after {MOST_INSTRUCTIONS} instructions without an atomic"
-        raise self.fault("deadlock", said, "loops", self.site)
+        said = f"no progress at {self.site} after {MOST_INSTRUCTIONS} steps without an atomic"
+        raise self.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
+
+    def _loop(self, vector: Lanes) -> str:
+        """What a loop without an atomic loads, in words."""
+        seen: set[int] = set()
+        for _ in range(LOOP):
+            if not vector.ready:
+                break
+            seen |= {group.at for group in vector.groups}
+            vector.step()
+        body = [i for at in sorted(seen) for i in self.kernel.bodies[at]]
+        loads = [i for i in body if i.root == "ld" and not is_shared(i) and not i.has("local", "param")]
+        if not loads:
+            return "the loop loads nothing; a plain load that it waits for may have been moved out of it"
+        polls = f"the loop loads plainly at {loads[0].site}"
+        return f"{polls}: such a load sees nothing new if the loop waits for it, and may be moved out of the loop"
 
     def _finish(self) -> None:
         for vector in self.vectors:
@@ -607,9 +628,12 @@ class Program:
         bits, size = int(np.bitwise_or.reduce(at, None)), self.kernel.shared
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
-            raise self.fault("out of bounds", f"shared memory ends at {size}", what, site)
+            wrong = int(at.min()) if int(at.min()) < 0 else int(at.max())
+            raise self.fault("out of bounds", f"shared memory ends at {size}", what, site, SHARED, (wrong,))
         if bits & (nbytes - 1):
-            raise self.fault("misaligned", f"an access to shared memory of {nbytes} bytes", what, site)
+            wrong = int(at[at & (nbytes - 1) != 0][0])
+            said = f"an access to shared memory of {nbytes} bytes"
+            raise self.fault("misaligned", said, what, site, SHARED, (wrong,))
         rows: Array = at >> (nbytes.bit_length() - 1)
         return rows
 
@@ -628,7 +652,7 @@ class Program:
         """By the async proxy, at these addresses, soon."""
         if self.generic is not None and self.generic.lacking(at):
             said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
-            raise self.fault("missing proxy fence", said, what, site)
+            raise self.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
 
     def tensor_map(self, address: int) -> TensorMap:
         number = address - PARAMETERS
@@ -639,7 +663,7 @@ class Program:
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
         if place not in self.barriers:
-            raise self.fault("raised", f"no mbarrier was made at {place} in shared memory", "mbarrier", site)
+            raise self.fault("raised", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
         return self.barriers[place]
 
     def land_load(self, barrier: int) -> None:
@@ -651,9 +675,18 @@ class Program:
             load.land(self)
             self.window.vain = 0
 
-    def fault(self, rule: str, said: str, what: str, site: Site) -> SimulationFault:
+    def fault(
+        self,
+        rule: str,
+        said: str,
+        what: str,
+        site: Site,
+        memory: str = "",
+        at: tuple[int, ...] = (),
+        cause: str = "",
+    ) -> SimulationFault:
+        """memory, at: what is accessed, and where in it."""
         rank, launch, program = self.window.where
-        access = Access(
-            rank, launch, program, site, what, "shared memory", (0,), (0,), len(self.window.line.events)
-        )
-        return SimulationFault(Fault(rule, f"rank {rank}, {launch}, program {program}: {said}", (access,)))
+        access = Access(rank, launch, program, site, what, memory, at, at, len(self.window.line.events))
+        said = f"rank {rank}, {launch}, program {program}: {said}"
+        return SimulationFault(Fault(rule, said, (access,), cause=cause))

@@ -17,6 +17,7 @@ from fusedtp.sim.ptx.cause import cause
 from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
 from fusedtp.sim.ptx.parse import UnsupportedPtx
 from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
+from fusedtp.sim.report import report
 from tests.sim.ptx.running import Text, run_all, run_text
 
 every_lane_or_half = pytest.mark.parametrize("half", [False, True], ids=["every lane", "half"])
@@ -318,16 +319,40 @@ def test_slices_of_a_heap_that_overlap_are_refused() -> None:
         "$spin: ld.global.acquire.sys.b32 %r1, [%rd0]; setp.eq.b32 %p1, %r1, 0; @%p1 bra $spin;",
         "$spin: ld.volatile.global.b32 %r1, [%rd0]; setp.eq.b32 %p1, %r1, 0; @%p1 bra $spin;",
         "$spin: atom.global.cas.b32 %r1, [%rd0], 5, 6; setp.ne.b32 %p1, %r1, 5; @%p1 bra $spin;",
-        "$spin: add.s32 %r1, %r1, 1; bra $spin;",
     ],
 )
 def test_nothing_hangs(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 2000)
-    with pytest.raises(SimulationFault) as caught:
-        run_text(f".loc 1 9 1\n{loop}", torch.zeros(1, dtype=torch.int32), weak=True)
-    fault = caught.value.fault
+    fault = endless(loop, monkeypatch)
     assert fault.rule == "deadlock"
     assert [each.site.line for each in (*fault.waits, *fault.accesses)] == [9]
+
+
+def endless(loop: str, monkeypatch: pytest.MonkeyPatch) -> Fault:
+    monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 2000)
+    with pytest.raises(SimulationFault) as caught:
+        run_text(f".loc 1 9 1\n{loop}", torch.zeros(1, dtype=torch.int32), shared=8, weak=True)
+    return caught.value.fault
+
+
+@pytest.mark.parametrize(
+    "loop, after, cause",
+    [
+        ("add.s32 %r1, %r1, 1;", "2000 steps", "the loop loads nothing"),
+        ("ld.global.b32 %r1, [%rd0];", "2000 steps", "the loop loads plainly at kernel.py:9 in k"),
+        ("st.shared.b32 [%r1], %r1; ld.shared.b32 %r1, [%r1];", "2000 steps", "the loop loads nothing"),
+        ("atom.global.add.u32 %r1, [%rd0], 1;", "500 turns", ""),
+    ],
+)
+def test_a_limit_of_steps_or_turns_is_no_deadlock(
+    loop: str, after: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 500)
+    fault = endless(f"mov.b32 %r1, 0; $spin: {loop} bra $spin;", monkeypatch)
+    assert fault.rule == "no progress" and fault.cause.startswith(cause) and bool(fault.cause) == bool(cause)
+    assert f"no progress at kernel.py:9 in k after {after}" in fault.message
+    assert fault.name == "no progress kernel.py:9"
+    for said in (report(fault), str(fault)):
+        assert "program 0: loops\n" in said and "every live program waits" not in said
 
 
 def test_residency_decides_whether_a_wait_ends() -> None:
