@@ -156,7 +156,8 @@ RULES = {
     "deadlock": "every live program waits and nothing can wake it",
     "no progress": "a limit of steps or turns was reached: a loop does not end, or is a very long one",
     "wrong value": "the result differs from the reference",
-    "raised": "the kernel or the reference raised",
+    "assertion": "a device_assert of the kernel failed, or it did what ends it on a GPU",
+    "raised": "the case or its reference raised",
     "timed out": "a kernel recorded a failed wait or another signature",
 }
 

@@ -38,7 +38,7 @@ from tests.sim.ptx.user_cases import (
 ROOT = Path(__file__).resolve().parents[2]
 VERDICTS = {
     "raises": "raised", "does_not_compile": "refused", "unknown_opcode": "refused", "four_axes": "refused",
-    "empty_world": "refused", "reference_raises": "raised", "three_axes": "ok", "assertion_fails": "raised",
+    "empty_world": "refused", "reference_raises": "raised", "three_axes": "ok", "assertion_fails": "assertion",
 }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ FAULT = Fault("deadlock", "")
     [
         (Found("a", None, 2), Part(3), "ok", 0),
         (Found("a", None, 2), Part(3, fault=FAULT), "deadlock", FAULTY),
-        (Found("a", None, 2), Part(1, fault=Fault("raised", "device_assert")), "raised", FAULTY),
+        (Found("a", None, 2), Part(1, fault=Fault("assertion", "device_assert")), "assertion", FAULTY),
         (Found("a", None, 2), Part(1, fault=Fault("raised", ""), raised="Traceback"), "raised", CRASHED),
         (Found("a", None, 2, raised="Traceback"), Part(), "raised", CRASHED),
         (Found("a", None, 2, refused="no such file"), Part(), "refused", REFUSED),

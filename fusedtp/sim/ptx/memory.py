@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..faults import Access, Fault, Moment, SimulationFault, Site
+from ..faults import Access, Fault, Moment, SimulationFault, Site, place_of
 from ..memory import LINE, Allocation, Map
 from .cause import cause
 from .clocks import ALIAS, ASYNC, GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
@@ -277,12 +277,16 @@ class Window:
             return self.line.locate(addresses, nbytes)
         except ValueError as error:
             wrong = int(addresses[error.args[0]])
-            said = f"{what} at {wrong:#x}, no multiple of {nbytes} bytes"
-            raise self._fault("misaligned", said, what, site, wrong) from None
+            try:
+                at = self.line.element(int(self.line.locate(np.array([wrong]), 1)[0][0]))
+            except IndexError:
+                at = "memory", (wrong,)
+            said = f"{what} of {nbytes} bytes at {place_of(*at, at[1])}, whose address is no multiple of {nbytes}"
+            raise self._fault("misaligned", said, what, site, *at) from None
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             said = f"{what} of {nbytes} bytes, {self.line.nearest(wrong)}"
-            raise self._fault("out of bounds", said, what, site, wrong) from None
+            raise self._fault("out of bounds", said, what, site, "memory", (wrong,)) from None
 
     def replicas(self, addresses: Words, nbytes: int, what: str, site: Site) -> list[Words]:
         """Where multicast addresses lie on each rank. Raises SimulationFault for one that is none."""
@@ -291,7 +295,7 @@ class Window:
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             said = f"{what} of {nbytes} bytes at {wrong:#x}, outside of all multicast addresses"
-            raise self._fault("out of bounds", said, what, site, wrong) from None
+            raise self._fault("out of bounds", said, what, site, "memory", (wrong,)) from None
 
     def load(
         self, addresses: Words, nb: int, count: int, threads: Words, order: str, scope: str, site: Site,
@@ -589,6 +593,8 @@ class Window:
         rank, launch, program = self.where
         return f"rank {rank}, {launch}, program {program}"
 
-    def _fault(self, rule: str, said: str, what: str, site: Site, address: int) -> SimulationFault:
-        access = Access(*self.where, site, what, "memory", (address,), (address,), len(self.line.events))
+    def _fault(
+        self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]
+    ) -> SimulationFault:
+        access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))
         return SimulationFault(Fault(rule, f"{self._who()}: {said}", (access,)))

@@ -478,7 +478,7 @@ class Lanes:
         return leader, (self.ids & 31) == leader
 
     def trap(self, site: Site, said: str = "trap") -> None:
-        raise self.program.fault("raised", said, "trap", site)
+        raise self.program.fault("assertion", said, "trap", site)
 
 
 class Program:
@@ -663,7 +663,7 @@ class Program:
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
         if place not in self.barriers:
-            raise self.fault("raised", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
+            raise self.fault("assertion", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
         return self.barriers[place]
 
     def land_load(self, barrier: int) -> None:

@@ -181,7 +181,8 @@ def test_cp_async_lands_at_its_wait() -> None:
         ),
         ("cp.async.ca.shared.global [%r0], [%rd0+256], 4; cp.async.wait_all;", "out of bounds"),
         ("cp.async.ca.shared.global [%r0], [%rd0+256], 4;", "out of bounds"),  # lands as the program ends
-        ("trap;", "raised"),
+        ("trap;", "assertion"),
+        ("mov.b32 %r1, 8; mbarrier.arrive.shared.b64 _, [%r1];", "assertion"),
     ],
 )
 def test_bad_accesses(body: str, rule: str) -> None:
@@ -204,6 +205,24 @@ def test_variables_in_shared_memory_have_places_of_their_own() -> None:
     assert [set(row.tolist()) for row in out] == [{1}, {3}, {3}, {5}]
     with pytest.raises(UnsupportedPtx, match=r"does not know `\.extern \.shared"):
         run_text(".extern .shared .b8 more[];", out, shared=128)
+
+
+@pytest.mark.parametrize(
+    "body, place",
+    [
+        ("st.global.b64 [%rd0+12], %rd0;", "store a0 of rank 0 [3]"),
+        ("ld.global.b32 %r1, [%rd0+-2];", "load address 0x"),
+        ("mov.b32 %r1, 6; st.shared.b32 [%r1], 0;", "access shared memory [6]"),
+        ("mov.b32 %r1, 68; st.shared.b32 [%r1], 0;", "access shared memory [68]"),
+        (".local .b8 x[8]; st.local.b32 [x+2], 0;", "access local memory [2]"),
+        ("trap;", "trap\n"),
+    ],
+)
+def test_the_place_of_a_bad_access_is_named(body: str, place: str) -> None:
+    with pytest.raises(SimulationFault) as caught:
+        run_text(f".loc 1 7 1\n{body}", torch.zeros(64, dtype=torch.int32), shared=64)
+    for said in (report(caught.value.fault), str(caught.value.fault)):
+        assert f"program 0: {place}" in said
 
 
 @every_lane_or_half

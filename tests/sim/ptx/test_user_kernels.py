@@ -157,7 +157,7 @@ def lines(fault: Fault) -> set[int]:
 
 def test_an_assertion_that_fails_is_a_fault_with_its_words() -> None:
     fault = fault_of(cases.case_assertion_fails, count=1)
-    assert fault.rule == "raised" and "device_assert: must be positive" in fault.message
+    assert fault.rule == "assertion" and "device_assert: must be positive" in fault.message
     line = line_of('tl.device_assert(got > 0, "must')
     assert lines(fault) <= {line, line + 1}
 
@@ -166,7 +166,7 @@ def test_a_false_assumption_can_be_checked() -> None:
     """It changes nothing here; as an assertion it fails."""
     assert tried(cases.case_false_assumption, 1).passed
     fault = fault_of(lambda: cases.case_false_assumption({tl.assume: tl.device_assert}), count=1)
-    assert fault.rule == "raised"
+    assert fault.rule == "assertion"
     (access,) = fault.accesses
     assert access.launch == "assumes" and access.program == 0
     assert line_of("tl.assume(pid > 0)") <= access.site.kernel_line <= line_of("tl.assume(pid > 0)") + 1
@@ -259,7 +259,7 @@ def test_a_loop_without_end_reaches_the_step_limit(name: str, monkeypatch: pytes
 
 def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
     assert_no_finding(cases.case_three_axes, schedules=1)
-    with pytest.raises(SimulationFault, match=r"(?s)raised: .*must be positive.*Replay"):
+    with pytest.raises(SimulationFault, match=r"(?s)assertion: .*must be positive.*Replay"):
         assert_no_finding(cases.case_assertion_fails, schedules=1)
     with pytest.raises(KeyError, match="mine"):
         assert_no_finding(cases.case_raises)
