@@ -2,7 +2,7 @@
 
     all_gather_matmul       a fused kernel of the library
     ring.py::exchange       `exchange` of ring.py: a Case, or a function that returns a Case or a Run
-    ring.py                 every Case in ring.py, and every function named case_*
+    ring.py                 every Case in ring.py, and every function named case_*, but for those that it imports
     rings.cases:exchange    likewise of the module rings.cases
     rings.cases:            and all of its cases
 
@@ -17,6 +17,7 @@ code comes back as its traceback.
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import importlib.util
@@ -65,10 +66,12 @@ def names_of(name: str = "", world_size: int | None = None, target: str = TARGET
     place, mark, wanted = _parts_of(name)
     module = _load(place) if mark == "::" else _import(place)
     if not wanted:
+        imported = _imported(module)
         found = [
             key
             for key, value in vars(module).items()
-            if isinstance(value, Case) or (key.startswith("case_") and inspect.isfunction(value))
+            if (isinstance(value, Case) or (key.startswith("case_") and inspect.isfunction(value)))
+            and (key not in imported or getattr(value, "__module__", "") == module.__name__)
         ]
         if not found:
             raise ValueError(f"{place} has no Case and no function named case_*; name one: {place}{mark}NAME")
@@ -88,6 +91,20 @@ def case_of(name: str, world_size: int | None = None, target: str = TARGET) -> C
     place, mark, wanted = _parts_of(full)
     module = _load(place) if mark == "::" else _import(place)
     return _case(full, getattr(module, wanted), world_size)
+
+
+def _imported(module: ModuleType) -> set[str]:
+    """Names that its import statements bind."""
+    names: set[str] = set()
+    file = Path(module.__file__ or "")
+    for node in ast.walk(ast.parse(file.read_bytes() if file.suffix == ".py" else "")):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            source = "." * node.level + (node.module or "")
+            there = vars(sys.modules[importlib.util.resolve_name(source, module.__package__)])
+            names |= {key for key, value in vars(module).items() if there.get(key) is value}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {each.asname or each.name for each in node.names}
+    return names
 
 
 def _is_users(name: str) -> bool:

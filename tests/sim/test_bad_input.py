@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from fusedtp.checks.workers import Part, find, run_part
+from fusedtp.checks.workers import Part, find, names_of, run_part
 from fusedtp.sim.explore import schedules
 
 HEADER = """
@@ -152,6 +153,28 @@ def test_a_file_without_a_case_says_how_to_name_one(tmp_path):
     path = written(tmp_path, "def mine(): pass")
     kind, said = outcome(str(path))
     assert kind == "refused" and said.endswith(f"name one: {path}::NAME")
+
+
+@pytest.mark.parametrize(
+    "statement", ["from theirs import case_one, other, case_two as case_x", "from theirs import *"]
+)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_cases_that_a_file_imports_are_not_its_own(statement, as_module, tmp_path, monkeypatch):
+    """They are checked where they are named. What it makes by another file's functions, or defines anew, is its own."""
+    (tmp_path / "theirs.py").write_text(
+        HEADER + "def case_one(): return 1\ndef case_two(): return 2\nother = Case('other', case_one)\n"
+        "def made():\n    def case(): return 3\n    return case\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        f"import theirs\nfrom fusedtp.sim import Case\n{statement}\ncase_made = theirs.made()\n"
+        "def case_two(): return 4\nown = Case('own', case_two)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("theirs", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    place = "mine:" if as_module else f"{tmp_path}/mine.py::"
+    assert sorted(names_of(place)) == [f"{place}{name}" for name in ("case_made", "case_two", "own")]
+    assert names_of(f"{place}case_one") == [f"{place}case_one"]
 
 
 def test_a_world_size_for_a_case_that_takes_none_is_refused(tmp_path):

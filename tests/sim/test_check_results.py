@@ -29,17 +29,14 @@ from fusedtp.checks.workers import (
 from fusedtp.sim import Fault
 from fusedtp.sim.explore import schedules
 
-CASES = """
-from tests.sim.ptx.user_cases import (
-    case_raises, case_does_not_compile, case_unknown_opcode, case_four_axes, case_empty_world, case_reference_raises,
-    case_three_axes, case_assertion_fails,
-)
-"""
 ROOT = Path(__file__).resolve().parents[2]
 VERDICTS = {
     "raises": "raised", "does_not_compile": "refused", "unknown_opcode": "refused", "four_axes": "refused",
     "empty_world": "refused", "reference_raises": "raised", "three_axes": "ok", "assertion_fails": "assertion",
 }  # fmt: skip
+CASES = "from tests.sim.ptx import user_cases\n" + "".join(
+    f"case_{name} = user_cases.case_{name}\n" for name in VERDICTS
+)
 
 
 @pytest.fixture
