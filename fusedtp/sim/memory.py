@@ -6,7 +6,8 @@ other.
 
 Note [Slices]. Tensors of several memories may be slices of one storage, a heap. Each is an allocation, and what no
 memory names of a storage is the arguments', if they have tensors there. One instruction whose lanes go on from one
-slice into the next runs over, unless an argument spans both.
+slice into the next runs over, unless an argument spans both, or one of them is no wider than an access: lanes come to
+flags of several ranks by a table of addresses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 GUARD = 1 << 16  # bytes
+WIDEST = 16  # bytes of one access
 LINE = 128  # tensors begin at a multiple of it, modulo which an address keeps its place
 Array = np.ndarray[Any, Any]
 
@@ -194,7 +196,8 @@ class Map:
         self._sorted = sorted(found, key=lambda a: a.base)
         self._bases = np.array([a.base for a in self._sorted], np.int64)
         self._ends = np.array([a.end for a in self._sorted], np.int64)
-        touching = self._bases[1:][self._bases[1:] == self._ends[:-1]].tolist()
+        sizes = np.minimum((self._ends - self._bases)[1:], (self._ends - self._bases)[:-1])
+        touching = self._bases[1:][(self._bases[1:] == self._ends[:-1]) & (sizes > WIDEST)].tolist()
         self.borders = [at for at in touching if not any(b < at < e for b, e in self._spans)]
         self._sorted = [replace(a, name=self._name_of_table(a)) for a in self._sorted]
 

@@ -296,6 +296,14 @@ def test_slices_of_a_heap_have_bounds_of_their_own() -> None:
     assert heap.nonzero().flatten().tolist() == [*range(8, 16), *range(20, 28)]
 
 
+def test_slices_as_narrow_as_an_access_may_be_reached_side_by_side() -> None:
+    """Such as flags of several ranks, by a table of addresses."""
+    heap, memory = slices(8, 12, 16)
+    assert stored(heap[8:].data_ptr(), memory) is None
+    fault = stored(heap[9:].data_ptr(), memory)
+    assert fault is not None and fault.rule == "out of bounds"
+
+
 @pytest.mark.parametrize("first", [4, 12, 28, 40])
 def test_an_argument_that_spans_slices_of_a_heap_may_be_run_through(first: int) -> None:
     heap, memory = slices(8, 16, 32)
