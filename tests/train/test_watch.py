@@ -474,7 +474,7 @@ def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(to
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
 def test_a_frozen_rank_that_holds_the_store_is_named(tokens, tmp_path, mesh):
     with pool.World(2) as ranks:
-        _, second = ranks.outcomes(hang, mesh, tokens, tmp_path, True, 0, grace=15)
+        _, second = ranks.outcomes(hang, mesh, tokens, tmp_path, True, 0, grace=5)
     assert isinstance(second, Failure) and second.kinds[0] == "RankHung", second
     told = "rank 0, which keeps note of where all ranks are, answers no more"
     assert second.message.startswith(told) and json.loads((tmp_path / HANG).read_text())["what"] == told
