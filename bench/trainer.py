@@ -117,7 +117,7 @@ class Sleeper(nn.Module):
         super().__init__()
         self.costs, self.embedding = costs, nn.Parameter(torch.zeros(1))
 
-    def stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
+    def stage(self, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> nn.Module:
         return SleepingStage(self, first, last)
 
     def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None: ...

@@ -478,7 +478,7 @@ def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             cuttable = False
             found.append(f"--pp {config.parallel.pp}: {why}")
         layers = adapter.config.num_hidden_layers
-        found += stages_faults(config, dp, layers, adapter.is_tied)
+        found += stages_faults(config, layers)
     return found + (trial_faults(config, adapter, cuttable) if not found else [])
 
 

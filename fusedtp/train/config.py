@@ -20,7 +20,7 @@ import tyro
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
 from fusedtp.train.data import Ids, Tokenizer, tokenizer_of
-from fusedtp.train.stages import V_SHAPED, pipeline_faults, two_passes
+from fusedtp.train.stages import pipeline_faults, two_passes
 
 # -- options, by what they are about -----------------------------------------------------------------------------------
 
@@ -613,7 +613,7 @@ def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             "divide the kv heads or be a multiple of them; "
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
-    found += stages_faults(config, dp, model.layers, model.tie_embeddings)
+    found += stages_faults(config, model.layers)
     if config.parallel.copies(dp) > 1 and (config.parallel.ep or tp) > tp:
         found.append(
             "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
@@ -624,8 +624,8 @@ def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     return found
 
 
-def stages_faults(config: TrainConfig, dp: int, layers: int, tied: bool) -> list[str]:
-    """Whether a model of so many layers, with tied embeddings or without, can be run as a pipeline as asked."""
+def stages_faults(config: TrainConfig, layers: int) -> list[str]:
+    """Whether a model of so many layers can be run as a pipeline as asked."""
     parallel = config.parallel
     if parallel.pp < 2 or parallel.virtual_stages < 1 or config.data.accumulate < 1 or layers < 1:
         return []
@@ -637,11 +637,6 @@ def stages_faults(config: TrainConfig, dp: int, layers: int, tied: bool) -> list
         found.append(
             f"--schedule {parallel.schedule} with --compile: compiled blocks have one backward pass, not two "
             "(pytorch issue 161904)"
-        )
-    if dp > 1 and tied and parallel.schedule in V_SHAPED:
-        how = "--tie-embeddings" if config.foreign.model is None else "tied embeddings"
-        found.append(
-            f"--schedule {parallel.schedule} with --dp {dp} and {how}: two FSDP units share a weight"
         )
     return found
 

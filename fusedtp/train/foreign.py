@@ -1,7 +1,7 @@
 """A causal language model of transformers as the trainer takes models: called, cut into stages, asked to write.
 
     TransformersModel(hf).forward(input_ids, labels, ...) -> loss    labels are shifted already, their number is given
-    .stage(layers, first, last)    the model's own forward, in which the other stages' modules pass on what they get
+    .stage(layers, first, last, both)    the model's own forward, where other stages' modules pass on what they get
     .generate(tokens, size)        transformers' generate
 
 Note [Stages of others' models]
@@ -34,6 +34,7 @@ from fusedtp.nn import CausalLM
 from fusedtp.nn.router import Routing
 from fusedtp.ops.rows import split
 from fusedtp.parallel.token_shard import Tokens, TokenShard, shard
+from fusedtp.train.stages import Borrows
 
 
 class NotCut(ValueError):
@@ -187,9 +188,9 @@ class TransformersModel(nn.Module):
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
-    def stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
+    def stage(self, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> nn.Module:
         """See fusedtp.train.stages.Staged."""
-        return Stage(self, layers, first, last)
+        return Stage(self, layers, first, last, both)
 
     def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None:
         """See fusedtp.train.stages.Staged."""
@@ -296,10 +297,12 @@ class Pass(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-class Stage(nn.Module):
+class Stage(Borrows):
     """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1]."""
 
-    def __init__(self, model: TransformersModel, layers: Sequence[int], first: bool, last: bool) -> None:
+    def __init__(
+        self, model: TransformersModel, layers: Sequence[int], first: bool, last: bool, both: bool
+    ) -> None:
         super().__init__()
         self._model = [model]  # no submodule: its parameters are other stages' too
         self.first, self.last = first, last
@@ -310,12 +313,17 @@ class Stage(nn.Module):
         self._all = [nn.ModuleList(others.get(i, layer) for i, layer in enumerate(every))]
         self._before = [None if first else others[layers[0] - 1]]
         self.own = nn.ModuleDict()  # what is gathered beside layers, where FSDP2 shards the stage
+        borrows = both and model.is_tied  # the first stage has embedding and head, whose weight is one
         for name in at.before:
-            if first or (last and model.is_tied and getattr(at.base, name) is causal.get_input_embeddings()):
+            tied = last and model.is_tied and getattr(at.base, name) is causal.get_input_embeddings()
+            if first or (tied and not borrows):
                 self.own[name] = getattr(at.base, name)
         if last:
             self.own.update({name: getattr(at.base, name) for name in at.after})
+        if first if borrows else last:
             self.own["head"] = getattr(causal, at.head)
+        elif last:
+            self.lent = (getattr(causal, at.head),)
         self._at = [at]
 
     def forward(

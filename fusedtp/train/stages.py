@@ -17,6 +17,9 @@ keeps their values, which the step's loss is summed up with.
 Note [Tied embeddings]
 Where the head is the embedding and the first and the last stage lie on two ranks, both hold it, the last one too as
 `embed_tokens.weight`. Each makes a part of its gradient; they are summed after backward, and count once in the norm.
+Where both stages lie on one rank, in a V, the last one borrows it: the first one's FSDP2 unit holds it. A step gathers
+it for the first stage's forward, which comes first, keeps it, and reduces its gradient after the first stage's last
+backward, which comes last.
 
 Note [Timeline]
 The actions of one pipeline step: when each rank ran which pass of which stage and microbatch.
@@ -190,7 +193,21 @@ class _WithLoss(torch.autograd.Function):
         return dy, torch.ones((), dtype=ctx.dtype, device=dy.device)
 
 
-class Stage(nn.Module):
+class Borrows(nn.Module):
+    """A stage that uses modules of another stage of its rank; see Note [Tied embeddings].
+
+    lent   those modules: their weights get gradients here too, and FSDP2 shards them with the other stage
+    """
+
+    lent: Sequence[nn.Module] = ()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Its own and those that it borrows: what torch's backward passes look for."""
+        every = [*super().parameters(recurse), *(p for module in self.lent for p in module.parameters())]
+        yield from {id(p): p for p in every}.values()
+
+
+class Stage(Borrows):
     """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1].
 
     losses     of its routers, of every forward so far; what the last stage returns has them in it
@@ -200,15 +217,23 @@ class Stage(nn.Module):
     losses: list[Tensor]
     routings: list[tuple[Routing, ...]]
 
-    def __init__(self, model: CausalLM, layers: Sequence[int], first: bool, last: bool) -> None:
+    def __init__(
+        self, model: CausalLM, layers: Sequence[int], first: bool, last: bool, both: bool = False
+    ) -> None:
         super().__init__()
         self._model = [model]  # no submodule: its parameters are other stages' too
         self.first, self.last = first, last
         self.layers = nn.ModuleList(_layer(model, i) for i in layers)
-        if first or (last and model.config.tie_word_embeddings):
+        tied = model.config.tie_word_embeddings
+        borrows = both and tied  # the first stage has embedding and head, whose weight is one
+        if first or (last and tied and not borrows):
             self.embed_tokens = model.embed_tokens
         if last:
-            self.norm, self.lm_head = model.norm, model.lm_head
+            self.norm = model.norm
+        if first if borrows else last:
+            self.lm_head = model.lm_head
+        elif last:
+            self.lent = (model.lm_head,)
         self.losses, self.routings = [], []
 
     def forward(
@@ -257,8 +282,8 @@ class Staged(Protocol):
     @property
     def embedding(self) -> nn.Parameter: ...
 
-    def stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
-        """These layers as a module that is called as Stage is."""
+    def stage(self, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> nn.Module:
+        """These layers as a module that is called as Stage is. both: the rank has the first and the last stage."""
 
     def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None:
         """Leave these layers of the model, and what belongs to the first and the last stage. Names stay."""
@@ -281,8 +306,8 @@ class CausalStages:
     def embedding(self) -> nn.Parameter:
         return self.model.embed_tokens.weight
 
-    def stage(self, layers: Sequence[int], first: bool, last: bool) -> nn.Module:
-        return Stage(self.model, layers, first, last)
+    def stage(self, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> nn.Module:
+        return Stage(self.model, layers, first, last, both)
 
     def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None:
         model = self.model
@@ -376,7 +401,8 @@ class Pipeline:
     def __post_init__(self) -> None:
         last = len(self.parts) - 1
         self.of = staged(self.model)
-        self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last) for i in self.here}
+        both = {0, last} <= {*self.here}
+        self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last, both) for i in self.here}
         self.group = self.mesh.get_group()
         self._schedules: dict[tuple[int, ...], Any] = {}
         self.ran: Any = None

@@ -115,6 +115,18 @@ def test_what_a_step_was_idle():
     assert V_SHAPED.keys() < SCHEDULES.keys()
 
 
+@given(ranks=st.integers(2, 8), more=st.integers(0, 9))
+@pytest.mark.parametrize("name", sorted(V_SHAPED))
+def test_the_first_stage_of_a_v_begins_before_the_last_one_and_ends_after_it(
+    name: str, ranks: int, more: int
+):
+    """Both lie on rank 0 and use a tied embedding, which the first one's FSDP2 unit gathers and reduces."""
+    own = [each for together in order(name, ranks, 2 * ranks + more)[0] for each in together]
+    last = 2 * ranks - 1
+    assert own[0] == ("F", 0, 0) and own[-1][1] == 0
+    assert {stage for _, stage, _ in own} == {0, last}
+
+
 def listed(orders: dict[int, list[Together]]) -> Any:
     """A schedule of torch with this list."""
     made: Any = object.__new__(schedules.ScheduleInterleaved1F1B)

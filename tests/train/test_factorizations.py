@@ -53,6 +53,9 @@ CASES = {
     "experts pp2 tp2": f"--pp 2 --tp 2 --accumulate 4 --tie-embeddings --schedule interleaved_1f1b {EXPERTS}",
     "pp2 tp2 no sp": "--pp 2 --tp 2 --accumulate 2 --schedule looped_bfs --no-sequence-parallel",
     "experts pp2 dp2": f"--pp 2 --dp 2 --accumulate 2 --schedule 1f1b {EXPERTS}",
+    "pp2 dp2 zbv tied": "--pp 2 --dp 2 --accumulate 4 --tie-embeddings --schedule zbv_zero_bubble",
+    "pp2 dp2 dualpipev tied": "--pp 2 --dp 2 --accumulate 5 --batch 20 --tie-embeddings --schedule dualpipev",
+    "pp2 ddp zbv tied": "--pp 2 --dp 2 --accumulate 2 --tie-embeddings --schedule zbv_zero_bubble --data-parallel ddp",
     "experts pp2 dp2 zero bubble": f"--pp 2 --dp 2 --accumulate 2 --schedule interleaved_zero_bubble {EXPERTS}",
 }
 

@@ -130,6 +130,7 @@ CASES = [
     ("pp2 tp2", "gemma3_text tied", "--pp 2 --schedule interleaved_1f1b"),
     ("pp2 tp2", "qwen3", "--pp 2 --schedule zbv_zero_bubble"),
     ("pp2 dp2", "llama tied", "--pp 2"),
+    ("pp2 dp2", "llama tied", "--pp 2 --schedule zbv_zero_bubble"),
     ("dp2 tp2", "gemma2 tied", ""),
     ("dp2 tp2", "llama", "--no-sequence-parallel --data-parallel zero2"),
     ("pp2", "llama", "--pp 2 --schedule gpipe"),
