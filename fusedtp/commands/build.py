@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fusedtp.comm import communicator
@@ -133,19 +132,8 @@ def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tup
             sequence_parallel=config.parallel.sequence_parallel,
             experts=ExpertSplit(world.ep_mesh, config.parallel.expert_tp),
         )
-    pipeline = None if world.pp_mesh is None else pipeline_of(model, config, world.pp_mesh)
-    prepare_(model, config.blocks, two_passes(config.parallel.schedule, world.pp))
+    pipeline = cut_and_shard(model, config, world, partial(costs, model.config))
     if world.dp_mesh is not None:
-        assert world.shard_mesh is not None
-        stages = list(pipeline.stages.values()) if pipeline else ()
-        shard(
-            model,
-            world.shard_mesh,
-            world.outer_mesh,
-            stages,
-            config.parallel.kind,
-            dtypes_of(config.parallel),
-        )
         everyone = world.token_ranks(config.parallel.sequence_parallel)
         assert everyone is not None
         model.balance_group, model.data_parallel = communicator(everyone).name, world.dp
@@ -153,14 +141,25 @@ def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tup
     return model, pipeline
 
 
-def pipeline_of(model: CausalLM, config: TrainConfig, mesh: DeviceMesh) -> Pipeline:
-    """Cut a model on meta into stages of like cost, and leave this rank's of it."""
-    parallel = config.parallel
-    layers, head = costs(model.config, config.data.length)
-    parts = cut(layers, head, stage_count(parallel.schedule, mesh.size(), parallel.virtual_stages))
-    here = stages_of(parallel.schedule, mesh.size(), mesh.get_local_rank(), parallel.virtual_stages)
-    prune_(model, parts, here)
-    return Pipeline(model, mesh, parallel.schedule, parts, here, stage_costs(layers, head, parts))
+def cut_and_shard(
+    model: Model, config: TrainConfig, world: World, costs_of: Callable[[int], tuple[list[float], float]]
+) -> Pipeline | None:
+    """Of a model on meta: cut it into stages of like cost, leave this rank's of it, prepare its blocks, shard it.
+
+    costs_of   a sequence's length -> costs of every layer, and of the head
+    """
+    parallel, pipeline = config.parallel, None
+    if (mesh := world.pp_mesh) is not None:
+        layers, head = costs_of(config.data.length)
+        parts = cut(layers, head, stage_count(parallel.schedule, mesh.size(), parallel.virtual_stages))
+        here = stages_of(parallel.schedule, mesh.size(), mesh.get_local_rank(), parallel.virtual_stages)
+        prune_(model, parts, here)
+        pipeline = Pipeline(model, mesh, parallel.schedule, parts, here, stage_costs(layers, head, parts))
+    prepare_(model, config.blocks, two_passes(parallel.schedule, world.pp))
+    if world.shard_mesh is not None:
+        stages = list(pipeline.stages.values()) if pipeline else ()
+        shard(model, world.shard_mesh, world.outer_mesh, stages, parallel.kind, dtypes_of(parallel))
+    return pipeline
 
 
 # The Llama that a run of the type alone trains; other types are as small as the copies that plans are proved on.
@@ -284,28 +283,7 @@ def build_foreign(
     model = TransformersModel(hf, DTYPES[config.run.dtype], split_tokens)
     model.token_split = (world.rank % world.tp, world.tp)
     ways = {id(module): own_ways(module) for module in model.modules()}
-    pipeline = None
-    if world.pp_mesh is not None:
-        layers, head = model.costs(config.data.length)
-        pp, virtual = world.pp_mesh.size(), parallel.virtual_stages
-        parts = cut(layers, head, stage_count(parallel.schedule, pp, virtual))
-        here = stages_of(parallel.schedule, pp, world.pp_mesh.get_local_rank(), virtual)
-        prune_(model, parts, here)
-        pipeline = Pipeline(
-            model, world.pp_mesh, parallel.schedule, parts, here, stage_costs(layers, head, parts)
-        )
-    prepare_(model, config.blocks, two_passes(parallel.schedule, world.pp))
-    if world.dp_mesh is not None:
-        assert world.shard_mesh is not None
-        stages = list(pipeline.stages.values()) if pipeline else ()
-        shard(
-            model,
-            world.shard_mesh,
-            world.outer_mesh,
-            stages,
-            parallel.kind,
-            dtypes_of(parallel),
-        )
+    pipeline = cut_and_shard(model, config, world, model.costs)
     to_memory(model, world.device)
     if weights:
         values = drawn(config) if checkpoint is None else read(checkpoint)

@@ -91,7 +91,8 @@ from fusedtp.train.config import (
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults
 from fusedtp.train.mesh import Place, World, device_type, torchrun_place, world_of
-from fusedtp.train.watch import FLIGHT, HANG, RANKS, NotFinite, RankHung, closed_by_a_peer, record_flight
+from fusedtp.train.pulse import FLIGHT, HANG, RankHung, closed_by_a_peer, record_flight
+from fusedtp.train.watch import RANKS, NotFinite
 
 OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",

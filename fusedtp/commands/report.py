@@ -29,7 +29,8 @@ from fusedtp.commands.results import METRICS, duration, json_lines, pipeline_in_
 from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, PIPELINE, SAVES
 from fusedtp.train.checkpoint import as_bytes, steps_in
 from fusedtp.train.config import CONFIG
-from fusedtp.train.watch import HANG, KINDS, RANKS, WAITS, Reading, in_words, verdict
+from fusedtp.train.pulse import HANG
+from fusedtp.train.watch import KINDS, RANKS, WAITS, Reading, in_words, verdict
 
 REPORT = "report.html"
 COLOURS = {

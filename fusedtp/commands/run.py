@@ -56,8 +56,9 @@ from fusedtp.train.data import Batches, Bytes, Microbatch
 from fusedtp.train.foreign import Model
 from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate, loss_scale_of
 from fusedtp.train.mesh import World, placement
+from fusedtp.train.pulse import Pulse
 from fusedtp.train.stages import Action, Pipeline
-from fusedtp.train.watch import Guard, Pulse, Watch
+from fusedtp.train.watch import Guard, Watch
 
 PROMPT_TOKENS = 160
 CHECKPOINTS, INCIDENTS, PIPELINE, SAVES = "checkpoints", "incidents.jsonl", "pipeline.json", "saves.jsonl"

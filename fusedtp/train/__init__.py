@@ -6,7 +6,7 @@
     stages       a model cut into pipeline stages, run by torch's schedules; `bubbles`: how idle they are, and must be
     shard        blocks compiled and checkpointed; FSDP2 over data-parallel ranks
     checkpoint   what a run is, saved whole or not at all; when it is saved
-    watch        time by kind, stragglers, NaN, ranks that hang; `clocks` measures
+    watch        time by kind, stragglers, NaN; `pulse`: ranks that hang; `clocks` measures
     config       the options of a run, and what is wrong with them
     foreign      models of transformers as the trainer takes models; `hf`: transformers' own Trainer, accelerate
 

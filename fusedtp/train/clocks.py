@@ -10,8 +10,7 @@ Who communicates says so at seams that torch offers: FSDP2's custom communicatio
 (`time_fsdp`), the passes of a pipeline's stage (stages.py), a batch's reading (data.py). Waits inside fused operations
 are counted by fusedtp.comm. On a GPU kernels wait, and a host's clock says nothing of it; there nothing is timed.
 
-The kind on top, since when, and the last call say where a rank is right now; a thread reads them
-(watch.py, Note [Hang]).
+The kind on top, since when, and the last call say where a rank is right now; a thread reads them (pulse.py).
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, Windows
 from fusedtp.train.loop import Trainer
 from fusedtp.train.mesh import World, bound_waits, meshes
+from fusedtp.train.pulse import HANG, KEPT, Position, Pulse, RankHung, judge, timed_out
 from fusedtp.train.watch import (
-    HANG,
-    KEPT,
     KINDS,
     LEAST_STEPS,
     RANKS,
@@ -38,18 +37,13 @@ from fusedtp.train.watch import (
     Found,
     Guard,
     NotFinite,
-    Position,
-    Pulse,
-    RankHung,
     Reading,
     Spikes,
     Watch,
     finite,
     in_words,
-    judge,
     peak_memory,
     stragglers,
-    timed_out,
     verdict,
     where_not_finite,
 )
@@ -517,7 +511,7 @@ def leaving(group: Any, mesh: str, tokens: Path, *said: str) -> tuple[str, str]:
 
     try:
         with (
-            patch("fusedtp.train.watch.TCPStore", connected),
+            patch("fusedtp.train.pulse.TCPStore", connected),
             Pulse(trainer.world, trainer.watch.clocks, lambda: 4, beat=0.5),
         ):
             time.sleep(0.1 * group.rank())
