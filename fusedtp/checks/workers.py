@@ -97,13 +97,19 @@ def _imported(module: ModuleType) -> set[str]:
     """Names that its import statements bind."""
     names: set[str] = set()
     file = Path(module.__file__ or "")
-    for node in ast.walk(ast.parse(file.read_bytes() if file.suffix == ".py" else "")):
+    todo: list[ast.AST] = [ast.parse(file.read_bytes() if file.suffix == ".py" else "")]
+    while todo:
+        node = todo.pop()
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            source = "." * node.level + (node.module or "")
-            there = vars(sys.modules[importlib.util.resolve_name(source, module.__package__)])
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__)
+            there = vars(sys.modules[source]) if source in sys.modules else {}  # a branch that did not run
             names |= {key for key, value in vars(module).items() if there.get(key) is value}
         elif isinstance(node, ast.ImportFrom):
             names |= {each.asname or each.name for each in node.names}
+        elif not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ):  # whose names are theirs
+            todo += ast.iter_child_nodes(node)
     return names
 
 

@@ -44,8 +44,7 @@ class Access:
     """One load, store or atomic of one program.
 
     what     "load", "store", "atomic_add", ..., with order and scope for an atomic
-    tensor   name of the allocation, with the rank that owns it
-    tensor   "" where it is none of memory, "memory" where that is no tensor's
+    tensor   allocation and owning rank; "" if no memory is accessed; "memory" if the address lies in no tensor
     first, last   the elements touched that matter, as index tuples of the tensor
     """
 

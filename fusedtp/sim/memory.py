@@ -4,10 +4,10 @@ Every tensor that a kernel may touch is an allocation with a name and a rank. Ad
 runs out of its tensor far enough to land in another, past the guards of `symmetric`, is taken for an access to that
 other.
 
-Note [Slices]. Tensors of several memories may be slices of one storage, a heap. Each is an allocation, and what no
-memory names of a storage is the arguments', if they have tensors there. One instruction whose lanes go on from one
-slice into the next runs over, unless an argument spans both, or one of them is no wider than an access: lanes come to
-flags of several ranks by a table of addresses.
+Note [Slices]. Tensors of several memories may be slices of one storage, a heap. Each is an allocation. Bytes that
+no memory names belong to the arguments that lie in that storage. One instruction whose lanes go on from one
+slice into the next runs over, unless an argument spans both, or both are of one memory: by a table of addresses, lanes
+come to the slices of several ranks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 GUARD = 1 << 16  # bytes
-WIDEST = 16  # bytes of one access
 LINE = 128  # tensors begin at a multiple of it, modulo which an address keeps its place
 Array = np.ndarray[Any, Any]
 
@@ -160,7 +159,7 @@ class Map:
                 return
             if begin < other.end and other.base < end:
                 raise ValueError(
-                    f"{name} of rank {rank} overlaps {other.label}: one memory is enough for both"
+                    f"{name} of rank {rank} overlaps {other.label} or interleaves with it: one memory is enough"
                 )
         if not tensor.is_contiguous():
             size = tensor.element_size()
@@ -196,8 +195,8 @@ class Map:
         self._sorted = sorted(found, key=lambda a: a.base)
         self._bases = np.array([a.base for a in self._sorted], np.int64)
         self._ends = np.array([a.end for a in self._sorted], np.int64)
-        sizes = np.minimum((self._ends - self._bases)[1:], (self._ends - self._bases)[:-1])
-        touching = self._bases[1:][(self._bases[1:] == self._ends[:-1]) & (sizes > WIDEST)].tolist()
+        pairs = zip(self._sorted, self._sorted[1:])
+        touching = [b.base for a, b in pairs if a.end == b.base and a.name != b.name]
         self.borders = [at for at in touching if not any(b < at < e for b, e in self._spans)]
         self._sorted = [replace(a, name=self._name_of_table(a)) for a in self._sorted]
 

@@ -168,6 +168,8 @@ def test_cases_that_a_file_imports_are_not_its_own(statement, as_module, tmp_pat
     (tmp_path / "mine.py").write_text(
         f"import theirs\nfrom fusedtp.sim import Case\n{statement}\ncase_made = theirs.made()\n"
         "def case_two(): return 4\nown = Case('own', case_two)\n"
+        "def helper():\n    from theirs import other as own\n    return own\n"
+        "if False:\n    from nothing_of_this_name import *\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("theirs", "mine"):

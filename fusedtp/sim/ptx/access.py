@@ -90,7 +90,7 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
     else:
         order = order_of(i)
         how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-        name = "load_generic" if e.windows and order == "weak" else "load"
+        name = "load_generic" if e.windows else "load"
         read = f"S.{name}({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
     return [f"v = {read}", *(line for n, x in enumerate(targets) for line in into(e, x, t, f"v[:, {n}]"))]
 
@@ -121,7 +121,7 @@ def _store(e: Emitter, i: Instruction) -> list[str] | None:
         return [f"S.store_local({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
     order = order_of(i)
     how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-    name = "store_generic" if e.windows and order == "weak" else "store"
+    name = "store_generic" if e.windows else "store"
     return [f"S.{name}({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
 
 

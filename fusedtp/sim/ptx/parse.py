@@ -150,7 +150,9 @@ def parse(text: str, shared: int = 0) -> Listing:
     tables = _tables(text)
     constants = b""
     for key, table in tables.items():
-        reader.scopes[0] |= {} if key.startswith("assert") else {key: Imm(str(CONSTANTS + len(constants)))}
+        if key.startswith("assert"):  # a string, which no load reads
+            continue
+        reader.scopes[0][key] = Imm(str(CONSTANTS + len(constants)))
         constants += table + bytes(-len(table) % 16)
     for statement in _statements(body):
         reader.read(statement)
@@ -373,7 +375,11 @@ class _Reader:
         for name in (each.strip() for each in found[5].split(",")):
             begin = -(-self.sizes[found[1]] // align) * align
             self.scopes[-1][name.partition("[")[0].strip()] = Imm(str(begin))
-            self.sizes[found[1]] = begin + size * prod(int(n) for n in re.findall(r"\[\s*(\d+)\s*\]", name))
+            try:
+                counts = [int(n.strip().rstrip("U"), 0) for n in re.findall(r"\[([^\]]*)\]", name)]
+            except ValueError:
+                raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}") from None
+            self.sizes[found[1]] = begin + size * prod(counts)
 
     def _instruction(self, statement: str) -> Instruction:
         text, guard, negated = statement, None, False

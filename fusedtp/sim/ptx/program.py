@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
 MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 SHARED, LOCALLY = "shared memory", "local memory"
-LOOP = 1000  # blocks by which a loop is known
+LOOP = 1000  # blocks to run to find the loop's body
 
 
 @dataclass(eq=False)
@@ -323,9 +323,12 @@ class Lanes:
     def _window(self, at: Array, mask: Any, site: Site) -> int:
         """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
         high = self.part(at, mask) >> 56
+        inside = (high == LOCAL >> 56) | (high == CONSTANTS >> 56)
+        if not inside.any():
+            return 0
         if (high != high[0]).any():
-            raise UnsupportedPtx(f"generic addresses of global and other memory at once, at {site}")
-        return max(int(high[0]), 0) << 56
+            raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
+        return int(high[0]) << 56
 
     def load_generic(
         self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site
@@ -338,6 +341,9 @@ class Lanes:
         table, places = self.program.kernel.listing.constants, self.part(at, mask) - CONSTANTS
         if int(places.max()) + nb * count > len(table):
             raise self.program.fault("out of bounds", f"constants end at {len(table)}", "load", site)
+        if (places & (nb * count - 1)).any():
+            said = f"a load of {nb * count} bytes of constants"
+            raise self.program.fault("misaligned", said, "load", site)
         found: Array = np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
         return found
 
@@ -555,11 +561,12 @@ class Program:
             if not vector.ready:
                 break
             seen |= {group.at for group in vector.groups}
-            vector.step()
+            if vector.step():
+                break  # what follows may see other programs
         body = [i for at in sorted(seen) for i in self.kernel.bodies[at]]
         loads = [i for i in body if i.root == "ld" and not is_shared(i) and not i.has("local", "param")]
         if not loads:
-            return "the loop loads nothing; a plain load that it waits for may have been moved out of it"
+            return "the loop loads nothing: it is only long, or a plain load that it waits for has been moved out of it"
         polls = f"the loop loads plainly at {loads[0].site}"
         return f"{polls}: such a load sees nothing new if the loop waits for it, and may be moved out of the loop"
 

@@ -205,6 +205,8 @@ def test_variables_in_shared_memory_have_places_of_their_own() -> None:
     assert [set(row.tolist()) for row in out] == [{1}, {3}, {3}, {5}]
     with pytest.raises(UnsupportedPtx, match=r"does not know `\.extern \.shared"):
         run_text(".extern .shared .b8 more[];", out, shared=128)
+    with pytest.raises(UnsupportedPtx, match=r"does not know `\.shared \.b32 some\[4\*4\]"):
+        run_text(".shared .b32 some[4*4];", out, shared=128)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,9 @@ def test_variables_in_shared_memory_have_places_of_their_own() -> None:
         ("mov.b32 %r1, 6; st.shared.b32 [%r1], 0;", "access shared memory [6]"),
         ("mov.b32 %r1, 68; st.shared.b32 [%r1], 0;", "access shared memory [68]"),
         (".local .b8 x[8]; st.local.b32 [x+2], 0;", "access local memory [2]"),
+        (".local .b8 x[0x8]; st.local.b32 [x+4], 0; st.local.b32 [x+8], 0;", "access local memory [8]"),
+        (".local .b8 x[8]; ld.b32 %r1, [%rd0+-2];", "load address 0x"),
+        ("mov.b32 %r1, 0; st.shared.b32 [%r1+-4], 0;", "access shared memory [-4]"),
         ("trap;", "trap\n"),
     ],
 )
@@ -239,6 +244,7 @@ def test_local_memory_is_each_lanes_own(half: bool) -> None:
         st.b64 [%SP+16], %rd8; ld.local.b64 %rd6, [depot+16]; ld.b32 %r8, [%rd6]; st.global.b32 [%rd7+256], %r8;
         st.b8 [%SP+8], 0; ld.b32 %r9, [%SP+8]; st.global.b32 [%rd7+384], %r9;
         cvta.to.local.u64 %rd5, %SP; ld.local.u8 %r10, [%rd5+9]; st.global.b32 [%rd7+512], %r10;
+        ld.volatile.u8 %r10, [%SP+9]; st.global.b32 [%rd7+512], %r10;
         $past:"""
     run_text(body, x, out)
     odd = torch.arange(32) % 2 == 1
@@ -296,12 +302,15 @@ def test_slices_of_a_heap_have_bounds_of_their_own() -> None:
     assert heap.nonzero().flatten().tolist() == [*range(8, 16), *range(20, 28)]
 
 
-def test_slices_as_narrow_as_an_access_may_be_reached_side_by_side() -> None:
-    """Such as flags of several ranks, by a table of addresses."""
-    heap, memory = slices(8, 12, 16)
-    assert stored(heap[8:].data_ptr(), memory) is None
-    fault = stored(heap[9:].data_ptr(), memory)
-    assert fault is not None and fault.rule == "out of bounds"
+def test_slices_that_ranks_have_of_one_memory_may_be_reached_at_once() -> None:
+    """As by a table of addresses."""
+    heap = torch.zeros(64, dtype=torch.int32)
+    memory = Memory("box", (heap[8:16], heap[16:24]))
+    body = "mad.wide.u32 %rd9, %r0, 4, %rd0; setp.lt.u32 %p1, %r0, 8; @%p1 st.global.b32 [%rd9], 7;"
+    run_all([[Launch(Text(body, 1), 1, dict(at=heap[12:].data_ptr()))], []], [memory])
+    assert heap.nonzero().flatten().tolist() == [*range(12, 20)]
+    with pytest.raises(SimulationFault, match="past the end of box of rank 1"):
+        run_all([[Launch(Text(body, 1), 1, dict(at=heap[20:].data_ptr()))], []], [memory])
 
 
 @pytest.mark.parametrize("first", [4, 12, 28, 40])

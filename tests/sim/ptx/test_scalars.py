@@ -245,6 +245,8 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
     ),
     ("cvt.rni.f32.f32 %r4, %r1", lambda a, b, c: bits_of(np.rint(F32(a)))),
     ("cvt.rzi.f32.f32 %r4, %r1", lambda a, b, c: bits_of(np.trunc(F32(a)))),
+    ("cvt.rmi.f32.f32 %r4, %r1", lambda a, b, c: bits_of(np.floor(F32(a)))),
+    ("cvt.rpi.f32.f32 %r4, %r1", lambda a, b, c: bits_of(np.ceil(F32(a)))),
     ("cvt.rn.bf16x2.f32 %r4, %r1, %r2", lambda a, b, c: half_pair(a, b, torch.bfloat16)),
     ("cvt.rn.f16x2.f32 %r4, %r1, %r2", lambda a, b, c: half_pair(a, b, torch.float16)),
     ("cvt.rn.f16.f32 %rs1, %r1; cvt.f32.f16 %r4, %rs1", lambda a, b, c: bits_of(F32(np.float16(F32(a))))),
