@@ -98,6 +98,7 @@ OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
     INCIDENTS, CHECKPOINTS, PIPELINE, SAVES, elastic.JOB, RANKS, HANG, "report.html", FLIGHT,
 )  # fmt: skip
+LOCK = ".lock"  # of a run's folder: held by the run that writes there, with its process in it
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
@@ -298,14 +299,17 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
 
 
 def held_faults(folder: Path) -> list[str]:
-    """Whether another run writes into the folder now, without waiting for it."""
-    if not (folder / ".lock").is_file():
-        return []
+    """Whether another run writes into the folder now; see sole_writer."""
     try:
-        with sole_writer(folder):
-            return []
-    except ValueError as error:
-        return [str(error)]
+        with open(folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return []
+    except BlockingIOError:
+        return [_held(folder)]
+    except OSError as error:
+        return [f"{folder / LOCK} cannot be read: {error.strerror}"]
+    return []
 
 
 @contextmanager
@@ -314,21 +318,23 @@ def sole_writer(folder: Path, patience: float = 0.0) -> Iterator[None]:
     one holds nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + patience
-    with open(folder / ".lock", "a+") as file:
+    with open(folder / LOCK, "a+") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    file.seek(0)
-                    held = f"{folder} is being written by another run: {file.read().strip()}"
-                    raise ValueError(held) from None
+                    raise ValueError(_held(folder)) from None
             time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
         yield
+
+
+def _held(folder: Path) -> str:
+    return f"{folder} is being written by another run: {(folder / LOCK).read_text().strip()}"
 
 
 def launch(
@@ -371,7 +377,7 @@ def launch(
 
 
 class _Restarts(logging.Handler):
-    """Notes which rank ended, each time that torchrun starts all ranks again; it tells its log alone."""
+    """Notes which rank ended, each time that torchrun starts all ranks again. torchrun says so only in its log."""
 
     FORMAT = "failed (exitcode: %s) local_rank: %s"  # torch.distributed.elastic.multiprocessing.api
 
@@ -387,7 +393,10 @@ class _Restarts(logging.Handler):
 
 
 def _end_of(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in {*signal.Signals}
+    return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def describe_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> str:

@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,14 +158,9 @@ def record_step(pipeline: Pipeline, config: TrainConfig, world: World, console: 
 
     def tell(actions: Sequence[Action]) -> None:
         if world.rank == 0:
-            idle, ideal = shares(actions, pipeline.ran)
-            found = {
-                "step": step,
-                "schedule": pipeline.schedule,
-                "idle": idle,
-                "ideal": ideal,
-                "actions": actions,
-            }
+            found: dict[str, Any] = {"step": step, "schedule": pipeline.schedule, "actions": actions}
+            with suppress(ValueError):  # an order that cannot be played ends no run
+                found["idle"], found["ideal"] = shares(actions, pipeline.ran)
             write_json(config.run.folder / PIPELINE, found)
             console.print(pipeline_in_words(found), highlight=False)
 

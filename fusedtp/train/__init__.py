@@ -10,7 +10,7 @@
     config       the options of a run, and what is wrong with them
     foreign      models of transformers as the trainer takes models; `hf`: transformers' own Trainer, accelerate
 
-`loop` uses all others; none uses `loop`, and none knows the commands.
+`loop` is the top layer: nothing here imports it, and nothing imports the commands.
 """
 
 from typing import TYPE_CHECKING, Any

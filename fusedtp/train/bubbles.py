@@ -108,21 +108,24 @@ def _needs(kind: str, stage: int, microbatch: int, last: int) -> list[Pass]:
 
 
 def ideal(orders: Orders, cost: Cost) -> tuple[float, float]:
-    """(share of a step that ranks are idle, seconds of the step)."""
+    """(share of a step that ranks are idle, seconds of the step). Raises ValueError as `play` does."""
     seconds = play(orders, cost)
     work = sum(cost(kind, stage) for kind, stage, _ in _passes(orders))
-    return 1 - work / (seconds * len(orders)), seconds
+    return 1 - work / (seconds * len(orders)) if seconds else 0.0, seconds
 
 
 # -- a recorded step ---------------------------------------------------------------------------------------------------
 
 
 def measured(actions: Sequence[Action]) -> tuple[float, float]:
-    """(share that ranks are idle, seconds) of a recorded step, from its first action to the end of its last."""
+    """(share that ranks are idle, seconds) of a recorded step, from its first action to the end of its last.
+
+    Raises ValueError for no actions.
+    """
     ranks = len({action.rank for action in actions})
     seconds = max(action.end for action in actions) - min(action.begin for action in actions)
     busy = sum(action.end - action.begin for action in actions)
-    return 1 - busy / (seconds * ranks), seconds
+    return 1 - busy / (seconds * ranks) if seconds else 0.0, seconds
 
 
 def mean_cost(actions: Sequence[Action]) -> Cost:
@@ -137,7 +140,8 @@ def mean_cost(actions: Sequence[Action]) -> Cost:
 def shares(actions: Sequence[Action], schedule: Any = None) -> tuple[float, float]:
     """(share of a recorded step that ranks were idle, the same by its order of passes and their mean costs alone).
 
-    schedule: torch's, which knows pairs of passes. Its list counts where it names just what ran.
+    schedule: torch's, which knows pairs of passes. Its list counts where it names just what ran. Raises ValueError for
+    no actions, and for an order that gets stuck.
     """
     orders, ran = order_of(schedule), recorded_order(actions)
     if orders is None or sorted(_passes(orders)) != sorted(_passes(ran)):

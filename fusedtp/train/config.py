@@ -160,8 +160,8 @@ class DataOptions:
         return found
 
     def _vocab_size_faults(self, size: int) -> list[str]:
-        if size < 1:
-            return [f"--vocab-size {size} is not positive"]
+        if not 0 < size <= 1 << 31:
+            return [f"--vocab-size {size} is not from 1 to {1 << 31}"]
         if self.tokenizer is not None:
             return [
                 f"--vocab-size {size} with --tokenizer {self.tokenizer}, which has a vocabulary of its own"

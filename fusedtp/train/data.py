@@ -70,7 +70,7 @@ NO_TEXT = 0xFF  # a byte that UTF-8 has not
 class Tokenizer(ABC):
     """vocab_size: ids are below it. dtype: of the token file. digest: differs where any id would.
 
-    end: the id that ends a document, where there is one. joint: stands between texts of ids that follow each other.
+    end: the id that ends a document, where there is one. joint: separator between two decoded texts.
     """
 
     vocab_size: int

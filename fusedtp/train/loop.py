@@ -242,6 +242,8 @@ def backward(
 
 
 class Sink(Protocol):
+    """Where the records of Metrics go. write: a record, as it is made; close: after the last one, and after an error."""
+
     def write(self, record: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 

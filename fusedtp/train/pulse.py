@@ -72,7 +72,7 @@ class Position:
         return f"{self._who} has been {self._where} for {self.seconds:.0f} s{self._last}"
 
     def fell_silent(self) -> str:
-        """In words, where it writes nothing new."""
+        """The same of a rank whose heartbeat stopped."""
         return f"{self._who} answers no more; it was last heard of {self._where}{self._last}"
 
     @property
@@ -110,7 +110,7 @@ class Pulse:
         self._here = Position(world.rank, socket.gethostname())
         self._ended, self._workspaces = threading.Event(), list[Any]()
         self._store: Any = None
-        self._silent = False  # whether the store has left a question without an answer
+        self._asking: threading.Thread | None = None  # the last question to the store
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Pulse:
@@ -188,7 +188,7 @@ class Pulse:
     def _beat(self) -> None:
         while not self._ended.wait(self.beat):
             self._look()
-            if not self._write():
+            if not self._write() and not self._silent:  # it may answer again
                 return
 
     def _look(self) -> None:
@@ -202,25 +202,28 @@ class Pulse:
                 here.kind, here.seconds = "tp_wait", time.monotonic() - since
                 break
 
+    @property
+    def _silent(self) -> bool:
+        """Whether the store has left a question without an answer up to now."""
+        return self._asking is not None and self._asking.is_alive()
+
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """An answer of the store. Raises RuntimeError where the rank that holds it is gone, or answers no more."""
-        if self._silent:
-            raise RuntimeError("the store does not answer")
+        """An answer of the store. Raises RuntimeError where the rank that holds it is gone, or does not answer."""
         answer = list[Any]()
 
         def asking() -> None:
             try:
                 answer.append(question())
-            except RuntimeError as error:
+            except Exception as error:
                 answer.append(error)
 
-        thread = threading.Thread(target=asking, name="fusedtp store", daemon=True)
-        thread.start()
-        thread.join(STORE_BEATS * self.beat)
+        if not self._silent:
+            self._asking = threading.Thread(target=asking, name="fusedtp store", daemon=True)
+            self._asking.start()
+            self._asking.join(STORE_BEATS * self.beat)
         if not answer:
-            self._silent = True
             raise RuntimeError("the store does not answer")
-        if isinstance(answer[0], RuntimeError):
+        if isinstance(answer[0], Exception):
             raise answer[0]
         return answer[0]
 

@@ -108,7 +108,7 @@ def test_microbatches_and_shards_are_options_by_their_own_names(tmp_path):
     ("arguments", "wanted"),
     [
         ("--vocab-size 500 --data ids.npy", []),
-        ("--vocab-size 0 --data ids.npy", ["--vocab-size 0 is not positive"]),
+        ("--vocab-size 0 --data ids.npy", ["--vocab-size 0 is not from 1 to 2147483648"]),
         ("--vocab-size 500", ["--vocab-size takes token ids (.npy) only: give some with --data"]),
     ],
 )

@@ -273,6 +273,12 @@ def test_a_failing_rank_ends_the_job_with_its_message(corpus, tmp_path):
     done = broken("raise", "--data", str(corpus), "--runs", str(tmp_path), folder=tmp_path)
     assert done.returncode != 0
     assert "the disk of rank 1 is full" in done.stderr
+    own = [
+        line for line in done.stderr.splitlines() if line.startswith('  File "') and "in train_step" in line
+    ]
+    assert len(own) == 1, (
+        own
+    )  # not of rank 0, which fails because rank 1 died; torchrun's report is indented more
     assert [path for path in Path("/proc").glob("[0-9]*/cwd") if _target(path) == tmp_path] == []
 
 

@@ -474,6 +474,29 @@ def test_a_frozen_rank_that_holds_the_store_is_named(tokens, tmp_path, mesh):
     assert second.message.startswith(told) and json.loads((tmp_path / HANG).read_text())["what"] == told
 
 
+class SlowStore(dict[str, str]):
+    """Takes its time once, as a machine that is moved does."""
+
+    def set(self, name: str, value: str) -> None:
+        if not self:
+            self[name] = ""
+            time.sleep(0.5)
+        self[name] = value
+
+    def check(self, names: list[str]) -> bool:
+        return names[0] in self
+
+
+def test_a_store_that_was_slow_once_is_asked_again():
+    pulse = Pulse(World(dp=2), Clocks(), lambda: 0, beat=0.02)
+    pulse._store = SlowStore()
+    assert not pulse._write() and pulse._read() == []  # its time is over after ten beats
+    time.sleep(0.5)
+    assert pulse._write() and [each.rank for each in pulse._read()] == [0]
+    with pytest.raises(KeyError):
+        pulse._ask(lambda: {}["no such name"])
+
+
 def out_of_order(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
     """Rank 1 sums something up in the forward pass of step 2, which the other one does not."""
 
