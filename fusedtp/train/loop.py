@@ -242,7 +242,7 @@ def backward(
 
 
 class Sink(Protocol):
-    """Where the records of Metrics go. write: a record, as it is made; close: after the last one, and after an error."""
+    """Where the records of Metrics go: `write` takes each, `close` comes after the last one or an error."""
 
     def write(self, record: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
