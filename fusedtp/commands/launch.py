@@ -303,7 +303,7 @@ def held_faults(folder: Path) -> list[str]:
     try:
         with open(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except BlockingIOError:
         return [_held(folder)]
