@@ -282,7 +282,8 @@ def resume(
         because = f"--step {config.run.step} was asked for"
     if not because:
         again = elastic.because(loaded.about, trainer.world, folder)
-        ended = how_it_ended(folder) if lost > 0 else ""
+        ended = how_it_ended(folder)
+        ended = ended if lost > 0 or (again and ended != IN_ORDER) else ""
         because = "; ".join(filter(None, (again, ended))) or (WITHOUT_A_WORD if lost > 0 else "")
     line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (
         f", because {because}" if because else ""

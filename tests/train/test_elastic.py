@@ -19,7 +19,7 @@ from fusedtp import cli
 from fusedtp.commands import elastic, launch
 from fusedtp.commands.build import shard_faults
 from fusedtp.commands.results import records_of
-from fusedtp.commands.run import CHECKPOINTS
+from fusedtp.commands.run import CHECKPOINTS, END, note_incident
 from fusedtp.commands.verify import compare, reference_steps
 from fusedtp.train import checkpoint
 from fusedtp.train.checkpoint import steps_in
@@ -180,6 +180,20 @@ def test_ranks_that_are_started_again_go_on_and_those_of_another_job_do_as_asked
     assert job.start(*more, job="this") == (0, list(range(8, 14)))
     assert job.steps() == list(range(14))
     assert json.loads((job.folder / "config.json").read_text())["run"]["replace"] is False
+
+
+def test_what_ended_the_ranks_is_told_even_if_no_step_was_lost(job, capsys):
+    assert job.start("--replace", until=3) == (0, [0, 1, 2])
+    note_incident(job.folder, "rank 1, killed by SIGKILL", END)
+    capsys.readouterr()
+    assert job.start(until=5, count=1) == (0, [3, 4])
+    again = "torchrun started the ranks again"
+    assert (
+        f"resumed at step 3, lost 0 steps, because {again}; rank 1, killed by SIGKILL\n"
+        in capsys.readouterr().out
+    )
+    assert job.start(until=6, count=2) == (0, [5])
+    assert f"resumed at step 5, lost 0 steps, because {again}\n" in capsys.readouterr().out  # ended in order
 
 
 def test_without_a_name_torchruns_count_tells_a_restart(job):
