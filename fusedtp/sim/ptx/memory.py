@@ -397,8 +397,9 @@ class Window:
             past: list[int] = []
             while found := shadow.conflict(part, cells, event.writes, self._again(event), past):
                 past.append(self._race(shadow, found, event))
-            if shadow.strong:
-                self._beside_strong(part, own, width, event)
+            near = shadow.strong[cells].reshape(len(own), -1).any(1)
+            if np.count_nonzero(near):
+                self._beside_strong(part._replace(threads=part.threads[near]), own[near], width, event)
             if not event.writes and shadow.poisoned:
                 self._never(shadow, cells, event)
             shadow.note(part, cells, event.writes, number)
@@ -443,7 +444,7 @@ class Window:
         for shadow, chosen in self._shadows(places, within):
             part = who if chosen is None else who._replace(threads=threads[chosen])
             cells = shadow.cells(places if chosen is None else places[chosen], width)
-            shadow.strong = True
+            shadow.strong[cells] = True
             past: list[int] = []
             while found := shadow.conflict(part, cells, event.writes, None, past):
                 past.append(self._race(shadow, found, event))

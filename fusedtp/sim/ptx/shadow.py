@@ -81,7 +81,8 @@ class Shadow:
         self.writes, self.write_events = np.zeros(size, np.int64), np.zeros(size, np.int32)
         self.reads: dict[int, tuple[Array, Array]] = {}  # by the first coordinate of a slot: stamps, events
         self.unwritten = np.full(size, poisoned)
-        self.poisoned, self.written, self.strong = poisoned, False, False
+        self.strong = np.zeros(size, bool)  # cells that strong operations have used
+        self.poisoned, self.written = poisoned, False
         self.log: list[tuple[Accessor, int, Array, int]] = []  # reads before the first write
         self.logged = 0
 
@@ -112,7 +113,7 @@ class Shadow:
             return np.repeat(cells, 1 << by)[cut : cut + size]
 
         self.writes, self.write_events = finer(self.writes), finer(self.write_events)
-        self.unwritten = finer(self.unwritten)
+        self.unwritten, self.strong = finer(self.unwritten), finer(self.strong)
         self.reads = {slot: (finer(stamps), finer(events)) for slot, (stamps, events) in self.reads.items()}
 
     # -- weak accesses -----------------------------------------------------------------------------------------------
