@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fusedtp.checks.dense import SimulatedWorld, launched
+from fusedtp.checks.timeline import html
 from fusedtp.comm.copies import PIECES, parts
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
@@ -51,7 +52,6 @@ from fusedtp.sim.case import Copy, Launch, Run, Signal, Work
 from fusedtp.sim.faults import SimulationFault, UnsupportedKernel
 from fusedtp.sim.memory import Memory
 from fusedtp.sim.timed import Engine, Node, Timeline, load_node, machines
-from fusedtp.sim.timeline import html
 
 from . import machine
 

@@ -1,4 +1,4 @@
-"""GPUs that kernels are compiled for: their limits, and how a launch is specialised for one.
+"""GPUs that kernels are compiled for and that need not be here: their limits, and how Triton compiles a launch for one.
 
 Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD Instinct MI300 (CDNA3) ISA
 guide, "Vector General-Purpose Registers" and "LDS"; LLVM "User Guide for AMDGPU Backend" for the granules of gfx942.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 KIB = 1024
 TENSOR_COLUMNS = 512
@@ -134,3 +135,68 @@ def environment(apart: str = "") -> Iterator[None]:
                 os.environ.pop(name)
             else:
                 os.environ[name] = value
+
+
+def compiled_to_ptx(source: Any, options: dict[str, Any], gpu: Any, replace: Mapping[Any, Any]) -> Any:
+    """What `specialised` gave, compiled as far as PTX: Triton's CompiledKernel without a cubin.
+
+    replace   device function -> what is called in its place, or None for nothing
+    """
+    import triton
+
+    file = source.fn.fn.__code__.co_filename  # whose lines an entry of the cache names
+    with _replaced(replace) as key, environment(f"{file} {key}"), _without_assembler():
+        return triton.compile(source, target=gpu, options=dict(options))
+
+
+@contextmanager
+def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
+    """While entered, calls of these device functions compile to others: what tells this in a cache's key."""
+    import triton.language as tl
+    from triton.compiler.code_generator import CodeGenerator
+
+    own: Any = CodeGenerator.call_Function
+    bodies: dict[int, Any] = {id(tl.device_print): None}
+    bodies |= {id(theirs): ours for theirs, ours in replace.items()}
+
+    def call(self: Any, node: Any, fn: Any, args: Any, kws: Any) -> Any:
+        if id(fn) not in bodies:
+            return own(self, node, fn, args, kws)
+        body = bodies[id(fn)]
+        return None if body is None else own(self, node, body, args, kws)
+
+    names = [[_identity(function) for function in pair] for pair in replace.items()]
+    with patch.object(CodeGenerator, "call_Function", call):
+        yield hashlib.sha256(repr(sorted(names)).encode()).hexdigest() if names else ""
+
+
+def _identity(function: Any) -> str:
+    """The same in every process; of a triton.jit function with its source and all that it calls."""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
+    return f"{name} {getattr(function, 'cache_key', '')}"
+
+
+@contextmanager
+def _without_assembler() -> Iterator[None]:
+    """Compilation ends with PTX: what ptxas makes of it is not run here, and takes longer than all before."""
+    import triton
+
+    def hook(
+        backend: Any = None,
+        stages: Any = None,
+        options: Any = None,
+        language: Any = None,
+        capability: Any = None,
+    ) -> Any:
+        if stages is None:
+            return "ptx only", "ptx only"
+        stages["cubin"] = lambda source, metadata: b""
+        return None
+
+    runtime = triton.knobs.runtime
+    before = runtime.add_stages_inspection_hook
+    runtime.add_stages_inspection_hook = hook
+    try:
+        yield
+    finally:
+        runtime.add_stages_inspection_hook = before

@@ -415,7 +415,7 @@ def _exhaust_command(found: Found, options: CheckOptions) -> str:
 
 
 def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> None:
-    from fusedtp.sim.timeline import html
+    from .timeline import html
 
     assert options.timeline is not None
     fault: Fault | None = result.part.fault

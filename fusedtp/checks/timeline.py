@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from string import Template
 
-from .faults import Access, Fault, Moment
+from fusedtp.sim.faults import Access, Fault, Moment
 
 KINDS = {
     "alive": "ready, or not chosen to run",

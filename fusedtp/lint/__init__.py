@@ -7,7 +7,7 @@ Memory order is judged for targets whose code fusedtp.sim.ptx does not run (orde
 docstring has its reason and where that is from: `RULES`. fusedtp.checks.lint has the library's own kernels as cases.
 """
 
-from fusedtp.sim.targets import TARGETS, Target, target
+from fusedtp.targets import TARGETS, Target, target
 
 from .check import RULES, Report, check_case, check_cases, judge, table
 from .compiler import CompileCase, Compiled, CompileError, compiled

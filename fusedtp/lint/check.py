@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from fusedtp.sim.targets import target
+from fusedtp.targets import target
 
 from . import ordering, resources, speed
 from .compiler import CompileCase, Compiled, CompileError, compiled

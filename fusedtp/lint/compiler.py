@@ -16,7 +16,7 @@ import torch
 
 from fusedtp.sim.case import Case, Launch, Run
 from fusedtp.sim.launching import plain
-from fusedtp.sim.targets import Target, environment, specialised, target
+from fusedtp.targets import Target, environment, specialised, target
 
 from .listing import AMD, PTX, Listing, Source
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusedtp.sim.targets import TENSOR_COLUMNS
+from fusedtp.targets import TENSOR_COLUMNS
 
 from .compiler import Compiled
 from .listing import Finding

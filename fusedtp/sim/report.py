@@ -75,16 +75,7 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     """A command line and a Python call that show the fault again; the call alone for a case without a name."""
     resident = "all" if fault.resident in ("None", "") else fault.resident
     size = [] if world_size is None else ["--world-size", str(world_size)]
-    words = [
-        "fusedtp",
-        "check",
-        name,
-        *size,
-        "--schedules",
-        "1",
-        "--strategies",
-        fault.strategy,
-    ]
+    words = ["fusedtp", "check", name, *size, "--schedules", "1", "--strategies", fault.strategy]
     words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
     words += ["--fine"] if fault.fine else []
     words += ["--target", fault.target, *waivers(fault.waive)]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.checks.timeline import KINDS, html, segments
 from fusedtp.sim import Access, Case, Fault, Moment, Schedule, SimulationFault, Site, explore
 from fusedtp.sim.explore import trace
 from fusedtp.sim.report import ROWS, interleaving, relevant, replay, report
-from fusedtp.sim.timeline import KINDS, html, segments
 from tests.sim import exchange
 
 FILE = Path(exchange.__file__)

@@ -6,19 +6,17 @@ launch replaces is compiled with the body that stands in for it.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 
+from fusedtp.targets import compiled_to_ptx, environment, specialised
+from fusedtp.targets import target as target_named
+
 from ..case import Launch
 from ..faults import UnsupportedKernel
-from ..targets import environment, specialised
-from ..targets import target as target_named
 from . import TARGETS
 from .copies import TensorMap
 from .kernel import Kernel, translated
@@ -91,11 +89,7 @@ class Compiler:
         self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]
     ) -> tuple[str, int, str]:
         """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
-        import triton
-
-        file = source.fn.fn.__code__.co_filename  # whose lines an entry of the cache names
-        with _replaced(replace) as key, environment(f"{file} {key}"), _without_assembler():
-            made = triton.compile(source, target=gpu, options=dict(options))
+        made = compiled_to_ptx(source, options, gpu, replace)
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
         return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps)
@@ -109,59 +103,6 @@ def _said(error: BaseException) -> str:
         words.append(f"{type(at).__name__}: {at}" if at.__cause__ is None or at is error else str(at))
         at = at.__cause__
     return "\n".join(dict.fromkeys(each for each in words if each.strip()))
-
-
-@contextmanager
-def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
-    """While entered, calls of these device functions compile to others: what tells this in a cache's key."""
-    import triton.language as tl
-    from triton.compiler.code_generator import CodeGenerator
-
-    own: Any = CodeGenerator.call_Function
-    bodies: dict[int, Any] = {id(tl.device_print): None}
-    bodies |= {id(theirs): ours for theirs, ours in replace.items()}
-
-    def call(self: Any, node: Any, fn: Any, args: Any, kws: Any) -> Any:
-        if id(fn) not in bodies:
-            return own(self, node, fn, args, kws)
-        body = bodies[id(fn)]
-        return None if body is None else own(self, node, body, args, kws)
-
-    names = [[_identity(function) for function in pair] for pair in replace.items()]
-    with patch.object(CodeGenerator, "call_Function", call):
-        yield hashlib.sha256(repr(sorted(names)).encode()).hexdigest() if names else ""
-
-
-def _identity(function: Any) -> str:
-    """The same in every process; of a triton.jit function with its source and all that it calls."""
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
-    return f"{name} {getattr(function, 'cache_key', '')}"
-
-
-@contextmanager
-def _without_assembler() -> Iterator[None]:
-    """Compilation ends with PTX: what ptxas makes of it is not run here, and takes longer than all before."""
-    import triton
-
-    def hook(
-        backend: Any = None,
-        stages: Any = None,
-        options: Any = None,
-        language: Any = None,
-        capability: Any = None,
-    ) -> Any:
-        if stages is None:
-            return "ptx only", "ptx only"
-        stages["cubin"] = lambda source, metadata: b""
-        return None
-
-    runtime = triton.knobs.runtime
-    before = runtime.add_stages_inspection_hook
-    runtime.add_stages_inspection_hook = hook
-    try:
-        yield
-    finally:
-        runtime.add_stages_inspection_hook = before
 
 
 def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | TensorMap]:
