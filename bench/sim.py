@@ -111,13 +111,12 @@ def one_call(name: str, target: str) -> tuple[Case, float]:
 
 
 def alone(name: str, options: Options) -> dict[str, float]:
-    """Schedules a second of one call, with all late effects; MB of its tensors and of this process."""
+    """Schedules a second of one call; MB of its tensors and of this process."""
     torch.set_num_threads(1)
     case, tensors = one_call(name, options.target)
-    ways = {"lockstep": WAYS["weak"], "warp by warp": WAYS["warp by warp"]}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for seed in range(options.rounds + 1):
-        for way, how in ways.items():
+        for way, how in WAYS.items():
             run, begin = case.make(), time.process_time()
             run_schedule(run, Schedule("random", seed, target=options.target, **how))
             seconds[way].append(time.process_time() - begin)

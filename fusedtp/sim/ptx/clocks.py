@@ -30,6 +30,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Clock = Array  # [P, C]
 GENERIC, ASYNC, ALIAS = 0, 1, 2  # proxies
+WIDER = {"cta": 0, "gpu": 1, "sys": 2}
 
 
 class Space:
@@ -276,7 +277,9 @@ class Known:
                 self.fenced.setdefault(thread, {})[scope] = published
 
     def fence_proxy(self, threads: Array, proxy: int) -> None:
-        """What these threads know by ordinary accesses, another proxy may see."""
+        """What these threads know by ordinary accesses, another proxy may see, if something uses that one."""
+        if proxy >= self.space.proxies:
+            return
         self._fit()
         for at in set(self.which[threads].tolist()):
             members = threads[self.which[threads] == at]
@@ -292,8 +295,10 @@ class Known:
         """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
         carried: Carried = {}
         if order in ("release", "acq_rel"):
-            carry(carried, [(self._scoped[scope], self.clock(thread))])
+            carried[self._scoped[scope]] = self.clock(thread)
         for of, published in self.fenced.get(thread, {}).items():
+            if carried and WIDER[of] <= WIDER[scope]:
+                continue  # the release carries more, and as far
             at = published.rows
             clock = at.rows[at.which[thread]].copy()
             clock[GENERIC, self.first + thread] = published.tick

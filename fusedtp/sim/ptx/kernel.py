@@ -72,7 +72,12 @@ class Kernel:
     @cached_property
     def reads_async(self) -> bool:
         """Whether it has a wgmma or a copy by TMA, which read shared memory by the async proxy."""
-        return any(i.root == "wgmma" or (i.root == "cp" and i.has("bulk")) for i in self.listing.instructions)
+        return self.by_tma or any(i.root == "wgmma" for i in self.listing.instructions)
+
+    @cached_property
+    def by_tma(self) -> bool:
+        """Whether it copies by TMA, which reaches global memory by the async proxy."""
+        return any(i.root == "cp" and i.has("bulk") for i in self.listing.instructions)
 
 
 def _is_first(i: Instruction) -> bool:

@@ -20,8 +20,6 @@ from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
 from ..faults import Access, Fault, Moment, SimulationFault, Site, Wait
 from ..strategies import Strategy
 from .clocks import Clock, Slot, joined
-from .copies import TensorMap
-from .kernel import Kernel
 from .launch import Compiler
 from .memory import UNSIGNED, Line, Window
 from .program import Program
@@ -123,9 +121,12 @@ class Machine:
         waived: dict[str, int] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        self.line = Line(memory_map(run), self.rng, weak, trace, waived)
+        launches = [each for of_rank in run.work for each in of_rank if isinstance(each, Launch)]
+        self.compiled = {id(each): compiler.compiled(each) for each in launches}
+        by_tma = any(kernel.by_tma for kernel, _ in self.compiled.values())
+        self.line = Line(memory_map(run), self.rng, weak, trace, waived, by_tma)
         self.strategy = strategy(self.rng, len(run.work))
-        self.compiler, self.resident, self.lockstep, self.late = compiler, resident, not fine, weak
+        self.resident, self.lockstep, self.late = resident, not fine, weak
         self.limits = [self._drawn_limit() for _ in run.work]
         self.streams: list[Stream] = []
         slots = 0
@@ -133,7 +134,6 @@ class Machine:
             for name in dict.fromkeys(each.stream for each in work):
                 self.streams.append(Stream(rank, [each for each in work if each.stream == name], slots))
                 slots += self.streams[-1].width
-        self.compiled: dict[int, tuple[Kernel, dict[str, int | TensorMap]]] = {}  # by launch
         self.live: list[Actor] = []
         self.last: Actor | None = None
         self.started = self.switches = self.executed = 0
@@ -152,7 +152,7 @@ class Machine:
                     if not any(stream.todo or stream.work for stream in self.streams):
                         break
                     continue
-                awake = [actor for actor in self.live if self._awake(actor)]
+                awake = [actor for actor in self.live if actor.asleep_since < 0 or self._awake(actor)]
                 if awake:
                     self._go_on(awake)
                 elif not self._roused():
@@ -246,8 +246,6 @@ class Machine:
     def _begin(self, stream: Stream, work: Work, number: int) -> None:
         does: Program | HostWork
         if isinstance(work, Launch):
-            if id(work) not in self.compiled:
-                self.compiled[id(work)] = self.compiler.compiled(work)
             kernel, parameters = self.compiled[id(work)]
             slot = self._slot(stream, number, kernel.listing.threads)
             window = Window(self.line, self.started, (stream.rank, work.name, number), slot, stream.before)

@@ -61,10 +61,12 @@ class Line:
     weak    whether strong reads may return old values
     trace   whether to keep what every program does, for reports and timelines
     waived  names of findings to go past, with how often each was met
+    by_tma  whether some program copies by TMA
     """
 
     def __init__(
         self, tensors: Map, rng: random.Random, weak: bool, trace: bool = False, waived: dict[str, int] | None = None,
+        by_tma: bool = True,
     ) -> None:  # fmt: skip
         self.waived = {} if waived is None else waived
         self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
@@ -86,7 +88,7 @@ class Line:
         self.ends = np.array([each.end for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
         self.multicasts = tensors.multicasts
-        self.space = Space(ALIAS + 1 if self.multicasts else ASYNC + 1)
+        self.space = Space(1 + (ALIAS if self.multicasts else ASYNC if by_tma else GENERIC))
         self.words: dict[int, Word] = {}  # by place
         self.events: list[Event | None] = [None]
         self.sequence = 0  # of strong writes
@@ -160,6 +162,13 @@ class Line:
         if (rows[at] != values).any():
             self.changes += 1
         rows[at] = values
+
+    def set(self, place: int, nb: int, value: Any) -> None:
+        """One word."""
+        row = self.views[nb, 1][place // nb]
+        if row[0] != value:
+            self.changes += 1
+            row[0] = value
 
     def newest(self, places: Words, nb: int, count: int = 1) -> Words:
         """[n, count] words of nb bytes at [n] places."""
@@ -371,10 +380,10 @@ class Window:
             before = word.writes[-1]
             old[lane] = now = np.array(before.value).view(dtype)[()]
             made = new(lane, now)
-            self.known.observe(own, word.coordinate, before.number)
             if returns:
                 self._acquire(word, own, order, scope, before)
             if made is None:
+                self.known.observe(own, word.coordinate, before.number)
                 continue
             carried = self.known.released(thread, order, scope)
             self._write(word, thread, order, carried, np.array(made, dtype).view(UNSIGNED[nb])[()], before)
@@ -390,7 +399,8 @@ class Window:
     def _weak(self, who: Accessor, places: Words, within: int, width: int, event: Event) -> None:
         """Check a weak access against all earlier ones, and remember it."""
         number = self.line.event(event)
-        for shadow, chosen in self._shadows(places, within):
+        parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
+        for shadow, chosen in parts:
             part = who if chosen is None else who._replace(threads=who.threads[chosen])
             own = places if chosen is None else places[chosen]
             cells = shadow.cells(own, width)
@@ -419,9 +429,8 @@ class Window:
         earlier = self.line.events[number]
         return earlier is not None and earlier.site == event.site and earlier.where == event.where
 
-    def _shadows(self, places: Words, within: int) -> list[tuple[Shadow, Words | None]]:
-        if within >= 0:
-            return [(self.line.shadows[within], None)]
+    def _shadows(self, places: Words) -> list[tuple[Shadow, Words | None]]:
+        """Of each tensor, which of the places are its."""
         each = np.array(self.line.starts).searchsorted(places, "right") - 1
         return [(self.line.shadows[n], np.flatnonzero(each == n)) for n in np.unique(each).tolist()]
 
@@ -441,7 +450,8 @@ class Window:
     ) -> int:
         """A strong access is checked against weak ones. Returns the number of its event."""
         who = Accessor(self.known, self.known.now(), threads, proxy)
-        for shadow, chosen in self._shadows(places, within):
+        parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
+        for shadow, chosen in parts:
             part = who if chosen is None else who._replace(threads=threads[chosen])
             cells = shadow.cells(places if chosen is None else places[chosen], width)
             shadow.strong[cells] = True
@@ -518,7 +528,7 @@ class Window:
             carry(carried, before.carried.items())
         line.sequence += 1
         word.write(Write(line.sequence, value, carried))
-        line.put(np.array([word.place]), np.array([[value]], UNSIGNED[word.nb]))
+        line.set(word.place, word.nb, value)
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
     # -- order -------------------------------------------------------------------------------------------------------

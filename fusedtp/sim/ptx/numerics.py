@@ -31,6 +31,8 @@ def mul_hi(a: Array, b: Array) -> Array:
 def div_towards_zero(a: Array, b: Array) -> Array:
     """Quotient without its fraction; by zero, where PTX leaves it open, all bits are set."""
     a, b = np.broadcast_arrays(a, b)
+    if a.itemsize == 4 and b.all():  # a quotient of 32 bits is exact in fp64, but for its fraction
+        return (a / b).astype(np.int64).astype(a.dtype)
     if a.dtype.kind == "u":
         safe = np.where(b == 0, 1, b).astype(a.dtype)
         return np.where(b == 0, ~a.dtype.type(0), a // safe)

@@ -84,36 +84,50 @@ class Lanes:
             return groups[0].barrier is None
         return any(group.barrier is None for group in groups)
 
-    def step(self) -> bool:
-        """Run one block of one group. Whether the program shall pause before what comes next."""
-        group = self.groups[0]
-        if len(self.groups) > 1:
-            group = min((g for g in self.groups if g.barrier is None), key=lambda g: g.at)
-            for other in [
-                g for g in self.groups if g is not group and g.barrier is None and g.at == group.at
-            ]:
+    def run(self, most: int) -> bool:
+        """Run ready groups until the program has executed so much. Whether it shall pause before it goes on."""
+        program, blocks, groups = self.program, self.blocks, self.groups
+        while program.executed < most:
+            group = groups[0] if len(groups) == 1 else self._behind()
+            if group is None or group.barrier is not None:
+                return False
+            block = blocks[group.at]
+            program.site = block.site
+            if group.size == self.count:
+                block.run(self)
+            else:
+                program.kernel.masked[group.at](self, group.mask)
+            program.executed += block.count
+            end = block.end
+            if end is not None and block.jumps:
+                self._jump(group, end, block.target)
+            else:
+                group.at += 1
+                if block.meets is not None:
+                    group.barrier, group.expected = block.meets[0], block.meets[1] or program.threads
+                elif end is not None:
+                    self._arrive(group, end)
+            if group.at >= len(blocks) and group in groups:
+                groups.remove(group)
+            if len(groups) == 1:
+                group = groups[0]
+                if group.barrier is None and blocks[group.at].pauses:
+                    return True
+            elif self.pauses:
+                return True
+        return False
+
+    def _behind(self) -> Group | None:
+        """The group that is furthest behind of those that go on, if any, with those at the same place."""
+        ready = [g for g in self.groups if g.barrier is None]
+        if not ready:
+            return None
+        group = min(ready, key=lambda g: g.at)
+        for other in ready:
+            if other is not group and other.at == group.at:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
-        program, blocks = self.program, self.blocks
-        block = blocks[group.at]
-        program.site = block.site
-        if group.size == self.count:
-            block.run(self)
-        else:
-            program.kernel.masked[group.at](self, group.mask)
-        program.executed += block.count
-        end = block.end
-        if end is not None and block.jumps:
-            self._jump(group, end, block.target)
-        else:
-            group.at += 1
-            if block.meets is not None:
-                group.barrier, group.expected = block.meets[0], block.meets[1] or program.threads
-            elif end is not None:
-                self._arrive(group, end)
-        if group.at >= len(blocks) and group in self.groups:
-            self.groups.remove(group)
-        return self.pauses
+        return group
 
     @property
     def pauses(self) -> bool:
@@ -258,9 +272,9 @@ class Lanes:
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
         site: Site, returns: bool,
     ) -> Array:  # fmt: skip
-        given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
-        new, dtype = updated(operation, t, given)
         places, threads = self.part(at, mask), self.part(self.ids, mask)
+        given = [self.part(value, mask) if value.ndim else np.full(len(places), value) for value in values]
+        new, dtype = updated(operation, t, given)
         what = f"atomic_{operation}"
         old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns)
         return old.view(UNSIGNED[dtype.itemsize])
@@ -272,8 +286,7 @@ class Lanes:
         self.window.known.fence_proxy(self.part(self.ids, mask), ASYNC)
 
     def fence_alias(self, mask: Any) -> None:
-        if self.window.line.space.proxies > ALIAS:
-            self.window.known.fence_proxy(self.part(self.ids, mask), ALIAS)
+        self.window.known.fence_proxy(self.part(self.ids, mask), ALIAS)
 
     def fence_shared(self, mask: Any) -> None:
         if self.program.generic is not None:
@@ -372,9 +385,10 @@ class Lanes:
     def atomic_shared(
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
     ) -> Array:
-        given = [np.broadcast_to(value, (self.count,))[... if mask is True else mask] for value in values]
+        at = self.part(at, mask)
+        given = [self.part(value, mask) if value.ndim else np.full(len(at), value) for value in values]
         new, dtype = updated(operation, t, given)
-        places = self.program.shared_at(self.part(at, mask), dtype.itemsize, "access", site)
+        places = self.program.shared_at(at, dtype.itemsize, "access", site)
         view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
@@ -548,9 +562,8 @@ class Program:
                     return
                 continue
             vector = ready[0] if len(ready) == 1 else self.rng.choice(ready)
-            while vector.ready and self.executed < most:
-                if vector.step():
-                    return
+            if vector.run(most):
+                return
         said = f"no progress at {self.site} after {MOST_INSTRUCTIONS} steps without an atomic"
         raise self.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
 
@@ -561,7 +574,7 @@ class Program:
             if not vector.ready:
                 break
             seen |= {group.at for group in vector.groups}
-            if vector.step():
+            if vector.run(self.executed + 1):
                 break  # what follows may see other programs
         body = [i for at in sorted(seen) for i in self.kernel.bodies[at]]
         loads = [i for i in body if i.root == "ld" and not is_shared(i) and not i.has("local", "param")]
