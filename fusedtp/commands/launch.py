@@ -124,7 +124,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
             found += foreign_faults(config, dp, tp)
     if found:
         if place is None or place.local_rank == 0:
-            report(found, command)
+            report(as_asked(found, argv), command)
         return WRONG_USAGE
     if place is None and ranks > 1:
         return launch(argv, ranks, command, config.run.folder, config.run.max_restarts)
@@ -435,6 +435,12 @@ def _recorded(failure: ProcessFailure) -> str | None:
         return None
     message = failure.error_file_data["message"]
     return str(message["message"] if isinstance(message, dict) else message)
+
+
+def as_asked(faults: list[str], argv: list[str]) -> list[str]:
+    """Faults that name options as `argv` does."""
+    other = any(word.partition("=")[0] == "--microbatches" for word in argv)
+    return [fault.replace("--accumulate", "--microbatches") if other else fault for fault in faults]
 
 
 def report(faults: list[str], command: str = "train") -> None:

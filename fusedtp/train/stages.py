@@ -171,9 +171,7 @@ def pipeline_faults(
     if schedule in TWO_PASSES and not SPLITS_BACKWARD:
         found.append(f"--schedule {schedule} needs torch 2.13: before, its two passes of a backward fail")
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % pp:
-        found.append(
-            f"--schedule {schedule} needs an --accumulate that --pp {pp} divides, not {microbatches}"
-        )
+        found.append(f"--schedule {schedule} needs --pp {pp} to divide --accumulate {microbatches}")
     return found
 
 

@@ -53,6 +53,13 @@ def test_all_faults_of_a_command_line_come_together(capsys, tmp_path):
     assert found[4].endswith(f"{tmp_path / 'file'} is no folder")
 
 
+@pytest.mark.parametrize("name", ["--accumulate", "--microbatches"])
+def test_a_fault_names_an_option_as_it_was_given(capsys, tmp_path, name):
+    sizes = "--pp 2 --tp 1 --layers 4 --batch 6 --schedule interleaved_1f1b"
+    (found,) = errors_of(capsys, *sizes.split(), f"{name}=3", "--runs", str(tmp_path))
+    assert found == f"--schedule interleaved_1f1b needs --pp 2 to divide {name} 3"
+
+
 def test_an_unwritable_run_folder_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(launch.os, "access", lambda path, mode: path != tmp_path)
     (found,) = errors_of(capsys, "--runs", str(tmp_path / "runs"))
