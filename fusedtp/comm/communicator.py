@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group as resolve
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .constant import constant_to_compiler
+from .draws import Draws
 from .errors import PeerFailed, SignalTimeout
 from .process_world import ProcessWorld
 from .signature import MAX_SIZES, Signature, compare
@@ -63,6 +64,7 @@ class Communicator:
         self.plans: dict[Any, Any] = {}  # how operations run here, see ops/operation.py
         self.joint: dict[Any, bool] = {}  # whose gradients share a call, see ops/column_backward.py
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
+        self.draws = Draws()  # of random numbers, for layers of which ranks have unequal parts
         self.timeline: list[tuple[str, float, float]] | None = (
             None  # a list here receives (label, begin, end)
         )

@@ -52,7 +52,7 @@ from fusedtp.ops.tokens import (
 from .agree import named_leaves
 from .attention_maps import gather_maps
 from .by_token import by_token
-from .layers import ColumnParallel, RowParallel, VocabParallel
+from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole, unequal
 from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
 from .siblings import Siblings, in_autocast, project_all
 from .styles import FusedEmbedding, Style
@@ -233,6 +233,7 @@ def columns(self: Any, input: Tensor) -> Tensor:
     at.model.count(isinstance(input, TokenShard) and input.dim() == len(input.lead) + 1)
     y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else project_all(input, [self])[0]
     if not at.vocabulary:
+        draws_in_part(at, self, y)
         return y
     if torch.compiler.is_compiling():
         return at._gathered(y, self)
@@ -249,6 +250,8 @@ def rows(self: Any, input: Tensor) -> Tensor:
     if at.split_input:
         parts = split(x.shape[-1], at.world_size)
         x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
+    else:
+        draws_in_whole(at, self, x)
     lead = x.shape[:-1]
     fused = splits(at, lead)
     at.model.count(fused)
@@ -632,9 +635,11 @@ class Colwise(Foreign):
             ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
             features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
         self.siblings.linears.append(module)
+        part = features is None and not self.gather_output
         parallel = Columns(
             **self.member(comm), gather_output=self.gather_output and not self.vocabulary, features=features,
             vocabulary=self.vocabulary, model=self.model, siblings=self.siblings,
+            unequal=unequal(module.weight.shape[0] // self.packed, comm.world_size) if part else (),
         )  # fmt: skip
         install(module, parallel, columns)
 
@@ -655,7 +660,9 @@ class Rowwise(Foreign):
         return StridedShard(1, split_factor=self.packed) if self.packed > 1 else Shard(1)
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Rows(**self.member(comm), split_input=self.split_input, model=self.model), rows)
+        features = unequal(module.weight.shape[1] // self.packed, comm.world_size)
+        at = Rows(**self.member(comm), split_input=self.split_input, model=self.model, unequal=features)
+        install(module, at, rows)
 
 
 class Embedding(Foreign):

@@ -101,7 +101,7 @@ def adopt(
     _regroup_heads(named, steps, comm.world_size)
     apply_steps(steps, mesh)
     holders = dict.fromkeys(
-        parent_of(step.name.removesuffix(".base_layer"))
+        parent_of(_without_adapter(step.name))
         for step in steps
         if isinstance(step.style, Colwise) and not step.style.gather_output
     )
@@ -362,18 +362,19 @@ def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: 
     attentions: dict[str, dict[str, Colwise]] = {}
     for name, style in styles.items():
         if isinstance(style, Colwise) and not style.gather_output:
-            attentions.setdefault(parent_of(name), {})[name] = style
+            attentions.setdefault(parent_of(_without_adapter(name)), {})[name] = style
     faults: list[str] = []
     for parent, projections in attentions.items():
-        widths = {name: _head_width(named[parent], _last(name)) for name in projections}
+        last = {name: _last(_without_adapter(name)) for name in projections}
+        widths = {name: _head_width(named[parent], last[name]) for name in projections}
         heads = {
             name: divmod(named[name].weight.shape[0], width)
             for name, width in widths.items()
             if width > 0 and isinstance(named[name], nn.Linear)
         }
-        queries = [n for name, (n, rest) in heads.items() if not rest and QUERY.fullmatch(_last(name))]
+        queries = [n for name, (n, rest) in heads.items() if not rest and QUERY.fullmatch(last[name])]
         keys = {
-            name: n for name, (n, rest) in heads.items() if not rest and KEY_OR_VALUE.fullmatch(_last(name))
+            name: n for name, (n, rest) in heads.items() if not rest and KEY_OR_VALUE.fullmatch(last[name])
         }
         if not queries or not keys:
             continue
@@ -401,7 +402,7 @@ def _head_width(attention: Any, projection: str) -> int:
 def _regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) -> None:
     """Attention that repeats kv heads: where ranks share them, each rank's query heads are of one of them."""
     for step in steps:
-        attention = named[parent_of(step.name)]
+        attention = named[parent_of(_without_adapter(step.name))]
         groups = getattr(attention, "num_key_value_groups", None)
         shares = (
             isinstance(step.style, Colwise) and step.style.head_dim is not None and isinstance(groups, int)
@@ -409,6 +410,11 @@ def _regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int)
         if shares and "_all_key_value_groups" not in attention.__dict__:
             attention._all_key_value_groups = groups
             attention.num_key_value_groups = groups * step.style.kv_heads // world_size
+
+
+def _without_adapter(name: str) -> str:
+    """Of a linear inside of an adapted one, the name of that one: see _adapt."""
+    return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)$", "", name)
 
 
 def _last(name: str) -> str:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fusedtp import ops
+from fusedtp.comm import communicator
 from fusedtp.nn.linear_loss import linear_cross_entropy
 from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
@@ -48,6 +49,7 @@ class Member:
     dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
     sizes                 every rank's tokens where no layout says so; None: equal to gather, torch.chunk's to scatter
     layer                 the kind of layer that calls are counted for, such as mlp.down_proj
+    unequal               every rank's features, where they are not equally many
     """
 
     group: str
@@ -58,6 +60,7 @@ class Member:
     dim: int = 0
     sizes: tuple[int, ...] | None = None
     layer: str = ""
+    unequal: tuple[int, ...] = ()
 
     def token_sizes(self, layout: Any) -> tuple[int, ...] | None:
         """Every rank's tokens, as the layout has it."""
@@ -83,6 +86,24 @@ PLAIN = Operations(ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.local_l
 
 def operations_of(linear: Any) -> Any:
     return getattr(linear, "operations", PLAIN)
+
+
+def unequal(features: int, world_size: int) -> tuple[int, ...]:
+    """Every rank's features, or nothing where all have as many."""
+    sizes = split(features, world_size)
+    return sizes if len({*sizes}) > 1 else ()
+
+
+def draws_in_part(at: Member, linear: Any, x: Tensor) -> None:
+    """After a column-parallel layer: what follows draws random numbers for this rank's features."""
+    if at.unequal and linear.training and not torch.compiler.is_compiling():
+        communicator(at.group).draws.part(x.device)
+
+
+def draws_in_whole(at: Member, linear: Any, x: Tensor) -> None:
+    """Before a row-parallel layer: what follows draws for whole tensors, which all ranks must draw alike."""
+    if at.unequal and linear.training and not torch.compiler.is_compiling():
+        communicator(at.group).draws.whole(x.device, 0 in at.unequal)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from fusedtp.comm import Communicator
 
 from .foreign import Columns, Colwise, Foreign, Model, Own, Rows, Rowwise, columns, install, own_forward, rows
-from .layers import accumulated
+from .layers import accumulated, unequal
 from .placement import Mesh, Placement
 from .torch_names import METADATA, name_of
 
@@ -238,7 +238,10 @@ class Conv1DColwise(Colwise):
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         self.siblings.linears.append(module)
-        parallel = Conv1DColumns(**self.member(comm), model=self.model, siblings=self.siblings)
+        features = unequal(module.weight.shape[1] // self.packed, comm.world_size)
+        parallel = Conv1DColumns(
+            **self.member(comm), model=self.model, siblings=self.siblings, unequal=features
+        )
         install(module, parallel, columns)
 
 
@@ -252,7 +255,8 @@ class Conv1DRowwise(Rowwise):
         return Replicate() if name == "bias" else Shard(0)
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Conv1DRows(**self.member(comm), model=self.model), rows)
+        features = unequal(module.weight.shape[0], comm.world_size)
+        install(module, Conv1DRows(**self.member(comm), model=self.model, unequal=features), rows)
 
 
 WORDS: dict[str, Callable[..., Foreign]] = {

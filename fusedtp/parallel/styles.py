@@ -30,7 +30,15 @@ from fusedtp.ops.engines import ENGINES
 
 from .agree import check_gradients
 from .expert_parallel import ExpertParallel, ExpertSplit, Shares, copies_of, stages_of
-from .layers import ColumnParallel, Replica, RowParallel, VocabParallel
+from .layers import (
+    ColumnParallel,
+    Replica,
+    RowParallel,
+    VocabParallel,
+    draws_in_part,
+    draws_in_whole,
+    unequal,
+)
 from .placement import Mesh, Placement, Way, place_parameters
 
 
@@ -141,7 +149,11 @@ class FusedColwise(FusedStyle):
         if self.head_dim is not None and self._replicates(module, comm.world_size):
             ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
             features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
-        parallel = ColumnParallel(**self.member(comm), gather_output=self.gather_output, features=features)
+        part = features is None and not self.gather_output
+        parallel = ColumnParallel(
+            **self.member(comm), gather_output=self.gather_output, features=features,
+            unequal=unequal(module.weight.shape[0], comm.world_size) if part else (),
+        )  # fmt: skip
         install(module, parallel, linear)
 
 
@@ -155,7 +167,8 @@ class FusedRowwise(FusedStyle):
         return {"weight": Shard(1)}
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, RowParallel(**self.member(comm)), linear)
+        features = unequal(module.weight.shape[1], comm.world_size)
+        install(module, RowParallel(**self.member(comm), unequal=features), linear)
 
 
 class FusedEmbedding(FusedStyle):
@@ -283,7 +296,12 @@ def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
         if gathers and at.sequence_parallel:
             check_gradients(x)
         self._fusedtp_checked = True
-    return at.linear(x, self, layout)
+    if not gathers:
+        draws_in_whole(at, self, x)
+        return at.linear(x, self, layout)
+    y = at.linear(x, self, layout)
+    draws_in_part(at, self, y)
+    return y
 
 
 def embedding(self: Any, input: Tensor, layout: Any = None) -> Tensor:

@@ -132,7 +132,8 @@ class VocabShard(Tensor):
     def full_tensor(self, why: str = "full_tensor") -> Tensor:
         """The logical tensor as a plain one. Collective. `why` is what it is counted for."""
         self.columns.gathered[f"logits: {why}"] += 1
-        return gather_tokens(self.local.movedim(-1, 0), self.columns.group, self.columns.sizes).movedim(0, -1)
+        rows = gather_tokens(self.local.movedim(-1, 0), self.columns.group, self.columns.sizes)
+        return rows.movedim(0, -1).contiguous()  # as code expects of logits, which it views and draws like
 
     @classmethod
     def __torch_function__(

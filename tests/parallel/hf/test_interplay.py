@@ -271,6 +271,11 @@ def test_lora(targets: list[str]):
     world(2).run(adapted, targets, True)
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]])
+def test_lora_where_ranks_share_kv_heads(targets: list[str]):
+    world(4).run(adapted, targets, len(targets) > 1)
+
+
 def test_lora_beside_trained_weights():
     world(2).run(adapted, ["q_proj", "o_proj"], False)
 

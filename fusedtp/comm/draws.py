@@ -1,0 +1,48 @@
+"""Random numbers of ranks that share a layer.
+
+    column-parallel    remember the generator's state
+    dropout on [T, N_r], of other sizes on other ranks: generators part
+    row-parallel       where the state has changed, seed the generator anew from what was remembered
+
+Ranks begin with one state, and whatever they draw for whole tensors is the same on all of them; only so do tensors and
+parameters that every rank holds stay alike. Between two split layers a rank draws for its own columns. Where these are
+unequally many, the generators would stay apart for good.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+class Draws:
+    """What one rank remembers of its generator while it works on a part of a layer."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+
+    def part(self, device: torch.device) -> None:
+        """What follows may be drawn for a part that is not as large as the other ranks'. The last call counts."""
+        generator = _generator(device)
+        self._before = None if generator is None else generator.get_state()
+
+    def whole(self, device: torch.device, some_have_none: bool = False) -> None:
+        """Parts have been put together. some_have_none: ranks without columns, who draw nothing."""
+        before, self._before = self._before, None
+        generator = None if before is None else _generator(device)
+        if before is None or generator is None:
+            return
+        if some_have_none or not torch.equal(generator.get_state(), before):
+            generator.manual_seed(int.from_bytes(blake2b(before.numpy().tobytes(), digest_size=7).digest()))
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """The device's default one; None while a CUDA graph is captured, which has its own."""
+    if device.type != "cuda":
+        return torch.default_generator
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
