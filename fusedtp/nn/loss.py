@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fusedtp.ops import cross_entropy
 from fusedtp.ops.first_order import first_order
@@ -139,6 +140,8 @@ class _CrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, own, lse = ctx.saved_tensors
+        if isinstance(dloss, DTensor):  # of a loss to which a sum over parameters has been added
+            dloss = dloss.full_tensor()
         scale = dloss.masked_fill(labels == ctx.ignore_index, 0.0)
         return local_gradient(logits, labels, ctx.start, own, lse, scale), None, None, None, None
 

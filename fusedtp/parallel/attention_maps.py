@@ -66,7 +66,8 @@ def _refuse_parts(model: Any, done: Mapping[str, Any], outputs: Mapping[str, Any
     """By the numbers of heads that the configuration names."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    wanted: set[Any] = {getattr(each, name, None) for each in (config, text) for name in HEADS} - {None}
+    found = [getattr(each, name, None) for each in (config, text) for name in HEADS]
+    wanted = {n for each in found for n in (each if isinstance(each, list | tuple) else (each,))} - {None}
     for key, value in done.items():
         if "attentions" not in key or not wanted:
             continue

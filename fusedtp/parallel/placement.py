@@ -239,7 +239,8 @@ def _summed(parts: Mapping[int, Tensor], group: str) -> Iterator[tuple[int, Tens
         flat = torch.cat([part.reshape(-1) for part in some.values()])
         totals = all_reduce_sum(flat, group).split([part.numel() for part in some.values()])
         for (i, part), total in zip(some.items(), totals, strict=True):
-            yield i, total.view(part.shape)
+            # memory of its own: torch cannot deep-copy a DTensor whose local tensor begins inside of a storage
+            yield i, total.clone().view(part.shape)
 
 
 class _Local(torch.autograd.Function):

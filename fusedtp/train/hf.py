@@ -17,12 +17,14 @@ several data-parallel ranks if nothing averages gradients over them.
 from __future__ import annotations
 
 import os
+from functools import partial, wraps
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -45,6 +47,10 @@ class Trainer(transformers.Trainer):
         ):  # then transformers does not wrap it, whatever args.fsdp says
             parallelism = self.accelerator.parallelism_config
             check_data_parallel(self._module(), 1 if parallelism is None else parallelism.data_parallel_size)
+            if parallelism is not None:
+                count_rows_once(self.accelerator, parallelism.non_data_parallel_size)
+                gather = self.accelerator.gather_for_metrics
+                self.gather_function = partial(gather, use_gather_object=args.eval_use_gather_object)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:
@@ -77,6 +83,31 @@ class Trainer(transformers.Trainer):
     def _module(self) -> torch.nn.Module:
         assert self.model is not None
         return self.model
+
+
+def count_rows_once(accelerator: Any, ranks: int) -> None:
+    """`gather_for_metrics` of this accelerator gives each row once, not once for each of `ranks` ranks that share it.
+
+    transformers makes losses, predictions and metrics of an evaluation from it; accelerate gathers over all ranks.
+    """
+    gather, for_metrics = accelerator.gather, accelerator.gather_for_metrics
+
+    def first_of_each(rows: Any) -> Any:
+        every = rows.unflatten(0, (accelerator.num_processes, -1))  # tensor-parallel ranks are neighbours
+        return every[::ranks].flatten(0, 1)
+
+    def once(data: Any) -> Any:
+        return recursively_apply(first_of_each, gather(data))
+
+    @wraps(for_metrics)
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        accelerator.gather = once
+        try:
+            return for_metrics(input_data, use_gather_object)
+        finally:
+            accelerator.gather = gather
+
+    accelerator.gather_for_metrics = gather_for_metrics
 
 
 class Accelerator(accelerate.Accelerator):
