@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fusedtp.nn.loss import gathered_stats, vocab_parallel_losses
 from fusedtp.ops.rows import split
@@ -55,15 +55,7 @@ class Columns(NamedTuple):
 
 
 # Attributes and methods of the plain tensor in the graph.
-OF_LOCAL = {
-    "requires_grad",
-    "requires_grad_",
-    "grad_fn",
-    "is_leaf",
-    "retains_grad",
-    "register_hook",
-    "retain_grad",
-}
+OF_LOCAL = {"requires_grad", "requires_grad_", "grad_fn", "is_leaf", "retains_grad", "retain_grad"}
 
 
 class VocabShard(Tensor):
@@ -212,10 +204,94 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if done is not NotImplemented:
             return done
     if _in_place(name) and isinstance(args[0], VocabShard):
-        raise RuntimeError(
-            f"{name} changes logits in place, of which a rank holds some columns; use its full_tensor()"
-        )
-    return func(*_whole(name, args), **_whole(name, kwargs))
+        raise RuntimeError(_in_vain(name))
+    given = _whole(name, (args, kwargs))
+    done = func(*given[0], **given[1])
+    plain = [x for x, was in zip(tree_leaves(given), tree_leaves((args, kwargs))) if x is not was]
+    return _marked(done, plain)
+
+
+def _in_vain(name: str) -> str:
+    return f"{name} changes logits in place, of which a rank holds some columns; use its full_tensor()"
+
+
+class _View(Tensor):
+    """A view of gathered logits. What changes it would not change the logits: that is refused, as on these."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if _in_place(name) and name != "requires_grad_" and isinstance(args[0], _View):
+            raise RuntimeError(_in_vain(name))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("__deepcopy__", "__reduce_ex__"):  # what these make has memory of its own
+                return func(args[0].as_subclass(Tensor), *args[1:])
+            done = func(*args, **(kwargs or {}))
+        views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _View)]
+        return _marked(done, views)
+
+
+def _marked(done: Any, of: Sequence[Tensor]) -> Any:
+    """The results, of which those that lie in the memory of these tensors are views."""
+    storages = {_memory(x) for x in of} - {0}
+
+    def marked(x: Any) -> Any:
+        return x.as_subclass(_View) if type(x) is Tensor and _memory(x) in storages else x
+
+    return tree_map(marked, done)
+
+
+def _memory(x: Tensor) -> int:
+    """Address of its storage; 0 where it has none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return x.untyped_storage().data_ptr() if x.numel() else 0
+        except (RuntimeError, NotImplementedError):  # of functorch
+            return 0
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
+    """torch.autograd.grad of or by logits: the gradient of a VocabShard is one."""
+    of, by, given = (
+        list(each) if isinstance(each, tuple | list) else [each] for each in (outputs, inputs, grad_outputs)
+    )
+    for n, (x, grad) in enumerate(zip(of, given)):
+        if isinstance(x, VocabShard):
+            of[n] = x.local
+            given[n] = x.columns.own(grad) if type(grad) is Tensor else getattr(grad, "local", grad)
+    plain = [x.local if isinstance(x, VocabShard) else x for x in by]
+    weights = None if grad_outputs is None else given
+    made = torch.autograd.grad(of, plain, weights, **options)
+    return tuple(
+        VocabShard.of(grad, x.columns) if isinstance(x, VocabShard) and grad is not None else grad
+        for grad, x in zip(made, by, strict=True)
+    )
+
+
+def _register_hook(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The hook gets the gradient of all columns, a VocabShard."""
+    x, hook = args
+
+    def on_columns(grad: Tensor) -> Tensor | None:
+        made = hook(VocabShard.of(grad, x.columns))
+        if made is None or isinstance(made, VocabShard):
+            return None if made is None else made.local
+        return x.columns.own(made)
+
+    return x.local.register_hook(on_columns)
+
+
+def _own_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """torch.autograd.grad; or the attribute `grad` of logits that retain it."""
+    if func is torch.autograd.grad:
+        return _grad(*args, **kwargs)
+    x, *new = args
+    if new:
+        x.local.grad = getattr(new[0], "local", new[0])
+        return None
+    return None if x.local.grad is None else VocabShard.of(x.local.grad, x.columns)
 
 
 def _in_place(name: str) -> bool:
@@ -386,4 +462,6 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "getitem": _indexed,
     "cross_entropy": _cross_entropy,
     "argmax": _argmax,
+    "register_hook": _register_hook,
+    "grad": _own_grad,
 }

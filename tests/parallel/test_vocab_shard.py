@@ -1,5 +1,6 @@
 """Logits of which each rank holds some columns, against plain ones: values, gradients, losses, and what is gathered."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -228,3 +229,67 @@ def test_what_it_says_and_refuses():
             shard[0] = 1.0
 
     VirtualWorld(2).run(body)
+
+
+THROUGH_VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "slice": lambda x: x[..., 1:3].mul_(2.0),
+    "column": lambda x: x.select(-1, 1).fill_(0.0),
+    "transposed": lambda x: x.transpose(1, 2).mul_(2.0),
+    "view of a view": lambda x: x.transpose(1, 2)[0].mul_(2.0),
+    "assigned": lambda x: x[..., :2].__setitem__(slice(None), 5.0),
+    "all": lambda x: x.flatten().add_(1.0),
+}
+
+
+def changed_through_views(group: Any) -> list[str]:
+    shard = VocabShard.of(
+        torch.ones(2, 3, 2), Columns(communicator(group).name, group.rank(), 2, 4, Counter())
+    )
+    said = []
+    for change in THROUGH_VIEWS.values():
+        with pytest.raises(RuntimeError, match=r"in place.*full_tensor\(\)") as error:
+            change(shard)
+        said.append(str(error.value))
+    picked = shard[torch.arange(2)[:, None], torch.arange(3), 1]  # a copy, on one device too
+    assert picked.mul_(2.0).sum() == 12 and shard.sum() == 24
+    seen = shard[..., 1:3]
+    assert copy.deepcopy(seen).mul_(3.0).sum() == 36 and type(seen.clone()) is Tensor
+    assert seen.detach().numpy().sum() == 12
+    return said
+
+
+def test_a_change_through_a_view_is_refused_as_on_the_logits():
+    """It would change gathered ones, of which nobody knows."""
+    for said in VirtualWorld(2).run(changed_through_views):
+        assert len(said) == len(THROUGH_VIEWS)
+
+
+def asked_for_gradients(group: Any) -> list[Tensor]:
+    """By a hook, by retain_grad, by torch.autograd.grad: [hook's, retained, by grad, with the hook's change]."""
+    columns = Columns(communicator(group).name, group.rank(), 2, 4, Counter())
+
+    def logits() -> VocabShard:
+        full = torch.arange(24.0).view(2, 3, 4) / 10
+        leaf = full.split(2, -1)[group.rank()].clone().requires_grad_()
+        return VocabShard.of(leaf * 1.0, columns)
+
+    seen: list[Any] = []
+    shard = logits()
+    shard.register_hook(lambda grad: seen.append(grad))
+    shard.retain_grad()
+    shard.logsumexp(-1).sum().backward()
+    doubled = logits()
+    doubled.register_hook(lambda grad: grad * 2)
+    doubled.retain_grad()
+    doubled.logsumexp(-1).sum().backward()
+    other = logits()
+    (by_grad,) = torch.autograd.grad(other.logsumexp(-1).sum(), other)
+    return [x.full_tensor() for x in (seen[0], shard.grad, by_grad, doubled.grad)]
+
+
+def test_gradients_of_logits_are_of_all_columns():
+    x = (torch.arange(24.0).view(2, 3, 4) / 10).requires_grad_()
+    x.logsumexp(-1).sum().backward()
+    for hooked, retained, by_grad, doubled in VirtualWorld(2).run(asked_for_gradients):
+        for got, want in ((hooked, x.grad), (retained, x.grad), (by_grad, x.grad), (doubled, 2 * x.grad)):
+            torch.testing.assert_close(got, want)
