@@ -35,14 +35,12 @@ def sites(text: str) -> dict[Site, list[int]]:
     found: dict[Site, list[int]] = {}
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M))
     file, number = "", 0
-    inline = (
-        -1
-    )  # .locs since inline PTX began, of which the first counts: Note [Lines of inline PTX] in parse.py
+    inline = -1  # lines since inline PTX began: Note [Lines of inline PTX] in parse.py
     for n, line in enumerate(text.split("\n")):
+        inline += inline >= 0
         if "inline asm" in line:
             inline = 0 if "begin" in line else -1
         if made := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line):
-            inline += inline >= 0
             if made[2] != "0" and inline < 2:
                 file, number = files[made[1]], int(made[2])
             continue

@@ -146,7 +146,10 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
         if is_shared(i):
             call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
         else:
-            how = f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}, {i.root == 'atom'}"
+            reads = operation != "exch" or d not in e.unread
+            how = (
+                f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}, {i.root == 'atom'}, {reads}"
+            )
             call = f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {how})"
         lines.append(f"v = {call}")
         if isinstance(targets[min(n, len(targets) - 1)], Reg):

@@ -36,6 +36,9 @@ COMPARED = dict(
     lo="less", ls="less_equal", hi="greater", hs="greater_equal",
 )  # fmt: skip
 
+DIRECTED = ("rz", "rm", "rp")  # roundings that numpy has not
+TO_NEAREST = ("add", "sub", "mul", "mad", "fma", "div", "rcp", "sqrt", "rsqrt")
+
 Handler = Callable[["Emitter", Instruction], "list[str] | None"]
 HANDLERS: dict[str, Handler] = {}
 
@@ -68,11 +71,12 @@ class Emitter:
 
     every     for all lanes, else for those of the mask `m`
     windows   whether generic addresses may be those of local memory or of constants
+    unread    registers that nothing reads
     """
 
-    def __init__(self, every: bool, windows: bool = False) -> None:
+    def __init__(self, every: bool, windows: bool = False, unread: frozenset[Operand] = frozenset()) -> None:
         self.constants: list[Any] = []
-        self.windows = windows
+        self.windows, self.unread = windows, unread
         self.lanes = self.mask = "True" if every else "m"  # `mask`: of the instruction
 
     def const(self, value: Any) -> str:
@@ -96,7 +100,7 @@ class Emitter:
 
     def one(self, i: Instruction) -> list[str]:
         handler = HANDLERS.get(i.root)
-        if handler is None:
+        if handler is None or (i.root in TO_NEAREST and i.has(*DIRECTED)):
             raise i.unsupported()
         try:
             lines = handler(self, i)
@@ -212,6 +216,8 @@ def _binary(e: Emitter, i: Instruction) -> list[str] | None:
         return e.put(d, t, f"mul_hi({e.read(a, t)}, {e.read(b, t)})")
     if r in ("add", "sub", "mul") and t[0] == "s":
         t = "u" + t[1:]  # the same bits, and no overflow
+    if i.has("abs", "xorsign"):
+        return e.put(d, t, f"xorsign({r!r}, {e.read(a, t)}, {e.read(b, t)})") if i.has("xorsign") else None
     if r in ("min", "max"):
         relu = i.has("relu")
         name = r if t[0] != "f" or i.has("NaN") else "f" + r
@@ -254,12 +260,11 @@ def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("cc"):
         return _carried(e, i)
     if i.root == "fma":
+        x, y, z = (e.read(each, t) for each in (a, b, c)) if t in ("f32", "f64") else ("", "", "")
         if t == "f32":
-            x, y, z = (e.read(each, t) for each in (a, b, c))
-            return e.put(d, t, f"np.multiply({x}, {y}, dtype=np.float64) + {z}")
-        if t == "f64":
-            return e.put(d, t, f"{e.read(a, t)} * {e.read(b, t)} + {e.read(c, t)}")
-        return _halves(e, i)
+            made = f"np.multiply({x}, {y}, dtype=np.float64) + {z}"
+            return e.put(d, t, f"limited({made})" if i.has("sat") else made)
+        return e.put(d, t, f"exact_fma({x}, {y}, {z})") if t == "f64" else _halves(e, i)
     if i.has("wide"):
         wide = WIDE[t]
         return e.put(d, wide, f"{e.read(a, t)}.astype({WIDER[t]}) * {_const_or(e, b, t)} + {e.read(c, wide)}")
@@ -483,11 +488,12 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     rounding = next((part for part in i.parts if part in ROUNDED), "")
     saturated = i.has("sat", "satfinite")
     if to in PAIRS or of in PAIRS:
-        if rounding != "rn":
+        if rounding != "rn" and (rounding, to, of) != ("rz", "f16x2", "f32"):
             return None
         register = {"e4m3x2": "b16", "e5m2x2": "b16"}
         source = ", ".join(e.read(x, register.get(of, "b32" if of in PAIRS else of)) for x in given)
-        return e.put(d, register.get(to, "b32"), f"pairs({to!r}, {of!r}, {i.has('relu')}, {source})")
+        made = f"pairs({to!r}, {of!r}, {i.has('relu')}, {source}, cut={rounding == 'rz'})"
+        return e.put(d, register.get(to, "b32"), made)
     if to == "tf32":
         return e.put(d, "b32", f"to_tf32({e.read(given[0], 'f32')}, {rounding!r})")
     source = e.read(given[0], of)
@@ -498,12 +504,10 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     if to in FLOATS:
         if of in FLOATS and rounding[-1:] == "i":
             source = f"np.{dict(rni='rint', rzi='trunc', rmi='floor', rpi='ceil')[rounding]}({source})"
-        if rounding not in ("rn", "", "rni", "rzi", "rmi", "rpi") and size_of(to) < size_of(
-            of if of in TYPES else "f32"
-        ):
+        if rounding in DIRECTED:
             return None
         made = f"np.asarray({source}).astype(np.{np.dtype(TYPES[to][1]).name})"
-        return e.put(d, to, f"np.clip({made}, 0, 1)" if saturated else made)
+        return e.put(d, to, f"limited({made})" if saturated else made)
     if of in FLOATS:
         return e.put(d, to, f"to_integer({source}, np.{np.dtype(TYPES[to][1]).name}, {rounding!r})")
     kept = f"np.{np.dtype(TYPES[to][1]).name}"

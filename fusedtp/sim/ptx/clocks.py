@@ -331,6 +331,8 @@ class Known:
             held = np.unique(self.which)
             self.rows[: len(held)], self.which = self.rows[held], np.searchsorted(held, self.which)
             self.used = len(held)
+            if 2 * self.used > len(self.rows):  # else the next ones come here again soon
+                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
 
     def _copied(self, at: int) -> int:
         new = self._free()

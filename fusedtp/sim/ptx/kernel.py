@@ -18,7 +18,7 @@ from ..faults import Site
 from . import access, copies, multimem, numerics, tensor_core
 from .access import is_strong
 from .alu import VIEWS, Emitter
-from .parse import Imm, Instruction, Listing, Operand, Symbol, parse
+from .parse import Address, Imm, Instruction, Listing, Operand, Reg, Symbol, Vector, parse
 
 JUMPS = ("bra", "ret", "exit")
 BARRIERS = ("bar", "barrier")
@@ -116,7 +116,7 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
 
 def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
     """One of each block: of the lanes, all of them, or of the lanes and a mask."""
-    emitter = Emitter(every, bool(listing.local or listing.constants))
+    emitter = Emitter(every, bool(listing.local or listing.constants), _unread(listing))
     source = []
     for number, body in enumerate(bodies):
         lines = _lines(emitter, body)
@@ -127,6 +127,26 @@ def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -
     names = {**vars(numerics), **vars(tensor_core), **vars(multimem), "np": np, "K": emitter.constants}
     exec(compile("\n".join(source) + "\n", f"<{listing.name}>", "exec"), names)
     return [names[f"b{number}"] for number in range(len(bodies))]
+
+
+def _unread(listing: Listing) -> frozenset[Operand]:
+    """Registers that instructions only write: they are first operands alone."""
+    written, read = set[Operand](), set[Operand]()
+
+    def collect(x: Operand, to: set[Operand]) -> None:
+        inner = (
+            x.items if isinstance(x, Vector) else (x.base, *x.coordinates) if isinstance(x, Address) else ()
+        )
+        for each in inner:
+            collect(each, read if isinstance(x, Address) else to)
+        if isinstance(x, Reg):
+            to.add(x)
+
+    for i in listing.instructions:
+        for n, x in enumerate(i.args):
+            collect(x, written if n == 0 and i.root not in (*BARRIERS, *JUMPS, "call") else read)
+        read |= {i.guard} if i.guard is not None else set()
+    return frozenset(written - read)
 
 
 def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:

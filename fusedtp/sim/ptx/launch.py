@@ -54,6 +54,8 @@ class Compiler:
             raise UnsupportedPtx(
                 f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}"
             )
+        if launch.options.get("launch_pdl"):
+            raise UnsupportedPtx(f"{launch.name} may start before the launch before it has ended: launch_pdl")
         try:
             with environment():
                 source, options = specialised(kernel, launch.args, {**launch.options, **CHECKED}, gpu)

@@ -348,12 +348,15 @@ class Window:
         self.vain = 0  # it gets on
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
-            self._weak(who, places, within, nb * count, Event(self.where, site, self.words[1], True))
+            event = Event(self.where, site, self.words[1], True)
+            self._weak(who, places, within, nb * count, event)
             self.line.put(places, values)
+            if len(places) > 1:
+                self._apart(places, values, event)
             return
         every = places[:, None] + np.arange(0, nb * count, nb)
         event = Event(self.where, site, f"store ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb * count, threads, event, proxy)
+        number = self._beside_weak(places, within, nb * count, threads, event, proxy, reads=False)
         for lane, thread in enumerate(threads.tolist()):
             carried = self.known.released(thread, order, scope)
             for at, value in zip(every[lane].tolist(), values[lane], strict=True):
@@ -365,14 +368,17 @@ class Window:
 
     def atomic(
         self, addresses: Words, threads: Words, new: Callable[[int, Any], Any], dtype: np.dtype[Any], order: str,
-        scope: str, site: Site, what: str = "atomic", returns: bool = True, proxy: int = GENERIC,
+        scope: str, site: Site, what: str = "atomic", returns: bool = True, proxy: int = GENERIC, reads: bool = True,
     ) -> Words:  # fmt: skip
-        """Each thread in turn: what stood there, replaced by new(number in the list, old); None leaves it."""
+        """Each thread in turn: what stood there, replaced by new(number in the list, old); None leaves it.
+
+        returns   it may acquire; reads: what stood there matters
+        """
         nb = dtype.itemsize
         places, within = self.places(addresses, nb, what, site)
         self._polls(places, site)
         event = Event(self.where, site, f"{what} ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb, threads, event, proxy)
+        number = self._beside_weak(places, within, nb, threads, event, proxy, reads)
         old = np.empty(len(places), dtype)
         for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             own = threads[lane : lane + 1]
@@ -415,6 +421,15 @@ class Window:
             shadow.note(part, cells, event.writes, number)
             self.line.note(event, number, own, event.what.partition(" ")[0])
 
+    def _apart(self, places: Words, values: Words, event: Event) -> None:
+        """Threads of one store that write different values to the same place. Copies of one value are taken as one."""
+        lost = (self.line.newest(places, values.dtype.itemsize, values.shape[1]) != values).any(1)
+        if np.count_nonzero(lost):
+            access = self._described(event, places[lost])
+            where = f"{access.tensor} {list(access.first)}"
+            said = f"{self._who()}: two threads of one store write different values to {where}"
+            self._end(Fault("write-write race", said, (access, access)))
+
     def _again(self, event: Event) -> Callable[[Words], Words] | None:
         if not self.by_warp:
             return None
@@ -446,9 +461,16 @@ class Window:
                     del self.line.words[word.place]
 
     def _beside_weak(
-        self, places: Words, within: int, width: int, threads: Words, event: Event, proxy: int
+        self,
+        places: Words,
+        within: int,
+        width: int,
+        threads: Words,
+        event: Event,
+        proxy: int,
+        reads: bool = True,
     ) -> int:
-        """A strong access is checked against weak ones. Returns the number of its event."""
+        """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
         who = Accessor(self.known, self.known.now(), threads, proxy)
         parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
         for shadow, chosen in parts:
@@ -458,10 +480,10 @@ class Window:
             past: list[int] = []
             while found := shadow.conflict(part, cells, event.writes, None, past):
                 past.append(self._race(shadow, found, event))
-            if event.what.startswith("store"):
-                shadow.unwritten[cells] = False
-            elif shadow.poisoned:
+            if shadow.poisoned and reads:
                 self._never(shadow, cells, event)
+            if event.writes:
+                shadow.unwritten[cells] = False
         return self.line.event(event)
 
     # -- strong accesses ---------------------------------------------------------------------------------------------
@@ -564,6 +586,9 @@ class Window:
         """Ends the run, or returns the earlier event of a race that is waived: the access may race with more."""
 
         def why() -> str:
+            earlier = self.line.events[found.event]
+            if earlier is not None and earlier.where == event.where:
+                return "no barrier stands between what these threads of one program do"
             words = list(self.line.words.values())
             return cause(words, self.line.events, self.known, found.event, found.by, found.tick, event)
 

@@ -6,6 +6,7 @@ PTX ISA 8.8: 9.7.1.12 (popc), 9.7.1.14 (brev), 9.7.1.16-17 (bfe, bfi), 9.7.8 (sh
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -149,9 +150,40 @@ def from_bf16(bits: Array) -> Array:
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def limited(x: Array) -> Array:
+    """.sat of a float: from 0 to 1, NaN becomes 0."""
+    return np.fmin(np.fmax(x, 0), 1)
+
+
+def xorsign(operation: str, a: Array, b: Array) -> Array:
+    """min or max of the sizes, with the product's sign: PTX ISA 9.7.3.11, .xorsign.abs."""
+    function = np.fmin if operation == "min" else np.fmax
+    return np.copysign(
+        function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype)
+    )
+
+
+def exact_fma(a: Array, b: Array, c: Array) -> Array:
+    """fma of fp64, rounded once."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    made = a * b + c
+    for n in np.flatnonzero(np.isfinite(made) & (a * b != 0)).tolist():
+        found = Fraction(float(a[n])) * Fraction(float(b[n])) + Fraction(float(c[n]))
+        made[n] = float(found) if found else made[n]
+    return made
+
+
+def to_odd(x: Array) -> Array:
+    """fp64 as fp32 whose last bit is set where it is inexact: what is rounded again then is as if rounded once."""
+    near = x.astype(np.float32)
+    cut = np.where(np.abs(near.astype(np.float64)) > np.abs(x), np.nextafter(near, np.float32(0)), near)
+    return (cut.view(np.uint32) | (cut.astype(np.float64) != x)).view(np.float32)
+
+
 def to_bf16(x: Array) -> Array:
     """Bits of the nearest, ties to even; NaN becomes 0x7FFF."""
-    x = np.asarray(x, np.float32)
+    x = np.asarray(x)
+    x = to_odd(x) if x.dtype == np.float64 else x.astype(np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint32(0x7FFF), nearest).astype(np.uint16)
@@ -230,9 +262,12 @@ def join(kind: str, values: list[Array]) -> Array:
     return low | (high << np.uint32(16))
 
 
-def pairs(to: str, of: str, relu: bool, *given: Array) -> Array:
-    """cvt to or from two packed values. Of two operands the first is the upper value."""
+def pairs(to: str, of: str, relu: bool, *given: Array, cut: bool = False) -> Array:
+    """cvt to or from two packed values. Of two operands the first is the upper value. cut: towards zero, of fp16."""
     values = [np.asarray(x, np.float32) for x in reversed(given)] if of == "f32" else split(of, given[0])
+    if cut:
+        near = [v.astype(np.float16) for v in values]
+        values = [np.where(abs(n) > abs(v), np.nextafter(n, np.float16(0)), n) for n, v in zip(near, values)]
     if relu:
         values = [np.where(np.isnan(v), v, np.maximum(v, 0)) for v in values]
     return join(to, values)

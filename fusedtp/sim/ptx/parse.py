@@ -174,15 +174,15 @@ def _enclosed(text: str) -> str:
     """What stands in the first braces, which may hold others, without comments.
 
     Note [Lines of inline PTX]. LLVM counts the source line on with each line of an inline statement, and Triton makes
-    loads so: only the first .loc inside one is of the source.
+    loads so: a .loc inside one is of the source only where it is the first thing there.
     """
     depth, kept, located = 0, [], -1
     for line in text.splitlines():
         if line.strip().startswith(("// begin inline asm", "// end inline asm")):
             located = 0 if "begin" in line else -1
-        elif located >= 0 and line.strip().startswith(LOC):
+        elif located >= 0:
             located += 1
-            if located > 1:
+            if located > 1 and line.strip().startswith(LOC):
                 continue
         kept.append(line.split("//")[0])
         depth += kept[-1].count("{") - kept[-1].count("}")

@@ -32,6 +32,7 @@ PARAMETERS = 0xF0000000  # address of the first parameter, where only its addres
 MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 SHARED, LOCALLY = "shared memory", "local memory"
 LOOP = 1000  # blocks to run to find the loop's body
+POLLS = 4  # in vain, more than a program has before it sleeps for the first time
 
 
 @dataclass(eq=False)
@@ -118,16 +119,16 @@ class Lanes:
         return False
 
     def _behind(self) -> Group | None:
-        """The group that is furthest behind of those that go on, if any, with those at the same place."""
-        ready = [g for g in self.groups if g.barrier is None]
-        if not ready:
-            return None
-        group = min(ready, key=lambda g: g.at)
-        for other in ready:
-            if other is not group and other.at == group.at:
+        """The group that goes on, with those at the same place: that which is furthest behind; where it has polled in
+        vain for long, each in turn, as threads of a warp make progress by themselves."""
+        places: dict[int, Group] = {}
+        for other in [g for g in self.groups if g.barrier is None]:
+            group = places.setdefault(other.at, other)
+            if group is not other:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
-        return group
+        order = sorted(places)
+        return places[order[self.window.vain // POLLS % len(order)]] if order else None
 
     @property
     def pauses(self) -> bool:
@@ -270,13 +271,13 @@ class Lanes:
 
     def atomic(
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
-        site: Site, returns: bool,
+        site: Site, returns: bool, reads: bool,
     ) -> Array:  # fmt: skip
         places, threads = self.part(at, mask), self.part(self.ids, mask)
         given = [self.part(value, mask) if value.ndim else np.full(len(places), value) for value in values]
         new, dtype = updated(operation, t, given)
         what = f"atomic_{operation}"
-        old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns)
+        old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns, reads=reads)
         return old.view(UNSIGNED[dtype.itemsize])
 
     def fence(self, mask: Any, order: str, scope: str) -> None:
@@ -553,11 +554,10 @@ class Program:
         most = self.executed + MOST_INSTRUCTIONS
         while self.executed < most:
             ready = [vector for vector in self.vectors if vector.ready]
-            if not ready:
-                if self.ended:
-                    self._finish()
-                    return
-                self._meet()
+            if not ready and self.ended:
+                self._finish()
+                return
+            if self._meet(everyone=not ready):
                 if any(vector.pauses for vector in self.vectors):
                     return
                 continue
@@ -589,19 +589,26 @@ class Program:
             vector.bulk.end(self)
         self.vectors = []  # and registers, which else stay until Python looks for cycles
 
-    def _meet(self) -> None:
-        """All threads wait at barriers: those of a barrier that is complete go on."""
+    def _meet(self, everyone: bool) -> bool:
+        """Those who wait at a barrier that is complete go on; whether there are any. everyone: waits, or has ended."""
+        if not everyone and not self.kernel.specialized:  # then a barrier is one of all threads
+            return False
         first = self.vectors[0].groups[0] if self.vectors[0].groups else None
-        if first is not None and first.size == self.threads == first.expected and not self.arrived:
+        if (
+            everyone
+            and first is not None
+            and first.size == self.threads == first.expected
+            and not self.arrived
+        ):
             self.window.known.meet(self.vectors[0].ids)
             first.barrier = None
             self.met()
-            return
+            return True
         waiting: dict[int, list[tuple[Lanes, Group]]] = {}
         for vector in self.vectors:
             for group in vector.groups:
-                assert group.barrier is not None
-                waiting.setdefault(group.barrier, []).append((vector, group))
+                if group.barrier is not None:
+                    waiting.setdefault(group.barrier, []).append((vector, group))
         gone = self.threads - sum(g.size for v in self.vectors for g in v.groups)
         met = False
         for number, groups in waiting.items():
@@ -618,8 +625,9 @@ class Program:
             self.met()
             for _, group in groups:
                 group.barrier = None
-        if not met:
+        if everyone and not met:
             raise self.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
+        return met
 
     def _first_come(self, groups: list[tuple[Lanes, Group]], count: int) -> list[tuple[Lanes, Group]]:
         """More threads wait than a barrier expects: it opens for that many, warps in any order; the rest wait on."""
