@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,18 +60,32 @@ def sinks_for(
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
     """What JsonLines has written."""
-    return json_lines(folder / METRICS)
+    return [record for record in json_lines(folder / METRICS) if isinstance(record.get("step"), int)]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of lines; a last line that a kill has cut is left out. None where there is no file."""
+    """The objects of a file of lines; what a kill or a full disk has cut is left out. None where there is no file."""
     found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            made = json.loads(line)
         except ValueError:
-            break
+            continue
+        if isinstance(made, dict):
+            found.append(made)
     return found
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to such a file, behind a cut one too. What cannot be written is said on stderr: a run goes on."""
+    try:
+        with open(path, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            begin = b"" if not size or file.read(1) == b"\n" else b"\n"
+            file.write(begin + _line(record).encode())
+    except OSError as error:
+        print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
 
 
 class JsonLines:
@@ -78,15 +93,18 @@ class JsonLines:
 
     def __init__(self, path: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
         draft = path.with_suffix(".draft")
-        draft.write_text("".join(map(_line, earlier)))
-        draft.rename(path)
-        self.file = open(path, "a", buffering=1)
+        try:
+            draft.write_text("".join(map(_line, earlier)))
+            draft.rename(path)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(_line(record))
+        append_line(self.path, record)
 
     def close(self) -> None:
-        self.file.close()
+        """Nothing is open."""
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ the first operation on a GPU: both variables are read once, and what the environ
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from fusedtp.commands import elastic
 from fusedtp.commands.build import build_stages, num_parameters
 from fusedtp.commands.results import (
+    append_line,
     json_lines,
     layout_in_words,
     pipeline_in_words,
@@ -335,8 +335,7 @@ def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
 def note_save(folder: Path, saved: Saved) -> None:
     """Append a checkpoint that is on disk to the run's saves."""
     line = {"step": saved.step, "bytes": saved.size, "blocked": saved.blocked, "seconds": saved.seconds}
-    with open(folder / SAVES, "a") as file:
-        file.write(json.dumps(line | {"time": time.time()}) + "\n")
+    append_line(folder / SAVES, line | {"time": time.time()})
 
 
 def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
@@ -349,8 +348,7 @@ def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
 def note_incident(folder: Path, what: str, kind: str = "") -> None:
     """Append a line to the run's incidents. kind: BEGIN of ranks that go on, or END."""
     if folder.is_dir():
-        with open(folder / INCIDENTS, "a") as file:
-            file.write(json.dumps({"time": time.time(), "what": what, "kind": kind}) + "\n")
+        append_line(folder / INCIDENTS, {"time": time.time(), "what": what, "kind": kind})
 
 
 def how_it_ended(folder: Path) -> str:

@@ -136,6 +136,8 @@ def export(options: CheckpointsOptions) -> int:
 
     if options.out is None:
         raise ValueError("export needs the folder to write: fusedtp checkpoints export RUN FOLDER")
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"{options.out} is no folder")
     model, config = load_model(options.run, options.step)
     if isinstance(model, CausalLM):
         to_transformers(model, options.out)

@@ -56,6 +56,7 @@ from fusedtp.train.mesh import World
 FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer ones are refused
 ABOUT, MANIFEST = "about.json", "manifest.json"
 _STEP, _DRAFT, _OLD, _ASIDE, _SUMS = "step-", ".draft-", ".old-", "aside-", ".sums-"
+_FRAME = 2048  # bytes
 _PIECE = 1 << 22  # bytes hashed at a time
 # An older stager (`make gpu` takes the torch that is there) is closed after one state; later ones keep its memory.
 _STAGES_ONCE = torch.__version__ < "2.13"
@@ -160,7 +161,7 @@ def steps_in(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     names = (path.name.removeprefix(_STEP) for path in folder.iterdir() if path.name.startswith(_STEP))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name):08}")
 
 
 def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -220,13 +221,15 @@ def about(path: Path) -> dict[str, Any]:
     """What was written beside the state. Raises CheckpointError where it cannot be read or is of a newer format."""
     try:
         found: dict[str, Any] = json.loads((path / ABOUT).read_text())
-        version = int(found["format"])
+        version, step = int(found["format"]), int(found["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path.name}: {ABOUT} cannot be read: {error}") from None
     if version > FORMAT:
         raise CheckpointError(
             f"{path.name} has format {version}, which a newer fusedtp wrote; this one reads up to {FORMAT}"
         )
+    if path.name.startswith(_STEP) and path.name != path_of(path.parent, step).name:
+        raise CheckpointError(f"{path.name} holds step {step}: the folder was copied or renamed")
     return found
 
 
@@ -279,11 +282,12 @@ class _Writer(FileSystemWriter):
 
 
 def _bytes_of(item: WriteItem) -> int:
+    """With what torch.save writes around the numbers."""
     if item.tensor_data is None:
-        return 0
+        return _FRAME
     properties = item.tensor_data.properties
     assert isinstance(properties, TensorProperties)
-    return math.prod(item.tensor_data.chunk.sizes) * properties.dtype.itemsize
+    return math.prod(item.tensor_data.chunk.sizes) * properties.dtype.itemsize + _FRAME
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -419,6 +423,8 @@ class Checkpoints:
             with quiet():
                 save(staged, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         except (CheckpointException, OSError, CheckpointError) as error:
+            if self.rank == 0:  # all ranks have stopped writing
+                shutil.rmtree(writer.draft, ignore_errors=True)
             raise CheckpointError(f"step {step} was not saved: {_why(error)}") from error
         seconds = time.perf_counter() - begin
         size = sum(each["bytes"] for each in manifest_of(path_of(self.folder, step)).values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -449,9 +450,10 @@ class CheckpointOptions:
 
 def _not_positive(options: object, *names: str) -> list[str]:
     return [
-        f"--{name.replace('_', '-')} {getattr(options, name)} is not positive"
+        f"--{name.replace('_', '-')} {getattr(options, name)} is not "
+        + ("finite" if getattr(options, name) == math.inf else "positive")
         for name in names
-        if not getattr(options, name) > 0
+        if not 0 < getattr(options, name) < math.inf
     ]
 
 

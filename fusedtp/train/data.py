@@ -47,6 +47,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -245,7 +246,10 @@ def build_tokens(
     candidates = text_files(paths)
     folder = cache / _cache_key(candidates, tokenizer)
     if folder.exists():
-        return folder
+        if _is_whole(folder):
+            return folder
+        warnings.warn(f"{folder} is damaged; its tokens are made again", stacklevel=2)
+        shutil.rmtree(folder)
     texts = list(_texts(candidates))
     if not texts:
         raise ValueError("no UTF-8 text in " + (", ".join(map(str, paths)) or str(standard_library())))
@@ -261,6 +265,20 @@ def build_tokens(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether token files are as long as they were written."""
+    try:
+        dtype = np.dtype(json.loads((folder / "index.json").read_text())["dtype"])
+        for name in ("train", "held_out"):
+            ends = np.fromfile(folder / f"{name}.ends", np.int64)
+            wanted = int(ends[-1]) * dtype.itemsize if len(ends) else 0
+            if (folder / f"{name}.bin").stat().st_size != wanted:
+                return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool) -> None:

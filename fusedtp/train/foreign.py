@@ -119,7 +119,8 @@ class TransformersModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """What FSDP2 gathers at a time: layers, as their model names their class."""
         kinds = set(getattr(self.causal, "_no_split_modules", None) or ())
-        return [module for module in self.causal.modules() if type(module).__name__ in kinds]
+        named = [(name, each) for name, each in self.causal.named_modules() if type(each).__name__ in kinds]
+        return [each for name, each in named if not any(name.startswith(f"{other}.") for other, _ in named)]
 
     def train(self, mode: bool = True) -> TransformersModel:
         """Nothing: see above."""

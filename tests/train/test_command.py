@@ -60,6 +60,29 @@ def test_a_fault_names_an_option_as_it_was_given(capsys, tmp_path, name):
     assert found == f"--schedule interleaved_1f1b needs --pp 2 to divide {name} 3"
 
 
+@pytest.mark.parametrize("by", ["torchrun", "the command"])
+def test_a_model_is_looked_at_on_ranks_that_torchrun_started_too(capsys, monkeypatch, tmp_path, by):
+    """Else documents that a model cannot keep apart would be trained on together. The command has looked before."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "text").write_text("some words " * 400)
+    options = "--model bloom --tp 1 --dp 1 --documents separate --length 32 --batch 8 --val-batches 2"
+    where = ["--data", str(tmp_path / "text"), "--runs", str(tmp_path / "runs")]
+    if by == "torchrun":
+        (found,) = errors_of(capsys, *options.split(), *where)
+        assert "lets documents of a row see each other" in found
+    else:
+        monkeypatch.setenv(launch.elastic.OWN_STORE, "1")
+        with pytest.raises(AssertionError, match="a process was started"):
+            cli.main(["train", *options.split(), *where])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--timeout", "inf"), ("--lr", "inf")])
+def test_what_has_no_end_is_refused(capsys, tmp_path, option, value):
+    (found,) = errors_of(capsys, option, value, "--runs", str(tmp_path / "runs"))
+    assert found == f"{option} inf is not finite"
+
+
 def test_an_unwritable_run_folder_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(launch.os, "access", lambda path, mode: path != tmp_path)
     (found,) = errors_of(capsys, "--runs", str(tmp_path / "runs"))

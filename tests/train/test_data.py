@@ -89,6 +89,23 @@ def test_a_single_file_is_cut(tmp_path):
     assert len(held_out) == 500
 
 
+@pytest.mark.parametrize("damage", ["shorter", "empty", "no index", "index cut"])
+def test_damaged_tokens_are_made_again(tmp_path, damage):
+    """Fewer tokens would be other windows in another order, trained on without a word."""
+    corpus = write_corpus(tmp_path / "corpus")
+    folder = build_tokens((corpus,), tmp_path / "cache")
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if damage in ("shorter", "empty"):
+        os.truncate(folder / "train.bin", 100 if damage == "shorter" else 0)
+    elif damage == "no index":
+        (folder / "index.json").unlink()
+    else:
+        os.truncate(folder / "index.json", 20)
+    with pytest.warns(UserWarning, match="is damaged; its tokens are made again"):
+        assert build_tokens((corpus,), tmp_path / "cache") == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+
+
 def test_a_changed_file_is_read_again(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     before = build_tokens((corpus,), tmp_path / "cache")

@@ -16,6 +16,7 @@ from fusedtp.commands.runs import load_model
 from fusedtp.train.checkpoint import Checkpoints, TrainingState
 from fusedtp.train.config import faults, parse
 from fusedtp.train.data import Batches, build_tokens
+from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.loop import ExpertLoad, adamw, backward
 from fusedtp.train.mesh import World
 from tests.train.support import assert_gradients, ranks_of, world_on
@@ -243,6 +244,9 @@ def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp
     assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "5"]) == 0
     assert "resumed at step 3, lost 0 steps" in capsys.readouterr().out
     assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "out")]) == 0
+    (tmp_path / "file").touch()
+    assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "file")]) != 0
+    assert "file is no folder" in capsys.readouterr().err
     ours, _ = load_model(tmp_path / "main")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     before = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -323,6 +327,15 @@ def test_a_folder_without_weights_and_ranks_that_would_be_empty_are_refused(tmp_
     assert fault.endswith(f"holds no weights (*.safetensors); --model {path} starts from random ones")
     (fault,) = refusals(f"--model {path} --batch 64", 32, 2)
     assert "a rank would hold no row of" in fault and "norm.weight [16]" in fault
+
+
+def test_blocks_inside_of_blocks_are_gathered_with_them():
+    """transformers names both classes of Mamba; FSDP2 cannot shard a parameter twice."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = dict(vocab_size=32, hidden_size=8, state_size=4, num_hidden_layers=2, intermediate_size=16)
+    model = TransformersModel(MambaForCausalLM(MambaConfig(**sizes)))
+    assert [type(block).__name__ for block in model.blocks] == 2 * ["MambaBlock"]
 
 
 def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Records: waiting is a share of the step where it is measured, and nowhere 0 % because nobody looked."""
 
+import errno
 import io
 import json
 from unittest.mock import MagicMock
@@ -30,6 +31,32 @@ def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
     results.show(screen, summary, None)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return json.loads(lines[1]), summary, screen.file.getvalue()
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe\n", b"[1]\n", b"{}\n", b'{"step": 7, "lo', b"junk\n"])
+def test_one_damaged_line_costs_that_line_alone(tmp_path, bad):
+    path = tmp_path / "metrics.jsonl"
+    results.append_line(path, {"step": 0})
+    path.write_bytes(path.read_bytes() + bad)
+    results.append_line(path, {"step": 1})  # not behind a cut line, but on one of its own
+    assert [record["step"] for record in results.records_of(tmp_path)] == [0, 1]
+
+
+def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, capsys):
+    sink = results.JsonLines(tmp_path / "metrics.jsonl", [{"step": 0}])
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as within:
+        within.setattr("builtins.open", full)
+        sink.write({"step": 1})
+    assert "metrics.jsonl could not be written: No space left on device" in capsys.readouterr().err
+    sink.write({"step": 2})
+    assert [record["step"] for record in results.records_of(tmp_path)] == [0, 2]
+    monkeypatch.setattr(type(tmp_path), "write_text", full)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be written: No space left"):
+        results.JsonLines(tmp_path / "metrics.jsonl")
 
 
 def test_waiting_is_measured_on_cpu(tmp_path, monkeypatch):
