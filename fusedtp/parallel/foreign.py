@@ -526,7 +526,8 @@ class Foreign(Style):
         return [
             fault
             for name, parameter in module.named_parameters(recurse=False)
-            for fault in _uneven(name, parameter, self.placement(name, parameter), world_size)
+            for found in (_uneven, partial(_unaligned, module))
+            for fault in found(name, parameter, self.placement(name, parameter), world_size)
         ]
 
     def placement(self, name: str, parameter: Tensor) -> Placement:
@@ -716,6 +717,21 @@ def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int)
         return []
     return [
         f"{name} packs {placement.split_factor} matrices of {each} features, which {world_size} ranks cannot share"
+    ]
+
+
+def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
+    """Rows of experts' weights for torch's grouped_mm, by which transformers multiplies them: multiples of 16 bytes."""
+    kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    split_rows = isinstance(placement, Shard) and placement.dim % parameter.dim() == 2 == parameter.dim() - 1
+    if kind != "grouped_mm" or not split_rows:
+        return []
+    width, size = parameter.shape[2], parameter.element_size()
+    if width * size % 16 or not any(part * size % 16 for part in split(width, world_size)):
+        return []
+    return [
+        f"{name}: a part of {width} features on each of {world_size} ranks is no multiple of 16 bytes, as grouped_mm "
+        "needs; give experts=fusedtp.ExpertSplit(), with which a rank holds whole experts"
     ]
 
 

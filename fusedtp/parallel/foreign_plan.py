@@ -193,7 +193,8 @@ def foreign_steps(
     refuse(model, world_size, faults)
     head = _head(model)
     for name, style in styles.items():
-        if isinstance(style, Colwise) and style.gather_output and named[name] is head:
+        owner = named[re.sub(r"\.(original_module|modules_to_save\.[^.]+)$", "", name)]
+        if isinstance(style, Colwise) and style.gather_output and owner is head:
             style.vocabulary = True
     _group_siblings(named, styles, shared)
     _readers(named, styles, lambda: Foreign(shared, **options))
@@ -248,6 +249,13 @@ def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
     faults: list[str] = []
     for name, word in list(words.items()):
         module = named[name]
+        if hasattr(module, "original_module") and hasattr(
+            module, "modules_to_save"
+        ):  # one that PEFT trains whole
+            del words[name]
+            copies = (f"modules_to_save.{adapter}" for adapter in module.modules_to_save)
+            words |= {f"{name}.{copy}": word for copy in ("original_module", *copies)}
+            continue
         if not hasattr(module, "base_layer") or not hasattr(module, "lora_A"):
             continue
         del words[name]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.sampling import SAMPLED
 
 from .families import model_of
 from .launch import as_torchrun
-from .parity import LEAST, MARGIN, batch, errors, perturbed, results
+from .parity import LEAST, MARGIN, batch, errors, full, perturbed, results
 
 
 def pair(group: Any, name: str = "llama", **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -280,6 +281,24 @@ def test_lora_beside_trained_weights():
     world(2).run(adapted, ["q_proj", "o_proj"], False)
 
 
+def with_modules_that_are_trained_whole(group: Any, saved: list[str]) -> None:
+    """As PEFT does where tokens were added."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved, init_lora_weights=False)
+    plain: Any = get_peft_model(model_of("llama"), config)
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    assert_alike(parallel, plain)
+    trained = {name for name, p in parallel.named_parameters() if p.grad is not None and "lora_" not in name}
+    assert len(trained) == len(saved) and all("modules_to_save" in name for name in trained)
+
+
+@pytest.mark.parametrize("saved", [["lm_head", "embed_tokens"], ["lm_head"]])
+def test_lora_beside_modules_that_are_trained_whole(saved: list[str]):
+    world(2).run(with_modules_that_are_trained_whole, saved)
+
+
 def adapted_with_a_wrong_plan(group: Any) -> None:
     """What the plan breaks in the model inside is left whole there."""
     from peft import LoraConfig, get_peft_model
@@ -511,3 +530,53 @@ def differing(group: Any) -> None:
 
 def test_ranks_that_differ_are_told():
     world(2).run(differing)
+
+
+def with_a_penalty(group: Any) -> None:
+    """A sum over parameters beside the loss; and a copy, as for an average of weights, while gradients are there."""
+    plain, parallel = pair(group)
+    for model in (plain, parallel):
+        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        (model(**batch()).loss + 1e-3 * penalty).backward()
+    wanted = dict(plain.named_parameters())
+    for copied in (parallel, copy.deepcopy(parallel)):
+        for name, parameter in copied.named_parameters():
+            torch.testing.assert_close(
+                full(parameter.grad), wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name
+            )
+
+
+def test_a_penalty_on_parameters_and_a_copy_after_the_backward():
+    world(2).run(with_a_penalty)
+
+
+def with_heads_in_a_list(group: Any) -> None:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    sizes: dict[str, Any] = dict(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4])
+    torch.manual_seed(1)
+    plain: Any = SwinForImageClassification(SwinConfig(**sizes, window_size=4)).eval()
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(full(parallel(images).logits), plain(images).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_layers_have_different_numbers_of_heads():
+    world(2).run(with_heads_in_a_list)
+
+
+def with_narrow_experts(group: Any) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_local_experts=4)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    for width, fits in ((24, False), (32, True)):  # of fp32, over four ranks: parts of 24 and of 32 bytes
+        model: Any = MixtralForCausalLM(MixtralConfig(**sizes, **heads, intermediate_size=width))
+        refused = nullcontext() if fits else pytest.raises(ValueError, match=r"down_proj: .*ExpertSplit\(\)")
+        with refused:
+            fusedtp.parallelize(model, tp_mesh(group))
+        model(input_ids=torch.arange(8)[None])
+
+
+def test_experts_too_narrow_for_grouped_products_are_refused():
+    world(4).run(with_narrow_experts)
