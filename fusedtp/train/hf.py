@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import accelerate  # type: ignore[import-untyped]
 import torch
@@ -51,6 +52,12 @@ class Trainer(transformers.Trainer):
                 count_rows_once(self.accelerator, parallelism.non_data_parallel_size)
                 gather = self.accelerator.gather_for_metrics
                 self.gather_function = partial(gather, use_gather_object=args.eval_use_gather_object)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        # accelerate takes ParallelismConfig on GPUs alone, for no reason that concerns a model that is split
+        several = property(lambda self: self.num_processes > 1)
+        with patch.object(accelerate.Accelerator, "multi_device", several):
+            super().create_accelerator_and_postprocess()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +16,12 @@ def forget() -> None:
 
 
 @contextmanager
-def as_torchrun(group: Any) -> Iterator[None]:
+def as_torchrun(group: Any, many_devices: bool = True) -> Iterator[None]:
     """The variables that torchrun sets, and CPU ranks that accelerate takes for many devices.
 
     For ranks without GPUs accelerate refuses ParallelismConfig and ignores an FSDP plugin; both are put right here.
     What it remembers of a process is forgotten afterwards, as ranks of these worlds serve many tests.
+    many_devices: not, for what needs only the variables.
     """
     import accelerate
     from accelerate.state import AcceleratorState
@@ -38,7 +39,9 @@ def as_torchrun(group: Any) -> Iterator[None]:
     try:
         with (
             patch.dict(os.environ, variables),
-            patch.object(accelerate.Accelerator, "multi_device", property(lambda self: True)),
+            patch.object(accelerate.Accelerator, "multi_device", property(lambda self: True))
+            if many_devices
+            else nullcontext(),
             patch.object(AcceleratorState, "__init__", _with_fsdp(AcceleratorState.__init__)),
         ):
             yield

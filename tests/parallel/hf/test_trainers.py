@@ -132,7 +132,7 @@ def evaluated(group: Any, folder: str, count: int) -> None:
         model=plain, args=arguments(f"{folder}/{group.rank()}", 2, **more), **options
     )
     want, wanted = alone.evaluate(), alone.predict(rows)
-    with as_torchrun(group):
+    with as_torchrun(group, many_devices=False):
         model: Any = model_of("qwen3")
         if group.size() == 2:
             fusedtp.parallelize(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)))
