@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fusedtp.ops import cross_entropy
 from fusedtp.ops.first_order import first_order
@@ -140,8 +139,8 @@ class _CrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, own, lse = ctx.saved_tensors
-        if isinstance(dloss, DTensor):  # of a loss to which a sum over parameters has been added
-            dloss = dloss.full_tensor()
+        # a DTensor where a sum over split parameters has been added to the loss
+        dloss = dloss.full_tensor() if hasattr(dloss, "full_tensor") else dloss
         scale = dloss.masked_fill(labels == ctx.ignore_index, 0.0)
         return local_gradient(logits, labels, ctx.start, own, lse, scale), None, None, None, None
 
