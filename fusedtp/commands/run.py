@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -378,14 +379,16 @@ def validation_loss(
 ) -> float:
     """Mean loss in nats a token over this rank's batches, in `pieces` each, then over the data-parallel ranks."""
     model.eval()
+    losses, left, count = [], iter(batches), 0
     with torch.no_grad():
-        every = list(batches)
-        if pipeline is None:
-            losses = [model(**batch.arguments()).loss.float() for batch in every]
-        else:
-            losses = [pipeline.evaluate(every[i : i + pieces]) for i in range(0, len(every), pieces)]
+        while some := [*islice(left, pieces)]:
+            count += len(some)
+            if pipeline is None:
+                losses += [model(**batch.arguments()).loss.float() for batch in some]
+            else:
+                losses.append(pipeline.evaluate(some))
     model.train()
-    return world.mean(torch.stack(losses).sum() * pieces / len(every))
+    return world.mean(torch.stack(losses).sum() * pieces / count)
 
 
 def go_on(

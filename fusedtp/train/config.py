@@ -521,7 +521,7 @@ def saved_faults(folder: Path) -> list[str]:
     saved = folder / CONFIG
     try:
         if saved.is_file():
-            TrainConfig.from_dict(json.loads(saved.read_text()))
+            faults(TrainConfig.from_dict(json.loads(saved.read_text())), 1, 1)  # which read every value
     except (ValueError, TypeError, AttributeError) as error:
         return [f"{saved} is no configuration of a run: {error}"]
     return []

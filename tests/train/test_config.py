@@ -195,10 +195,11 @@ def test_resume_takes_the_options_of_the_run_and_those_given_come_first(tmp_path
     resumed = parse([*runs, "--resume", "--lr", "0.25"])
     assert resumed.optim.steps == 7 and resumed.optim.lr == 0.25 and resumed.run.resume
     assert resumed.run.runs == tmp_path, "the folder may have moved"
-    (folder / "config.json").write_text("{")
-    assert parse([*runs, "--resume"]).optim.steps == OptimOptions().steps
-    (said,) = saved_faults(folder)
-    assert said.startswith(f"{folder / 'config.json'} is no configuration of a run")
+    for broken in ("{", '{"optim": {"lr": "abc"}}', '{"model": {"width": null}}'):
+        (folder / "config.json").write_text(broken)
+        assert parse([*runs, "--resume"]).optim.steps == OptimOptions().steps
+        (said,) = saved_faults(folder)
+        assert said.startswith(f"{folder / 'config.json'} is no configuration of a run")
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_rate():
