@@ -349,7 +349,8 @@ class Window:
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             event = Event(self.where, site, self.words[1], True)
-            self._weak(who, places, within, nb * count, event)
+            alike = (self.line.newest(places, nb, count) == values).all(1)
+            self._weak(who, places, within, nb * count, event, alike)
             self.line.put(places, values)
             if len(places) > 1:
                 self._apart(places, values, event)
@@ -402,8 +403,10 @@ class Window:
             self.line.note(event, number, places[:1], "atomic", said)
         return old
 
-    def _weak(self, who: Accessor, places: Words, within: int, width: int, event: Event) -> None:
-        """Check a weak access against all earlier ones, and remember it."""
+    def _weak(
+        self, who: Accessor, places: Words, within: int, width: int, event: Event, alike: Words | None = None
+    ) -> None:
+        """Check a weak access against all earlier ones, and remember it. alike: see Shadow.conflict."""
         number = self.line.event(event)
         parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
         for shadow, chosen in parts:
@@ -411,7 +414,8 @@ class Window:
             own = places if chosen is None else places[chosen]
             cells = shadow.cells(own, width)
             past: list[int] = []
-            while found := shadow.conflict(part, cells, event.writes, self._again(event), past):
+            copies = alike if alike is None or chosen is None else alike[chosen]
+            while found := shadow.conflict(part, cells, event.writes, self._again(event), past, copies):
                 past.append(self._race(shadow, found, event))
             near = shadow.strong[cells].reshape(len(own), -1).any(1)
             if np.count_nonzero(near):

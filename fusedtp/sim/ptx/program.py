@@ -445,8 +445,8 @@ class Lanes:
         self.window.vain = 0
 
     def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
-        """Whether the phase of that parity is over. A late copy lands only here."""
-        done, parity = np.zeros(self.count, bool), np.broadcast_to(parity, (self.count,))
+        """Whether the phase of that parity, which its last bit says, is over. A late copy lands only here."""
+        done, parity = np.zeros(self.count, bool), np.broadcast_to(parity & 1, (self.count,))
         for place, wanted in {(int(at[lane]), int(parity[lane])) for lane in self.chosen(mask)}:
             barrier = self.program.barrier_at(place, site)
             if barrier.phase == wanted:

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedtp.sim import Case, Launch, Run, compare, explore, symmetric
+from fusedtp.sim import Case, Launch, Run, Schedule, compare, explore, symmetric
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.ptx.parse import UnsupportedPtx
@@ -90,6 +91,17 @@ def far_store(x, N: tl.constexpr):
     )  # fmt: skip
 
 
+@triton.jit
+def specialized(a, c, M, B: tl.constexpr):
+    """Triton gives the loop warps that load and two groups of warps that multiply, each of which stores all of c."""
+    total = tl.zeros((B, B), tl.float32)
+    for t in tl.range(0, M // B, warp_specialize=True):
+        x = a.load([t * B, 0])
+        total = tl.dot(x, x.T, total)
+    rows, cols = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
+    tl.store(c + rows * B + cols, total)
+
+
 def case(kernel: Any, args: dict[str, Any], want: torch.Tensor, warps: int = 4, **options: int) -> Case:
     def make() -> Run:
         given = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
@@ -162,6 +174,33 @@ def test_right_kernels_pass(make: Callable[[], Case], target: str):
     outcome = tried(make(), target)
     outcome.raise_fault()
     assert outcome.schedules == 12
+
+
+def test_warps_that_triton_specializes():
+    """Their mbarriers are polled by a parity that is 0 or -1."""
+
+    def make() -> Run:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(-2, 3, (5 * 64, 64), generator=generator).to(torch.float16)
+        c, want = torch.zeros(64, 64), sum(part.float() @ part.float().T for part in x.split(64))
+        args = dict(a=TensorDescriptor.from_tensor(x, [64, 64]), c=c, M=5 * 64, B=64)
+        launch = Launch(specialized, 1, args, options=dict(num_warps=4))
+        return Run([[launch]], [], lambda: compare("c", [c], [want]))
+
+    outcome = tried(Case("specialized", make), "sm_90")
+    outcome.raise_fault()
+    assert outcome.schedules == 12
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_warps_that_store_to_one_place_race_unless_they_store_copies(same: bool):
+    """A warp at a time: lanes 64 apart lie in different warps."""
+    values = torch.arange(128) % 64 * 1.0 if same else torch.arange(128.0)
+    args = dict(src=values, index=torch.arange(128) % 64, out=torch.zeros(64), N=128)
+    made = case(scatter, args, values[64:])
+    fine = [Schedule("random", seed, weak=True, fine=True) for seed in range(6)]
+    fault = explore(made, fine, shrink=False).fault
+    assert fault is None if same else fault is not None and fault.rule == "write-write race", fault
 
 
 @pytest.mark.parametrize("target", TARGETS)
