@@ -7,8 +7,9 @@ for those of a mask `m`. Registers are rows of arrays, seen through one view a t
     64 bits   U uint64, I int64, F float64        p predicates
 
 PTX ISA 8.8, section 9.7: 9.7.1 integers, 9.7.3 floats, 9.7.6 comparison and selection, 9.7.8 logic and shifts,
-9.7.9 moves and conversions. Approximate functions (ex2, rcp, div.full, ...) are the exactly rounded ones; fma rounds
-twice where the product and sum in fp64 do (once in 2**29 cases); denormals are never flushed.
+9.7.9 moves and conversions. Approximate functions (ex2, rcp, div.full, ...) are the exactly rounded ones; fma of fp32
+rounds twice where the product and sum in fp64 do (once in 2**29 cases); directed roundings are refused; denormals are
+never flushed.
 """
 
 from __future__ import annotations
