@@ -35,11 +35,11 @@ def watched() -> Iterator[list[Atomic]]:
     plain = Lanes.atomic
 
     def noted(self: Any, operation: str, t: str, at: Any, values: Any, mask: Any, order: str, scope: str,
-              site: Any, returns: bool) -> Any:  # fmt: skip
+              site: Any, *more: bool) -> Any:  # fmt: skip
         words = self.count if mask is True else int(mask.sum())
         if words:
             found.append(Atomic(self.window.where[0], order, scope, words, site.function))
-        return plain(self, operation, t, at, values, mask, order, scope, site, returns)
+        return plain(self, operation, t, at, values, mask, order, scope, site, *more)
 
     with patch.object(Lanes, "atomic", noted):
         yield found
