@@ -120,9 +120,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
         found += data_faults(config) + held_faults(config.run.folder)
-    asked_before = (
-        place is not None and elastic.OWN_STORE in os.environ
-    )  # by the command that started these ranks
+    asked_before = place is not None and elastic.OWN_STORE in os.environ  # by who started these ranks
     if config.foreign.model is not None and not config.data.faults() and not asked_before:
         found += foreign_faults(config, dp, tp)
     if found:

@@ -249,10 +249,8 @@ def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
     faults: list[str] = []
     for name, word in list(words.items()):
         module = named[name]
-        if hasattr(module, "original_module") and hasattr(
-            module, "modules_to_save"
-        ):  # one that PEFT trains whole
-            del words[name]
+        if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+            del words[name]  # of PEFT's wrapper; the copies inside are trained whole
             copies = (f"modules_to_save.{adapter}" for adapter in module.modules_to_save)
             words |= {f"{name}.{copy}": word for copy in ("original_module", *copies)}
             continue

@@ -17,7 +17,7 @@ several data-parallel ranks if nothing averages gradients over them.
 from __future__ import annotations
 
 import os
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -49,9 +49,10 @@ class Trainer(transformers.Trainer):
             parallelism = self.accelerator.parallelism_config
             check_data_parallel(self._module(), 1 if parallelism is None else parallelism.data_parallel_size)
             if parallelism is not None:
+                if args.eval_use_gather_object and parallelism.non_data_parallel_size > 1:
+                    raise ValueError("eval_use_gather_object would count each row once a rank; leave it out")
                 count_rows_once(self.accelerator, parallelism.non_data_parallel_size)
-                gather = self.accelerator.gather_for_metrics
-                self.gather_function = partial(gather, use_gather_object=args.eval_use_gather_object)
+                self.gather_function = self.accelerator.gather_for_metrics
 
     def create_accelerator_and_postprocess(self) -> None:
         # accelerate takes ParallelismConfig on GPUs alone, for no reason that concerns a model that is split

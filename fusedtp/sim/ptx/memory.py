@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -349,8 +350,7 @@ class Window:
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             event = Event(self.where, site, self.words[1], True)
-            alike = (self.line.newest(places, nb, count) == values).all(1)
-            self._weak(who, places, within, nb * count, event, alike)
+            self._weak(who, places, within, nb * count, event, values)
             self.line.put(places, values)
             if len(places) > 1:
                 self._apart(places, values, event)
@@ -404,9 +404,9 @@ class Window:
         return old
 
     def _weak(
-        self, who: Accessor, places: Words, within: int, width: int, event: Event, alike: Words | None = None
+        self, who: Accessor, places: Words, within: int, width: int, event: Event, values: Words | None = None
     ) -> None:
-        """Check a weak access against all earlier ones, and remember it. alike: see Shadow.conflict."""
+        """Check a weak access against all earlier ones, and remember it. values: of a store."""
         number = self.line.event(event)
         parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
         for shadow, chosen in parts:
@@ -414,8 +414,12 @@ class Window:
             own = places if chosen is None else places[chosen]
             cells = shadow.cells(own, width)
             past: list[int] = []
-            copies = alike if alike is None or chosen is None else alike[chosen]
-            while found := shadow.conflict(part, cells, event.writes, self._again(event), past, copies):
+            alike = (
+                None
+                if values is None
+                else partial(self._alike, own, values if chosen is None else values[chosen])
+            )
+            while found := shadow.conflict(part, cells, event.writes, self._again(event), past, alike):
                 past.append(self._race(shadow, found, event))
             near = shadow.strong[cells].reshape(len(own), -1).any(1)
             if np.count_nonzero(near):
@@ -425,9 +429,14 @@ class Window:
             shadow.note(part, cells, event.writes, number)
             self.line.note(event, number, own, event.what.partition(" ")[0])
 
+    def _alike(self, places: Words, values: Words) -> Words:
+        """Whether each row of words is what stands there."""
+        same: Words = (self.line.newest(places, values.dtype.itemsize, values.shape[1]) == values).all(1)
+        return same
+
     def _apart(self, places: Words, values: Words, event: Event) -> None:
         """Threads of one store that write different values to the same place. Copies of one value are taken as one."""
-        lost = (self.line.newest(places, values.dtype.itemsize, values.shape[1]) != values).any(1)
+        lost = ~self._alike(places, values)
         if np.count_nonzero(lost):
             access = self._described(event, places[lost])
             where = f"{access.tensor} {list(access.first)}"
@@ -465,15 +474,8 @@ class Window:
                     del self.line.words[word.place]
 
     def _beside_weak(
-        self,
-        places: Words,
-        within: int,
-        width: int,
-        threads: Words,
-        event: Event,
-        proxy: int,
-        reads: bool = True,
-    ) -> int:
+        self, places: Words, within: int, width: int, threads: Words, event: Event, proxy: int, reads: bool = True,
+    ) -> int:  # fmt: skip
         """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
         who = Accessor(self.known, self.known.now(), threads, proxy)
         parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)

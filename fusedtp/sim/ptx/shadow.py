@@ -120,13 +120,13 @@ class Shadow:
 
     def conflict(
         self, who: Accessor, cells: Array, writes: bool, again: Callable[[Array], Array] | None = None,
-        past: Sequence[int] = (), alike: Array | None = None,
+        past: Sequence[int] = (), alike: Callable[[], Array] | None = None,
     ) -> Conflict | None:  # fmt: skip
         """A weak access by others that this one races with, if any.
 
         again   of events: whether each is a load of the line that loads now; None in lockstep
         past    events whose race with this access is waived
-        alike   threads that write what stands there: threads of one program may store copies of a value
+        alike   which threads write what stands there: those of one program may store copies of a value
         """
         if self.written:
             found = self._unseen(
@@ -144,7 +144,8 @@ class Shadow:
 
     def _unseen(
         self, who: Accessor, cells: Array, last: Array, events: Array, writes: bool, reads: bool,
-        again: Callable[[Array], Array] | None = None, past: Sequence[int] = (), alike: Array | None = None,
+        again: Callable[[Array], Array] | None = None, past: Sequence[int] = (),
+        alike: Callable[[], Array] | None = None,
     ) -> Conflict | None:  # fmt: skip
         """Of the last accesses of others to the cells, reads or writes, one that this access is not ordered after."""
         known, stamps = who.known, last[cells]
@@ -169,7 +170,8 @@ class Shadow:
             proxy = None if proxy is None else proxy & ~excused
         elif alike is not None:
             inside = (by >= known.first) & (by < known.engine)
-            same |= inside & (alike if by.ndim == 1 else alike[:, None])
+            if inside.any():
+                same |= inside & (alike() if by.ndim == 1 else alike()[:, None])
         unseen &= ~same
         if past:
             fresh = ~np.isin(events[cells], past)
