@@ -352,7 +352,7 @@ class Window:
             event = Event(self.where, site, self.words[1], True)
             self._weak(who, places, within, nb * count, event, values)
             self.line.put(places, values)
-            if len(places) > 1:
+            if len(places) > 1 and (self.line.newest(places, nb, count) != values).any():
                 self._apart(places, values, event)
             return
         every = places[:, None] + np.arange(0, nb * count, nb)
@@ -435,13 +435,11 @@ class Window:
         return same
 
     def _apart(self, places: Words, values: Words, event: Event) -> None:
-        """Threads of one store that write different values to the same place. Copies of one value are taken as one."""
-        lost = ~self._alike(places, values)
-        if np.count_nonzero(lost):
-            access = self._described(event, places[lost])
-            where = f"{access.tensor} {list(access.first)}"
-            said = f"{self._who()}: two threads of one store write different values to {where}"
-            self._end(Fault("write-write race", said, (access, access)))
+        """Threads of one store have written different values to the same place."""
+        access = self._described(event, places[~self._alike(places, values)])
+        where = f"{access.tensor} {list(access.first)}"
+        said = f"{self._who()}: two threads of one store write different values to {where}"
+        self._end(Fault("write-write race", said, (access, access)))
 
     def _again(self, event: Event) -> Callable[[Words], Words] | None:
         if not self.by_warp:

@@ -151,8 +151,8 @@ def from_bf16(bits: Array) -> Array:
 
 
 def limited(x: Array) -> Array:
-    """.sat of a float: from 0 to 1, NaN becomes 0."""
-    return np.fmin(np.fmax(x, 0), 1)
+    """.sat of a float: from 0 to 1, NaN and -0 become 0."""
+    return np.fmin(np.fmax(x, 0), 1) + 0
 
 
 def xorsign(operation: str, a: Array, b: Array) -> Array:

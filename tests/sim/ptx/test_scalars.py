@@ -225,6 +225,28 @@ def half_pair(high: float, low: float, dtype: torch.dtype) -> int:
 
 
 F32 = np.float32
+
+
+def within_one(x: float) -> int:
+    """.sat: PTX ISA 9.7.3, NaN results are flushed to +0."""
+    return bits_of(F32(min(x, 1.0) if x > 0 else 0.0))
+
+
+def by_size(choose: Any, a: float, b: float) -> int:
+    """.xorsign.abs: PTX ISA 9.7.3.11. Of a NaN and a number the number."""
+    sizes = [abs(x) for x in (a, b) if not math.isnan(x)] or [math.nan]
+    return bits_of(F32(math.copysign(choose(sizes), math.copysign(1, a) * math.copysign(1, b))))
+
+
+def cut_half(x: float) -> int:
+    """fp16 towards zero, by whole steps of its last bit."""
+    if not math.isfinite(x):
+        return int(np.float16(x).view(np.uint16))
+    step = 2.0 ** max(math.frexp(x)[1] - 11, -24)
+    size = min(math.floor(abs(x) / step) * step, 65504.0)
+    return int(np.float16(math.copysign(size, x)).view(np.uint16))
+
+
 FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any kind equals NaN
     ("add.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(F32(a) + F32(b))),
     ("sub.rn.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(F32(a) - F32(b))),
@@ -233,6 +255,11 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
     ("div.rn.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(F32(a) / F32(b))),
     ("min.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(np.fmin(F32(a), F32(b)))),
     ("max.NaN.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(np.maximum(F32(a), F32(b)))),
+    ("min.xorsign.abs.f32 %r4, %r1, %r2", lambda a, b, c: by_size(min, a, b)),
+    ("max.xorsign.abs.f32 %r4, %r1, %r2", lambda a, b, c: by_size(max, a, b)),
+    ("fma.rn.sat.f32 %r4, %r1, %r2, %r3", lambda a, b, c: within_one(a * b + c)),
+    ("cvt.sat.f32.f32 %r4, %r1", lambda a, b, c: within_one(a)),
+    ("cvt.rz.f16x2.f32 %r4, %r1, %r2", lambda a, b, c: cut_half(a) << 16 | cut_half(b)),
     ("neg.f32 %r4, %r1", lambda a, b, c: bits_of(-F32(a))),
     ("abs.f32 %r4, %r1", lambda a, b, c: bits_of(abs(F32(a)))),
     ("rcp.approx.ftz.f32 %r4, %r1", lambda a, b, c: bits_of(F32(1) / F32(a))),
