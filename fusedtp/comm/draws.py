@@ -4,9 +4,9 @@
     dropout on [T, N_r], of other sizes on other ranks: generators part
     row-parallel       where the state has changed, seed the generator anew from what was remembered
 
-Ranks begin with one state, and whatever they draw for whole tensors is the same on all of them; only so do tensors and
-parameters that every rank holds stay alike. Between two split layers a rank draws for its own columns. Where these are
-unequally many, the generators would stay apart for good.
+Ranks begin with the same state and draw the same numbers for whole tensors; that keeps tensors and parameters which
+every rank holds identical. Between two split layers a rank draws for its own columns only. Where ranks have different
+numbers of columns, their generators would stay apart from then on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Draws:
         self._before: Tensor | None = None
 
     def part(self, device: torch.device) -> None:
-        """What follows may be drawn for a part that is not as large as the other ranks'. The last call counts."""
+        """What is drawn from here on may be for a part of another size than other ranks have. The last call counts."""
         generator = _generator(device)
         self._before = None if generator is None else generator.get_state()
 
     def whole(self, device: torch.device, some_have_none: bool = False) -> None:
-        """Parts have been put together. some_have_none: ranks without columns, who draw nothing."""
+        """Parts have been put together. some_have_none: some ranks have no columns and so draw nothing."""
         before, self._before = self._before, None
         generator = None if before is None else _generator(device)
         if before is None or generator is None:
