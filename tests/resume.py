@@ -1,12 +1,13 @@
 """pytest -p tests.resume --resume FILE --code COMMIT: go on with the tests that have not passed yet.
 
-FILE holds the commit and, line by line, the tests that passed with it, written as each ends; so a run that was cut off
-loses nothing. Of another commit, or of none, it begins anew. Under xdist the process that started writes, and tells the
-others what they leave out.
+FILE holds the commit and, line by line, the tests that passed with it, written as each ends; what a failed one says is
+printed at once. So a run that was cut off loses nothing. Of another commit, or of none, it begins anew. Under xdist the
+process that started writes, and tells the others what they leave out.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,13 @@ class Resume:
         items[:] = [item for item in items if item.nodeid not in self.passed]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.writes and report.when == "call" and report.passed:
+        if not self.writes:
+            return
+        if report.when == "call" and report.passed:
             with self.path.open("a") as file:
                 file.write(f"{report.nodeid}\n")
+        elif report.failed:
+            print(f"\n{report.nodeid}, {report.when}\n{report.longreprtext}", file=sys.stderr, flush=True)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:  # all have

@@ -384,7 +384,9 @@ class InFP8:
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(x.device.type, x, weight, bias)
         _check_dtype(x)
-        (y,) = _Gathered.apply(None, self.scaling, [main_grad], x.reshape(-1, x.shape[-1]), weight, bias)
+        (y,) = _Gathered.apply(
+            None, self.scaling, [main_grad], x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias
+        )
         made: Tensor = y
         return made.view(*x.shape[:-1], weight.shape[0])
 

@@ -39,7 +39,7 @@ from .all_gather_matmul import (
 from .all_gather_matmul import reference as linear_reference
 from .launch import pointwise as launcher
 from .launch.config import Config, Machine
-from .launch.operands import by_pointers, local_config
+from .launch.operands import by_pointers, local_config, of_vectors
 from .launch.run import check, machine_for, of_one_layout
 from .main_grad import MainGrad, main_grads_of
 from .matmul import linear, matmul_into, to_fp32
@@ -352,6 +352,7 @@ def prepare(
     n, k = weights[0].shape
     if config is None:
         tile = by_pointers(local_config(machine, x.dtype, "ieee", rows.total, n, 2, products))
+        tile = of_vectors(tile, machine, x, *weights)
         config = with_senders(tile, machine, rows, view.flags_per_source, x.dtype, k)
     config = without_senders(config, machine) if by_copies else config
     args = dict(

@@ -33,7 +33,7 @@ from fusedtp.comm.launching import Launch, layouts
 from . import column_backward
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, power_of_two, tiles
-from .launch.operands import weight_descriptors, weights_by_tma
+from .launch.operands import of_vectors, weight_descriptors, weights_by_tma
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from .matmul import linear, matmul_as, matmul_into, to_fp32
@@ -334,6 +334,7 @@ def prepare(
         cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
         at = dict(rows=rows.total, cols=cols, k=k, even=even)
         config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
+        config = gather_tiles(config, machine, x, weights)
     config = without_senders(config, machine) if copied else config
     tma, across = weights_by_tma(config, weights)
     args = dict(
@@ -423,6 +424,12 @@ def with_senders(
         senders, others = tuned.gather_split(found, machine, (senders, others))
         chunk = tuned.chunk(found, chunk, least=-(-rows.longest // flags))
     return replace(shape, send_programs=senders, other_programs=others, chunk=chunk)
+
+
+def gather_tiles(config: Config, machine: Machine, x: Tensor, weights: Sequence[Tensor]) -> Config:
+    """A default configuration as it serves a gather of x: see `of_vectors`. x [R_r, K] goes by pointers."""
+    by_tma, _ = weights_by_tma(config, weights)
+    return of_vectors(config, machine, x, *(() if by_tma else weights))
 
 
 def without_senders(config: Config, machine: Machine) -> Config:

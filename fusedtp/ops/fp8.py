@@ -140,6 +140,7 @@ def _product(
 ) -> Tensor:
     """x_scale * w_scale * (x [M, K] @ w [N, K].T) + bias in fp32, rounded once to dtype. w may be an `operand`."""
     if w.dtype in FORMATS and multiplied_in_fp8(x.device):
+        x, w = columns_together(x), columns_together(w)
         return scaled_matmul(x, w, x_scale, w_scale, bias, dtype)
     wide = torch.bfloat16 if x.is_cuda else torch.float32  # both hold any fp8
     sums = matmul_as(x.to(wide), w.to(wide).t(), torch.float32)
@@ -221,9 +222,15 @@ def _check_operand(here: str, what: str, values: Tensor, scale: Tensor, rows: in
         )
 
 
-def columns_together(w: Tensor) -> Tensor:
-    """A weight whose rows are contiguous, as the matrix units of fp8 want both operands: copied where they are not."""
-    return w if w.stride(-1) == 1 or w.numel() == 0 else w.contiguous()
+def columns_together(x: Tensor) -> Tensor:
+    """x [M, K] with contiguous rows, as the matrix units of fp8 want both operands, that begin at multiples of 16
+    bytes, as TMA and loads of several bytes want them. Copied where it is not so.
+    """
+    if x.numel() == 0 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0):
+        return x
+    rows, k = x.shape
+    together = x.new_empty(rows, -(-k // 16) * 16)[:, :k]
+    return together.copy_(x)
 
 
 def of_check(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:

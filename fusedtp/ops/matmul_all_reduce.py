@@ -23,6 +23,7 @@ from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
 from .launch.config import Config, Machine
+from .launch.operands import even_depth, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
@@ -163,6 +164,7 @@ def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One launch, one-shot or two-shot by size."""
     comm, total, n = plan.comm, x.shape[0], weight.shape[0]
+    (x,), (weight,) = even_depth([x], [weight])
     with plan.call() as call:
         view = call.kernel_view()
         key = layouts(x, weight)
@@ -180,7 +182,8 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def _launched(
     plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
-    launch, y = plan(at.view, at.rank, at.world_size, x, weights[0], biases[0], at.sig, at.config, at.machine)
+    (x,), (weight,) = even_depth([x], weights)
+    launch, y = plan(at.view, at.rank, at.world_size, x, weight, biases[0], at.sig, at.config, at.machine)
     return launch, {"y": y}
 
 
@@ -263,7 +266,9 @@ def prepare_one_shot(
 
     total, n = x.shape[0], weight.shape[0]
     flags = view.flags_per_source
-    config = config or reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
+    if config is None:
+        config = reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
+        config = local_tiles(config, machine, [x], [weight])
     args = dict(
         **matmul_args([x], [weight], config),
         M=total,
@@ -282,9 +287,11 @@ def prepare_two_shot(
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2
     most = max(1, flags // 2)  # chunks, of whose sums some are made in parts
-    config = config or reduction(
-        machine, x.dtype, each, n, most, kernel="two_shot", world_size=world_size, owners=world_size
-    )
+    if config is None:
+        config = reduction(
+            machine, x.dtype, each, n, most, kernel="two_shot", world_size=world_size, owners=world_size
+        )
+        config = local_tiles(config, machine, [x], [weight])
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
         **matmul_args([x], [weight], config),

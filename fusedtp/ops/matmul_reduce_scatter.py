@@ -28,7 +28,7 @@ from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
-from .launch.operands import MOST_DESCRIPTORS, local_descriptors, local_operands
+from .launch.operands import MOST_DESCRIPTORS, even_depth, local_descriptors, local_operands, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import joined, matmul_into, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
@@ -189,6 +189,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     xs, weights = list(xs), list(weights)
     if len(xs) > MOST_DESCRIPTORS:
         xs, weights = [torch.cat(xs, 1)], [side_by_side(weights)]
+    xs, weights = even_depth(xs, weights)
     with plan.call() as call:
         view = call.kernel_view()
         key = layouts(*xs, *weights)
@@ -204,7 +205,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
 def _launched(
     at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
-    xs = x.split([w.shape[1] for w in weights], 1)
+    xs, weights = even_depth(x.split([w.shape[1] for w in weights], 1), weights)
     launch, y = plan_matmul_reduce_scatter(
         at.view, at.rank, at.world_size, xs, weights, biases[0], at.rows, at.sig, at.config, at.machine
     )
@@ -272,10 +273,12 @@ def prepare(
     from fusedtp.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 
     world_size, n = len(rows.sizes), weights[0].shape[0]
-    config = config or reduction(
-        machine, xs[0].dtype, rows.longest, n, view.flags_per_source,
-        kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
-    )  # fmt: skip
+    if config is None:
+        config = reduction(
+            machine, xs[0].dtype, rows.longest, n, view.flags_per_source,
+            kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
+        )  # fmt: skip
+        config = local_tiles(config, machine, xs, weights, rows.batch)
     if len(xs) > 1 and not config.tma and config.block_k > 32:
         # The addresses of all operands' blocks stay in registers: beside a large tile only half as many fit.
         config = replace(config, block_k=32, num_stages=config.num_stages + 1)

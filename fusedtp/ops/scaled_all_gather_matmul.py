@@ -28,6 +28,7 @@ from . import fp8
 from .all_gather_matmul import (
     choose_config,
     gather_args,
+    gather_tiles,
     pointers,
     sending_of,
     without_senders,
@@ -263,6 +264,7 @@ def prepare(
         )
         if config.block_n > WIDEST:
             config = replace(config, block_n=WIDEST, max_registers=ALL_REGISTERS)
+        config = gather_tiles(config, machine, x[:, :k], weights)
     config = without_senders(config, machine) if copied else config
     tma, across = weights_by_tma(config, weights)
     args = gather_args(x, rows, config, machine) | dict(

@@ -126,7 +126,7 @@ def triton(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """One launch: tiles are scaled and pushed to their owner, who sums them between its products."""
-    rows, w = plan.rows, fp8.columns_together(w)
+    rows, x, w = plan.rows, fp8.columns_together(x), fp8.columns_together(w)
     with plan.call() as call:
         view = call.kernel_view()
         key = layouts(x, w, x_scale, w_scale)

@@ -3,12 +3,19 @@
 import os
 
 import pytest
+import torch
+from hypothesis import Phase, settings
 
 # Before CUDA starts: a module that is loaded lazily waits for the GPU, where a peer's kernel may be waiting for this
 # rank; and streams that share a connection wait for each other.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
+
+# Every smaller example would be more kernels to compile, for minutes: what fails is shown as it was drawn.
+if torch.cuda.is_available():
+    settings.register_profile("gpu", settings(), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    settings.load_profile("gpu")
 
 # `make gpu` ends its tests after some minutes; what only a GPU can show comes first.
 FIRST = ("test_virtual", "test_processes", "test_moe", "test_graphs", "test_plain_matmul", "test_pointwise")

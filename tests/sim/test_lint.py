@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fusedtp import lint
 from fusedtp.checks.command import _by_finding
-from fusedtp.checks.lint import OWN, PLANS, check, own_cases, variants_of
+from fusedtp.checks.lint import ODD_K, OWN, PLANS, _case, check, own_cases, variants_of
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
 from fusedtp.sim import Launch
@@ -87,6 +87,22 @@ def test_every_kernel_is_compiled(reports):
 def test_no_kernel_breaks_a_rule(reports):
     for report in reports:
         assert not report.findings, (report.key, [str(finding) for finding in report.findings])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "all_gather_matmul_kernel",
+        "all_gather_gated_matmul_kernel",
+        "moe_dispatch_matmul_kernel",
+        "matmul_kernel",
+    ]
+    + ["moe_matmul_combine_kernel", "grouped_matmul_kernel", "grouped_gated_kernel"],
+)
+def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
+    """More local memory than a kernel usually has is waited for, where ranks share a GPU for ever."""
+    (report,) = lint.check_cases([_case(kernel, "sm_90", ODD_K)])
+    assert "spills" not in {finding.rule for finding in report.findings}
 
 
 def test_the_width_of_every_move_between_ranks_is_read(exchanging):

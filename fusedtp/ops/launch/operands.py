@@ -21,6 +21,8 @@ from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
+LOW = 64
+SHORTEST_BYTES = 32  # of a row that one instruction of the matrix units takes
 BARRIER_BYTES = 1024  # at least what a kernel's barriers take of shared memory
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
@@ -82,6 +84,14 @@ def local_operands(
     )
 
 
+def local_tiles(
+    config: Config, machine: Machine, xs: Sequence[Tensor], weights: Sequence[Tensor], batch: int = 1
+) -> Config:
+    """A default configuration as it serves a kernel with `local_operands`: see `of_vectors`."""
+    taken = local_operands(config, xs, weights, batch)
+    return of_vectors(config, machine, *(() if taken["X_TMA"] else xs), *(() if taken["TMA"] else weights))
+
+
 def weights_by_tma(config: Config, weights: Sequence[Tensor]) -> tuple[bool, bool]:
     """Whether TMA takes all these [N_i, K_i], whose rows or columns are contiguous, and whether as [K_i, N_i]."""
     if takes_tma(config, *weights):
@@ -122,6 +132,29 @@ def group_operands(
     across = not by_tma and whole and _stacks(config, [w.mT for w in weights])
     by_tma = by_tma or across
     return dict(TMA=by_tma, X_TMA=by_tma and all(map(describable, xs)), ACROSS=across)
+
+
+def group_tiles(
+    config: Config,
+    machine: Machine,
+    read: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    by_index: bool = False,
+    transposed: bool = True,
+) -> tuple[Config, dict[str, Any]]:
+    """The configuration as `of_vectors` has it, and then with lower tiles, and its `group_operands`.
+
+    read       rows [R, K] that the kernel multiplies
+    by_index   an index picks them, so that no TMA can
+    """
+    taken = group_operands(config, read, weights, transposed=transposed)
+    rows = () if taken["X_TMA"] and not by_index else read
+    shorter = of_vectors(config, machine, *rows, *(() if taken["TMA"] else weights))
+    if shorter is config:
+        return config, taken
+    shorter = replace(shorter, block_m=min(config.block_m, LOW))
+    return shorter, group_operands(shorter, read, weights, transposed=transposed)
 
 
 def _stacks(config: Config, weights: Sequence[Tensor]) -> bool:
@@ -174,6 +207,27 @@ def within_reach(config: Config, precision: str, matrices: Sequence[Tensor]) -> 
     if config.tma and (precise or not all(map(describable, matrices))):
         return by_pointers(config)
     return config
+
+
+def of_vectors(config: Config, machine: Machine, *by_pointer: Tensor) -> Config:
+    """The configuration as it is where all of these operands can be loaded by vectors of 16 bytes; else with blocks of
+    K as short as the matrix units take.
+
+    Other rows are loaded element by element, and a thread holds an address for each of its elements of a block: those
+    of a longer one spill. (Local memory is not only slow. Where ranks share a GPU, the first kernel that needs more of
+    it than there is waits for all kernels that run, which may wait for it.)
+    """
+    if machine.clock == "host" or all(x.dtype == torch.float32 or _in_vectors(x) for x in by_pointer):
+        return config
+    return replace(config, block_k=min(config.block_k, SHORTEST_BYTES // by_pointer[0].element_size()))
+
+
+def _in_vectors(x: Tensor) -> bool:
+    """Whether the compiler can know that rows, or columns, of [.., M, K] begin and end at multiples of 16 bytes."""
+    for dim, other in ((-1, -2), (-2, -1)):
+        if x.stride(dim) == 1:
+            return x.shape[dim] % VECTOR == x.stride(other) % VECTOR == x.data_ptr() % 16 == 0
+    return False
 
 
 def by_pointers(config: Config) -> Config:
@@ -262,11 +316,22 @@ def fits(config: Config, x: Tensor, y: Tensor, machine: Machine) -> bool:
     return machine.clock == "host" or operands + stored + BARRIER_BYTES <= machine.shared_bytes
 
 
+def even_depth(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Operands [T, K_i] and [N, K_i] as they are, or with columns of zeros where K_i is no multiple of VECTOR and rows
+    are contiguous: as the rows of a layer whose columns ranks do not divide. See `even_columns`.
+    """
+    pairs = [
+        (even_columns(x), even_columns(w)) if 1 in (x.stride(1), w.stride(1)) else (x, w)
+        for x, w in zip(xs, weights, strict=True)
+    ]
+    return [x for x, _ in pairs], [w for _, w in pairs]
+
+
 def even_columns(dy: Tensor) -> Tensor:
     """dy [T, N], N a multiple of VECTOR: columns of zeros are appended where it is not.
 
-    Rows of another length cannot be copied asynchronously, so the loop over T would not be pipelined. The copy is
-    one pass over dy; the matmul reads dy once for each tile of K.
+    Rows of another length go neither by TMA nor by asynchronous copies, so the matmul's loop would not be pipelined.
+    The copy is one pass over dy, of which the matmul reads each part several times.
     """
     missing = -dy.shape[1] % VECTOR
     return torch.nn.functional.pad(dy, (0, missing)) if missing else dy

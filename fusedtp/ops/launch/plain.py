@@ -15,7 +15,17 @@ from fusedtp.comm.launching import Launch
 
 from . import tuned
 from .config import VECTOR, Config, Machine, machine_of
-from .operands import FP8, describable, described, fits, local_config, operands, with_tile, within_reach
+from .operands import (
+    FP8,
+    describable,
+    described,
+    fits,
+    local_config,
+    of_vectors,
+    operands,
+    with_tile,
+    within_reach,
+)
 from .run import DTYPES, check_tensors, require_triton
 
 Scales = tuple[
@@ -92,6 +102,8 @@ def plan_matmul(
             found = tuned.lookup("matmul", machine, x.dtype, rows=m, cols=n, k=x.shape[1], even=even)
             config = with_tile(config, found)
     config = within_reach(config, precision, [x, weight])
+    if not config.tma:
+        config = of_vectors(config, machine, x, weight)
     y = x.new_empty(m, n, dtype=dtype)
     flat = config.tma and not config.specialized and describable(y) and fits(config, x, y, machine)
     x_scale, w_scale = scales

@@ -34,7 +34,7 @@ from fusedtp.comm.launching import Launch, layouts
 
 from ..cpu import accumulator, cache_blocks
 from ..launch.config import ALL_REGISTERS, Config, Machine, gather_programs
-from ..launch.operands import group_operands, grouped_descriptors
+from ..launch.operands import group_tiles, grouped_descriptors
 from ..launch.run import check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
@@ -614,8 +614,9 @@ def prepare_matmul_combine(
     assert 1 <= len(hs) == len(experts) <= 2
     (r, k), (e, n, _) = hs[0].shape, experts[0].shape
     config = config or matmul_combine_config(machine, hs[0].dtype, precision, at, n, len(hs))
+    config, taken = group_tiles(config, machine, hs, experts)
     assert -(-n // (config.block_n * config.part_tiles)) <= MOST_PARTS, config
-    args = group_operands(config, hs, experts) | dict(
+    args = taken | dict(
         strides=(*hs[0].stride(), *experts[0].stride()),
         E=e,
         R=r,

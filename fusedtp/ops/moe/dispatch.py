@@ -34,7 +34,7 @@ from fusedtp.comm.signature import COMM_DTYPES
 
 from ..cpu import accumulator
 from ..launch.config import ALL_REGISTERS, VECTOR, Config, Machine, block, gather_chunk, gather_programs
-from ..launch.operands import group_operands, grouped_descriptors
+from ..launch.operands import group_tiles, grouped_descriptors
 from ..launch.run import DTYPES, check, machine_for, of_one_layout
 from ..main_grad import MainGrad, main_grads_of
 from ..operation import OPERATIONS, Operation, Shared, Spec, as_autocast, needs_grad, wanted
@@ -601,13 +601,13 @@ def prepare_dispatch_matmul(
     config = config or _matmul_config(
         machine, moved, x.dtype, precision, at.max_rows, e, n, len(matrices), keep
     )
-    by_tma = group_operands(config, [], matrices, transposed=not act)
+    config, taken = group_tiles(config, machine, [x], matrices, by_index=True, transposed=not act)
     args = dict(
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         strides=matrices[0].stride(),
-        TMA=by_tma["TMA"],
-        ACROSS=by_tma["ACROSS"],
+        TMA=taken["TMA"],
+        ACROSS=taken["ACROSS"],
         E=e,
         N=n,
         K=k,

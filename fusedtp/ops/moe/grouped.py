@@ -45,7 +45,7 @@ from ..launch.operands import (
     described,
     even_columns,
     fits,
-    group_operands,
+    group_tiles,
     grouped_descriptors,
     local_config,
 )
@@ -575,17 +575,18 @@ def plan_matmul(
     from fusedtp.kernels.grouped_matmul import grouped_matmul_kernel
 
     (r, k), (e, n, _) = xs[0].shape, weights[0].shape
-    config = config or group_config(machine, xs[0].dtype, precision, r, e, n)
     y = xs[0].new_empty(r, n)
     assert 1 <= len(xs) == len(weights) <= 2
     xs, weights = of_one_layout(xs), of_one_layout(weights)
+    config = config or group_config(machine, xs[0].dtype, precision, r, e, n)
+    config, taken = group_tiles(config, machine, xs, weights)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
         strides=(*xs[0].stride(), *weights[0].stride()),
         bias=None if bias is None else bias.contiguous(),
         y=y,
         EVEN_K=k % config.block_k == 0,
         HALVES=config.halves,
-        **group_operands(config, xs, weights),
+        **taken,
     )
     (x, *x2), (w, *w2) = grouped_descriptors(config, args, xs, weights)
     args |= dict(x=x, w=w, x2=x2[0] if x2 else None, w2=w2[0] if w2 else None)
@@ -607,11 +608,11 @@ def plan_gated(
     from fusedtp.kernels.grouped_matmul import grouped_gated_kernel
 
     (r, k), (e, n, _) = x.shape, gate.shape
-    config = config or group_config(machine, x.dtype, precision, r, e, n, 2, keep)
     gate, up = of_one_layout([gate, up])
+    config = config or group_config(machine, x.dtype, precision, r, e, n, 2, keep)
+    config, taken = group_tiles(config, machine, [x], [gate, up], transposed=False)
     y = x.new_empty(r, n)
     gate_out, up_out = (x.new_empty(r, n), x.new_empty(r, n)) if keep else (None, None)
-    taken = group_operands(config, [x], [gate, up], transposed=False)
     args = _sizes(config, precision, offsets, e, r, n, k) | dict(
         strides=(*x.stride(), *gate.stride()),
         TMA=taken["TMA"],
