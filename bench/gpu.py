@@ -3,6 +3,7 @@
     tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu, in several processes    (in a checkout)
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
     virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes, many tokens
+    fp8        products of fp8 and the making of it: Llama 3 70B's shapes on a rank of eight
     pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
     loss       Llama 3 8B's output head and cross-entropy, on one rank and on eight
     block      Llama 3 8B's block on one rank and on eight
@@ -89,6 +90,7 @@ def parts(options: Options) -> list[Part]:
     # A compiled matmul is the vendor's, or minutes of search.
     add("matmul", 1.2, "matmul", "--shapes llama3-70b,square-8192 --tokens 8192 --no-compile", "--tp", ranks)
     add(f"virtual-{ranks}", 3.5, FUSED, "--shapes llama3-70b --tokens 8192,16384", *virtual, ranks)
+    add("fp8", 1.0, "fp8", "--shapes llama3-70b --tokens 8192 --no-compile", "--tp", ranks)
     add("pointwise", 2.5, "pointwise", "--shapes llama3-8b --tokens 8192", "--tp", "1")
     add("loss", 1.5, "linear-cross-entropy", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")
     add("block", 3.0, "block", "--shapes llama3-8b --tokens 8192", *virtual, f"1,{ranks}")

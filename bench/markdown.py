@@ -80,6 +80,7 @@ def trainer(result: dict[str, Any]) -> str:
 RIVALS = {  # suite -> (the row that ours is held against, ours)
     "matmul": ("torch.matmul (cuBLAS)", "fusedtp triton"),
     "grouped-matmul": ("torch grouped_mm", "fusedtp triton"),
+    "fp8": ("torch.matmul (cuBLAS)", "fusedtp fp8"),
     "pointwise": ("Liger-Kernel", "fusedtp"),
     "block": ("torch.compile", "fusedtp"),
     "train-step": ("torch.compile", "fusedtp"),

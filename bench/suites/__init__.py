@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cases import Case
-from . import decode, experts, fused, local, model, step, train
+from . import decode, experts, fp8, fused, local, model, step, train
 
 
 class Suite(NamedTuple):
@@ -35,6 +35,10 @@ FUSED = {
 SUITES = {
     "matmul": Suite("one", local.matmul_cases, local.measure_matmul, "the plain matmul against the vendor's"),
     **FUSED,
+    "fp8": Suite(
+        "one", fp8.cases, fp8.measure,
+        "products of fp8 and the making of it, against 16 bits, torch's scaled matmul, torch.compile",
+    ),
     "pointwise": Suite(
         "one", local.pointwise_cases, local.measure_pointwise,
         "RMSNorm, SwiGLU, rotary embedding against torch, torch.compile and Liger-Kernel",

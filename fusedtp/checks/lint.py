@@ -25,6 +25,7 @@ from fusedtp.ops.launch import (
     cross_entropy,
     plain,
     pointwise,
+    quantize,
 )
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
@@ -61,6 +62,8 @@ OWN = (
     "logit_gradient_kernel",
     "rms_norm_wide_kernel",
     "rms_norm_wide_backward_kernel",
+    "quantize_kernel",
+    "largest_kernel",
 )
 SIGNALS = ("meet_kernel",)  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
@@ -129,6 +132,8 @@ FUSED_VARIANTS = VARIANTS | named(
     replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
 )
 
+WITH_FP8 = ("sm_90", "sm_100")
+
 # Rows of fp8 with their scales, where there are units for it.
 FP8_VARIANTS = named(
     Variant(
@@ -140,9 +145,9 @@ FP8_VARIANTS = named(
         4096,
         bias=True,
         keep=True,
-        targets=("sm_90", "sm_100"),
+        targets=WITH_FP8,
     ),
-    Variant("fp8-rows-few", "float8_e5m2", 2, 68, (1001, 499), 4112, targets=("sm_90", "sm_100")),
+    Variant("fp8-rows-few", "float8_e5m2", 2, 68, (1001, 499), 4112, targets=WITH_FP8),
 )
 
 # Gradients of an input, each by a weight that lies as its layer's: of q, k and v in a sum of three products.
@@ -213,6 +218,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     """In which variants a kernel is compiled."""
     if kernel in SIGNALS:
         return {}
+    if kernel == "quantize_kernel":
+        return {name: replace(v, targets=WITH_FP8) for name, v in ELEMENTWISE_VARIANTS.items()}
     if kernel in ELEMENTWISE:
         return ELEMENTWISE_VARIANTS
     if kernel in PLANS:
@@ -429,6 +436,17 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
     if kernel in ("rms_norm_backward_kernel", "rms_norm_wide_backward_kernel"):
         inverse_rms = empty(rows, of=torch.float32)
         return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine)[0]
+    if kernel == "quantize_kernel":  # rows, columns, and rows that no program holds by a scale that is given
+        kind = torch.float8_e5m2 if variant.name == "bf16" else torch.float8_e4m3fn
+        made = torch.empty(rows, width + 16, dtype=kind, device="meta")[:, : width - width % VECTOR]
+        scales, one = empty(rows, 4, of=torch.float32), empty(1, of=torch.float32)
+        if variant.name == "fp32":
+            return quantize.plan_quantize(gate, one, torch.empty_like(gate, dtype=kind), None)
+        return quantize.plan_quantize(
+            x if variant.name == "bf16" else empty(width, rows).t(), None, made, scales
+        )
+    if kernel == "largest_kernel":
+        return quantize.plan_largest(x, machine)[0]
     if kernel == "swiglu_kernel":
         return pointwise.plan_swiglu(gate, gate, act)[0]
     if kernel == "swiglu_backward_kernel":

@@ -188,8 +188,7 @@ class Scaling(ABC):
 
     def transposed(self, w: Tensor, w_scale: Tensor) -> Quantized:
         """w.T [K, N], for dgrad, of a w that had this scale in the forward."""
-        across = w.t().contiguous()
-        return fp8.quantize(across) if self.by_row else (fp8.values_of(across, w_scale, E4M3), w_scale)
+        return fp8.quantize(w.t()) if self.by_row else (fp8.values_of(w.t(), w_scale, E4M3), w_scale)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ An element that is NaN becomes NaN; so does an infinity in e4m3, which has none.
 Note [Packed rows]
 Rows of fp8 travel between ranks with their scales behind them, one row of bytes, aligned for 16-byte copies:
 
-    | K values | up to 15 bytes | scale, 4 times |        uint8 [T, 16 ceil(K / 16) + 16]
+    | K values | up to 15 bytes, zero | scale, 4 times |        uint8 [T, 16 ceil(K / 16) + 16]
 
 Half the bytes of bf16 and 16 more. Tensor scales travel so too: of each row the same. Nothing else is exchanged, and
 ranks may have different ones.
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fusedtp.comm import Communicator, Place
 
-from . import engines
+from . import engines, launch, pointwise
 from .launch.plain import multiplies, scaled_matmul
 from .matmul import matmul_as
 from .operation import LocalOperation, Shared, Spec, needs_grad
@@ -69,12 +69,18 @@ def quantize(x: Tensor, kind: torch.dtype = E4M3, *, by_row: bool = True) -> tup
     """
     if kind not in FORMATS or x.dim() != 2:
         raise ValueError(f"got x {tuple(x.shape)} and kind {kind}: wanted [M, K] and one of {FORMATS}")
+    if by_row and _by_kernel(x):
+        k = x.shape[1]
+        return _parts(launch.quantize.packed_rows(x, kind, row_bytes(k) - SCALE_BYTES), k, kind)
+    x = x.contiguous()
     scale = power_of_two_scales(largest_of(x, by_row), kind)
     return values_of(x, scale, kind), scale
 
 
 def largest_of(x: Tensor, by_row: bool) -> Tensor:
     """The largest finite magnitude of each row of x [M, K], fp32 [M, 1], or of all, [1, 1]; 0 where there is none."""
+    if not by_row and _by_kernel(x):
+        return launch.quantize.largest(x)
     wide = x.float()
     magnitudes = torch.where(wide.isfinite(), wide.abs(), 0.0)
     shape = (x.shape[0], 1) if by_row else (1, 1)
@@ -84,12 +90,19 @@ def largest_of(x: Tensor, by_row: bool) -> Tensor:
 
 
 def values_of(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """x / scale as fp8; what is beyond the largest becomes the largest, and NaN stays NaN."""
-    wide = x.float() / scale
+    """x / scale as fp8, by a power of two; what is beyond the largest becomes the largest, and NaN stays NaN."""
+    if scale.numel() == 1 and _by_kernel(x):
+        return launch.quantize.values(x, scale, kind)
+    wide = x.contiguous().float() / scale
     if kind == E4M3:  # some conversions saturate
         wide = torch.where(wide.isinf(), torch.nan, wide)
     largest = torch.finfo(kind).max
     return torch.where(wide.isfinite(), wide.clamp(-largest, largest), wide).to(kind)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    """Whether kernels/quantize.py makes fp8 of it: where it is then multiplied, outside of graphs of torch.compile."""
+    return pointwise.serves(x) and multiplied_in_fp8(x.device)
 
 
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,15 +122,35 @@ def pack(values: Tensor, scale: Tensor) -> Tensor:
     """fp8 [T, K] and its scale, of each row or of all -> uint8 [T, row_bytes(K)]. Note [Packed rows]."""
     assert scale.dtype == torch.float32, scale.dtype
     rows, k = values.shape
+    if _lie_packed(values, scale):
+        return values.view(torch.uint8).as_strided((rows, row_bytes(k)), (row_bytes(k), 1))
     of_rows = scale.reshape(-1, 1).expand(rows, 1).repeat(1, 4).view(torch.uint8)
     filling = values.new_zeros(rows, -k % 16, dtype=torch.uint8)
     return torch.cat([values.view(torch.uint8), filling, of_rows], 1)
 
 
+def _lie_packed(values: Tensor, scale: Tensor) -> bool:
+    """Whether these are views of one packed matrix: what the kernel makes."""
+    if torch.compiler.is_compiling():
+        return False
+    width = row_bytes(values.shape[1])
+    return (
+        values.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
+        and values.stride() == (width, 1)
+        and scale.stride(0) * 4 == width
+        and scale.storage_offset() * 4 == values.storage_offset() + width - SCALE_BYTES
+        and scale.shape == (values.shape[0], 1)
+    )
+
+
 def unpack(rows: Tensor, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `pack` made -> (values [T, K], a view, and scale [T, 1])."""
-    scale = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)[:, :1].contiguous()
-    return rows.view(kind)[:, :k], scale
+    """What `pack` made -> (values [T, K] and scale [T, 1]), views."""
+    assert rows.stride(1) == 1 and rows.stride(0) % 4 == rows.storage_offset() % 4 == 0, rows.stride()
+    return _parts(rows, k, kind)
+
+
+def _parts(packed: Tensor, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    return packed.view(kind)[:, :k], packed[:, -SCALE_BYTES:].view(torch.float32)[:, :1]
 
 
 # -- products on one device ------------------------------------------------------------------------------------------

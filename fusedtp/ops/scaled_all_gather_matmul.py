@@ -293,4 +293,4 @@ def outputs(
 
 def scale_pointers(w_scales: Sequence[Tensor]) -> dict[str, Any]:
     """More arguments that a prepared launch lacks."""
-    return dict(w_scales=tuple(scale.contiguous() for scale in w_scales))
+    return dict(w_scales=tuple(w_scales))

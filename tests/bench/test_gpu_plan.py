@@ -33,6 +33,7 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
         "tests",
         "matmul",
         "virtual-8",
+        "fp8",
         "pointwise",
         "loss",
         "block",
@@ -73,7 +74,7 @@ def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch)
         assert plan.world == "virtual" and plan.device == "cuda" and all(jobs.values())
         ranks[part.name] = set(jobs)
     one, eight = (
-        {name: {1} for name in ("matmul", "pointwise", "step", "experts")},
+        {name: {1} for name in ("matmul", "fp8", "pointwise", "step", "experts")},
         {name: {8} for name in ("virtual-8", "short", "decode", "moe")},
     )
     assert ranks == one | eight | {"fewer": {2, 4}, "loss": {1, 8}, "block": {1, 8}}

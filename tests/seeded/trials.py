@@ -25,7 +25,7 @@ from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launched, meeti
 from fusedtp.checks.experts import OPERATIONS as EXPERTS
 from fusedtp.checks.experts import routed
 from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch import cross_entropy, plain, pointwise
+from fusedtp.ops.launch import cross_entropy, plain, pointwise, quantize
 from fusedtp.ops.launch.config import Config, Machine
 from fusedtp.ops.moe import grouped
 from fusedtp.ops.moe import plan as exchange
@@ -36,7 +36,8 @@ FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not 
 FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
-LOCAL = (*PRODUCTS, *ROWS.split(), "rope", "logit_stats", "logit_gradient", "moe_sort", "moe_index")
+OTHERS = "rope logit_stats logit_gradient moe_sort moe_index quantize largest"
+LOCAL = (*PRODUCTS, *ROWS.split(), *OTHERS.split())
 KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
@@ -77,6 +78,11 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
     for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
+            if name == "quantize":  # which sm_80 has not
+                yield from (
+                    Trial(local(name, t, k=k), t) for k in (40, 70, 71) for t in targets if t == "sm_90"
+                )
+                continue
             yield Trial(local(name, target), target)
             if (
                 name.startswith("grouped") and target == "sm_90"
@@ -259,6 +265,26 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
         at = exchange.Exchange("", 1, (20, 20, 20), 9, 3, int(table[:, 3:6].sum()) - 2, "triton")
         index = torch.empty(exchange.index_size(at), dtype=torch.int32)
         return exchange.plan_index(table, index, at, 16)[0], index
+    if (
+        name == "quantize"
+    ):  # rows that a program holds; columns, which it does not; these by a scale that is given
+        x, filled = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2), 16 * -(-k // 16)
+        x[1::2] = x[1::2].flip(1)
+        x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
+        x = x if k == 40 else x.t().contiguous().t()
+        packed, one = (
+            torch.empty(37, filled + 16, dtype=torch.uint8),
+            torch.tensor([0.25]) if k == 71 else None,
+        )
+        values, scales = packed.view(torch.float8_e4m3fn)[:, :filled], packed[:, filled:].view(torch.float32)
+        launch = quantize.plan_quantize(x, one, values, scales if one is None else None)
+        return launch, packed.view(torch.int32)
+    if (
+        name == "largest"
+    ):  # of columns, by four programs: the first has two parts, the largest of each elsewhere
+        x = torch.ones(70, 300)
+        x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, 6.0, 7.0, torch.nan
+        return quantize.plan_largest(x.t(), replace(machine, programs=1))
     t, h = (5, 9000) if "wide" in name else (70, 40)  # the first in three parts
     x, other, dy, weight, r = draw(t, h), draw(t, h), draw(t, h), draw(h), draw(t)
     if name in ("rms_norm", "rms_norm_wide"):

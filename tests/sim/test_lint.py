@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fusedtp import lint
 from fusedtp.checks.command import _by_finding
-from fusedtp.checks.lint import ODD_K, OWN, PLANS, _case, check, own_cases, variants_of
+from fusedtp.checks.lint import ODD_K, OWN, PLANS, WITH_FP8, _case, check, own_cases, variants_of
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
 from fusedtp.sim import Launch
@@ -50,10 +50,15 @@ def reports(cases: list[lint.CompileCase], exchanging: dict[str, lint.Compiled])
     return [lint.judge(made) for case in chosen for made in known.get(case.key) or lint.compiled(case)]
 
 
+def targets_of(kernel: str) -> set[str]:
+    """All, but of what only some can compile: fp8 of fp32."""
+    return set(lint.TARGETS if kernel != "quantize_kernel" else WITH_FP8)
+
+
 def test_the_sample_has_each_kernel_on_each_target_in_each_variant_and_on_each_branch(cases):
     few = sample(cases)
     assert len(few) < 0.4 * len(cases)
-    assert {(c.kernel, c.target) for c in few} == {(k, t) for k in OWN for t in lint.TARGETS}
+    assert {(c.kernel, c.target) for c in few} == {(k, t) for k in OWN for t in targets_of(k)}
     for kernel in OWN:
         variants = {c.config for c in cases if c.kernel == kernel}
         assert {c.config for c in few if c.kernel == kernel} == variants
@@ -81,7 +86,7 @@ def test_every_kernel_is_compiled(reports):
                 launched.add(node.name)
     assert launched == {report.kernel for report in reports} == set(OWN)
     for report in reports:
-        assert {r.target for r in reports if r.kernel == report.kernel} == set(lint.TARGETS)
+        assert {r.target for r in reports if r.kernel == report.kernel} == targets_of(report.kernel)
 
 
 def test_no_kernel_breaks_a_rule(reports):
@@ -96,8 +101,10 @@ def test_no_kernel_breaks_a_rule(reports):
         "all_gather_gated_matmul_kernel",
         "moe_dispatch_matmul_kernel",
         "matmul_kernel",
-    ]
-    + ["moe_matmul_combine_kernel", "grouped_matmul_kernel", "grouped_gated_kernel"],
+        "moe_matmul_combine_kernel",
+        "grouped_matmul_kernel",
+        "grouped_gated_kernel",
+    ],
 )
 def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
     """More local memory than a kernel usually has is waited for, where ranks share a GPU for ever."""

@@ -6,7 +6,7 @@ the workspace is handed out. Imports triton lazily.
 
 from fusedtp.comm.launching import Launch
 
-from . import cross_entropy, pointwise
+from . import cross_entropy, pointwise, quantize
 from .config import Config, Machine
 from .plain import matmul, scaled_matmul
 from .run import DTYPES, require_triton
@@ -19,6 +19,7 @@ __all__ = [
     "cross_entropy",
     "matmul",
     "pointwise",
+    "quantize",
     "require_triton",
     "scaled_matmul",
 ]

@@ -112,9 +112,9 @@ def plan_matmul(
         y=described(y, [config.block_m, config.block_n >> config.halves]) if flat else y,
         M=m,
         N=n,
-        x_scale=contiguous(x_scale),
+        x_scale=x_scale,
         stride_xs=scale_step(x_scale),
-        w_scale=contiguous(w_scale),
+        w_scale=w_scale,
         stride_ws=scale_step(w_scale),
         HALVES=config.halves,
         FLAT=flat,
@@ -168,4 +168,4 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def scale_step(scale: Tensor | None) -> int:
     """From one row's scale to the next one's."""
-    return int(scale is not None and scale.numel() > 1)
+    return scale.stride(0) if scale is not None and scale.numel() > 1 else 0

@@ -1,0 +1,137 @@
+"""The suite of fp8: products of a layer, and the making of fp8, on one device.
+
+    op=linear     y = x @ w.T, x [T, K] and w [N, K] as one rank of `--tp` has them. "fp8" has its operands in fp8
+                  already; "quantized here" makes them first, both, as fusedtp.nn.FP8Linear does in each forward
+    op=quantize   x [T, K] -> fp8 with a scale of each row: bytes are x read once, and fp8 written once. "torch" is the
+                  formula, which runs on a CPU and where Triton does not compile
+
+Operands are numbers that fp8 holds, so that all ways compute the same product; an fp8 sum may lose 17 of 2**13 of its
+terms' magnitudes more, see tests/gpu/test_fp8.py. The roof of a product is twice that of 16 bits on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fusedtp.ops import fp8
+
+from .. import errors, rivals
+from ..cases import Case, named
+from ..options import Plan
+from ..rank import Rank
+from ..rivals import matmul as vendor
+from ..rows import Row
+from ..shapes import layers
+from ..ways import Ways
+
+SUITE = "fp8"
+DTYPES = ("bfloat16", "float32")  # that FP8Linear takes
+LOST = 17 * 2.0**-13
+Operands = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]  # x, w; x in fp8, its scale, w in fp8, its scale
+
+
+def cases(plan: Plan, tp: int) -> list[Case]:
+    """All layers of the shapes, small before large; a quantization of each width that is gathered or multiplied."""
+    found = []
+    for tokens in sorted(plan.tokens):
+        for model in plan.shapes:
+            for layer in layers(model, tp):
+                rows = layer.n if layer.kind == "square" else tokens
+                linear: dict[str, int | str] = dict(op="linear", model=model, layer=layer.name)
+                linear |= dict(T=rows, K=layer.k, N=layer.n, tp=tp)
+                quantize: dict[str, int | str] = dict(op="quantize", T=rows, K=layer.k)
+                for names in (linear, quantize):
+                    found += [
+                        Case(
+                            str(names["op"]),
+                            dtype,
+                            rows,
+                            layer.k,
+                            int(names.get("N", 0)),
+                            names=named(**names),
+                        )
+                        for dtype in plan.dtypes
+                        if dtype in DTYPES
+                    ]
+    return list(dict.fromkeys(found))
+
+
+def made(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of x's dtype that fp8 holds, as fp8, with their scales; contiguous, as torch's product wants them."""
+    values, scale = fp8.quantize(x)
+    return fp8.dequantize(values, scale, x.dtype), values.contiguous(), scale.contiguous()
+
+
+@torch.no_grad()
+def measure(rank: Rank, case: Case) -> list[Row]:
+    """Rows of one case."""
+    linear, on_cpu = case.operation == "linear", rank.device.type == "cpu"
+
+    def operands(seed: int) -> Operands:
+        n = case.n or 16
+        x, x8, x_scale = made(rank.randn(case.tokens, case.k, dtype=case.dtype, seed=2 * seed))
+        w = rank.randn(n, case.k, dtype=case.dtype, seed=2 * seed + 1, scale=case.k**-0.5)
+        w, w8, w_scale = made(w)
+        return x, w, x8, x_scale, w8, w_scale
+
+    ways, sets = Ways(rank, SUITE, case), rank.copies(operands)
+    if linear:
+        ways.add(rivals.vendor_name(rank.device), lambda x, w, *_: vendor(x, w))
+        ways.add("torch._scaled_mm", None if on_cpu else torchs, "left out on a CPU")
+        ways.add("fusedtp fp8", lambda x, w, *given: product(x, *given))
+        ways.add(
+            "fusedtp fp8, quantized here", lambda x, w, *_: product(x, *fp8.quantize(x), *fp8.quantize(w))
+        )
+    else:
+        ways.add("torch", lambda x, *_: by_formula(x))
+        ways.add("torch.compile", *rivals.compiled(fp8.quantize, rank.device, rank.plan.compile))
+        if "torch.compile" in ways.functions:
+            compiled: Callable[..., Any] = ways.functions["torch.compile"]
+            ways.add("torch.compile", lambda x, *_: compiled(x))
+        ways.add("fusedtp", None if on_cpu else lambda x, *_: fp8.quantize(x), "on a CPU it is the formula")
+    ways.prepare(sets)
+    found = {
+        name: {"error": error(case, function(*sets[0]), sets[0])} for name, function in ways.functions.items()
+    }
+    if linear:
+        return ways.rows(found, flops=case.flops, roof=rank.roofs[case.dtype] * (1 if on_cpu else 2))
+    moved = case.tokens * (case.k * case.itemsize + fp8.row_bytes(case.k))
+    return ways.rows(found, moved_bytes=float(moved), roof=rank.roofs["copy"])
+
+
+def product(x: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
+    """Of fp8, rounded to x's dtype."""
+    return fp8.product(x8, x_scale, w8, w_scale, None, x.dtype)
+
+
+def torchs(x: Tensor, w: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
+    """The vendor's, with scales of rows."""
+    y: Tensor = torch._scaled_mm(x8, w8.t(), x_scale, w_scale.t(), out_dtype=x.dtype)
+    return y
+
+
+def by_formula(x: Tensor) -> tuple[Tensor, Tensor]:
+    with patch.object(fp8, "_by_kernel", lambda x: False):
+        return fp8.quantize(x)
+
+
+def error(case: Case, got: Any, operands: Operands) -> errors.Error:
+    """Of sampled rows; a quantization of what fp8 holds loses nothing."""
+    x, w = operands[:2]
+    if case.operation == "quantize":
+        values, scale = got
+        off = float((fp8.dequantize(values, scale, x.dtype) - x).abs().max()) if x.numel() else 0.0
+        return errors.Error(off, 0.0 if off == 0 else float("inf"))
+    rows = errors.sampled(case.tokens).to(x.device)
+    want = errors.product(x, w, rows)
+    u, v = errors.unit(x.dtype), errors.unit(torch.float32)
+    allowed = u * want.y.abs() + ((case.k + 3) * v + LOST) * want.terms
+    off = (got[rows].double() - want.y).abs()
+    return errors.Error(float(off.max()), float((off / allowed.clamp(min=1e-300)).max()))

@@ -1,0 +1,98 @@
+"""Launchers of the kernels that make fp8 of a matrix. Any strides; sizes may be zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedtp.comm.launching import Launch
+
+from .config import Config, Machine, machine_of, power_of_two
+
+TOP = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}  # the largest value is 0.875 * 2**this
+SCALES = 4  # of a packed row, all the same
+HELD = 8192  # elements of a row that one program holds
+ELEMENTS = 4096  # of a program that holds several rows, or of a part of a longer row
+SQUARE = 64  # a tile's side where the rows of x are not contiguous
+PROGRAMS = 4  # that look for the largest magnitude on a multiprocessor
+
+
+def packed_rows(x: Tensor, kind: torch.dtype, filled: int) -> Tensor:
+    """x [M, K] -> uint8 [M, filled + 16]: fp8 of each row, zeros from K on, and the row's scale, SCALES times."""
+    packed = x.new_empty(x.shape[0], filled + 4 * SCALES, dtype=torch.uint8)
+    plan_quantize(x, None, packed.view(kind)[:, :filled], packed[:, filled:].view(torch.float32)).start(
+        x.device
+    )
+    return packed
+
+
+def values(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """x [M, K] / scale -> fp8 [M, K]. scale: one element, fp32, a power of two."""
+    made = x.new_empty(x.shape, dtype=kind)
+    plan_quantize(x, scale, made, None).start(x.device)
+    return made
+
+
+def plan_quantize(x: Tensor, given: Tensor | None, made: Tensor, scales: Tensor | None) -> Launch:
+    """The launch that fills `made` and, where no scale is given, `scales` [M, SCALES], not yet run."""
+    from fusedtp.kernels.quantize import quantize_kernel
+
+    m, filled = made.shape
+    rows, block, warps = _tile(x, filled)
+    args = dict(
+        x=x,
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        given=given,
+        values=made,
+        stride_v=made.stride(0),
+        scales=scales,
+        stride_s=0 if scales is None else scales.stride(0),
+        M=m,
+        K=x.shape[1],
+        FILLED=filled,
+        TOP=TOP[made.dtype],
+        ROWS=rows,
+        BLOCK=block,
+        WHOLE=block >= filled,
+        COPIES=SCALES,
+    )
+    return _launch(quantize_kernel, -(-m // rows), args, warps)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest finite magnitude of x [M, K], fp32 [1, 1]; 0 where there is none."""
+    launch, parts = plan_largest(x, machine_of(x.device))
+    launch.start(x.device)
+    return parts.amax().view(1, 1)
+
+
+def plan_largest(x: Tensor, machine: Machine) -> tuple[Launch, Tensor]:
+    """The launch, not yet run, and what each of its programs finds."""
+    from fusedtp.kernels.quantize import largest_kernel
+
+    m, k = x.shape
+    rows, block, warps = _tile(x, min(k, ELEMENTS))
+    programs = max(1, min(PROGRAMS * machine.programs, -(-m // rows)))
+    parts = x.new_empty(programs, dtype=torch.float32)
+    args = dict(
+        x=x, stride_xm=x.stride(0), stride_xk=x.stride(1), parts=parts, M=m, K=k, ROWS=rows, BLOCK=block
+    )
+    return _launch(largest_kernel, programs, args, warps), parts
+
+
+def _tile(x: Tensor, columns: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program's tile."""
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        return SQUARE, SQUARE, 4
+    block = power_of_two(max(16, columns))
+    if block > HELD:
+        block = ELEMENTS
+    rows = max(1, ELEMENTS // block)
+    return rows, block, max(4, min(16, rows * block // 1024))
+
+
+def _launch(kernel: Any, programs: int, args: dict[str, Any], warps: int) -> Launch:
+    return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps))

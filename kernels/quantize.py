@@ -1,0 +1,158 @@
+"""fp8 of a matrix, with scales that are powers of two: what `quantize`, `values_of` and `largest_of` of
+fusedtp/ops/fp8.py say, bit for bit, each by one kernel.
+
+A row's scale needs the whole row: it is read once where a program holds it, and twice where not.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import INTERPRETED, inline, widen
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@inline
+def load_tile(x, rows, stride_m, row_mask, cols, stride_k, K):
+    """x[rows, cols] in fp32, zero outside."""
+    at = x + rows.to(tl.int64)[:, None] * stride_m + cols.to(tl.int64)[None, :] * stride_k
+    mask = row_mask[:, None] & (cols < K)[None, :]
+    return widen(tl.load(at, mask=mask, other=0.0)).to(tl.float32)
+
+
+@inline
+def finite_magnitude(x):
+    """|x|, and 0 of what is NaN or infinite."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < INFINITY, magnitude, 0.0)
+
+
+@inline
+def scale_exponent(largest, TOP: tl.constexpr):
+    """Of the smallest power of two, at least 2**-126, that brings these to at most 0.875 * 2**TOP; of 0, -TOP."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 126 - TOP  # largest = mantissa * 2**(this + TOP), mantissa in [0.5, 1)
+    exponent += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.where(bits == 0, -TOP, tl.maximum(exponent, -126))
+
+
+@inline
+def power_of_two(exponent):
+    """2**exponent in fp32, of an exponent in [-126, 127]."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@inline
+def to_fp8(x, kind: tl.constexpr):
+    """fp32 to e4m3 or e5m2, to the nearest, ties to even. What is beyond the largest becomes the largest, an infinity
+    stays one, or NaN in e4m3, and NaN stays NaN.
+    """
+    TOP: tl.constexpr = 448.0 if kind == tl.float8e4nv else 57344.0
+    inside = tl.where(x > TOP, TOP, tl.where(x < -TOP, -TOP, x))
+    if INTERPRETED:
+        bits = fp8_bits(inside, kind)
+    else:
+        bits = inside.to(kind).to(tl.uint8, bitcast=True)
+    sign = ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+    beyond = (sign | (0x7F if kind == tl.float8e4nv else 0x7C)).to(tl.uint8)
+    return tl.where(tl.abs(x) == INFINITY, beyond, bits).to(kind, bitcast=True)
+
+
+@inline
+def fp8_bits(x, kind: tl.constexpr):
+    """What the interpreter's own cast gets wrong: the bits of fp32 within the format's range, or NaN.
+
+    The least significant bit is one of fp32's where fp8 is normal; below, it is the last one of the sum with a number
+    that has no bits after it.
+    """
+    CUT: tl.constexpr = 20 if kind == tl.float8e4nv else 21  # bits of fp32's mantissa that fp8's lacks
+    BIAS: tl.constexpr = 120 if kind == tl.float8e4nv else 112  # between the exponents
+    LEAST: tl.constexpr = 2.0**-6 if kind == tl.float8e4nv else 2.0**-14  # of the normal numbers
+    AWAY: tl.constexpr = 2.0**14 if kind == tl.float8e4nv else 2.0**7  # whose unit is fp8's least number
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.uint32, bitcast=True)
+    normal = ((bits + (1 << (CUT - 1)) - 1 + ((bits >> CUT) & 1)) >> CUT) - (BIAS << (23 - CUT))
+    away = (magnitude + AWAY).to(tl.uint32, bitcast=True) & 0x7FFFFF
+    small = tl.where(magnitude < LEAST, away, normal)
+    small = tl.where(x != x, 0x7F, small)
+    return (small | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_kernel(
+    x,  # [M, K], any strides
+    stride_xm,
+    stride_xk,
+    given,  # one fp32, a power of two, or None
+    values,  # fp8, rows contiguous
+    stride_v,
+    scales,  # fp32, COPIES of each row's; None where one is given
+    stride_s,
+    M,
+    K,
+    FILLED,  # columns of `values`: those after K are zero
+    TOP: tl.constexpr,  # the largest fp8 is 0.875 * 2**TOP
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # BLOCK covers FILLED
+    COPIES: tl.constexpr,
+):
+    """values = fp8(x / scale), by the scale of each row that brings its largest magnitude to at most the largest fp8,
+    or by the one that is given. A program takes ROWS rows.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < M
+    cols = tl.arange(0, BLOCK)
+    tile = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+    if WHOLE:
+        tile = load_tile(x, rows, stride_xm, row_mask, cols, stride_xk, K)
+    if given is None:
+        largest = tile
+        if WHOLE:
+            largest = finite_magnitude(tile)
+        else:
+            for k in range(0, K, BLOCK):
+                part = load_tile(x, rows, stride_xm, row_mask, k + cols, stride_xk, K)
+                largest = tl.maximum(largest, finite_magnitude(part))
+        exponent = scale_exponent(tl.max(largest, axis=1), TOP)
+        copies = tl.arange(0, COPIES)
+        at = scales + rows.to(tl.int64)[:, None] * stride_s + copies[None, :]
+        scale = tl.broadcast_to(power_of_two(exponent)[:, None], (ROWS, COPIES))
+        tl.store(at, scale, mask=tl.broadcast_to(row_mask[:, None], (ROWS, COPIES)))
+        times = power_of_two(-exponent)[:, None]
+    else:
+        one = tl.load(given)
+        times = tl.div_rn(
+            tl.full((ROWS, 1), 1.0, tl.float32), tl.full((ROWS, 1), 0.0, tl.float32) + one
+        )  # exact
+    store = values + rows.to(tl.int64)[:, None] * stride_v
+    if WHOLE:
+        mask = row_mask[:, None] & (cols < FILLED)[None, :]
+        tl.store(store + cols[None, :], to_fp8(tile * times, values.dtype.element_ty), mask=mask)
+    else:
+        for k in range(0, FILLED, BLOCK):
+            part = load_tile(x, rows, stride_xm, row_mask, k + cols, stride_xk, K)
+            mask = row_mask[:, None] & (k + cols < FILLED)[None, :]
+            tl.store(store + (k + cols)[None, :], to_fp8(part * times, values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def largest_kernel(
+    x,  # [M, K], any strides
+    stride_xm,
+    stride_xk,
+    parts,  # fp32, one of each program
+    M,
+    K,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """parts = the largest finite magnitude of each program's rows, 0 of none."""
+    cols = tl.arange(0, BLOCK)
+    largest = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+    for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        for k in range(0, K, BLOCK):
+            part = load_tile(x, rows, stride_xm, rows < M, k + cols, stride_xk, K)
+            largest = tl.maximum(largest, finite_magnitude(part))
+    tl.store(parts + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
