@@ -88,12 +88,13 @@ RIVALS = {  # suite -> (the row that ours is held against, ours)
 
 
 def engines(result: dict[str, Any], **only: Any) -> str:
-    """A table a suite: a row a shape, among those with the fields `only`, a column an engine, microseconds; how many
-    times as long the suite's rival took; and MFU, where it was measured.
+    """A table a suite and kind of shape: a row a shape, among those with the fields `only`, a column an engine,
+    microseconds; how many times as long the suite's rival took; and MFU, where it was measured.
     """
     tables = []
-    for suite in dict.fromkeys(row["suite"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["suite"] == suite and row["seconds"]]
+    for suite, named in dict.fromkeys((row["suite"], tuple(row["shape"])) for row in result["rows"]):
+        rows = [row for row in result["rows"] if (row["suite"], tuple(row["shape"])) == (suite, named)]
+        rows = [row for row in rows if row["seconds"]]
         rows = [row for row in rows if all(row["shape"].get(k, v) == v for k, v in only.items())]
         if not rows:
             continue
@@ -103,6 +104,7 @@ def engines(result: dict[str, Any], **only: Any) -> str:
         told = ", ".join(f"{k} {shapes[0][k]}" for k in common)
         fields = [k for k in shapes[0] if k not in common]
         rival, ours = RIVALS.get(suite, ("", ""))
+        rival = rival if rival in names else ""
         mfu = any("mfu" in row["figures"] for row in rows)
         header = [*fields, *names, *([f"{rival} / {ours}"] if rival else []), *(["MFU"] if mfu else [])]
         lines = [f"`{suite}`, {told}, {rows[0]['dtype']}, us:", "", "| " + " | ".join(header) + " |"]

@@ -1,7 +1,8 @@
 """The suite of fp8: products of a layer, and the making of fp8, on one device.
 
-    op=linear     y = x @ w.T, x [T, K] and w [N, K] as one rank of `--tp` has them. "fp8" has its operands in fp8
-                  already; "quantized here" makes them first, both, as fusedtp.nn.FP8Linear does in each forward
+    op=linear     y = x @ w.T, x [T, K] and w [N, K] as one rank of `--tp` has them. "fp8" is our kernel (on a CPU, the
+                  numbers widened), of operands in fp8; "quantized here" makes both first and multiplies by whom a
+                  layer multiplies: a forward of fusedtp.nn.FP8Linear
     op=quantize   x [T, K] -> fp8 with a scale of each row: bytes are x read once, and fp8 written once. "torch" is the
                   formula, which runs on a CPU and where Triton does not compile
 
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fusedtp.ops import fp8
+from fusedtp.ops import fp8, launch
 
 from .. import errors, rivals
 from ..cases import Case, named
@@ -85,7 +86,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     if linear:
         ways.add(rivals.vendor_name(rank.device), lambda x, w, *_: vendor(x, w))
         ways.add("torch._scaled_mm", None if on_cpu else torchs, "left out on a CPU")
-        ways.add("fusedtp fp8", lambda x, w, *given: product(x, *given))
+        ways.add("fusedtp fp8", lambda x, w, *given: (product if on_cpu else kernel)(x, *given))
         ways.add(
             "fusedtp fp8, quantized here", lambda x, w, *_: product(x, *fp8.quantize(x), *fp8.quantize(w))
         )
@@ -111,10 +112,14 @@ def product(x: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor)
     return fp8.product(x8, x_scale, w8, w_scale, None, x.dtype)
 
 
+def kernel(x: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
+    """The same by our kernel."""
+    return launch.scaled_matmul(x8, w8, x_scale, w_scale, None, x.dtype)
+
+
 def torchs(x: Tensor, w: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
     """The vendor's, with scales of rows."""
-    y: Tensor = torch._scaled_mm(x8, w8.t(), x_scale, w_scale.t(), out_dtype=x.dtype)
-    return y
+    return fp8.vendors_product(x8, x_scale, w8, w_scale, x.dtype)
 
 
 def by_formula(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fusedtp
 from fusedtp import VirtualWorld
+from fusedtp.ops.fp8 import E4M3, E5M2, pack, product, unpack
 from fusedtp.ops.launch.plain import multiplies
 from tests.nn.test_fp8 import Case as Layer
 from tests.nn.test_fp8 import drawn as drawn_for_layer
@@ -58,3 +59,28 @@ def test_a_layer_equals_the_formula(scales):
     got = dict(y=y.detach(), dx=mine.grad, dw=layer.weight.grad, db=layer.bias.grad)
     for name, right in formula(case, x.detach(), w, b, dy).items():
         assert_same(name, got[name].cpu(), right.to(case.dtype))
+
+
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_products_of_rows_as_they_travel(kinds, by_row):
+    """Whoever multiplies: of integers exact, with NaN in the row of a NaN, also in a graph that is captured."""
+    g = torch.Generator().manual_seed(0)
+    operands, meant = [], []
+    for rows, kind in zip((200, 48), kinds, strict=True):
+        values = torch.randint(-2, 3, (rows, 96), generator=g).float()
+        scale = 2.0 ** torch.randint(-2, 3, (rows if by_row else 1, 1), generator=g)
+        rows_of = pack(values.to(kind), scale).to(DEVICE)
+        of_rows = unpack(rows_of, 96, kind)
+        operands += [of_rows[0], of_rows[1] if by_row else scale.to(DEVICE)]
+        meant.append(values.double() * scale)
+    want = (meant[0] @ meant[1].t()).bfloat16()
+    y = product(*operands, None, torch.bfloat16)
+    assert_same("y", y.cpu(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = product(*operands, None, torch.bfloat16)
+    operands[0].view(torch.uint8)[3, 5] = 0x7F
+    graph.replay()
+    want[3] = torch.nan
+    assert_same("replayed", y.cpu(), want)

@@ -40,7 +40,7 @@ def run(world_size: int, law, *arguments) -> None:
     VirtualWorld(world_size, device="cuda").run(body)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases(engines=("triton",)).filter(lambda case: case.dtype != torch.float64))
 def test_the_kernels_conserve_rows(case: Case):
     run(len(case.sizes), conserves_rows, replace(case, device="cuda"))

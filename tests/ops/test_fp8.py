@@ -1,5 +1,8 @@
 """Numbers as fp8 with scales: the bounds of Note [Scales that are powers of two], and rows as they travel."""
 
+from unittest.mock import Mock, patch
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,3 +105,29 @@ def test_packed_rows_come_back(kind, by_row, rows, k):
 
 def test_a_row_takes_half_the_bytes_of_16_bits():
     assert fp8.row_bytes(4096) == 4096 + 16 and fp8.row_bytes(17) == 48
+
+
+def of_vendor(x_kind: torch.dtype, w_kind: torch.dtype, by_row: bool, dtype: torch.dtype) -> bool:
+    return fp8.vendor_is_right(torch.device("cpu"), x_kind, w_kind, by_row, dtype)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_the_vendors_product_is_asked_whether_it_is_right(kinds, dtype, by_row):
+    """It is on a CPU too, but for another answer, and where it takes no such operands."""
+    assert of_vendor(*kinds, by_row, dtype)
+    real = torch._scaled_mm
+
+    def as_if_contiguous(x: Tensor, *more: Tensor, **how: torch.dtype) -> Tensor:
+        return real(x.as_strided(x.shape, (x.shape[1], 1)), *more, **how)
+
+    def as_if_twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor, **how: torch.dtype) -> Tensor:
+        return real(x, w, a, 2 * b, **how)
+
+    for wrong in (as_if_contiguous, as_if_twice):
+        with patch.object(torch, "_scaled_mm", wrong):
+            assert not of_vendor(*kinds, by_row, dtype)
+    for error in (RuntimeError, ValueError, NotImplementedError):
+        with patch.object(torch, "_scaled_mm", Mock(side_effect=error)):
+            assert not of_vendor(*kinds, by_row, dtype)
