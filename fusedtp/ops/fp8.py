@@ -325,10 +325,12 @@ def columns_together(x: Tensor) -> Tensor:
 def of_check(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:
     """For the checks' launches: (x, its scale, weights, their scales, dtype of results) of operands as they draw them.
 
-    Small integers are quantized without loss; of fp8 operands, as the lint has them, only layouts count.
+    Small integers are quantized without loss, by scales that differ from operand to operand; of fp8 operands, as the
+    lint has them, only layouts count.
     """
     if x.dtype in FORMATS:
         scales = [t.new_ones(t.shape[0], 1, dtype=torch.float32) for t in (x, *weights)]
         return x, scales[0], list(weights), scales[1:], dtype or torch.bfloat16
     made = [quantize(x, E5M2), *map(quantize, weights)]  # as of a gradient: of both formats
+    made = [((v.float() / 2**i).to(v.dtype), s * 2**i) for i, (v, s) in enumerate(made)]
     return (*made[0], [w for w, _ in made[1:]], [s for _, s in made[1:]], dtype or x.dtype)

@@ -24,7 +24,7 @@ def test_of(name):
 
 
 def run(folder: Path, commit: str, *options: str, **environment: str) -> tuple[int, str]:
-    """The exit code, and which tests ran, in order; by several processes, sorted."""
+    """The exit code, and which tests ran, in order; by several processes, sorted. What failed is told as it fails."""
     ran = folder / "ran"
     ran.write_text("")
     command = [
@@ -52,7 +52,11 @@ def run(folder: Path, commit: str, *options: str, **environment: str) -> tuple[i
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
+        text=True,
     )
+    failed = environment.get("FAILS", "none of them")
+    assert (f"test_it.py::test_of[{failed}], call" in done.stderr) == ("FAILS" in environment)
+    assert ("assert False" in done.stderr) == ("FAILS" in environment)
     return done.returncode, "".join(sorted(ran.read_text())) if options else ran.read_text()
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.checks.lint import _view, machine_of
@@ -14,8 +14,8 @@ from fusedtp.comm.device_view import MOST_PARTS
 from fusedtp.comm.launching import Launch
 from fusedtp.lint import TARGETS
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
-from fusedtp.ops.launch.config import HOST, Config, tiles
-from fusedtp.ops.launch.operands import described, even_columns
+from fusedtp.ops.launch.config import HOST, VECTOR, Config, tiles
+from fusedtp.ops.launch.operands import described, even_columns, even_depth
 from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, window_args
@@ -138,3 +138,21 @@ def test_an_exchange_fits_its_part_of_a_gpu(width, dtype):
 def test_parts_of_a_row_are_whole_blocks_and_few(width, block):
     columns = part_columns(width, block)
     assert columns % block == 0 and columns > 0 and -(-width // columns) <= MOST_PARTS
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 70), st.booleans(), st.booleans())
+def test_operands_of_a_sum_over_ranks_end_at_whole_vectors(t, n, k, x_across, w_across):
+    """Unless neither has contiguous rows; their product is the same."""
+
+    def drawn(rows: int, across: bool) -> torch.Tensor:
+        x = torch.arange(rows * k).view(rows, k) % 7 - 3.0
+        return x.t().contiguous().t() if across else x
+
+    x, w = drawn(t, x_across), drawn(n, w_across)
+    (wide_x,), (wide_w,) = even_depth([x], [w])
+    assert torch.equal(wide_x @ wide_w.t(), x @ w.t())
+    if 1 in (x.stride(1), w.stride(1)):
+        assert wide_x.shape[1] == wide_w.shape[1] == -(-k // VECTOR) * VECTOR
+    if k % VECTOR == 0:
+        assert wide_x is x and wide_w is w

@@ -59,7 +59,8 @@ def test_what_was_packed_is_packed_without_a_copy(kind, rows, k):
     values, scale = unpack(packed, k, kind)
     again = pack(values, scale)
     assert torch.equal(again, packed) and (rows < 2 or again.data_ptr() == packed.data_ptr())
-    for other in (scale.clone(), scale[:1].expand(rows, 1) if rows else scale):
+    elsewhere = unpack(pack(values, 2 * scale), k, kind)[1]
+    for other in (scale.clone(), elsewhere, scale[:1].expand(rows, 1) if rows else scale):
         made = pack(values, other)
         assert torch.equal(made.view(torch.uint8)[:, :k], packed[:, :k])
         assert torch.equal(unpack(made, k, kind)[1], other)

@@ -132,7 +132,10 @@ def drawn(case: Case, whole: bool = True) -> Given:
         for of_rank, k in zip(case.widths, case.ks, strict=True)
     ]
     if case.transposed:
-        weights = [[Operand(w.values.t().contiguous().t(), w.scale) for w in of_rank] for of_rank in weights]
+        weights = [
+            [Operand(w.values.t().contiguous().t(), apart(w.scale)) for w in of_rank] for of_rank in weights
+        ]
+        full = [Operand(x.values, apart(x.scale)) for x in full]
     draw_bias = lambda n: torch.randint(-2, 3, (n,), generator=g).to(case.dtype)  # noqa: E731
     biases: list[list[Tensor | None]] = [
         [draw_bias(n) if case.biased and i != 1 else None for i, n in enumerate(of_rank)]
@@ -141,6 +144,11 @@ def drawn(case: Case, whole: bool = True) -> Given:
     if case.operation == SCATTER:
         biases = [biases[0]] * len(biases)
     return Given(full, weights, biases)
+
+
+def apart(scale: Tensor) -> Tensor:
+    """Scales of rows that do not follow each other, as those of packed rows do not."""
+    return scale if scale.shape == (1,) else torch.cat([scale, scale * 3], -1)[..., :1]
 
 
 def wanted(case: Case, given: Given, rank: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ copied     of gathers, the rows of one rank, of none, of all brought by copies b
 strangers  two ranks in calls of different signatures: each must notice, and say so rightly
 overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
+fp8        of the kernels that multiply it, the first and the last call, on sm_90
 local      kernels of one rank: matmuls whole and by halves, by pointers and by TMA; with tails
 """
 
@@ -34,6 +35,9 @@ from fusedtp.sim.case import Work
 
 FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not kernel.in_fp8}
 FUSED |= {f"{name}_kernel": name for name in EXPERTS}
+IN_FP8 = {
+    kernel.function: name for name, (_, kernel) in DECLARED.items() if kernel.in_fp8
+}  # of functions in FUSED
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
 OTHERS = "rope logit_stats logit_gradient moe_sort moe_index quantize largest"
@@ -107,6 +111,8 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     yield from (Trial(pipelined(name, target), target) for target in targets for name in fused)
     for name in fused if only else ():
         yield Trial(case_of("calls", calls(name), only, number=2**31 - 2), only)
+    for name in () if only else (IN_FP8[kernel] for kernel in chosen if kernel in IN_FP8):
+        yield Trial(case_of("calls", calls(name)[::3], "sm_90"), "sm_90")
 
 
 # -- fused kernels -----------------------------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
 
 def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
-    gathers, keeps = name.startswith("all_gather"), bool(kernel and kernel.keeps)
+    gathers, keeps = "all_gather" in name, bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
     first = empty = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
     if name == "all_gather_wgrad":  # pads rows of its result to multiples of 16; without any no tile waits
