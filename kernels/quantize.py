@@ -1,13 +1,14 @@
 """fp8 of a matrix, with scales that are powers of two: what `quantize`, `values_of` and `largest_of` of
-fusedtp/ops/fp8.py say, bit for bit, each by one kernel.
+fusedtp/ops/fp8.py say, and `pack` and `unpack` of fusedtp/ops/moe/fp8.py, bit for bit, each by one kernel.
 
-A row's scale needs the whole row: it is read once where a program holds it, and twice where not.
+A row's scale needs the whole row: it is read once where a program holds it, and twice where not. Rows to experts have a
+scale for each block of columns, which a program holds.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import INTERPRETED, inline, widen
+from .tiles import INTERPRETED, cdiv, inline, narrow, widen
 
 INFINITY = tl.constexpr(float("inf"))
 
@@ -156,3 +157,64 @@ def largest_kernel(
             part = load_tile(x, rows, stride_xm, rows < M, k + cols, stride_xk, K)
             largest = tl.maximum(largest, finite_magnitude(part))
     tl.store(parts + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
+
+
+@triton.jit
+def pack_kernel(
+    x,  # [T, K], any strides
+    stride_xm,
+    stride_xk,
+    values,  # e4m3 of packed rows
+    scales,  # fp32 of packed rows, from behind the values of the first one on
+    row_bytes,
+    T,
+    K,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns of a block
+    TOP: tl.constexpr,
+):
+    """Packed rows of x, with a scale for each block. A program takes BLOCKS blocks of ROWS rows."""
+    COLUMNS: tl.constexpr = BLOCKS * WIDTH
+    parts = cdiv(K, COLUMNS)
+    rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask = rows < T
+    tile = tl.reshape(load_tile(x, rows, stride_xm, row_mask, cols, stride_xk, K), (ROWS, BLOCKS, WIDTH))
+    exponent = scale_exponent(tl.max(finite_magnitude(tile), axis=2), TOP)
+    block = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
+    at = rows.to(tl.int64)[:, None] * (row_bytes // 4) + block[None, :]
+    tl.store(scales + at, power_of_two(exponent), mask=row_mask[:, None] & (block * WIDTH < K)[None, :])
+    tile = tl.reshape(tile * power_of_two(-exponent)[:, :, None], (ROWS, COLUMNS))
+    at = rows.to(tl.int64)[:, None] * row_bytes + cols[None, :]
+    tl.store(values + at, to_fp8(tile, values.dtype.element_ty), mask=row_mask[:, None] & (cols < K)[None, :])
+
+
+@triton.jit
+def unpack_kernel(
+    values,  # e4m3 of packed rows, and their scales, as pack_kernel has them
+    scales,
+    row_bytes,
+    y,  # contiguous [T, K]
+    T,
+    K,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """y = value * scale, rounded once."""
+    COLUMNS: tl.constexpr = BLOCKS * WIDTH
+    parts = cdiv(K, COLUMNS)
+    rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < T)[:, None] & (cols < K)[None, :]
+    tile = widen(
+        tl.load(values + rows.to(tl.int64)[:, None] * row_bytes + cols[None, :], mask=mask, other=0.0)
+    )
+    block = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
+    at = rows.to(tl.int64)[:, None] * (row_bytes // 4) + block[None, :]
+    of_blocks = (rows < T)[:, None] & (block * WIDTH < K)[None, :]
+    scale = tl.load(scales + at, mask=of_blocks, other=0.0)
+    tile = tl.reshape(tile.to(tl.float32), (ROWS, BLOCKS, WIDTH)) * scale[:, :, None]
+    at = rows.to(tl.int64)[:, None] * K + cols[None, :]
+    tl.store(y + at, narrow(tl.reshape(tile, (ROWS, COLUMNS)), y.dtype.element_ty), mask=mask)

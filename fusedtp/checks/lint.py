@@ -64,6 +64,8 @@ OWN = (
     "rms_norm_wide_backward_kernel",
     "quantize_kernel",
     "largest_kernel",
+    "pack_kernel",
+    "unpack_kernel",
 )
 SIGNALS = ("meet_kernel",)  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
@@ -133,6 +135,7 @@ FUSED_VARIANTS = VARIANTS | named(
 )
 
 WITH_FP8 = ("sm_90", "sm_100")
+MAKES_FP8 = ("quantize_kernel", "pack_kernel", "unpack_kernel")
 
 # Rows of fp8 with their scales, where there are units for it.
 FP8_VARIANTS = named(
@@ -218,7 +221,7 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     """In which variants a kernel is compiled."""
     if kernel in SIGNALS:
         return {}
-    if kernel == "quantize_kernel":
+    if kernel in MAKES_FP8:
         return {name: replace(v, targets=WITH_FP8) for name, v in ELEMENTWISE_VARIANTS.items()}
     if kernel in ELEMENTWISE:
         return ELEMENTWISE_VARIANTS
@@ -445,6 +448,12 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         return quantize.plan_quantize(
             x if variant.name == "bf16" else empty(width, rows).t(), None, made, scales
         )
+    if kernel in ("pack_kernel", "unpack_kernel"):
+        count = width - width % 4
+        packed = torch.empty(rows, count + 4 * -(-count // quantize.BLOCK), dtype=torch.uint8, device="meta")
+        if kernel == "pack_kernel":
+            return quantize.plan_pack(empty(rows, count), packed)
+        return quantize.plan_unpack(packed, count, dtype)[0]
     if kernel == "largest_kernel":
         return quantize.plan_largest(x, machine)[0]
     if kernel == "swiglu_kernel":

@@ -5,7 +5,15 @@ import torch
 
 from fusedtp.ops.fp8 import E4M3, FORMATS
 from fusedtp.ops.launch.plain import multiplies
-from tests.ops.quantize_laws import DTYPES, Draw, every_value_law, given_law, largest_law, rows_law
+from tests.ops.quantize_laws import (
+    DTYPES,
+    Draw,
+    blocks_law,
+    every_value_law,
+    given_law,
+    largest_law,
+    rows_law,
+)
 
 SHAPES = [(1000, 64), (333, 1000), (300, 4096), (17, 14336), (65, 33), (3, 0), (0, 64)]
 
@@ -24,6 +32,8 @@ def test_rows_and_a_scale_that_is_given(dtype, transposed):
         rows_law(draw, FORMATS[i % 2])
         given_law(draw, FORMATS[(i + 1) % 2], 3)
         largest_law(draw)
+        if draw.k and draw.k % 4 == 0:
+            blocks_law(draw)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedtp.ops import fp8, launch
+from fusedtp.ops.moe import fp8 as to_experts
 from tests.properties.laws import assert_same
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,6 +60,18 @@ def given_law(draw: Draw, kind: torch.dtype, exponent: int) -> None:
 def largest_law(draw: Draw) -> None:
     x = draw.matrix()
     assert_same("largest", launch.quantize.largest(x.to(draw.device)).cpu(), fp8.largest_of(x, by_row=False))
+
+
+def blocks_law(draw: Draw) -> None:
+    """Rows to experts, there and back. draw.k is a multiple of 4, and not 0."""
+    x, k = draw.matrix(), draw.k
+    packed = launch.quantize.packed_blocks(x.to(draw.device))
+    want = to_experts.pack(x)
+    assert_same("scales", packed.cpu()[:, k:].view(torch.float32), want[:, k:].view(torch.float32))
+    e4m3 = torch.float8_e4m3fn
+    assert_same("values", packed.cpu().view(e4m3)[:, :k].float(), want.view(e4m3)[:, :k].float())
+    got = launch.quantize.unpacked_blocks(packed, k, draw.dtype)
+    assert_same("rows", got.cpu(), to_experts.unpack(want, k, draw.dtype))
 
 
 def every_value_law(kind: torch.dtype, device: str = "cpu") -> None:

@@ -1,5 +1,7 @@
 """The kernels that make fp8, under the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,15 @@ from hypothesis import strategies as st
 
 from fusedtp.ops.fp8 import E4M3, FORMATS, largest_of, pack, quantize, row_bytes, unpack
 from tests.interpreting import interpreted
-from tests.ops.quantize_laws import DTYPES, Draw, every_value_law, given_law, largest_law, rows_law
+from tests.ops.quantize_laws import (
+    DTYPES,
+    Draw,
+    blocks_law,
+    every_value_law,
+    given_law,
+    largest_law,
+    rows_law,
+)
 
 pytest.importorskip("triton")
 KINDS = st.sampled_from(FORMATS)
@@ -37,6 +47,12 @@ def test_a_scale_that_is_given(draw, kind, exponent):
 @given(draws())
 def test_the_largest_magnitude(draw):
     interpreted(largest_law, draw)
+
+
+@settings(max_examples=30)
+@given(draws(), st.sampled_from([4, 124, 128, 132, 1020, 1024, 1100]))
+def test_rows_to_experts(draw, k):
+    interpreted(blocks_law, replace(draw, k=k))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

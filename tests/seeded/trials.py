@@ -28,6 +28,7 @@ from fusedtp.checks.experts import routed
 from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, plain, pointwise, quantize
 from fusedtp.ops.launch.config import Config, Machine
+from fusedtp.ops.moe import fp8 as rows_to_experts
 from fusedtp.ops.moe import grouped
 from fusedtp.ops.moe import plan as exchange
 from fusedtp.sim import Case, Launch, Run, Schedule, compare, run_schedule
@@ -40,8 +41,9 @@ IN_FP8 = {
 }  # of functions in FUSED
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
-OTHERS = "rope logit_stats logit_gradient moe_sort moe_index quantize largest"
-LOCAL = (*PRODUCTS, *ROWS.split(), *OTHERS.split())
+OTHERS = "rope logit_stats logit_gradient moe_sort moe_index largest"
+KS_OF_FP8 = {"quantize": (40, 70, 71), "pack": (1100, 1152), "unpack": (1100, 1152)}  # which sm_80 has not
+LOCAL = (*PRODUCTS, *ROWS.split(), *OTHERS.split(), *KS_OF_FP8)
 KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
@@ -82,16 +84,14 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
     for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
         for target in targets if name in PRODUCTS else (first,):
-            if name == "quantize":  # which sm_80 has not
-                yield from (
-                    Trial(local(name, t, k=k), t) for k in (40, 70, 71) for t in targets if t == "sm_90"
-                )
+            if name in KS_OF_FP8:
                 continue
             yield Trial(local(name, target), target)
-            if (
-                name.startswith("grouped") and target == "sm_90"
-            ):  # by TMA; wgrad's K ends in the other half of a tile
+            if name.startswith("grouped") and target == "sm_90":
+                # by TMA; wgrad's K ends in the other half of a tile
                 yield Trial(local(name, target, k=8 if name == "grouped_wgrad" else 40), target)
+    for name in [name for name in KS_OF_FP8 if f"{name}_kernel" in chosen and "sm_90" in targets]:
+        yield from (Trial(local(name, "sm_90", k=k), "sm_90") for k in KS_OF_FP8[name])
     if "meet_kernel" in chosen:
         yield Trial(strangers("meet", first), first, fails=True)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
@@ -277,14 +277,19 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
         x, filled = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2), 16 * -(-k // 16)
         x[1::2] = x[1::2].flip(1)
         x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
-        x = x if k == 40 else x.t().contiguous().t()
-        packed, one = (
-            torch.empty(37, filled + 16, dtype=torch.uint8),
-            torch.tensor([0.25]) if k == 71 else None,
-        )
+        x, one = x if k == 40 else x.t().contiguous().t(), torch.tensor([0.25]) if k == 71 else None
+        packed = torch.empty(37, filled + 16, dtype=torch.uint8)
         values, scales = packed.view(torch.float8_e4m3fn)[:, :filled], packed[:, filled:].view(torch.float32)
         launch = quantize.plan_quantize(x, one, values, scales if one is None else None)
         return launch, packed.view(torch.int32)
+    if name.endswith("pack"):  # in two parts, the last block cut off
+        x = draw(9, k) * 2.0 ** (torch.arange(k) // 128)
+        x[::3, ::50], x[1::3, 3::50] = torch.inf, torch.nan
+        packed = rows_to_experts.pack(x)
+        if name == "unpack":
+            return quantize.plan_unpack(packed, k, torch.float32)
+        packed = torch.empty_like(packed)
+        return quantize.plan_pack(x, packed), packed.view(torch.int32)
     if (
         name == "largest"
     ):  # of columns, by four programs: the first has two parts, the largest of each elsewhere

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fusedtp import lint
 from fusedtp.checks.command import _by_finding
-from fusedtp.checks.lint import ODD_K, OWN, PLANS, WITH_FP8, _case, check, own_cases, variants_of
+from fusedtp.checks.lint import MAKES_FP8, ODD_K, OWN, PLANS, WITH_FP8, _case, check, own_cases, variants_of
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
 from fusedtp.sim import Launch
@@ -52,7 +52,7 @@ def reports(cases: list[lint.CompileCase], exchanging: dict[str, lint.Compiled])
 
 def targets_of(kernel: str) -> set[str]:
     """All, but of what only some can compile: fp8 of fp32."""
-    return set(lint.TARGETS if kernel != "quantize_kernel" else WITH_FP8)
+    return set(WITH_FP8 if kernel in MAKES_FP8 else lint.TARGETS)
 
 
 def test_the_sample_has_each_kernel_on_each_target_in_each_variant_and_on_each_branch(cases):

@@ -16,6 +16,8 @@ SCALES = 4  # of a packed row, all the same
 HELD = 8192  # elements of a row that one program holds
 ELEMENTS = 4096  # of a program that holds several rows, or of a part of a longer row
 SQUARE = 64  # a tile's side where the rows of x are not contiguous
+BLOCK = 128  # columns of a scale of rows to experts
+PARTS = (4, 8)  # rows and blocks of a program for these
 PROGRAMS = 4  # that look for the largest magnitude on a multiprocessor
 
 
@@ -60,6 +62,50 @@ def plan_quantize(x: Tensor, given: Tensor | None, made: Tensor, scales: Tensor 
         COPIES=SCALES,
     )
     return _launch(quantize_kernel, -(-m // rows), args, warps)
+
+
+def packed_blocks(x: Tensor) -> Tensor:
+    """x [T, K], K a multiple of 4 -> uint8 [T, K + 4 ceil(K / BLOCK)]: e4m3 of each row, and scales of its blocks."""
+    k = x.shape[1]
+    packed = x.new_empty(x.shape[0], k + 4 * -(-k // BLOCK), dtype=torch.uint8)
+    plan_pack(x, packed).start(x.device)
+    return packed
+
+
+def plan_pack(x: Tensor, packed: Tensor) -> Launch:
+    """The launch that fills `packed`, not yet run."""
+    from fusedtp.kernels.quantize import pack_kernel
+
+    args = dict(x=x, stride_xm=x.stride(0), stride_xk=x.stride(1), **_of_packed(packed, x.shape[1]))
+    return _launch(pack_kernel, _parts(*x.shape), args | dict(TOP=TOP[torch.float8_e4m3fn]), 4)
+
+
+def unpacked_blocks(packed: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """What `packed_blocks` made, contiguous -> [T, k]."""
+    launch, y = plan_unpack(packed, k, dtype)
+    launch.start(packed.device)
+    return y
+
+
+def plan_unpack(packed: Tensor, k: int, dtype: torch.dtype) -> tuple[Launch, Tensor]:
+    """The launch, not yet run, and its output."""
+    from fusedtp.kernels.quantize import unpack_kernel
+
+    y = packed.new_empty(packed.shape[0], k, dtype=dtype)
+    args = dict(y=y, **_of_packed(packed, k))
+    return _launch(unpack_kernel, _parts(*y.shape), args, 4), y
+
+
+def _of_packed(packed: Tensor, k: int) -> dict[str, Any]:
+    rows, blocks = PARTS
+    values, scales = packed.view(torch.float8_e4m3fn), packed[:, k:].view(torch.float32)
+    sizes = dict(row_bytes=packed.stride(0), T=packed.shape[0], K=k)
+    return dict(values=values, scales=scales, **sizes, ROWS=rows, BLOCKS=blocks, WIDTH=BLOCK)
+
+
+def _parts(rows: int, k: int) -> int:
+    height, blocks = PARTS
+    return -(-rows // height) * -(-k // (blocks * BLOCK))
 
 
 def largest(x: Tensor) -> Tensor:

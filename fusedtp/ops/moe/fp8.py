@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.comm.signature import COMM_DTYPES
+from fusedtp.ops import engines, launch
 from fusedtp.ops.fp8 import power_of_two_scales
+from fusedtp.ops.launch.plain import multiplies
+from fusedtp.ops.launch.quantize import BLOCK
 
-BLOCK = 128
 LARGEST = 448.0  # = 0.875 * 2**9
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -45,8 +47,15 @@ def row_bytes(k: int) -> int:
     return k + 4 * -(-k // BLOCK)
 
 
+def _by_kernel(x: Tensor) -> bool:
+    """Whether kernels/quantize.py does it: on GPUs that have fp8. Its rows have a multiple of 4 columns."""
+    return x.is_cuda and x.numel() > 0 and engines.has_triton() and multiplies(torch.float8_e4m3fn, x.device)
+
+
 def pack(x: Tensor) -> Tensor:
     """x [T, K] -> uint8 [T, K + 4 ceil(K / 128)]."""
+    if _by_kernel(x) and x.shape[1] % 4 == 0:
+        return launch.quantize.packed_blocks(x)
     (tokens, k), count = x.shape, -(-x.shape[1] // BLOCK)
     blocks = F.pad(x.float(), (0, count * BLOCK - k)).view(tokens, count, BLOCK)
     finite = blocks.isfinite()
@@ -59,6 +68,8 @@ def pack(x: Tensor) -> Tensor:
 
 def unpack(rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     """What `pack` made of rows [R, k] -> [R, k] of that dtype."""
+    if _by_kernel(rows) and k % 4 == 0 and rows.is_contiguous() and rows.data_ptr() % 4 == 0:
+        return launch.quantize.unpacked_blocks(rows, k, dtype)
     count, r = -(-k // BLOCK), rows.shape[0]
     values = rows[:, :k].contiguous().view(torch.float8_e4m3fn).float()
     aligned = rows[:, k:].clone(memory_format=torch.contiguous_format).view(-1)
