@@ -104,7 +104,7 @@ def engines(result: dict[str, Any], **only: Any) -> str:
         told = ", ".join(f"{k} {shapes[0][k]}" for k in common)
         fields = [k for k in shapes[0] if k not in common]
         rival, ours = RIVALS.get(suite, ("", ""))
-        rival = rival if rival in names else ""
+        rival = rival if ours in names else ""
         mfu = any("mfu" in row["figures"] for row in rows)
         header = [*fields, *names, *([f"{rival} / {ours}"] if rival else []), *(["MFU"] if mfu else [])]
         lines = [f"`{suite}`, {told}, {rows[0]['dtype']}, us:", "", "| " + " | ".join(header) + " |"]

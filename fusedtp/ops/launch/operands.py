@@ -317,14 +317,16 @@ def fits(config: Config, x: Tensor, y: Tensor, machine: Machine) -> bool:
 
 
 def even_depth(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Operands [T, K_i] and [N, K_i] as they are, or with columns of zeros where K_i is no multiple of VECTOR and rows
-    are contiguous: as the rows of a layer whose columns ranks do not divide. See `even_columns`.
+    """Operands [T, K_i] and [N, K_i] as they are, or with columns of zeros where rows are contiguous and no multiple of
+    16 bytes: as those of a layer whose columns ranks do not divide. Layouts stay. See `even_columns`.
     """
-    pairs = [
-        (even_columns(x), even_columns(w)) if 1 in (x.stride(1), w.stride(1)) else (x, w)
-        for x, w in zip(xs, weights, strict=True)
-    ]
-    return [x for x, _ in pairs], [w for _, w in pairs]
+    deep_xs, deep_weights = list(xs), list(weights)
+    for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
+        if x.shape[1] * x.element_size() % 16 and 1 in (x.stride(1), w.stride(1)):
+            deep_xs[i], deep_weights[i] = even_columns(x), even_columns(w)
+            if w.stride(1) != 1:  # columns one after another
+                deep_weights[i] = torch.nn.functional.pad(w.t(), (0, 0, 0, -w.shape[1] % VECTOR)).t()
+    return deep_xs, deep_weights
 
 
 def even_columns(dy: Tensor) -> Tensor:
