@@ -8,6 +8,7 @@ dtype allows, or when it was measured before and is not any more.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     )
     parser.add_argument("--force", action="store_true", help="compare results of different machines")
     found = parser.parse_args(list(argv))
+    if not 0 <= found.slack < math.inf:
+        parser.error(f"--slack is {found.slack}, must be a share, not negative")
     return Arguments((found.old, found.new), found.slack, found.force)
 
 

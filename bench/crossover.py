@@ -8,6 +8,7 @@ GPUs triton as well, not measured on a GPU yet.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,8 +81,8 @@ def plan_of(given: CrossoverOptions) -> Plan:
     if 1 in at.tp:
         faults.append("--tp 1: one rank has nothing to choose")
     minutes = MINUTES[at.device] if given.minutes is None else given.minutes
-    if minutes < 0:
-        faults.append(f"--minutes {minutes} must not be negative")
+    if not 0 <= minutes < math.inf:
+        faults.append(f"--minutes {minutes} must not be negative, nor infinite or no number")
     if faults:
         raise ValueError("; ".join(faults))
     cases = dict.fromkeys(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,8 +146,8 @@ def plan_of(options: Options) -> Plan:
     plan = filled(options, defaults, faults)
     engines = known("engine", options.engine or defaults[plan.device][4], ENGINES, faults)
     minutes = options.minutes if options.minutes is not None else 0.05 if options.smoke else 5.0
-    if minutes < 0:
-        faults.append(f"--minutes is {minutes}, must not be negative")
+    if not 0 <= minutes < math.inf:
+        faults.append(f"--minutes is {minutes}, must not be negative, nor infinite or no number")
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
     return dataclasses.replace(

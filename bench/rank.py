@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -91,9 +92,13 @@ class Rank:
         return drawn.to(getattr(torch, dtype))
 
     def copies(self, make: Callable[[int], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """make(0), make(1), ... until their tensors together exceed twice the last cache."""
+        """make(0), make(1), ... until their tensors together exceed twice the last cache: as many on all ranks.
+
+        Collective: what makes them may be.
+        """
         first = make(0)
         nbytes = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
+        nbytes = int(self.worst(float(nbytes))[0])
         most = SMOKE_ROTATE if self.plan.smoke else 2 * sample.cache_bytes(self.device)
         return [first, *(make(seed) for seed in range(1, sample.copies(nbytes, most)))]
 
@@ -279,6 +284,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str 
 def _enter(
     rank: int, fn: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...], backend: str
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # who started the ranks says what Ctrl-C ended
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; its host name need not resolve
     if "cuda" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -107,6 +108,9 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
         return 2
     about = machine.describe_run(plan.device, [suite, *argv])
     path = Path(options.out) if options.out else machine.folder_of(about, options.save) / f"{suite}.json"
+    if why := _unwritable(path):
+        print(f"fusedtp bench: --out {path}: {why}", file=sys.stderr)
+        return 2
     key = {
         "format": FORMAT, "fusedtp": about["fusedtp"], "commit": about["commit"], "suites": list(suites),
         "plan": _plain(plan),
@@ -122,10 +126,16 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
         except Refused as error:
             print(f"fusedtp bench: {error}", file=sys.stderr)
             return 2
-        except Stopped:  # ranks may still run: what there is is written, and nothing waits for them
+        except (
+            Stopped,
+            KeyboardInterrupt,
+        ) as end:  # what there is is written, and nothing waits for the ranks
+            for rank in multiprocessing.active_children():
+                rank.terminate()
             _write(path, key, about, journal, complete=False)
-            print(f"fusedtp bench: stopped; {path} holds what was measured", file=sys.stderr, flush=True)
-            os._exit(124)
+            said = f"fusedtp bench: stopped; {path} holds what was measured, and --resume goes on"
+            print(said, file=sys.stderr, flush=True)
+            os._exit(124 if isinstance(end, Stopped) else 130)
     about["gpu_state_after"] = machine.gpu_state() if plan.device == "cuda" else None
     result = _write(path, key, about, journal, complete=True)
     rows, roofs = journal.rows(), journal.roofs()
@@ -139,6 +149,18 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
             print(f"fusedtp bench: no pictures: {type(error).__name__}: {error}", file=sys.stderr)
     print(", ".join(map(str, written)))
     return 1 if result["failures"] else 0
+
+
+def _unwritable(path: Path) -> str:
+    """Why no result can be written there, known before anything is measured; ""."""
+    if path.is_dir():
+        return "is a folder, a file is wanted"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".partial.jsonl").open("a"):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 class Stopped(BaseException):

@@ -65,7 +65,6 @@ from fusedtp.ops.operation import OPERATIONS, Spec, as_autocast, check_linear, n
 from fusedtp.ops.rows import rows_of_full, rows_of_shard
 from fusedtp.ops.tokens import all_reduce_sum
 
-from .layout import TokenLayout
 from .linear import Linear
 
 MIN_ROWS = 2048  # as of the fused kernels, ops.engines.DEFAULT_CROSSOVER_ROWS
@@ -128,9 +127,7 @@ class FP8Linear(Linear):
             scaling = Delayed(self, margin)
         self.operations = InFP8(min_rows, scaling)
 
-    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        if self.parallel is not None:
-            return self.parallel.linear(x, self, layout)
+    def alone(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return self.operations.local(x, self.weight.to(x.dtype), bias)
 

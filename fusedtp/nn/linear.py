@@ -54,6 +54,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         if self.parallel is not None:
             return self.parallel.linear(x, self, layout)
+        return self.alone(x)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Of one device."""
         return linears(x, [self.weight], [self.bias])[0]
 
     def extra_repr(self) -> str:
@@ -144,22 +148,31 @@ class _Linears(torch.autograd.Function):
         return dx, None, *found
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call runs the forward of a Linear, as one of fp8 has it too, and nothing else."""
+    return type(module).forward is Linear.forward and is_called_plainly(module)
+
+
 def project(
     x: Tensor,
     modules: Sequence[nn.Module],
     layout: TokenLayout | None = None,
     gathering: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """All linears on the same x; when they are parallel, x is gathered once for all of them.
+    """All linears on the same x; when they are parallel, x is gathered once for all of them, unless one of them has
+    hooks or a forward of its own: then each is called by itself.
 
     x          [T_r, K]
     gathering  the operation that does it where x is gathered, in place of all_gather_matmul
     return     one [T, N_i] for each linear (N_i: this rank's columns), or what `gathering` returns
     """
     parallel = parallel_of(modules[0])
-    if parallel is not None:
+    plain = all(map(_is_plain, modules))
+    if parallel is not None and plain:
         return parallel.project(x, modules, layout, gathering)
-    plain = all(type(each) is Linear and is_called_plainly(each) for each in modules)
+    if parallel is not None:
+        return tuple(each(x, layout) for each in modules)
+    plain = plain and all(type(each) is Linear for each in modules)
     weights: list[Any] = [each.weight for each in modules] if plain else []
     if plain and _takes_one_node(x, weights):
         return _in_one_node(x, weights, [each.bias for each in modules])  # type: ignore[misc]

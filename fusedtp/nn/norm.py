@@ -102,7 +102,8 @@ class _RMSNorm(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        dtype, x, dy, w = x.dtype, _widened(x), _widened(dy), _widened(weight)
+        dtype, x, dy = x.dtype, _widened(x), _widened(dy)
+        w = weight.to(x.dtype)
         p = dy * x
         dweight = (r.t() @ p)[0]
         back = (p @ w)[:, None].mul_(r.pow(3)).div_(x.shape[1])

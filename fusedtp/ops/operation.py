@@ -415,6 +415,10 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
             raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the weight {w.dtype} on {w.device}")
         if b is not None and (b.dtype != dtype or b.device != device):
             raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the bias {b.dtype} on {b.device}")
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        raise ValueError(
+            f"rank {at.rank}: x is {dtype}; fp8 with its scales is what the scaled_ operations take"
+        )
     if not dtype.is_floating_point:
         raise ValueError(f"rank {at.rank}: x is {dtype}; the operations take floating-point tensors")
     if device.type != at.device_type:

@@ -4,6 +4,9 @@
     split     the same copy as W threads (comm/virtual_world.py), once for gradients and once without autograd
     verdict   "" where all is the same, else what differs or which error the split one raised
 
+Code that branches on activations is the same only if it decides by the same numbers: each rank's own part may lead it
+another way with other inputs. So the numbers that decisions are made of are compared, too.
+
 Weights are random, since those of a model may hide a fault (a projection that starts at zero). All runs are in
 evaluation mode, fp32, on the CPU.
 """
@@ -12,13 +15,16 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm import VirtualGroup, VirtualWorld, communicator
@@ -107,6 +113,73 @@ def _sharing(module: nn.Module) -> Any:
     return copy.deepcopy(module, memo)
 
 
+COMPARED = {getattr(Tensor, f"__{name}__") for name in ("gt", "ge", "lt", "le", "eq", "ne")} | {
+    function
+    for name in (
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "eq",
+        "ne",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "isclose",
+        "allclose",
+        "equal",
+    )
+    for function in (getattr(torch, name), getattr(Tensor, name, None))
+    if function is not None
+}
+READ = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
+Numbers = list[Tensor | None]
+OWN = str(Path(__file__).parents[1])
+
+
+class Decisions(TorchFunctionMode):
+    """What a module's code (not this library's) makes of activations for Python to decide by.
+
+    of     tensors that came of comparisons, by identity, with the numbers that were compared; kept, so that no
+           identity is used again
+    made   those numbers, for each value that went to Python, in order
+
+    Of tokens that are split, which the library makes whole where code asks for values, there are no numbers: None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[int, tuple[Any, Numbers]] = {}
+        self.made: list[Numbers] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        numbers: Numbers = [x.detach() if type(x) is Tensor else None for x in given if x.requires_grad]
+        if not numbers or func not in COMPARED | READ:
+            numbers = [number for x in given for number in self.of.get(id(x), (None, []))[1]]
+        if numbers and func in READ and self._asked():
+            self.made.append(numbers)
+        if numbers and isinstance(result, Tensor) and not result.requires_grad:
+            self.of[id(result)] = result, numbers
+        return result
+
+    def _asked(self) -> bool:
+        """Whether code of others asks: not torch, nor this library."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        return frame is not None and not frame.f_code.co_filename.startswith(OWN)
+
+    def differ(self, whole: Decisions) -> str:
+        """What is other than where nothing was split; ""."""
+        for mine, theirs in zip(self.made, whole.made):
+            pairs = [(a, b) for a, b in zip(mine, theirs) if a is not None and b is not None]
+            if any(_off("a", a, b) for a, b in pairs):
+                return "its code decides by the values of an activation that each rank has a part of"
+        return ""
+
+
 class Trial:
     """Plans of one module, tried over world_size ranks on the same inputs."""
 
@@ -120,7 +193,8 @@ class Trial:
         self.module, self.inputs, self.world_size = module, inputs, world_size
         self.sequence_parallel, self.parts = sequence_parallel, parts
         self.whole = Call(_sharing(module))
-        self.want, self.input_gradients = _run(self.whole, inputs)
+        with Decisions() as self.decisions:
+            self.want, self.input_gradients = _run(self.whole, inputs)
         if not self.want or not all(bool(x.isfinite().all()) for x in self.want[:1]):
             raise ValueError("alone and with random weights it makes no finite output")
 
@@ -148,8 +222,10 @@ class Trial:
         adopt(split, group, plan, complete=False, **options)
         if self.sequence_parallel:
             split.shares = (communicator(group).name, rank, self.world_size)
-        got, input_gradients = _run(split, self.inputs)
+        with Decisions() as decisions:
+            got, input_gradients = _run(split, self.inputs)
         fault = self._outputs(got, rank) or self._gradients(split, ways, rank)
+        fault = fault or decisions.differ(self.decisions)
         for i, (a, b) in enumerate(zip(input_gradients, self.input_gradients, strict=True)):
             fault = fault or _off(f"the gradient of input {i}", a, b)
         with torch.no_grad():

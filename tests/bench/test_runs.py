@@ -266,3 +266,26 @@ def test_nvidia_smi_is_asked_for_the_gpu_and_may_be_missing(
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert machine.gpu_state() is None
     assert machine.slug({"gpu": "NVIDIA H200", "cpu": "c", "capability": "a", "cores": 2}) == "nvidia-h200"
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--minutes", "nan"], "--minutes is nan"),
+        (["--minutes", "inf"], "--minutes is inf"),
+        (["--out", "{folder}"], "is a folder"),
+        (["--out", "{folder}/file/x.json"], "file/x.json: "),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_measured(more, said, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    options = [each.format(folder=tmp_path) for each in more]
+    assert cli.main(["matmul", "--smoke", "--device", "cpu", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slack", ["nan", "-1", "inf"])
+def test_a_slack_that_is_no_share_is_refused(slack, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", "a.json", "b.json", "--slack", slack])
+    assert ended.value.code == 2

@@ -65,3 +65,16 @@ def test_a_norm_with_a_forward_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPat
     assert torch.equal(norm_of(x, norm)[0], 2 * (x + 1))
     assert torch.equal(add_norm(x, x, norm)[0], 2 * (2 * x + 1))
     assert torch.equal(norm_of(x, RMSNorm(4))[0], x)
+
+
+def test_activations_may_be_wider_than_the_weight() -> None:
+    norm, x = RMSNorm(6), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(6))
+    y = norm(x)
+    y.backward(dy := torch.randn(3, 6, dtype=torch.float64))
+    wide = norm.weight.detach().double().requires_grad_()
+    again = x.detach().requires_grad_()
+    torch.nn.functional.rms_norm(again, (6,), wide, norm.eps).backward(dy)
+    torch.testing.assert_close(x.grad, again.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(norm.weight.grad, wide.grad.float())

@@ -214,7 +214,7 @@ def test_a_group_without_workspace_simply_raises():
     assert all("3 columns" in message for message in world(W).run(without_workspace, fresh=True))
 
 
-X, WEIGHT = torch.ones(2, 4), torch.ones(5, 4)
+X, WEIGHT, E4M3 = torch.ones(2, 4), torch.ones(5, 4), torch.float8_e4m3fn
 LOCAL_FAULTS = [
     (fusedtp.all_gather_matmul, {"x": X, "weights": []}, ["0 weights"]),
     (fusedtp.all_gather_matmul, {"x": X, "weights": [WEIGHT], "biases": []}, ["1 weights", "0 biases"]),
@@ -223,6 +223,7 @@ LOCAL_FAULTS = [
     (fusedtp.all_gather_matmul, {"x": X, "weights": [WEIGHT.double()]}, ["float32", "float64"]),
     (fusedtp.all_gather_matmul, {"x": X, "weights": [WEIGHT.to("meta")]}, ["cpu", "meta"]),
     (fusedtp.all_gather_matmul, {"x": X.int(), "weights": [WEIGHT.int()]}, ["int32"]),
+    (fusedtp.all_gather_matmul, {"x": X.to(E4M3), "weights": [WEIGHT.to(E4M3)]}, ["e4m3fn", "scaled_"]),
     (fusedtp.all_gather_matmul, {"x": X, "weights": [WEIGHT], "sizes": [3]}, ["rank 0", "3", "2"]),
     (fusedtp.all_gather_matmul, {"x": X, "weights": [WEIGHT], "sizes": [2, 0]}, ["1 row counts", "[2, 0]"]),
     (fusedtp.all_gather_matmul, {"x": X, "weights": [WEIGHT], "sizes": [-1]}, ["-1"]),

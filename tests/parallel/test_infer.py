@@ -290,3 +290,46 @@ def test_a_narrow_input_is_refused_outside_linear_layers():
     assert x.shape == (2, 5, 4) and x.size(-1) == 4
     with pytest.raises(RuntimeError, match="only the shape"):
         x + 1
+
+
+class Deciding(nn.Module):
+    """decide(x, h) -> whether the hidden h, which ranks may have a part of, goes one way or another."""
+
+    def __init__(self, decide) -> None:
+        super().__init__()
+        self.up, self.down, self.decide = nn.Linear(24, 40), nn.Linear(40, 24), decide
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h.relu() if self.decide(x, h) else h.sin())
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda x, h: h.mean() > 0.05,
+        lambda x, h: (h > 9).any(),
+        lambda x, h: float(h.abs().max()) > 9,
+        lambda x, h: torch.isnan(h[..., 0]).any() or h.std().item() > 9,
+    ],
+)
+def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
+    """Whichever way it goes in the trial: other inputs may lead ranks other ways."""
+    model = Deciding(decide)
+    with pytest.raises(
+        ValueError, match="decides by the values of an activation that each rank has a part of"
+    ):
+        fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda x, h: x.mean() > 0.05,
+        lambda x, h: torch.isnan(x).any(),
+        lambda x, h: h.shape[0] > 1 and h.dtype == torch.float32,
+    ],
+)
+def test_code_that_decides_by_what_all_ranks_have_is_split(decide):
+    model = Deciding(decide)
+    fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))

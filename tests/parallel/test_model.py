@@ -1,13 +1,24 @@
 """The law: a parallelized model computes what the same class computes unparallelized: loss and every gradient."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
 
-from fusedtp.nn import RopeScaling, document_ids_from_lengths
+import fusedtp
+from fusedtp.nn import CausalLM, Linear, ModelConfig, RopeScaling, document_ids_from_lengths
 from tests.harness import world
-from tests.parallel.support import assert_close, assert_same_gradients, batch, losses, make_pair
+from tests.parallel.support import (
+    assert_close,
+    assert_same_gradients,
+    batch,
+    losses,
+    make,
+    make_pair,
+    tp_mesh,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},
@@ -105,3 +116,47 @@ def test_a_head_that_gathers_its_logits():
         "layers.*.self_attn.o_proj": "rowwise",
     }
     world(3).run(compare_logits, plan)
+
+
+class Doubled(Linear):
+    def forward(self, x, layout=None):
+        return 2 * super().forward(x, layout)
+
+
+def with_one_doubled(group, name: str, by: str, sequence_parallel: bool) -> None:
+    """By a hook or a forward of its own, of a layer that shares its input, and so its gather, with others."""
+    plain = make(0)
+    layer, parent = (plain.layers[0].get_submodule(each) for each in (name, name.partition(".")[0]))
+    if by == "hook":
+        layer.register_forward_hook(lambda module, given, y: 2 * y)
+    else:
+        setattr(parent, name.partition(".")[2], other := Doubled(layer.in_features, layer.out_features))
+        other.load_state_dict(layer.state_dict())
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), sequence_parallel=sequence_parallel)
+    ids, labels = batch(2, 5, vocab=plain.config.vocab_size)
+    want, got = losses((plain, parallel), ids, labels)
+    assert_close("loss", got, want)
+    assert_same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("by", ["hook", "forward"])
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"])
+def test_what_others_did_to_a_layer_that_shares_its_input_is_kept(name, by, sequence_parallel):
+    world(2).run(with_one_doubled, name, by, sequence_parallel)
+
+
+def parametrized(group, name: str) -> str:
+    model = CausalLM(ModelConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1))
+    register_parametrization(model.get_submodule(name), "weight", torch.nn.Identity())
+    with pytest.raises(ValueError, match="its weight is computed from other parameters") as raised:
+        fusedtp.parallelize(model, tp_mesh(group))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "lm_head", "layers.0.mlp.up_proj", "layers.0.self_attn.o_proj"]
+)
+def test_a_weight_that_is_computed_is_refused(name):
+    last = name.rpartition(".")[2]
+    assert all(last in said for said in world(2).run(parametrized, name))

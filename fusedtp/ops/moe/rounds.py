@@ -19,13 +19,14 @@ which rounds the fp32 sums of `triton` otherwise.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedtp.comm import Group, alone, propagate_errors
+from fusedtp.comm import Group, Place, alone, propagate_errors
 
 from .combine import combine_rows, moe_combine
 from .dispatch import dispatch, dispatch_rows
@@ -104,11 +105,17 @@ def moe_rounds(
     most = where.max_recv_rows if found is None else max(found)
     if most <= max_rows:
         rows, offsets, handle = dispatch(x, weights, plan, _fitted(where, found, 0))
-        return moe_combine(compute(rows, offsets), handle), usage
+        return moe_combine(_computed(at, compute, rows, offsets), handle), usage
     here, own = _choices_alone(where, x.device)
     choices, _ = dispatch_rows(x, None, own, here)
-    parts = _all_rounds(choices, plan, where, found, -(-most // max_rows), compute)
+    parts = _all_rounds(choices, plan, where, found, -(-most // max_rows), partial(_computed, at, compute))
     return combine_rows(parts, weights, weights.detach().reshape(-1), own, here), usage
+
+
+def _computed(at: Place, compute: Compute, rows: Tensor, offsets: Tensor) -> Tensor:
+    """What compute gives; the other ranks, who wait for its rows, are told where it raises."""
+    with propagate_errors(at):
+        return compute(rows, offsets)
 
 
 def _usage(plan: RoutingPlan, at: Exchange) -> RecvUsage:

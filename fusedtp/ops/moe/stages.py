@@ -91,7 +91,9 @@ def moe_in_stages(
         comm_dtype=comm_dtype,
         layer=layer,
     )
-    summed = moe_combine(compute(own, own_offsets), own_handle)
+    with propagate_errors(inner), propagate_errors(outer):
+        made = compute(own, own_offsets)
+    summed = moe_combine(made, own_handle)
     return moe_combine(summed, handle)
 
 

@@ -1,5 +1,6 @@
 """An exchange in rounds is the exchange without a bound, bit for bit, and its experts never see more rows than M."""
 
+import time
 import weakref
 from dataclasses import dataclass, replace
 
@@ -202,3 +203,25 @@ def compiled(group) -> None:
 
 def test_compiled_rounds_equal_eager_ones():
     world(2).run(compiled, timeout=120)
+
+
+def raises_in_compute(group, max_rows: int) -> None:
+    """One rank's experts raise; the others, who wait for their rows, hear of it at once, and the group goes on."""
+    ids, weights, x = torch.tensor([[0], [1], [1]]), torch.ones(3, 1), torch.ones(3, 4)
+
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        if group.rank() == 1:
+            raise KeyError("mine")
+        return rows
+
+    begin = time.monotonic()
+    with pytest.raises(KeyError if group.rank() == 1 else fusedtp.PeerFailed):
+        fusedtp.moe_rounds(x, ids, weights, 2, group, compute, max_rows=max_rows)
+    assert time.monotonic() - begin < 20
+    y, _ = fusedtp.moe_rounds(x, ids, weights, 2, group, lambda rows, _: rows, max_rows=6)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("max_rows", [6, 2])
+def test_experts_that_raise_are_told_to_all_ranks(max_rows):
+    world(2).run(raises_in_compute, max_rows)
