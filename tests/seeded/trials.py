@@ -279,8 +279,8 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
         x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
         x, one = x if k == 40 else x.t().contiguous().t(), torch.tensor([0.25]) if k == 71 else None
         packed = torch.empty(37, filled + 16, dtype=torch.uint8)
-        values, scales = packed.view(torch.float8_e4m3fn)[:, :filled], packed[:, filled:].view(torch.float32)
-        launch = quantize.plan_quantize(x, one, values, scales if one is None else None)
+        values, of_rows = packed.view(torch.float8_e4m3fn)[:, :filled], packed[:, filled:].view(torch.float32)
+        launch = quantize.plan_quantize(x, one, values, of_rows if one is None else None)
         return launch, packed.view(torch.int32)
     if name.endswith("pack"):  # in two parts, the last block cut off
         x = draw(9, k) * 2.0 ** (torch.arange(k) // 128)
