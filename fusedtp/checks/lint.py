@@ -125,8 +125,6 @@ VARIANTS = named(
     Variant("fp32", "float32", 2, 8192, (4096,), 4096),
     Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
 )
-# Those that end with a sum over ranks, of K as ranks have it who do not divide it.
-ODD_K = Variant("bf16-odd-k", "bfloat16", 8, 8192, (4096, 2048), 4113, bias=True, targets=("sm_80", "sm_90"))
 
 # Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
 FUSED_VARIANTS = VARIANTS | named(
@@ -166,7 +164,6 @@ SCATTER_VARIANTS = (
             transposed=True,
             targets=("sm_80", "sm_90", "gfx942"),
         ),
-        ODD_K,
     )
 )
 GATHER_VARIANTS = (
@@ -231,7 +228,6 @@ def variants_of(kernel: str) -> dict[str, Variant]:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
     of = {"matmul_reduce_scatter_kernel": SCATTER_VARIANTS, "all_gather_matmul_kernel": GATHER_VARIANTS}
-    of |= dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), FUSED_VARIANTS | named(ODD_K))
     of |= {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
     of |= {"moe_dispatch_matmul_kernel": ARRIVING_VARIANTS} | dict.fromkeys(EXCHANGES, VARIANTS)
     return of.get(kernel, FUSED_VARIANTS)

@@ -182,8 +182,7 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def _launched(
     plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
-    (x,), (weight,) = even_depth([x], weights)
-    launch, y = plan(at.view, at.rank, at.world_size, x, weight, biases[0], at.sig, at.config, at.machine)
+    launch, y = plan(at.view, at.rank, at.world_size, x, weights[0], biases[0], at.sig, at.config, at.machine)
     return launch, {"y": y}
 
 

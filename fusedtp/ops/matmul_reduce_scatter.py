@@ -208,7 +208,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
 def _launched(
     at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
-    xs, weights = even_depth(x.split([w.shape[1] for w in weights], 1), weights)
+    xs = x.split([w.shape[1] for w in weights], 1)
     launch, y = plan_matmul_reduce_scatter(
         at.view, at.rank, at.world_size, xs, weights, biases[0], at.rows, at.sig, at.config, at.machine
     )

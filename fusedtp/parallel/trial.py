@@ -134,6 +134,7 @@ COMPARED = {getattr(Tensor, f"__{name}__") for name in ("gt", "ge", "lt", "le", 
 }
 READ = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 Numbers = list[Tensor | None]
+ASKING = COMPARED | READ
 OWN = str(Path(__file__).parents[1])
 
 
@@ -154,9 +155,11 @@ class Decisions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func not in ASKING and not self.of:  # as almost all are
+            return result
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         numbers: Numbers = [x.detach() if type(x) is Tensor else None for x in given if x.requires_grad]
-        if not numbers or func not in COMPARED | READ:
+        if not numbers or func not in ASKING:
             numbers = [number for x in given for number in self.of.get(id(x), (None, []))[1]]
         if numbers and func in READ and self._asked():
             self.made.append(numbers)

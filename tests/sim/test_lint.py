@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fusedtp import lint
 from fusedtp.checks.command import _by_finding
-from fusedtp.checks.lint import MAKES_FP8, ODD_K, OWN, PLANS, WITH_FP8, _case, check, own_cases, variants_of
+from fusedtp.checks.lint import MAKES_FP8, OWN, PLANS, WITH_FP8, Variant, _case, check, own_cases, variants_of
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
 from fusedtp.sim import Launch
@@ -92,6 +92,9 @@ def test_every_kernel_is_compiled(reports):
 def test_no_kernel_breaks_a_rule(reports):
     for report in reports:
         assert not report.findings, (report.key, [str(finding) for finding in report.findings])
+
+
+ODD_K = Variant("bf16-odd-k", "bfloat16", 8, 8192, (4096, 2048), 4113, bias=True)
 
 
 @pytest.mark.parametrize(
