@@ -82,7 +82,7 @@ def plan_of(given: CrossoverOptions) -> Plan:
         faults.append("--tp 1: one rank has nothing to choose")
     minutes = MINUTES[at.device] if given.minutes is None else given.minutes
     if not 0 <= minutes < math.inf:
-        faults.append(f"--minutes {minutes} must not be negative, nor infinite or no number")
+        faults.append(f"--minutes {minutes} must not be negative and must be finite")
     if faults:
         raise ValueError("; ".join(faults))
     cases = dict.fromkeys(

@@ -147,7 +147,7 @@ def plan_of(options: Options) -> Plan:
     engines = known("engine", options.engine or defaults[plan.device][4], ENGINES, faults)
     minutes = options.minutes if options.minutes is not None else 0.05 if options.smoke else 5.0
     if not 0 <= minutes < math.inf:
-        faults.append(f"--minutes is {minutes}, must not be negative, nor infinite or no number")
+        faults.append(f"--minutes is {minutes}, must not be negative and must be finite")
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
     return dataclasses.replace(

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -157,7 +158,7 @@ def _unwritable(path: Path) -> str:
         return "is a folder, a file is wanted"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".partial.jsonl").open("a"):
+        with tempfile.TemporaryFile(dir=path.parent):
             return ""
     except OSError as error:
         return error.strerror or str(error)

@@ -48,8 +48,8 @@ def to_fp8(x, kind: tl.constexpr):
     """fp32 to e4m3 or e5m2, to the nearest, ties to even. What is beyond the largest becomes the largest, an infinity
     stays one, or NaN in e4m3, and NaN stays NaN.
     """
-    TOP: tl.constexpr = 448.0 if kind == tl.float8e4nv else 57344.0
-    inside = tl.where(x > TOP, TOP, tl.where(x < -TOP, -TOP, x))
+    LARGEST: tl.constexpr = 448.0 if kind == tl.float8e4nv else 57344.0
+    inside = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     if INTERPRETED:
         bits = fp8_bits(inside, kind)
     else:

@@ -13,6 +13,7 @@ terms' magnitudes more, see tests/gpu/test_fp8.py. The roof of a product is twic
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +28,8 @@ from ..options import Plan
 from ..rank import Rank
 from ..rivals import matmul as vendor
 from ..rows import Row
-from ..shapes import layers
 from ..ways import Ways
+from .local import matmul_cases
 
 SUITE = "fp8"
 DTYPES = ("bfloat16", "float32")  # that FP8Linear takes
@@ -39,28 +40,13 @@ Operands = tuple[
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
-    """All layers of the shapes, small before large; a quantization of each width that is gathered or multiplied."""
+    """The matmul suite's layers; a quantization of each width that is gathered or multiplied."""
     found = []
-    for tokens in sorted(plan.tokens):
-        for model in plan.shapes:
-            for layer in layers(model, tp):
-                rows = layer.n if layer.kind == "square" else tokens
-                linear: dict[str, int | str] = dict(op="linear", model=model, layer=layer.name)
-                linear |= dict(T=rows, K=layer.k, N=layer.n, tp=tp)
-                quantize: dict[str, int | str] = dict(op="quantize", T=rows, K=layer.k)
-                for names in (linear, quantize):
-                    found += [
-                        Case(
-                            str(names["op"]),
-                            dtype,
-                            rows,
-                            layer.k,
-                            int(names.get("N", 0)),
-                            names=named(**names),
-                        )
-                        for dtype in plan.dtypes
-                        if dtype in DTYPES
-                    ]
+    for case in matmul_cases(plan, tp):
+        if case.dtype in DTYPES:
+            found.append(replace(case, operation="linear", names=(("op", "linear"), *case.names)))
+            names = named(op="quantize", T=case.tokens, K=case.k)
+            found.append(replace(case, operation="quantize", n=0, names=names))
     return list(dict.fromkeys(found))
 
 

@@ -128,6 +128,7 @@ class FP8Linear(Linear):
         self.operations = InFP8(min_rows, scaling)
 
     def alone(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N], multiplied in fp8 from min_rows rows on."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return self.operations.local(x, self.weight.to(x.dtype), bias)
 

@@ -57,7 +57,7 @@ class Linear(nn.Module):
         return self.alone(x)
 
     def alone(self, x: Tensor) -> Tensor:
-        """Of one device."""
+        """x [..., K] -> [..., N], of x's dtype, where no ranks share the layer."""
         return linears(x, [self.weight], [self.bias])[0]
 
     def extra_repr(self) -> str:
@@ -171,7 +171,7 @@ def project(
     if parallel is not None and plain:
         return parallel.project(x, modules, layout, gathering)
     if parallel is not None:
-        return tuple(each(x, layout) for each in modules)
+        return tuple(each(x) if layout is None else each(x, layout) for each in modules)
     plain = plain and all(type(each) is Linear for each in modules)
     weights: list[Any] = [each.weight for each in modules] if plain else []
     if plain and _takes_one_node(x, weights):

@@ -42,6 +42,7 @@ from fusedtp.comm.streams import is_capturing
 
 from . import engines, launch, pointwise
 from .launch.plain import multiplies, scaled_matmul
+from .launch.quantize import LARGEST, SCALE_BYTES, SCALES
 from .matmul import matmul_as
 from .operation import LocalOperation, Shared, Spec, needs_grad
 from .rows import Rows
@@ -49,8 +50,6 @@ from .rows import Rows
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST = {E4M3: 9, E5M2: 16}  # the largest value is 0.875 * 2**this
-SCALE_BYTES = 16  # as in kernels/all_gather_matmul.py
 
 
 # -- values and scales -----------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def pack(values: Tensor, scale: Tensor) -> Tensor:
     rows, k = values.shape
     if _lie_packed(values, scale):
         return values.view(torch.uint8).as_strided((rows, row_bytes(k)), (row_bytes(k), 1))
-    of_rows = scale.reshape(-1, 1).expand(rows, 1).repeat(1, 4).view(torch.uint8)
+    of_rows = scale.reshape(-1, 1).expand(rows, 1).repeat(1, SCALES).view(torch.uint8)
     filling = values.new_zeros(rows, -k % 16, dtype=torch.uint8)
     return torch.cat([values.view(torch.uint8), filling, of_rows], 1)
 

@@ -189,10 +189,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     xs, weights = list(xs), list(weights)
     if len(xs) > MOST_DESCRIPTORS:
         xs, weights = [torch.cat(xs, 1)], [side_by_side(weights)]
-    for x in xs:
-        if x.shape[1] * x.element_size() % 16:
-            xs, weights = even_depth(xs, weights)
-            break
+    xs, weights = even_depth(xs, weights)
     with plan.call() as call:
         view = call.kernel_view()
         key = layouts(*xs, *weights)

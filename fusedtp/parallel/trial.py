@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -113,36 +114,16 @@ def _sharing(module: nn.Module) -> Any:
     return copy.deepcopy(module, memo)
 
 
-COMPARED = {getattr(Tensor, f"__{name}__") for name in ("gt", "ge", "lt", "le", "eq", "ne")} | {
-    function
-    for name in (
-        "gt",
-        "ge",
-        "lt",
-        "le",
-        "eq",
-        "ne",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "isclose",
-        "allclose",
-        "equal",
-    )
-    for function in (getattr(torch, name), getattr(Tensor, name, None))
-    if function is not None
-}
 READ = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
+OWN, TORCHS = f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
 Numbers = list[Tensor | None]
-ASKING = COMPARED | READ
-OWN = str(Path(__file__).parents[1])
 
 
 class Decisions(TorchFunctionMode):
     """What a module's code (not this library's) makes of activations for Python to decide by.
 
-    of     tensors that came of comparisons, by identity, with the numbers that were compared; kept, so that no
-           identity is used again
+    of     tensors without a gradient that were made of some with one (compared, detached, without autograd), by
+           identity, and of which numbers; kept, so that no identity is used again
     made   those numbers, for each value that went to Python, in order
 
     Of tokens that are split, which the library makes whole where code asks for values, there are no numbers: None.
@@ -155,22 +136,24 @@ class Decisions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in ASKING and not self.of:  # as almost all are
+        if func not in READ and (not isinstance(result, Tensor) or result.requires_grad):
             return result
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        numbers: Numbers = [x.detach() if type(x) is Tensor else None for x in given if x.requires_grad]
-        if not numbers or func not in ASKING:
-            numbers = [number for x in given for number in self.of.get(id(x), (None, []))[1]]
-        if numbers and func in READ and self._asked():
-            self.made.append(numbers)
-        if numbers and isinstance(result, Tensor) and not result.requires_grad:
+        numbers: Numbers = []
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.requires_grad:
+                numbers.append(x.detach() if type(x) is Tensor else None)
+            else:
+                numbers += self.of.get(id(x), (None, []))[1]
+        if numbers and func not in READ:
             self.of[id(result)] = result, numbers
+        elif numbers and self._asked():
+            self.made.append(numbers)
         return result
 
     def _asked(self) -> bool:
         """Whether code of others asks: not torch, nor this library."""
         frame: Any = sys._getframe(2)
-        while frame is not None and "/torch/" in frame.f_code.co_filename:
+        while frame is not None and frame.f_code.co_filename.startswith(TORCHS):
             frame = frame.f_back
         return frame is not None and not frame.f_code.co_filename.startswith(OWN)
 

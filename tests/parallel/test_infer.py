@@ -311,6 +311,9 @@ class Deciding(nn.Module):
         lambda x, h: (h > 9).any(),
         lambda x, h: float(h.abs().max()) > 9,
         lambda x, h: torch.isnan(h[..., 0]).any() or h.std().item() > 9,
+        lambda x, h: h.detach().mean() > 0.05,
+        lambda x, h: h.argmax().item() % 2,
+        lambda x, h: torch.no_grad()(torch.mean)(h) > 0.05,
     ],
 )
 def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
@@ -327,6 +330,7 @@ def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
     [
         lambda x, h: x.mean() > 0.05,
         lambda x, h: torch.isnan(x).any(),
+        lambda x, h: x.detach().std().item() > 1,
         lambda x, h: h.shape[0] > 1 and h.dtype == torch.float32,
     ],
 )

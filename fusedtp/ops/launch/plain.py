@@ -95,6 +95,7 @@ def plan_matmul(
     from fusedtp.kernels.matmul import matmul_kernel
 
     m, n = x.shape[0], weight.shape[0]
+    chosen = config is None
     if config is None:
         config = local_config(machine, x.dtype, precision, m, n)
         if precision == "ieee" and x.dtype in DTYPES:  # what the table of this GPU has entries for
@@ -102,7 +103,7 @@ def plan_matmul(
             found = tuned.lookup("matmul", machine, x.dtype, rows=m, cols=n, k=x.shape[1], even=even)
             config = with_tile(config, found)
     config = within_reach(config, precision, [x, weight])
-    if not config.tma:
+    if chosen and not config.tma:
         config = of_vectors(config, machine, x, weight)
     y = x.new_empty(m, n, dtype=dtype)
     flat = config.tma and not config.specialized and describable(y) and fits(config, x, y, machine)

@@ -11,8 +11,9 @@ from fusedtp.comm.launching import Launch
 
 from .config import Config, Machine, machine_of, power_of_two
 
-TOP = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}  # the largest value is 0.875 * 2**this
-SCALES = 4  # of a packed row, all the same
+LARGEST = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}  # the largest value is 0.875 * 2**this
+SCALE_BYTES = 16  # of a packed row, one scale again and again: as in kernels/all_gather_matmul.py
+SCALES = SCALE_BYTES // 4
 HELD = 8192  # elements of a row that one program holds
 ELEMENTS = 4096  # of a program that holds several rows, or of a part of a longer row
 SQUARE = 64  # a tile's side where the rows of x are not contiguous
@@ -23,7 +24,7 @@ PROGRAMS = 4  # that look for the largest magnitude on a multiprocessor
 
 def packed_rows(x: Tensor, kind: torch.dtype, filled: int) -> Tensor:
     """x [M, K] -> uint8 [M, filled + 16]: fp8 of each row, zeros from K on, and the row's scale, SCALES times."""
-    packed = x.new_empty(x.shape[0], filled + 4 * SCALES, dtype=torch.uint8)
+    packed = x.new_empty(x.shape[0], filled + SCALE_BYTES, dtype=torch.uint8)
     plan_quantize(x, None, packed.view(kind)[:, :filled], packed[:, filled:].view(torch.float32)).start(
         x.device
     )
@@ -55,7 +56,7 @@ def plan_quantize(x: Tensor, given: Tensor | None, made: Tensor, scales: Tensor 
         M=m,
         K=x.shape[1],
         FILLED=filled,
-        TOP=TOP[made.dtype],
+        TOP=LARGEST[made.dtype],
         ROWS=rows,
         BLOCK=block,
         WHOLE=block >= filled,
@@ -77,7 +78,7 @@ def plan_pack(x: Tensor, packed: Tensor) -> Launch:
     from fusedtp.kernels.quantize import pack_kernel
 
     args = dict(x=x, stride_xm=x.stride(0), stride_xk=x.stride(1), **_of_packed(packed, x.shape[1]))
-    return _launch(pack_kernel, _parts(*x.shape), args | dict(TOP=TOP[torch.float8_e4m3fn]), 4)
+    return _launch(pack_kernel, _parts(*x.shape), args | dict(TOP=LARGEST[torch.float8_e4m3fn]), 4)
 
 
 def unpacked_blocks(packed: Tensor, k: int, dtype: torch.dtype) -> Tensor:

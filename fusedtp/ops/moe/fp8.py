@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.comm.signature import COMM_DTYPES
-from fusedtp.ops import engines, launch
-from fusedtp.ops.fp8 import power_of_two_scales
-from fusedtp.ops.launch.plain import multiplies
+from fusedtp.ops import launch
+from fusedtp.ops.fp8 import multiplied_in_fp8, power_of_two_scales
 from fusedtp.ops.launch.quantize import BLOCK
 
 LARGEST = 448.0  # = 0.875 * 2**9
@@ -49,7 +48,7 @@ def row_bytes(k: int) -> int:
 
 def _by_kernel(x: Tensor) -> bool:
     """Whether kernels/quantize.py does it: on GPUs that have fp8. Its rows have a multiple of 4 columns."""
-    return x.is_cuda and x.numel() > 0 and engines.has_triton() and multiplies(torch.float8_e4m3fn, x.device)
+    return x.numel() > 0 and multiplied_in_fp8(x.device)
 
 
 def pack(x: Tensor) -> Tensor:
