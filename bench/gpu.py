@@ -3,7 +3,7 @@
     tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu, in several processes    (in a checkout)
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
     virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes, many tokens
-    fp8        products of fp8 and the making of it: Llama 3 70B's shapes on a rank of eight
+    fp8        fp8 matmuls and quantization: Llama 3 70B's shapes on a rank of eight
     pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
     loss       Llama 3 8B's output head and cross-entropy, on one rank and on eight
     block      Llama 3 8B's block on one rank and on eight

@@ -37,7 +37,7 @@ SUITES = {
     **FUSED,
     "fp8": Suite(
         "one", fp8.cases, fp8.measure,
-        "products of fp8 and the making of it, against 16 bits, torch's scaled matmul, torch.compile",
+        "fp8 matmuls and quantization, against 16 bits, torch's scaled matmul, torch.compile",
     ),
     "pointwise": Suite(
         "one", local.pointwise_cases, local.measure_pointwise,

@@ -1,4 +1,4 @@
-"""The suite of fp8: products of a layer, and the making of fp8, on one device.
+"""The suite of fp8: a layer's matmul, and quantization, on one device.
 
     op=linear     y = x @ w.T, x [T, K] and w [N, K] as one rank of `--tp` has them. "fp8" is our kernel (on a CPU, the
                   numbers widened), of operands in fp8; "quantized here" makes both first and multiplies by whom a

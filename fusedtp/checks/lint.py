@@ -386,8 +386,7 @@ def _local(variant: Variant, machine: Any) -> Launch:
         return torch.empty(*shape, dtype=of, device="meta")
 
     x, weight, bias = empty(m, k), empty(n, k), empty(n, of=out) if variant.bias else None
-    config = local_config(machine, dtype, precision, m, n)
-    config = config if variant.tma else by_pointers(config)
+    config = None if variant.tma else by_pointers(local_config(machine, dtype, precision, m, n))
     scales = (empty(m, 1, of=torch.float32), empty(n, 1, of=torch.float32)) if fp8 else (None, None)
     return plain.plan_matmul(x, weight, bias, out, config, precision, machine, scales)[0]
 

@@ -4,8 +4,8 @@
     split     the same copy as W threads (comm/virtual_world.py), once for gradients and once without autograd
     verdict   "" where all is the same, else what differs or which error the split one raised
 
-Code that branches on activations is the same only if it decides by the same numbers: each rank's own part may lead it
-another way with other inputs. So the numbers that decisions are made of are compared, too.
+Code that branches on activations must decide by the same numbers: with other inputs a rank's own part could lead it
+another way. So the numbers behind its decisions are compared too.
 
 Weights are random, since those of a model may hide a fault (a projection that starts at zero). All runs are in
 evaluation mode, fp32, on the CPU.
@@ -120,13 +120,13 @@ Numbers = list[Tensor | None]
 
 
 class Decisions(TorchFunctionMode):
-    """What a module's code (not this library's) makes of activations for Python to decide by.
+    """The activations by which a module's own code (not torch's, nor this library's) decides in Python.
 
-    of     tensors without a gradient that were made of some with one (compared, detached, without autograd), by
-           identity, and of which numbers; kept, so that no identity is used again
-    made   those numbers, for each value that went to Python, in order
+    of     identity of a tensor without gradient -> the tensor, and the activations it was computed from (by comparison,
+           detached, under no_grad); it is kept alive so that its identity is not reused
+    made   the activations behind each value that Python read, in order
 
-    Of tokens that are split, which the library makes whole where code asks for values, there are no numbers: None.
+    None stands for split tokens: the library makes them whole where code asks for values.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Decisions(TorchFunctionMode):
         return result
 
     def _asked(self) -> bool:
-        """Whether code of others asks: not torch, nor this library."""
+        """Whether the module's code asks, not torch or this library."""
         frame: Any = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(TORCHS):
             frame = frame.f_back

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fusedtp.bench import cli, compare
-from fusedtp.bench.options import Options, plan_of
+from fusedtp.bench.options import Options, Plan, plan_of
+from fusedtp.bench.rank import Rank
 from fusedtp.bench.rows import FORMAT, Row
 from fusedtp.bench.sample import Spread
 from fusedtp.bench.shapes import MODELS, SKEWS, layers, shared_out
 from fusedtp.bench.suites import SUITES, experts
+from fusedtp.comm import VirtualGroup, VirtualWorld
 
 RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots"]
 
@@ -280,3 +283,14 @@ def test_shapes_of_llama_3_70b_on_eight_ranks() -> None:
     assert len([model for model in MODELS.values() if model.source]) >= 8
     (square,) = layers("square-4096", 8)
     assert (square.k, square.n) == (4096, 4096)
+
+
+def test_ranks_make_operands_equally_often() -> None:
+    """Also where theirs differ in size, as rows that are routed unevenly do: what makes them may be collective."""
+
+    def made(group: VirtualGroup) -> int:
+        rank = Rank(Plan(world="virtual", smoke=True), group)
+        return len(rank.copies(lambda seed: (torch.ones(1 << (10 + 4 * rank.rank)),)))
+
+    first, second = VirtualWorld(2).run(made)
+    assert first == second > 1

@@ -12,7 +12,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-# Every smaller example would be more kernels to compile, for minutes: what fails is shown as it was drawn.
+# Shrinking would compile kernels for each smaller example, for minutes: a failure is shown as it was drawn.
 if torch.cuda.is_available():
     settings.register_profile("gpu", settings(), phases=[Phase.explicit, Phase.reuse, Phase.generate])
     settings.load_profile("gpu")

@@ -21,6 +21,7 @@ from fusedtp.checks.command import _by_finding
 from fusedtp.checks.lint import MAKES_FP8, OWN, PLANS, WITH_FP8, Variant, _case, check, own_cases, variants_of
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
+from fusedtp.lint.resources import resources
 from fusedtp.sim import Launch
 from tests.sampling import SAMPLED
 from tests.sim.lint_sample import sample, takes
@@ -95,24 +96,23 @@ def test_no_kernel_breaks_a_rule(reports):
 
 
 ODD_K = Variant("bf16-odd-k", "bfloat16", 8, 8192, (4096, 2048), 4113, bias=True)
+LOCAL_BYTES = 1024  # of a thread, that CUDA sets aside for every kernel (cudaLimitStackSize)
+MATMULS = [
+    name for name in OWN if "matmul" in name or "gated_kernel" in name or name.endswith("_shot_kernel")
+]
+SUMS = (
+    "matmul_reduce_scatter_kernel",
+    "one_shot_kernel",
+    "two_shot_kernel",
+)  # whose callers pad such operands
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "all_gather_matmul_kernel",
-        "all_gather_gated_matmul_kernel",
-        "moe_dispatch_matmul_kernel",
-        "matmul_kernel",
-        "moe_matmul_combine_kernel",
-        "grouped_matmul_kernel",
-        "grouped_gated_kernel",
-    ],
-)
+@pytest.mark.parametrize("kernel", MATMULS)
 def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
-    """More local memory than a kernel usually has is waited for, where ranks share a GPU for ever."""
-    (report,) = lint.check_cases([_case(kernel, "sm_90", ODD_K)])
-    assert "spills" not in {finding.rule for finding in report.findings}
+    """A kernel that needs more local memory than there is waits for all that run: where ranks share a GPU, for ever."""
+    (made,) = lint.compiled(_case(kernel, "sm_90", ODD_K))
+    used = resources(made)
+    assert used.stack <= LOCAL_BYTES and (used.spills == 0 or kernel in SUMS), used
 
 
 def test_the_width_of_every_move_between_ranks_is_read(exchanging):

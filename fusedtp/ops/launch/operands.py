@@ -143,7 +143,7 @@ def group_tiles(
     by_index: bool = False,
     transposed: bool = True,
 ) -> tuple[Config, dict[str, Any]]:
-    """The configuration as `of_vectors` has it, and then with lower tiles, and its `group_operands`.
+    """The configuration as `of_vectors` has it, with tiles of fewer rows where that changes it; its `group_operands`.
 
     read       rows [R, K] that the kernel multiplies
     by_index   an index picks them, so that no TMA can
@@ -317,8 +317,8 @@ def fits(config: Config, x: Tensor, y: Tensor, machine: Machine) -> bool:
 
 
 def even_depth(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Operands [T, K_i] and [N, K_i] as they are, or with columns of zeros where rows are contiguous and no multiple of
-    16 bytes: as those of a layer whose columns ranks do not divide. Layouts stay. See `even_columns`.
+    """Operands [T, K_i] and [N, K_i], padded with columns of zeros where rows are contiguous but not a multiple of 16
+    bytes long, as in a layer whose columns the ranks do not divide evenly. Layouts are kept. See `even_columns`.
     """
     deep_xs, deep_weights = list(xs), list(weights)
     for i, (x, w) in enumerate(zip(xs, weights, strict=True)):

@@ -113,7 +113,7 @@ def moe_rounds(
 
 
 def _computed(at: Place, compute: Compute, rows: Tensor, offsets: Tensor) -> Tensor:
-    """What compute gives; the other ranks, who wait for its rows, are told where it raises."""
+    """compute(rows, offsets). If it raises, the other ranks, which wait for its rows, are told."""
     with propagate_errors(at):
         return compute(rows, offsets)
 
