@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +132,11 @@ class Run:
     failures: Callable[[], Sequence[str]] | None = None
 
 
-def memory_map(run: Run) -> Map:
-    """All memory that a run names. Raises ValueError where a memory has not one tensor a rank, or overlaps."""
+def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
+    """All memory that a run names. Raises ValueError where a memory has not one tensor a rank, or overlaps.
+
+    more   memory that kernels get by themselves: name, rank and tensor, not written yet
+    """
     found, world_size = Map(), len(run.work)
     for memory in run.memory:
         if len(memory.tensors) != world_size:
@@ -143,6 +146,8 @@ def memory_map(run: Run) -> Map:
         for rank, tensor in enumerate(memory.tensors):
             found.add_slice(memory.name, rank, tensor, memory.poisoned)
         found.add_multicast(memory)
+    for name, rank, tensor in more:
+        found.add_slice(name, rank, tensor, poisoned=True)
     for rank, of_rank in enumerate(run.work):
         for work in of_rank:
             if isinstance(work, Launch):

@@ -151,7 +151,7 @@ RULES = {
     "never written": "a load reads workspace that nobody has written",
     "out of bounds": "an access outside every allocation that the case named",
     "misaligned": "an access whose address is no multiple of its size",
-    "missing proxy fence": "an asynchronous read of shared memory that threads wrote, without a proxy fence",
+    "missing proxy fence": "an asynchronous read of what threads wrote to shared memory or a descriptor, unfenced",
     "deadlock": "every live program waits and nothing can wake it",
     "no progress": "a limit of steps or turns was reached: a loop does not end, or is a very long one",
     "wrong value": "the result differs from the reference",

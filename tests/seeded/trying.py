@@ -75,8 +75,9 @@ def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
         for site in dict.fromkeys(site for text in own for site in ptx.sites(text) if only in site[0]):
             if site not in last or last[site].result == "survived":
                 other = Compiler(target)
-                for of, (text, shared, maps) in base._made.items():
-                    other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps
+                for of, (text, shared, maps, scratch) in base._made.items():
+                    edited = ptx.edited(text, site) if text in own else text
+                    other._made[of] = edited, shared, maps, scratch
                 count = WARPS if site[0] == "ptx: drop barrier" else SCHEDULES
                 got = shown([trial], {target: other}.__getitem__, count)
                 last[site] = Verdict(" | ".join(site), where, *got)

@@ -5,6 +5,7 @@
     access         loads, stores, atomics, fences, shuffles
     multimem       all ranks' memory by one multicast address
     tensor_core    mma, ldmatrix, stmatrix, wgmma
+    descriptors    what tensor copies go by
     copies         cp.async, tensor copies, mbarriers
     kernel         a kernel's blocks as Python functions
     clocks         happens-before of threads, by PTX's memory model

@@ -62,7 +62,7 @@ def counted(i: Instruction) -> int:
     return next((int(part[1:]) for part in i.parts if part in ("v2", "v4", "v8")), 1)
 
 
-@handles("ld")
+@handles("ld", "ldu")
 def _load(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, at, *_) = typed(i), i.args
     targets, nb = e.items(d), size_of(t)
@@ -181,6 +181,10 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("proxy"):
         if i.has("alias"):
             return [f"S.fence_alias({e.mask})"]
+        if i.has("tensormap::generic"):
+            if i.has("acquire"):
+                return [f"S.acquire_map({e.address(i.args[0], False)}, {e.mask}, {scope_of(i)!r})"]
+            return [f"S.fence({e.mask}, 'release', {scope_of(i)!r})"]
         if i.has("async::generic"):  # one way, of shared memory alone; to the async proxy it is the release
             return [f"S.fence_shared({e.mask})"] if i.has("release") else []
         if not i.has("async"):
@@ -214,6 +218,14 @@ def _vote(e: Emitter, i: Instruction) -> list[str] | None:
     kind = next(part for part in i.parts if part in ("ballot", "all", "any", "uni"))
     t = "b32" if kind == "ballot" else "pred"
     return e.put(d, t, f"S.vote({kind!r}, {e.read(p, 'pred')}, {e.mask})")
+
+
+@handles("match")
+def _match(e: Emitter, i: Instruction) -> list[str] | None:
+    """Lanes of the warp that take part and hold the same; of `all`: whether all hold the same. PTX ISA 9.7.13.10."""
+    both, t, kind = e.items(i.args[0]), typed(i), "all" if i.has("all") else "any"
+    lines = [f"v, t = S.match({kind!r}, {e.read(i.args[1], t)}, {e.mask})"]
+    return lines + [line for x, t, v in zip(both, ("b32", "pred"), "vt") for line in e.put(x, t, v)]
 
 
 @handles("redux")

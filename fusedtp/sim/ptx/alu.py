@@ -8,8 +8,8 @@ for those of a mask `m`. Registers are rows of arrays, seen through one view a t
 
 PTX ISA 8.8, section 9.7: 9.7.1 integers, 9.7.3 floats, 9.7.6 comparison and selection, 9.7.8 logic and shifts,
 9.7.9 moves and conversions. Approximate functions (ex2, rcp, div.full, ...) are the exactly rounded ones; fma of fp32
-rounds twice where the product and sum in fp64 do (once in 2**29 cases); directed roundings are refused; denormals are
-never flushed.
+rounds twice where the product and sum in fp64 do (once in 2**29 cases); denormals are never flushed. Directed
+roundings are those of sums and products of fp32, and of conversions that fp64 holds; others are refused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ COMPARED = dict(
     lo="less", ls="less_equal", hi="greater", hs="greater_equal",
 )  # fmt: skip
 
+SIMPLE = ("eq", "ne", "lt", "le", "gt", "ge")
 DIRECTED = ("rz", "rm", "rp")  # roundings that numpy has not
-TO_NEAREST = ("add", "sub", "mul", "mad", "fma", "div", "rcp", "sqrt", "rsqrt")
+TO_NEAREST = ("div", "rcp", "sqrt", "rsqrt")
 
 Handler = Callable[["Emitter", Instruction], "list[str] | None"]
 HANDLERS: dict[str, Handler] = {}
@@ -209,6 +210,8 @@ def _binary(e: Emitter, i: Instruction) -> list[str] | None:
     r, t, (d, a, b) = i.root, typed(i), i.args[:3]
     if i.has("cc"):
         return _carried(e, i)
+    if i.has(*DIRECTED):
+        return _directed(e, i)
     if i.has("bf16", "bf16x2", "f16x2", "sat", "global") or (r in ("min", "max") and len(i.args) > 3):
         return _halves(e, i)
     if r == "mul" and i.has("wide"):
@@ -260,6 +263,8 @@ def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, a, b, c) = typed(i), i.args
     if i.has("cc"):
         return _carried(e, i)
+    if i.has(*DIRECTED):
+        return _directed(e, i)
     if i.root == "fma":
         x, y, z = (e.read(each, t) for each in (a, b, c)) if t in ("f32", "f64") else ("", "", "")
         if t == "f32":
@@ -275,6 +280,15 @@ def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
         return None
     t = "u" + t[1:]
     return e.put(d, t, f"{e.read(a, t)} * {e.read(b, t)} + {e.read(c, t)}")
+
+
+def _directed(e: Emitter, i: Instruction) -> list[str] | None:
+    """Sums and products of fp32, towards zero or an infinity."""
+    if typed(i) != "f32" or i.root not in ("add", "sub", "mul", "fma") or i.has("sat"):
+        return None
+    rounding = next(part for part in i.parts if part in DIRECTED)
+    given = ", ".join(e.read(x, "f32") for x in i.args[1:])
+    return e.put(i.args[0], "f32", f"directed({rounding!r}, {i.root!r}, {given})")
 
 
 def _halves(e: Emitter, i: Instruction) -> list[str] | None:
@@ -298,7 +312,7 @@ def _unary(e: Emitter, i: Instruction) -> list[str] | None:
         return e.call("logical_not" if t == "pred" else "invert", d, t, e.read(a, t))
     if t in ("bf16", "bf16x2", "f16x2"):
         if r not in ("neg", "abs"):
-            return None
+            return e.put(d, t, f"halves({r!r}, {t!r}, False, False, {e.read(a, t)})")
         sign = {"bf16": 0x8000, "bf16x2": 0x80008000, "f16x2": 0x80008000}[t]
         bits = TYPES[t][1](sign)
         how = f"^ {e.const(bits)}" if r == "neg" else f"& {e.const(~bits)}"
@@ -428,6 +442,17 @@ def _compare(e: Emitter, i: Instruction) -> list[str] | None:
     return lines + [line for x_, value in zip(both, values) for line in e.put(x_, "pred", value)]
 
 
+@handles("set")
+def _set(e: Emitter, i: Instruction) -> list[str] | None:
+    """Of two halves: 1 where the comparison holds, else 0. PTX ISA 9.7.7.1."""
+    kind, to, of = i.parts[1:4] if len(i.parts) == 4 else ("", "", "")
+    if kind not in ("nan", "num", *SIMPLE) or to != "f16x2" or of not in ("f16x2", "bf16x2"):
+        return None
+    return e.put(
+        i.args[0], to, f"compared({kind!r}, {of!r}, {e.read(i.args[1], of)}, {e.read(i.args[2], of)})"
+    )
+
+
 @handles("selp")
 def _select(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, a, b, p) = typed(i), i.args
@@ -500,12 +525,20 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     source = e.read(given[0], of)
     if of == "bf16":
         source = f"from_bf16({source})"
-    if to == "bf16":
-        return e.put(d, "b16", f"to_bf16({source})") if rounding in ("rn", "") else None
+    if to == "bf16" and rounding in ("rn", "", "rz"):
+        return e.put(d, "b16", f"to_bf16({source}{', cut=True' if rounding == 'rz' else ''})")
     if to in FLOATS:
         if of in FLOATS and rounding[-1:] == "i":
             source = f"np.{dict(rni='rint', rzi='trunc', rmi='floor', rpi='ceil')[rounding]}({source})"
-        if rounding in DIRECTED:
+        if (
+            rounding in DIRECTED
+            and to in ("f16", "f32")
+            and (of in FLOATS or size_of(of) <= 4)
+            and not saturated
+        ):
+            how = f"dtype=np.{np.dtype(TYPES[to][1]).name}"
+            return e.put(d, to, f"directed({rounding!r}, 'mul', {source}, np.float64(1), {how})")
+        if rounding in DIRECTED or to == "bf16":
             return None
         made = f"np.asarray({source}).astype(np.{np.dtype(TYPES[to][1]).name})"
         return e.put(d, to, f"limited({made})" if saturated else made)

@@ -1,6 +1,6 @@
 """Asynchronous copies: cp.async, tensor copies (TMA) and the mbarriers that tell of their end.
 
-PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier), 5.5 (tensors, swizzling).
+PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier).
 
 Late copies read and write at their wait, and what they will overwrite is poison until then: a cp.async at its
 wait_group, or now and then at one that does not wait for it; a tensor load once a thread polls its mbarrier; a tensor
@@ -18,17 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..faults import Site
-from .access import is_shared
-from .alu import Emitter, handles
+from .access import is_shared, updated
+from .alu import TYPES, Emitter, handles
 from .clocks import ASYNC, Clock, Rows, joined
+from .descriptors import TensorMap
 from .parse import Address, Imm, Instruction
 from .proxies import FENCES_COPIES
-from .tensor_core import swizzled
 
 Lanes = Any  # that of program.py, which imports this file, as its Program
 Program = Any
 Array = np.ndarray[Any, Any]
 FIBONACCI = 2654435769  # 2^32 over the golden ratio: products with it are spread evenly
+REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
 POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
 
 
@@ -215,41 +216,6 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
 # -- tensor copies -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TensorMap:
-    """What a descriptor says: a tensor in memory, and the box of it that a copy moves.
-
-    shape, strides   of the tensor, outermost first, in elements
-    box              likewise
-    swizzle          0 none, 1 to 3 for rows of 32, 64, 128 bytes in shared memory
-    """
-
-    base: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    itemsize: int
-    swizzle: int
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.box)) * self.itemsize
-
-    def places(self, start: int) -> Array:
-        """Of the box's elements in shared memory, outermost first."""
-        at = start + np.arange(int(np.prod(self.box))) * self.itemsize
-        return swizzled(at, {0: 0, 1: 1, 2: 3, 3: 7}[self.swizzle]).reshape(self.box)
-
-    def elements(self, coordinates: tuple[int, ...]) -> tuple[Array, Array]:
-        """Addresses of the box's elements, and whether each lies in the tensor. coordinates: innermost first."""
-        at, inside = np.array(self.base, np.int64), np.array(True)
-        for dim, (first, extent) in enumerate(zip(reversed(coordinates), self.box, strict=True)):
-            index = first + np.arange(extent).reshape(-1, *(1,) * (len(self.box) - dim - 1))
-            at = at + index * (self.strides[dim] * self.itemsize)
-            inside = inside & (index >= 0) & (index < self.shape[dim])
-        return np.broadcast_to(at, self.box), np.broadcast_to(inside, self.box)
-
-
 def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("commit_group"):
         return [f"S.bulk.commit({e.mask})"]
@@ -266,8 +232,10 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     if loads:
         barrier = e.address(i.args[2], True)
         return [f"S.bulk.load(S, {given}, {barrier}, {e.mask}, {e.const(i.site)})"]
-    reduces = next((part for part in i.parts if part in ("add", "min", "max")), "")
-    return None if reduces else [f"S.bulk.store(S, {given}, {e.mask}, {e.const(i.site)})"]
+    reduces = next((part for part in i.parts if part in REDUCTIONS), "")
+    if i.has("reduce") and not reduces:
+        return None
+    return [f"S.bulk.store(S, {given}, {reduces!r}, {e.mask}, {e.const(i.site)})"]
 
 
 class BulkCopies:
@@ -282,7 +250,7 @@ class BulkCopies:
         self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site
     ) -> None:
         for lane in lanes.chosen(mask).tolist():
-            described = lanes.program.tensor_map(_of(tensor, lane))
+            described = lanes.program.tensor_map(_of(tensor, lane), lanes.first + lane, site)
             copy = TensorLoad(
                 described, _of(to, lane), tuple(_of(x, lane) for x in at), _of(barrier, lane), lanes.first + lane,
                 lanes.window.known.frozen(), site,
@@ -294,13 +262,16 @@ class BulkCopies:
             else:
                 copy.land(lanes.program)
 
-    def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], mask: Any, site: Site) -> None:
+    def store(
+        self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site
+    ) -> None:
         for lane in lanes.chosen(mask).tolist():
-            described, thread = lanes.program.tensor_map(_of(tensor, lane)), lanes.first + lane
+            thread = lanes.first + lane
+            described = lanes.program.tensor_map(_of(tensor, lane), thread, site)
             start, coordinates = _of(of, lane), tuple(_of(x, lane) for x in at)
-
             lanes.program.read_async(described.places(start), "tensor store", site)
-            store = TensorStore(described, start, coordinates, thread, lanes.window.known.frozen(), site)
+            issued = lanes.window.known.frozen()
+            store = TensorStore(described, start, coordinates, thread, issued, site, reduces)
             if not self.late:
                 store.read(lanes.program)
             self.stores.append((lane, int(self.groups[lane]), store))
@@ -335,7 +306,7 @@ def _of(value: Any, lane: int) -> int:
 
 @dataclass
 class TensorStore:
-    """One tensor store on its way. words: what it has read of shared memory."""
+    """One tensor store on its way. words: what it has read of shared memory; reduces: with what stands there, how."""
 
     tensor: TensorMap
     of: int
@@ -343,6 +314,7 @@ class TensorStore:
     thread: int
     issued: Rows
     site: Site
+    reduces: str
     words: Array | None = None
 
     def read(self, program: Program) -> None:
@@ -351,15 +323,18 @@ class TensorStore:
             self.words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
 
     def land(self, program: Program) -> None:
-        """Elements outside of the tensor are not written."""
+        """Elements outside of the tensor are not written. A reduction is relaxed, of gpu scope: 9.7.9.25.5.4."""
         self.read(program)
         assert self.words is not None
         where, inside = self.tensor.elements(self.coordinates)
-        if inside.any():
-            threads = np.full(int(inside.sum()), self.thread)
-            program.window.store(
-                where[inside], self.words[inside][:, None], threads, "weak", "", self.site, self.issued, ASYNC
-            )
+        places, words, threads = where[inside], self.words[inside], np.full(int(inside.sum()), self.thread)
+        if self.reduces and len(places):
+            dtype = np.dtype(TYPES[self.tensor.type][1])
+            new, _ = updated(self.reduces, self.tensor.type, [words.view(dtype)])
+            how = "relaxed", "gpu", self.site, f"tensor {self.reduces}", False, ASYNC
+            program.window.atomic(places, threads, new, dtype, *how)
+        elif len(places):
+            program.window.store(places, words[:, None], threads, "weak", "", self.site, self.issued, ASYNC)
 
 
 class TensorLoad(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..faults import Site
-from . import access, copies, multimem, numerics, tensor_core
+from . import access, copies, descriptors, multimem, numerics, tensor_core
 from .access import is_strong
 from .alu import VIEWS, Emitter
 from .parse import Address, Imm, Instruction, Listing, Operand, Reg, Symbol, Vector, parse
@@ -48,6 +48,7 @@ class Kernel:
     """A translated kernel. shared: bytes; maps: of its TMA descriptors, see `launch.compiled`.
 
     bodies   instructions of the blocks, without their ends
+    scratch  bytes of global memory of its own that each program is given
     """
 
     listing: Listing
@@ -55,6 +56,7 @@ class Kernel:
     blocks: tuple[Block, ...]
     bodies: list[list[Instruction]]
     maps: tuple[dict[str, Any], ...] = ()
+    scratch: int = 0
 
     @cached_property
     def masked(self) -> list[Callable[[Any, Any], None]]:
@@ -85,7 +87,7 @@ def _is_first(i: Instruction) -> bool:
 
 
 @lru_cache(maxsize=256)
-def translated(text: str, shared: int, maps: str = "()") -> Kernel:
+def translated(text: str, shared: int, maps: str = "()", scratch: int = 0) -> Kernel:
     """The kernel of a PTX text. maps: a literal. Raises UnsupportedPtx naming the opcode and its source line."""
     listing = parse(text, shared)
     instructions = listing.instructions
@@ -111,7 +113,7 @@ def translated(text: str, shared: int, maps: str = "()") -> Kernel:
         parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site, meets))
     functions = _functions(listing, bodies, every=True)
     blocks = tuple(Block(run, *part) for run, part in zip(functions, parts, strict=True))
-    return Kernel(listing, listing.shared, blocks, bodies, ast.literal_eval(maps))
+    return Kernel(listing, listing.shared, blocks, bodies, ast.literal_eval(maps), scratch)
 
 
 def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
@@ -192,4 +194,4 @@ def _target(end: Instruction | None, labels: dict[str, int]) -> int:
     return labels[label.name]
 
 
-HANDLED_BY = (access, copies, tensor_core)  # whose opcodes are known once they are imported
+HANDLED_BY = (access, copies, descriptors, tensor_core)  # whose opcodes are known once they are imported

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fusedtp.targets import compiled_to_ptx, environment, specialised
@@ -17,8 +19,9 @@ from fusedtp.targets import target as target_named
 
 from ..case import Launch
 from ..faults import UnsupportedKernel
+from ..memory import symmetric
 from . import TARGETS
-from .copies import TensorMap
+from .descriptors import TensorMap
 from .kernel import Kernel, translated
 from .parse import UnsupportedPtx
 
@@ -33,7 +36,7 @@ class Compiler:
         if target not in TARGETS:
             raise ValueError(f"the PTX machine runs {', '.join(TARGETS)}, not {target!r}")
         self.target, self.edit = target, edit
-        self._made: dict[Any, tuple[str, int, str]] = {}
+        self._made: dict[Any, tuple[str, int, str, int]] = {}
 
     def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, int | TensorMap]]:
         """The kernel, and its parameters by name, with the special registers that the launch sets.
@@ -79,7 +82,7 @@ class Compiler:
             bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)
         ]
         names = made.listing.parameters
-        given += [0] * (len(names) - len(given))  # scratch memory, which none of these kernels asks for
+        given += [0] * (len(names) - len(given))  # scratch memory, see `scratch`
         parameters = {
             p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
             for x, p in zip(given, names, strict=True)
@@ -89,12 +92,24 @@ class Compiler:
 
     def _compile(
         self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]
-    ) -> tuple[str, int, str]:
-        """PTX, bytes of shared memory, and what the compiler says of TMA descriptors."""
+    ) -> tuple[str, int, str, int]:
+        """PTX, bytes of shared memory, what the compiler says of TMA descriptors, and bytes of scratch memory."""
         made = compiled_to_ptx(source, options, gpu, replace)
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
-        return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps)
+        scratch = int(getattr(made.metadata, "global_scratch_size", 0))
+        return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps), scratch
+
+
+def scratch(launch: Launch, kernel: Kernel, parameters: dict[str, int | TensorMap]) -> list[Tensor]:
+    """Memory of the launch's programs, where a kernel asks for some: for descriptors that it makes."""
+    if not kernel.scratch:
+        return []
+    nbytes = kernel.scratch * int(np.prod(launch.shape))
+    (memory,) = symmetric("scratch", 1, (nbytes,), torch.uint8).tensors
+    *_, ours, _ = kernel.listing.parameters  # then that of Triton's profiler
+    parameters[ours.name] = memory.data_ptr()
+    return [memory]
 
 
 def _said(error: BaseException) -> str:
@@ -134,10 +149,15 @@ def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | 
         yield int(value.data_ptr() if hasattr(value, "data_ptr") else value)
 
 
+OF_DTYPE = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
+OF_DTYPE |= {torch.int32: "s32", torch.int64: "s64"}
+
+
 def _tensor_map(descriptor: Any, said: dict[str, Any]) -> TensorMap:
     shape, strides = (tuple(int(n) for n in each) for each in (descriptor.shape, descriptor.strides))
     box = tuple(int(n) for n in said["block_size"])
     if said.get("fp4_padded") or said.get("is_im2col") or getattr(descriptor, "padding", "zero") == "nan":
         raise UnsupportedPtx("a tensor descriptor of fp4, of im2col, or padded with NaN")
     base: Tensor = descriptor.base
-    return TensorMap(base.data_ptr(), shape, strides, box, int(base.element_size()), int(said["swizzle"]))
+    kind = OF_DTYPE.get(base.dtype, f"u{8 * base.element_size()}")
+    return TensorMap(base.data_ptr(), shape, strides, box, kind, int(said["swizzle"]))

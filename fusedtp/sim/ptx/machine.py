@@ -20,7 +20,7 @@ from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
 from ..faults import Access, Fault, Moment, SimulationFault, Site, Wait
 from ..strategies import Strategy
 from .clocks import Clock, Slot, joined
-from .launch import Compiler
+from .launch import Compiler, scratch
 from .memory import UNSIGNED, Line, Window
 from .program import Program
 
@@ -123,8 +123,15 @@ class Machine:
         self.rng = random.Random(seed)
         launches = [each for of_rank in run.work for each in of_rank if isinstance(each, Launch)]
         self.compiled = {id(each): compiler.compiled(each) for each in launches}
+        held = [
+            (f"scratch of {launch.name}", rank, tensor)
+            for rank, work in enumerate(run.work)
+            for launch in work
+            if isinstance(launch, Launch)
+            for tensor in scratch(launch, *self.compiled[id(launch)])
+        ]
         by_tma = any(kernel.by_tma for kernel, _ in self.compiled.values())
-        self.line = Line(memory_map(run), self.rng, weak, trace, waived, by_tma)
+        self.line = Line(memory_map(run, held), self.rng, weak, trace, waived, by_tma)
         self.strategy = strategy(self.rng, len(run.work))
         self.resident, self.lockstep, self.late = resident, not fine, weak
         self.limits = [self._drawn_limit() for _ in run.work]

@@ -173,6 +173,36 @@ def exact_fma(a: Array, b: Array, c: Array) -> Array:
     return made
 
 
+def directed(
+    rounding: str, operation: str, a: Array, b: Array, *c: Array, dtype: type[np.floating[Any]] = np.float32
+) -> Array:
+    """A sum, a product or both of fp32: rz towards zero, rm down, rp up. In fp64 the product is exact."""
+    x, y, *z = (np.asarray(v, np.float64) for v in (a, b, *c))
+    y = -y if operation == "sub" else y
+    left, right = (x, y) if operation in ("add", "sub") else (x * y, z[0] if z else np.float64(-0.0))
+    made = left + right
+    part = made - left
+    lost = (left - (made - part)) + (right - part)  # what is missing from the sum
+    near = made.astype(dtype)
+    over = near - made
+    above, below = (over > 0) | ((over == 0) & (lost < 0)), (over < 0) | ((over == 0) & (lost > 0))
+    falls = made > 0 if rounding == "rz" else np.full(made.shape, rounding == "rm")
+    near = np.where(above & falls, np.nextafter(near, dtype(-np.inf)), near)
+    near = np.where(below & ~falls, np.nextafter(near, dtype(np.inf)), near)
+    cancels = (made == 0) & (operation != "mul") & (np.signbit(left) != np.signbit(right))
+    return np.where(cancels & (rounding == "rm"), dtype(-0.0), near)
+
+
+def compared(kind: str, of: str, a: Array, b: Array) -> Array:
+    """Bits of fp16 1 or 0 by pairs: whether the comparison holds, which it does not with a NaN; of nan, if one is."""
+    tests: Any = dict(
+        eq=np.equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal,
+        ne=lambda x, y: (x < y) | (x > y), num=lambda x, y: (x == x) & (y == y), nan=lambda x, y: (x != x) | (y != y),
+    )  # fmt: skip
+    pairs_ = zip(split(of, a), split(of, b), strict=True)
+    return join("f16x2", [tests[kind](x, y).astype(np.float32) for x, y in pairs_])
+
+
 def to_odd(x: Array) -> Array:
     """fp64 as fp32 whose last bit is set where it is inexact: what is rounded again then is as if rounded once."""
     near = x.astype(np.float32)
@@ -180,12 +210,16 @@ def to_odd(x: Array) -> Array:
     return (cut.view(np.uint32) | (cut.astype(np.float64) != x)).view(np.float32)
 
 
-def to_bf16(x: Array) -> Array:
-    """Bits of the nearest, ties to even; NaN becomes 0x7FFF."""
+def to_bf16(x: Array, cut: bool = False) -> Array:
+    """Bits of the nearest, ties to even; NaN becomes 0x7FFF. cut: towards zero."""
     x = np.asarray(x)
     x = to_odd(x) if x.dtype == np.float64 else x.astype(np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
-    nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    nearest = (
+        bits >> np.uint32(16)
+        if cut
+        else (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    )
     return np.where(np.isnan(x), np.uint32(0x7FFF), nearest).astype(np.uint16)
 
 
@@ -278,7 +312,7 @@ def halves(operation: str, kind: str, relu: bool, propagates: bool, *given: Arra
     function: Any = {
         "add": np.add, "sub": np.subtract, "mul": np.multiply,
         "min": np.minimum if propagates else np.fmin, "max": np.maximum if propagates else np.fmax,
-        "fma": lambda a, b, c: a * b + c,
+        "fma": lambda a, b, c: a * b + c, "ex2": np.exp2, "tanh": np.tanh,
     }[operation]  # fmt: skip
     wide = [[v.astype(np.float64) for v in split(kind, x)] for x in given]
     values = [function(*parts) for parts in zip(*wide, strict=True)]

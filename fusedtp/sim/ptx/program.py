@@ -20,12 +20,13 @@ from ..faults import Access, Fault, SimulationFault, Site
 from .access import is_shared, updated
 from .alu import VIEWS
 from .clocks import ALIAS, ASYNC
-from .copies import Barrier, BulkCopies, Copies, TensorLoad, TensorMap
+from .copies import Barrier, BulkCopies, Copies, TensorLoad
+from .descriptors import NBYTES, TensorMap, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
 from .proxies import GenericWrites
-from .tensor_core import Products, matrix_places, multiply
+from .tensor_core import Products, matrix_places, multiply, multiply_doubles
 
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
@@ -289,6 +290,21 @@ class Lanes:
     def fence_alias(self, mask: Any) -> None:
         self.window.known.fence_proxy(self.part(self.ids, mask), ALIAS)
 
+    def publish_map(self, to: Array, of: Array, mask: Any, scope: str, site: Site) -> None:
+        """A descriptor to global memory, each thread of a warp a word of it, and a release."""
+        self.whole_warps(mask, "tensormap.cp_fenceproxy", site)
+        threads, to, of = (self.part(x, mask) for x in (self.ids, to, of))
+        place = NBYTES // 32 * (threads & 31)
+        words = self.program.shared_rows[4, 1][self.program.shared_at(of + place, 4, "access", site)]
+        self.window.store(to + place, words, threads, "weak", "", site)
+        self.window.known.fence(threads, "release", scope)
+        self.program.descriptors.difference_update(to.tolist())
+
+    def acquire_map(self, at: Array, mask: Any, scope: str) -> None:
+        """Copies of the program may go by the descriptor there."""
+        self.window.known.fence(self.part(self.ids, mask), "acquire", scope)
+        self.program.descriptors.update(self.part(at, mask).tolist())
+
     def fence_shared(self, mask: Any) -> None:
         if self.program.generic is not None:
             self.program.generic.fence(self.part(self.ids, mask))
@@ -421,6 +437,13 @@ class Lanes:
             for row, words in zip(number[0], made, strict=True):
                 np.copyto(self.u[row], words, where=mask)
 
+    def mma_of_doubles(self, numbers: Any, mask: Any, site: Site) -> None:
+        self.whole_warps(mask, "mma", site)
+        registers = self.views["F"]
+        for number in numbers:
+            for row, made in zip(number[0], multiply_doubles(registers, number), strict=True):
+                np.copyto(registers[row], made, where=mask)
+
     # -- mbarriers ---------------------------------------------------------------------------------------------------
 
     def mbarrier_init(self, at: Array, count: Any, mask: Any, site: Site) -> None:
@@ -493,6 +516,16 @@ class Lanes:
                 made[warp] = names[operation].reduce(own[who])
         return np.repeat(made, 32)
 
+    def match(self, kind: str, value: Any, mask: Any) -> tuple[Array, Array]:
+        value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
+        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        same = (value[:, :, None] == value[:, None, :]) & active[:, None, :]
+        alike = (same | ~active[:, None, :]).all(2).reshape(-1)
+        if kind == "all":
+            same = active[:, None, :] & alike.reshape(-1, 32, 1)
+        bits = (same * (1 << np.arange(32, dtype=np.uint64))).sum(2).astype(np.uint32)
+        return bits.reshape(-1), alike
+
     def elect(self, mask: Any) -> tuple[Array, Array]:
         active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
         leader = np.repeat(active.argmax(1), 32).astype(np.uint32)
@@ -536,6 +569,9 @@ class Program:
         self.shared_rows = rows_of_words(self.shared)
         self.generic = GenericWrites(len(self.shared), self.threads) if kernel.reads_async else None
         self.barriers: dict[int, Barrier] = {}
+        self.descriptors: set[int] = (
+            set()
+        )  # addresses in global memory of those that a fence has let copies see
         self.arrived: dict[int, int] = {}
         self.arrivals: dict[int, list[Array]] = {}
         self.loads: list[TensorLoad] = []
@@ -682,12 +718,21 @@ class Program:
             said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
             raise self.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
 
-    def tensor_map(self, address: int) -> TensorMap:
+    def tensor_map(self, address: int, thread: int, site: Site) -> TensorMap:
+        """The descriptor there: an argument, or what the kernel has written."""
         number = address - PARAMETERS
-        found = list(self.parameters.values())[number] if 0 <= number < len(self.parameters) else None
-        if not isinstance(found, TensorMap):
-            raise UnsupportedPtx(f"a tensor copy by a descriptor that is no argument, at {self.site}")
-        return found
+        if 0 <= number < len(self.parameters):
+            found = list(self.parameters.values())[number]
+            if not isinstance(found, TensorMap):
+                raise UnsupportedPtx(f"a tensor copy by an argument that is no descriptor, at {site}")
+            return found
+        words = self.window.load(
+            address + np.arange(0, NBYTES, 4), 4, 1, np.full(NBYTES // 4, thread), "weak", "", site
+        )
+        if address not in self.descriptors:
+            said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
+            raise self.fault("missing proxy fence", said, "tensor copy", site)
+        return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
         if place not in self.barriers:

@@ -5,10 +5,10 @@ Which lane holds which element: PTX ISA 8.8, 9.7.14.5 (mma fragments), 9.7.14.5.
 
     A [16, 8e]   register hk * 2 + hm holds row g + 8 hm, columns 4e hk + t e and on
     B [8e, 8]    register hk holds rows 4e hk + t e and on, column g
-    C [16, 8]    register 2 hm + j holds row g + 8 hm, column 2 t + j
+    C [16, 8]    register 2 hm + j holds row g + 8 hm, column 2 t + j; of fp16, register hm holds both j
 
-Products are summed in fp32 by numpy, in an order of its own; tensor cores have another, and drop more bits. Those of
-integers are exact.
+Products are summed in fp32 by numpy, in an order of its own, and rounded once if C is fp16; tensor cores have another
+order, and drop more bits. Those of integers are exact.
 """
 
 from __future__ import annotations
@@ -50,6 +50,29 @@ def elements(words: Array, kind: str) -> Array:
 # -- mma.sync ----------------------------------------------------------------------------------------------------------
 
 
+FACTORS = {
+    "f32": {"tf32", "bf16", "f16", "e4m3", "e5m2"},
+    "f16": {"f16"},
+    "s32": {"s8", "u8"},
+}  # by type of the sum
+
+
+def unpacked(words: Array, to: str) -> Array:
+    """Registers of sums [..., n, lanes] -> the sums, fp32 or int32; of fp16 there are twice as many."""
+    if to != "f16":
+        return words.view(np.float32 if to == "f32" else np.int32)
+    halves = np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2).astype(np.float32)
+    return np.moveaxis(halves, -1, -2).reshape(*words.shape[:-2], -1, words.shape[-1])
+
+
+def packed(sums: Array, to: str) -> Array:
+    """The opposite."""
+    if to != "f16":
+        return np.ascontiguousarray(sums).view(np.uint32)
+    halves = sums.astype(np.float16).reshape(*sums.shape[:-2], -1, 2, sums.shape[-1])
+    return np.ascontiguousarray(np.moveaxis(halves, -2, -1)).view(np.uint32)[..., 0]
+
+
 @handles("mma")
 def _mma(e: Emitter, i: Instruction) -> list[str] | None:
     return products(e, [i])
@@ -60,11 +83,11 @@ def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
     first = run[0]
     if first.parts[1:3] != ("sync", "aligned") or not first.has("row") or first.has("sp", "block_scale"):
         return None
-    shape = re.fullmatch(r"m16n8k(\d+)", first.parts[3])
-    to, a, b, c = first.parts[-4:]
-    if shape is None or to != c or to not in ("f32", "s32"):
-        return None
-    if not {a, b} <= ({"s8", "u8"} if to == "s32" else {"tf32", "bf16", "f16", "e4m3", "e5m2"}):
+    shape, (to, a, b, c) = first.parts[3], first.parts[-4:]
+    if (shape, to, a, b, c) == ("m8n8k4", "f64", "f64", "f64", "f64"):
+        numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
+        return [f"S.mma_of_doubles({e.const(numbers)}, {e.mask}, {e.const(first.site)})"]
+    if not re.fullmatch(r"m16n8k\d+", shape) or to != c or not {a, b} <= FACTORS.get(to, set()):
         return None
     if first.has("satfinite"):
         to += ".sat"
@@ -79,26 +102,35 @@ def _numbers(e: Emitter, x: Operand) -> tuple[int, ...]:
 def multiply(
     registers: list[Array], numbers: list[tuple[tuple[int, ...], ...]], a: str, b: str, to: str
 ) -> list[Array]:
-    """D of each product, uint32 [4, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C.
+    """D of each product, uint32 [4 or 2, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C.
 
-    to   f32, s32, or s32.sat, limited to the type's range
+    to   f32, f16, s32, or s32.sat, limited to the type's range
     """
     lanes = len(registers[0])
     warps = lanes // 32
     as_ = list(dict.fromkeys(n[1] for n in numbers))
     bs = list(dict.fromkeys(n[2] for n in numbers))
-    dtype = np.float32 if to == "f32" else np.int32
     left = np.stack([_left(np.stack([registers[x] for x in group]), a, warps) for group in as_])
     right = np.stack([_right(np.stack([registers[x] for x in group]), b, warps) for group in bs])
     made = left[[as_.index(n[1]) for n in numbers]] @ right[[bs.index(n[2]) for n in numbers]]
     made = made.reshape(len(numbers), warps, 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4)
-    sums = np.stack([np.stack([registers[x] for x in n[3]]) for n in numbers]).view(dtype)
+    sums = unpacked(np.stack([np.stack([registers[x] for x in n[3]]) for n in numbers]), to)
+    made = made.reshape(len(numbers), 4, lanes)
     if to == "s32.sat":
-        sums = sums.astype(np.int64)
-    sums = sums.reshape(len(numbers), 4, lanes) + made.reshape(len(numbers), 4, lanes)
-    if to == "s32.sat":
-        sums = np.clip(sums, -(1 << 31), (1 << 31) - 1)
-    return list(np.ascontiguousarray(sums.astype(dtype)).view(np.uint32))
+        sums = np.clip(sums.astype(np.int64) + made, -(1 << 31), (1 << 31) - 1).astype(np.int32)
+    else:
+        sums = sums + made
+    return list(packed(sums, to))
+
+
+def multiply_doubles(registers: list[Array], numbers: tuple[tuple[int, ...], ...]) -> Array:
+    """D of one product of fp64, m8n8k4: [2, lanes]. registers: rows of float64; numbers: of D, A, B, C.
+
+    9.7.14.5.2: A [8, 4] has row g, column t; B [4, 8] row t, column g; C [8, 8] row g, columns 2t and 2t + 1.
+    """
+    _, (a,), (b,), c = numbers
+    made = registers[a].reshape(-1, 8, 4) @ registers[b].reshape(-1, 8, 4).transpose(0, 2, 1)
+    return np.stack([registers[x] for x in c]) + made.reshape(-1, 2).T
 
 
 def _left(words: Array, kind: str, warps: int) -> Array:
@@ -160,8 +192,8 @@ def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
     shape = re.fullmatch(r"m64n(\d+)k\d+", i.parts[4]) if i.parts[1] == "mma_async" else None
     if shape is None or i.has("sp", "satfinite"):
         return None
-    a, b = i.parts[6:8]
-    if i.parts[5] != "f32" and (i.parts[5] != "s32" or not {a, b} <= {"s8", "u8"}):
+    to, a, b = i.parts[5:8]
+    if not {a, b} <= FACTORS.get(to, set()):
         return None
     d, left, right, scale, *rest = i.args
     given = [int(x.text, 0) for x in rest if isinstance(x, Imm)]  # scale a, scale b, transposed
@@ -170,7 +202,7 @@ def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
     held = e.const(_numbers(e, left)) if registers else "None"
     described = "None" if registers else f"S.by_warp({e.read(left, 'b64')})"
     made = (
-        f"Product({int(shape[1])}, {a!r}, {b!r}, {signs}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
+        f"Product({int(shape[1])}, {to!r}, {a!r}, {b!r}, {signs}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
         f"{described}, S.by_warp({e.read(right, 'b64')}), S.by_warp({e.read(scale, 'pred')}))"
     )
     return [f"S.products.issue(S, {made}, {e.mask}, {e.const(i.site)})"]
@@ -180,6 +212,7 @@ class Product(NamedTuple):
     """One wgmma. left: descriptors by warp, or None where `held` names A's registers; scale: whether D is added to."""
 
     n: int
+    to: str
     a: str
     b: str
     signs: list[int]
@@ -193,11 +226,6 @@ class Product(NamedTuple):
     @property
     def k(self) -> int:
         return 8 if self.a == "tf32" else 16 if self.a in ("f16", "bf16") else 32
-
-    @property
-    def dtype(self) -> Any:
-        """Of D."""
-        return np.int32 if self.a in ("s8", "u8") else np.float32
 
     def places(self) -> Iterator[Array]:
         """Where its operands lie in shared memory."""
@@ -227,7 +255,7 @@ class Products:
         for places in product.places():
             lanes.program.read_async(places, "wgmma", site)
         if product.d not in self.sums:
-            self.sums[product.d] = np.stack([lanes.u[x] for x in product.d]).view(product.dtype)
+            self.sums[product.d] = unpacked(np.stack([lanes.u[x] for x in product.d]), product.to)
             if self.late:
                 for x in product.d:
                     lanes.u[x][:] = PENDING
@@ -242,12 +270,13 @@ class Products:
         self._run(lanes, sum(group < self.group - left for group, _ in self.issued))
 
     def _run(self, lanes: Lanes, count: int) -> None:
-        for _, product in self.issued[:count]:
+        done, self.issued = self.issued[:count], self.issued[count:]
+        for _, product in done:
             self._multiply(lanes, product)
-        self.issued = self.issued[count:]
-        for d in [d for d in self.sums if all(product.d != d for _, product in self.issued)]:
-            for x, made in zip(d, self.sums.pop(d).view(np.uint32), strict=True):
-                lanes.u[x][:] = made
+        for d, to in {product.d: product.to for _, product in done}.items():
+            if all(product.d != d for _, product in self.issued):
+                for x, made in zip(d, packed(self.sums.pop(d), to), strict=True):
+                    lanes.u[x][:] = made
 
     def _multiply(self, lanes: Lanes, product: Product) -> None:
         n, k, total = product.n, product.k, self.sums[product.d]
@@ -272,7 +301,7 @@ class Products:
                 places = operand_places(left, 64, k, 32 // k, bool(product.transposed[0]))
                 a = shared_elements(lanes.shared, places, product.a).reshape(4, 16, k)
                 a = a[[(lanes.first // 32 + w) % 4 for w in own]]
-            made = a @ b.T * product.dtype(product.signs[0] * product.signs[1])
+            made = a @ b.T * total.dtype.type(product.signs[0] * product.signs[1])
             made = (
                 made.reshape(len(own), 2, 8, n // 8, 4, 2)
                 .transpose(3, 1, 5, 0, 2, 4)

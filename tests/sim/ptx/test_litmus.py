@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusedtp.sim import Launch, SimulationFault
-from fusedtp.sim.ptx.copies import TensorMap
+from fusedtp.sim.ptx.descriptors import TensorMap
 from tests.sim.ptx.running import Text, run_all
 
 SEEDS = 60
@@ -476,7 +476,7 @@ class WithMap(Text):
 )
 def test_a_tensor_copy_of_what_a_store_wrote_needs_a_proxy_fence(fence: str, enough: bool) -> None:
     x, out = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    described = TensorMap(x.data_ptr(), (32,), (1,), (32,), 4, 0)
+    described = TensorMap(x.data_ptr(), (32,), (1,), (32,), "s32", 0)
     body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r1, 0; mov.b32 %r2, 128; mov.b32 %r3, 0;
         mbarrier.init.shared::cta.b64 [%r2], 1; st.global.b32 [%rd1], 5; {fence}
         mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.sim import Launch, SimulationFault
-from fusedtp.sim.ptx.copies import TensorMap
+from fusedtp.sim.ptx.descriptors import TensorMap
 from fusedtp.sim.ptx.proxies import FENCES_COPIES, GenericWrites
 from tests.sim.ptx.running import once, run_all
 from tests.sim.ptx.test_kernels import flat_case, product_case
@@ -102,7 +102,7 @@ def test_where_a_fence_counts(
 ) -> None:
     """A warp writes 32 words and meets; its first thread stores them by TMA."""
     y = torch.zeros(32, dtype=torch.int32)
-    described = TensorMap(y.data_ptr(), (32,), (1,), (32,), 4, 0)
+    described = TensorMap(y.data_ptr(), (32,), (1,), (32,), "s32", 0)
     body = f"""mov.b32 %r1, 0; mov.b32 %r2, 128; mov.b32 %r3, 0; shl.b32 %r4, %r0, 2; setp.ne.b32 %p1, %r0, 0;
         @!%p1 mbarrier.init.shared::cta.b64 [%r2], 32; bar.sync 0;
         {before} {write} {writers} {meet} {behind} @%p1 ret;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,45 @@ def cut_half(x: float) -> int:
     return int(np.float16(math.copysign(size, x)).view(np.uint16))
 
 
+def exact(operation: str, a: float, b: float, c: float) -> Fraction | float:
+    """The sum, difference, product or product and sum; a float where it is no number, or a zero."""
+    plain = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[operation]
+    if not all(map(math.isfinite, (a, b, c))):
+        return plain
+    x, y, z = map(Fraction, (a, b, c))
+    return {"add": x + y, "sub": x - y, "mul": x * y, "fma": x * y + z}[operation] or plain
+
+
+def towards(how: str, x: Fraction | float) -> int:
+    """fp32 of a number: the neighbour towards zero (rz), below (rm) or above (rp)."""
+    if isinstance(x, float):  # sums that cancel are -0 if rounded down
+        return bits_of(F32(-0.0 if x == 0 and how == "rm" and math.copysign(1, x) > 0 else x))
+    near = F32(float(x))
+    while Fraction(float(near)) > x and (how == "rm" or (how == "rz" and x > 0)):
+        near = np.nextafter(near, F32(-math.inf))
+    while Fraction(float(near)) < x and (how == "rp" or (how == "rz" and x < 0)):
+        near = np.nextafter(near, F32(math.inf))
+    return bits_of(near)
+
+
+def halves_where(holds: Callable[[float, float], bool], a: tuple[float, ...], b: tuple[float, ...]) -> int:
+    """set: PTX ISA 9.7.7.1, 1.0 where it holds, of both halves."""
+    low, high = (
+        0x3C00 if holds(F32(np.float16(F32(x))), F32(np.float16(F32(y)))) else 0 for x, y in zip(a, b)
+    )
+    return high << 16 | low
+
+
+def half_of(function: Any, x: float) -> int:
+    return int(np.float16(function(np.float64(np.float16(F32(x))))).view(np.uint16))
+
+
+def set_of(comparison: str) -> str:
+    """Of the pairs (b, a) and (c, a)."""
+    pack = "cvt.rn.f16x2.f32 %r5, %r1, %r2; cvt.rn.f16x2.f32 %r6, %r1, %r3;"
+    return f"{pack} set.{comparison}.f16x2.f16x2 %r4, %r5, %r6"
+
+
 FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any kind equals NaN
     ("add.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(F32(a) + F32(b))),
     ("sub.rn.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(F32(a) - F32(b))),
@@ -277,6 +317,49 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
     ("cvt.rn.bf16x2.f32 %r4, %r1, %r2", lambda a, b, c: half_pair(a, b, torch.bfloat16)),
     ("cvt.rn.f16x2.f32 %r4, %r1, %r2", lambda a, b, c: half_pair(a, b, torch.float16)),
     ("cvt.rn.f16.f32 %rs1, %r1; cvt.f32.f16 %r4, %rs1", lambda a, b, c: bits_of(F32(np.float16(F32(a))))),
+    *(
+        (
+            f"cvt.{how}.f32.s32 %r4, %r1",
+            lambda a, b, c, h=how: towards(h, Fraction(signed(bits_of(a)))),
+        )
+        for how in ("rz", "rm", "rp")
+    ),
+    ("cvt.rz.f16.f32 %rs1, %r1; mov.b32 %r4, {%rs1, %rs1}", lambda a, b, c: cut_half(a) * 0x10001),
+    *(
+        (
+            f"{operation}.{how}.f32 %r4, {given}",
+            lambda a, b, c, o=operation, h=how: towards(h, exact(o, a, b, c)),
+        )
+        for operation, given in (("add", "%r1, %r2"), ("sub", "%r1, %r2"), ("fma", "%r1, %r2, %r3"))
+        for how in ("rz", "rm", "rp")
+    ),
+    *(
+        (
+            f"{operation}.{how}.f32 %r4, %r1, 0f1C800000",
+            lambda a, b, c, o=operation, h=how: towards(h, exact(o, a, 2.0**-70, c)),
+        )
+        for operation in ("add", "sub")
+        for how in ("rz", "rm", "rp")
+    ),
+    *(
+        (f"sub.{how}.ftz.f32 %r4, %r1, %r1", lambda a, b, c, h=how: towards(h, exact("sub", a, a, c)))
+        for how in ("rz", "rm")
+    ),
+    (
+        "mul.rz.f32 %r4, %r1, %r2",
+        lambda a, b, c: towards("rz", exact("mul", a, b, 0.0)) if a * b else bits_of(F32(a * b)),
+    ),
+    ("cvt.rz.bf16.f32 %rs1, %r1; cvt.f32.bf16 %r4, %rs1", lambda a, b, c: bits_of(F32(a)) & 0xFFFF0000),
+    (
+        set_of("nan"),
+        lambda a, b, c: halves_where(lambda x, y: math.isnan(x) or math.isnan(y), (b, a), (c, a)),
+    ),
+    (
+        set_of("num"),
+        lambda a, b, c: halves_where(lambda x, y: not (math.isnan(x) or math.isnan(y)), (b, a), (c, a)),
+    ),
+    (set_of("lt"), lambda a, b, c: halves_where(lambda x, y: x < y, (b, a), (c, a))),
+    (set_of("ne"), lambda a, b, c: halves_where(lambda x, y: x < y or x > y, (b, a), (c, a))),
     (
         "cvt.rna.tf32.f32 %r4, %r1",
         lambda a, b, c: (bits_of(a) + 0x1000) & 0xFFFFE000 if math.isfinite(a) else bits_of(a),

@@ -56,6 +56,25 @@ def test_votes_and_reductions() -> None:
         assert out[5, own].tolist() == [1] + [0] * 31
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_match(half: bool) -> None:
+    """9.7.13.10: of the lanes that take part, all or the even ones, those that hold the same; all of them or none."""
+    out = torch.zeros(4, 64, dtype=torch.int32)
+    stores = "".join(f"st.global.b32 [%rd8+{256 * n}], %r{10 + n}; " for n in range(4))
+    leaves = f"and.b32 %r1, %r0, {int(half)}; setp.ne.b32 %p1, %r1, 0; @%p1 ret;"
+    body = f"""{leaves} shr.u32 %r2, %r0, 2; and.b32 %r2, %r2, 3; shr.u32 %r3, %r0, 5; mov.b64 %rd2, 1;
+        match.any.sync.b32 %r10, %r2, -1; match.all.sync.b32 %r11|%p2, %r3, -1; selp.b32 %r12, 1, 0, %p2;
+        match.all.sync.b32 %r13, %r2, -1;
+        {AT.format(0)} {stores}"""
+    run_text(body, out, threads=64)
+    everyone = range(0, 32, 1 + half)
+    for n in range(0, 64, 1 + half):
+        alike = sum(1 << lane for lane in everyone if lane // 4 % 4 == n // 4 % 4)
+        assert out[0, n].item() & 0xFFFFFFFF == alike
+        assert out[1, n].item() & 0xFFFFFFFF == sum(1 << lane for lane in everyone) and out[2, n] == 1
+        assert out[3, n] == 0
+
+
 def fragments_of_a(e: int) -> list[list[tuple[int, int]]]:
     """9.7.14.5: row and first column of each register of A, by lane; e elements in a register."""
     return [
@@ -114,6 +133,46 @@ def test_mma(kind: str, dtype: torch.dtype, e: int) -> None:
             for r in range(4):
                 row, column = lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2
                 assert got[r, 32 * warp + lane] == want[warp, row, column]
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_mma_that_sums_in_fp16(k: int) -> None:
+    """9.7.14.5.8: two sums a register; D = A B + C of one warp, A and B all ones, C by its place."""
+    c = torch.arange(128).view(16, 8).half()
+    words = np.zeros((2, 32), np.uint32)
+    for lane in range(32):
+        for r in range(2):
+            words[r, lane] = packed(c[lane // 4 + 8 * r, 2 * (lane % 4) :][:2])[0]
+    given, out = torch.from_numpy(words.view(np.int32)), torch.zeros(2, 32, dtype=torch.int32)
+    held = ", ".join(["%r1"] * (k // 4))
+    body = f"""{AT.format(0)} mov.b32 %r1, 0x3C003C00; ld.global.b32 %r2, [%rd8]; ld.global.b32 %r3, [%rd8+128];
+        mma.sync.aligned.m16n8k{k}.row.col.f16.f16.f16.f16 {{%r4, %r5}}, {{{held}}},
+            {{{", ".join(["%r1"] * (k // 8))}}}, {{%r2, %r3}};
+        {AT.format(1)} st.global.b32 [%rd8], %r4; st.global.b32 [%rd8+128], %r5;"""
+    run_text(body, given, out)
+    got = out.view(torch.float16).view(2, 32, 2)
+    for lane in range(32):
+        for r in range(2):
+            want = c[lane // 4 + 8 * r, 2 * (lane % 4) :][:2] + k
+            assert got[r, lane].tolist() == want.tolist()
+
+
+def test_mma_of_doubles() -> None:
+    """9.7.14.5.2: D [8, 8] = A [8, 4] B [4, 8] + C of fp64, with more bits than fp32 has."""
+    torch.manual_seed(2)
+    a, b, c = (torch.randint(-(1 << 25), 1 << 25, shape).double() for shape in ((8, 4), (4, 8), (8, 8)))
+    given, out = torch.zeros(4, 32, dtype=torch.float64), torch.zeros(2, 32, dtype=torch.float64)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        given[:, lane] = torch.stack([a[g, t], b[t, g], c[g, 2 * t], c[g, 2 * t + 1]])
+    loads = "".join(f"ld.global.b64 %rd{10 + n}, [%rd8+{256 * n}]; " for n in range(4))
+    body = f"""mad.wide.u32 %rd8, %r0, 8, %rd0; mad.wide.u32 %rd9, %r0, 8, %rd1; {loads}
+        mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {{%rd20, %rd21}}, {{%rd10}}, {{%rd11}}, {{%rd12, %rd13}};
+        st.global.b64 [%rd9], %rd20; st.global.b64 [%rd9+256], %rd21;"""
+    run_text(body, given, out)
+    want = a @ b + c
+    for lane in range(32):
+        assert out[:, lane].tolist() == want[lane // 4, 2 * (lane % 4) :][:2].tolist()
 
 
 @pytest.mark.parametrize("limited, want", [("", -(1 << 31)), (".satfinite", (1 << 31) - 1)])

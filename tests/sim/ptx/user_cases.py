@@ -600,3 +600,45 @@ def double_by_own_descriptor(x, out, M: tl.constexpr, B: tl.constexpr):
 def case_descriptors_of_the_kernel():
     x, out = torch.arange(16 * 16, dtype=torch.float16).view(16, 16), torch.zeros(16, 16, dtype=torch.float16)
     return one(double_by_own_descriptor, dict(x=x, out=out, M=16, B=8), out, x * 2, 2)
+
+
+@triton.jit
+def square_by_own_descriptors(x, w, out, n, B: tl.constexpr, K: tl.constexpr):
+    """out += x w^T, tile by tile, descriptors made anew in each turn; x and w [n, K]."""
+    for first in range(0, n, B):
+        left = tl.make_tensor_descriptor(x + first * K, [B, K], [K, 1], [B, 32])
+        right = tl.make_tensor_descriptor(w, [n, K], [K, 1], [B, 32])
+        target = tl.make_tensor_descriptor(out, [n, n], [n, 1], [B, B])
+        total = tl.zeros([B, B], tl.float32)
+        for k in range(0, K, 32):
+            total += tl.dot(left.load([0, k]), right.load([tl.program_id(0) * B, k]).T)
+        target.atomic_add([first, tl.program_id(0) * B], total)
+
+
+def case_products_by_descriptors_of_the_kernel():
+    n, k = 64, 96
+    x, w = ((torch.arange(n * k) * step % 7 - 3).view(n, k).half() for step in (3, 5))
+    out = torch.ones(n, n)
+    return one(
+        square_by_own_descriptors,
+        dict(x=x, w=w, out=out, n=n, B=32, K=k),
+        out,
+        x.float() @ w.t().float() + 1,
+        2,
+    )
+
+
+@triton.jit
+def square_in_fp16(x, w, out, N: tl.constexpr, K: tl.constexpr):
+    n, k = tl.arange(0, N), tl.arange(0, K)
+    at = n[:, None] * K + k[None, :]
+    made = tl.dot(tl.load(x + at), tl.load(w + at).T, out_dtype=tl.float16)
+    tl.store(out + n[:, None] * N + n[None, :], made)
+
+
+def case_products_in_fp16():
+    n, k = 64, 32
+    x, w = ((torch.arange(n * k) * step % 7 - 3).view(n, k).half() for step in (3, 5))
+    want = (x.float() @ w.t().float()).half()
+    out = torch.zeros_like(want)
+    return one(square_in_fp16, dict(x=x, w=w, out=out, N=n, K=k), out, want, 1)
