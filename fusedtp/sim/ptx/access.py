@@ -5,7 +5,8 @@ PTX ISA 8.8: 9.7.9 (ld, st, mov), 9.7.13 (barriers, fences, atom, red, vote, red
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,13 +167,15 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
     if operation == "cas":
         swap = given[1]
         return lambda n, old: swap[n] if old == a[n] else None, dtype
-    functions = {
-        "exch": lambda n, old: a[n], "add": lambda n, old: old + a[n], "min": lambda n, old: min(old, a[n]),
-        "max": lambda n, old: max(old, a[n]), "and": lambda n, old: old & a[n], "or": lambda n, old: old | a[n],
-        "xor": lambda n, old: old ^ a[n], "inc": lambda n, old: dtype.type(0) if old >= a[n] else old + dtype.type(1),
-        "dec": lambda n, old: a[n] if old == 0 or old > a[n] else old - dtype.type(1),
-    }  # fmt: skip
-    return functions[operation], dtype
+    function = FUNCTIONS[operation]
+    return lambda n, old: function(old, a[n]), dtype
+
+
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "exch": lambda old, a: a, "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_,
+    "xor": operator.xor, "inc": lambda old, a: old - old if old >= a else old + type(old)(1),
+    "dec": lambda old, a: a if old == 0 or old > a else old - type(old)(1),
+}  # fmt: skip
 
 
 @handles("fence", "membar")

@@ -4,15 +4,17 @@ streams of a rank    work in order of issue; programs of a launch start in ascen
                      rank alive at once, those of a cooperative launch together; the next work starts when all of
                      them have ended
 turns                before every instruction that may see what other programs do, the strategy chooses who goes on
-sleep                a program that polls in vain gets no turn until some value has changed; if all sleep, every
-                     program polls on for a while; then it is a deadlock
+sleep                a program that polls in vain gets no turn until a word that it polls has changed, or many others
+                     have; if all sleep, every program polls on for a while; then it is a deadlock
 """
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -24,7 +26,10 @@ from .launch import Compiler, scratch
 from .memory import UNSIGNED, Line, Window
 from .program import Program
 
-PATIENCE, LAST_PATIENCE = 3, 2000  # polls in vain before a program sleeps; and once all sleep
+# Polls in vain before a program sleeps; and once all sleep. A loop that notes the time once in 1024 polls, as this
+# library's do, changes something by that, and is in vain all the same.
+PATIENCE, LAST_PATIENCE = 3, 1000
+RESTLESS = 256  # changes of other words, after which a program polls again: it may do more than poll
 MOST_TURNS = 500_000
 HOST = Site("host", 0, "host", 0)
 
@@ -96,6 +101,18 @@ class HostWork:
         self.ended = work.over(seen)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's search for cycles: it walks all that torch and Triton hold, and a schedule makes few."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class Machine:
     """Runs one schedule; `run` raises SimulationFault.
 
@@ -152,14 +169,14 @@ class Machine:
 
     def run(self) -> int:
         """Returns the number of switches."""
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), uncollected():
             for _ in range(MOST_TURNS):
                 self._start()
                 if not self.live:
                     if not any(stream.todo or stream.work for stream in self.streams):
                         break
                     continue
-                awake = [actor for actor in self.live if actor.asleep_since < 0 or self._awake(actor)]
+                awake = [actor for actor in self.live if self._awake(actor)]
                 if awake:
                     self._go_on(awake)
                 elif not self._roused():
@@ -185,10 +202,15 @@ class Machine:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _awake(self, actor: Actor) -> bool:
-        if actor.asleep_since >= 0 and actor.asleep_since != self.line.changes:
+        """Whether it gets turns; a sleeper that has reason to wakes up."""
+        if actor.asleep_since < 0:
+            return True
+        changes = self.line.changes - actor.asleep_since
+        if actor.window.woken or changes >= (RESTLESS if actor.window.latest else 1):
             actor.asleep_since, actor.patience, actor.window.vain = -1, PATIENCE, 0
             self._note("wake", "wakes", actor)
-        return actor.asleep_since < 0
+            return True
+        return False
 
     def _go_on(self, awake: list[Actor]) -> None:
         chosen = awake[0] if len(awake) == 1 else awake[self.strategy.pick(awake, self.last)]
@@ -199,6 +221,7 @@ class Machine:
             self._ended(chosen)
         elif chosen.window.vain >= chosen.patience:
             chosen.asleep_since = self.line.changes
+            chosen.window.sleep()
             self._note("wait", "waits", chosen)
 
     def _roused(self) -> bool:

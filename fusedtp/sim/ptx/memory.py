@@ -40,6 +40,8 @@ from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
+UNIT = 8  # bytes: those who poll see by it what changed
+LATEST = 8  # polls: a change of what one of them read wakes a sleeper
 MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
 WIDEST = 32  # bytes of an access
 Words = np.ndarray[Any, Any]
@@ -94,10 +96,15 @@ class Line:
         self.events: list[Event | None] = [None]
         self.sequence = 0  # of strong writes
         self.changes = 0  # writes that changed a value
+        self.changed: dict[
+            int, int
+        ] = {}  # unit of UNIT bytes -> the last such write to a word of it, by its number
+        self.sleepers: dict[int, dict[Window, None]] = {}  # by unit: who waits for such a write
         self.trace: deque[Moment] | None = deque(maxlen=MOST_MOMENTS) if trace else None
 
     def land(self) -> None:
-        """Copy the line back into the tensors."""
+        """Copy the line back into the tensors; nobody waits for a change any more."""
+        self.sleepers.clear()
         for each, start in zip(self.allocations, self.starts, strict=True):
             _bytes_of(each)[:] = self.bytes[start : start + each.nbytes]
 
@@ -170,6 +177,9 @@ class Line:
         if row[0] != value:
             self.changes += 1
             row[0] = value
+            self.changed[place // UNIT] = self.changes
+            for window in self.sleepers.pop(place // UNIT, ()):
+                window.woken = True
 
     def newest(self, places: Words, nb: int, count: int = 1) -> Words:
         """[n, count] words of nb bytes at [n] places."""
@@ -274,9 +284,11 @@ class Window:
         self.line, self.number, self.where, self.words = line, number, where, words
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
         self.by_warp = False  # whether its warps run one at a time
-        self.touched: set[int] = set()  # words that it polled since it last saw a change
-        self.vain = 0  # polls of such words
-        self.changes = -1
+        self.seen: dict[int, int] = {}  # unit that it has polled -> the last change that it saw
+        self.touched: set[int] = set()  # since one of them had changed
+        self.vain = 0  # polls of such
+        self.latest: deque[set[int]] = deque(maxlen=LATEST)  # units of polls
+        self.woken = False
         self.polled: tuple[int, Site] | None = None  # place of the last of these, and where
 
     # -- accesses ----------------------------------------------------------------------------------------------------
@@ -322,7 +334,7 @@ class Window:
             self._weak(who, places, within, nb * count, Event(self.where, site, self.words[0], False))
             return self.line.newest(places, nb, count)
         every = places[:, None] + np.arange(0, nb * count, nb)
-        self._polls(places, site)
+        self._polls(places, nb * count, site)
         event = Event(self.where, site, f"load ({order}, {scope})", False)
         number = self._beside_weak(places, within, nb * count, threads, event, proxy)
         values = np.empty(every.shape, UNSIGNED[nb])
@@ -377,7 +389,7 @@ class Window:
         """
         nb = dtype.itemsize
         places, within = self.places(addresses, nb, what, site)
-        self._polls(places, site)
+        self._polls(places, nb, site)
         event = Event(self.where, site, f"{what} ({order}, {scope})", True)
         number = self._beside_weak(places, within, nb, threads, event, proxy, reads)
         old = np.empty(len(places), dtype)
@@ -518,7 +530,7 @@ class Window:
         for word in words:
             write = word.at(moment)
             if write is not word.writes[-1]:
-                self.vain = 0  # the next poll may see more
+                self.vain, self.seen[word.place // UNIT] = 0, -1  # the next poll may see more
             known.observe(threads, word.coordinate, write.number)
             self._acquire(word, threads, order, scope, write)
             values.append(write.value)
@@ -562,14 +574,23 @@ class Window:
     def end(self) -> Clock:
         return self.known.end()
 
-    def _polls(self, places: Words, site: Site) -> None:
+    def _polls(self, places: Words, nbytes: int, site: Site) -> None:
         self.polled = int(places[0]), site
-        if self.changes != self.line.changes:
-            self.changes, self.vain = self.line.changes, 0
+        units = {at // UNIT for first in places.tolist() for at in range(first, first + nbytes, UNIT)}
+        now = {unit: self.line.changed.get(unit, 0) for unit in units}
+        if any(self.seen.get(unit, 0) != change for unit, change in now.items()):
             self.touched.clear()
-        new = set(places.tolist()) - self.touched
-        self.touched |= new
-        self.vain = 0 if new else self.vain + 1
+        self.seen |= now
+        self.vain = self.vain + 1 if units <= self.touched else 0
+        self.touched |= units
+        self.latest.append(units)
+
+    def sleep(self) -> None:
+        """Until a word that it polls changes, which one may have done since."""
+        units = set[int]().union(*self.latest)
+        self.woken = any(self.line.changed.get(unit, 0) != self.seen[unit] for unit in units)
+        for unit in units:
+            self.line.sleepers.setdefault(unit, {})[self] = None
 
     # -- faults ------------------------------------------------------------------------------------------------------
 

@@ -593,7 +593,7 @@ class Program:
             if not ready and self.ended:
                 self._finish()
                 return
-            if self._meet(everyone=not ready):
+            if (not ready or self.kernel.specialized) and self._meet(everyone=not ready):
                 if any(vector.pauses for vector in self.vectors):
                     return
                 continue
@@ -627,8 +627,6 @@ class Program:
 
     def _meet(self, everyone: bool) -> bool:
         """Those who wait at a barrier that is complete go on; whether there are any. everyone: waits, or has ended."""
-        if not everyone and not self.kernel.specialized:  # then a barrier is one of all threads
-            return False
         first = self.vectors[0].groups[0] if self.vectors[0].groups else None
         if (
             everyone

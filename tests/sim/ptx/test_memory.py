@@ -406,6 +406,73 @@ def test_residency_decides_whether_a_wait_ends() -> None:
     run_all(work, resident=1)
 
 
+def counting(
+    first: str, second: str, turns: int, monkeypatch: pytest.MonkeyPatch, seed: int = 0, times: int = 3000
+) -> None:
+    """Program 0 does `first`; program 1 counts at %rd1 until it sees a 1 at %rd2 or has done so `times`, does
+    `second`, and counts on.
+    """
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", turns)
+    count = """atom.global.relaxed.gpu.add.u32 %r2, [%rd1], 1; ld.global.relaxed.gpu.b32 %r3, [%rd2];
+        setp.ne.b32 %p2, %r3, 0; @%p2 bra $DONE; sub.s32 %r9, %r9, 1; setp.gt.s32 %p2, %r9, 0; @%p2 bra"""
+    body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.u32 %r1, %ctaid.x; mov.b32 %r9, {times};
+        setp.eq.b32 %p1, %r1, 1; @%p1 bra $count; {first} ret;
+        $count: {count.replace("$DONE", "$set")} $count;
+        $set: {second} mov.b32 %r9, 3000; $again: {count.replace("$DONE", "$end")} $again; $end:"""
+    run_text(body, *torch.zeros(3, 8, dtype=torch.int32), grid=2, weak=True, seed=seed)
+
+
+def test_a_program_sleeps_until_a_word_that_it_polls_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not until another one does: each would poll as often as all others change something."""
+    waits = """$spin: ld.global.acquire.gpu.b32 %r2, [%rd0]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;
+        st.global.relaxed.gpu.b32 [%rd2], 1;"""
+    counting(waits, "st.global.release.gpu.b32 [%rd0], 1;", 6200, monkeypatch)
+
+
+@pytest.mark.parametrize("at", [0, 4, 12])
+def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
+    waits = f"""$spin: ld.global.relaxed.gpu.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd0];
+        setp.eq.b32 %p2, %r{2 + at // 4}, 0; @%p2 bra $spin; st.global.relaxed.gpu.b32 [%rd2], 1;"""
+    counting(waits, f"st.global.release.gpu.b32 [%rd0+{at}], 1;", 6200, monkeypatch)
+
+
+@pytest.mark.parametrize("times", [*range(3, 12), 3000])
+def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four words in turn, more than polls before it sleeps."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
+    loads = "".join(f"ld.global.relaxed.gpu.b32 %r{4 + n}, [%rd0+{8 * n}]; " for n in range(4))
+    waits = f"""$spin: {loads} or.b32 %r4, %r4, %r5; or.b32 %r4, %r4, %r6; or.b32 %r4, %r4, %r7;
+        setp.eq.b32 %p2, %r4, 0; @%p2 bra $spin; st.global.relaxed.gpu.b32 [%rd2], 1;"""
+    for seed in range(6):
+        counting(waits, "st.global.release.gpu.b32 [%rd0], 1;", 2 * times + 300, monkeypatch, seed, times)
+
+
+@pytest.mark.parametrize("every, rule", [(1, "no progress"), (1024, "deadlock")])
+def test_who_notes_the_time_now_and_then_still_waits(
+    every: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs poll what nobody sets, and each counts once in `every` polls at one place."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 30_000)
+    body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r4, 0;
+        $spin: add.s32 %r4, %r4, 1; rem.s32 %r5, %r4, {every}; setp.eq.b32 %p2, %r5, 0;
+        @%p2 red.global.add.u32 [%rd1], 1;
+        ld.global.acquire.gpu.b32 %r2, [%rd0]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;"""
+    with pytest.raises(SimulationFault) as caught:
+        run_text(body, *torch.zeros(2, 8, dtype=torch.int32), grid=2, weak=True)
+    assert caught.value.fault.rule == rule
+
+
+def test_a_program_that_only_looks_at_what_never_changes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As others do that look at a flag of failures while they work."""
+    looks = """mov.b32 %r4, 0;
+        $look: ld.global.relaxed.gpu.b32 %r2, [%rd0]; add.s32 %r4, %r4, 1; setp.lt.s32 %p2, %r4, 12; @%p2 bra $look;
+        st.global.release.gpu.b32 [%rd2], 1;"""
+    counting(looks, "", 4000, monkeypatch)
+
+
 @pytest.mark.parametrize("between", ["", "mov.b32 %r1, 0;"])
 def test_a_program_that_wakes_polls_before_it_sleeps_again(
     between: str, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,12 @@ def adds_towards_zero(x, out, N: tl.constexpr):
 
 
 @triton.jit
+def divides_towards_zero(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, libdevice.div_rz(tl.load(x + at), 3.0))
+
+
+@triton.jit
 def cuts(x, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(out + at, libdevice.int2float_rz(tl.load(x + at)))
@@ -214,11 +220,18 @@ def test_two_threads_of_one_store_that_write_different_values_race(target: str):
     )
 
 
-@pytest.mark.parametrize("kernel", [adds_towards_zero, cuts])
-def test_a_rounding_that_the_machine_has_not_is_refused(kernel: Any):
-    x = torch.full((32,), 16777219, dtype=I32) if kernel is cuts else torch.rand(32)
-    with pytest.raises(UnsupportedPtx, match=r"does not know `(add\.rz|cvt\.rz\.f32\.s32)"):
-        tried(case(kernel, dict(x=x, out=torch.zeros(32), N=32), torch.zeros(32)), "sm_90")
+def test_directed_roundings():
+    x = torch.full((32,), 2.0**24)
+    more = case(adds_towards_zero, dict(x=x, out=torch.zeros(32), N=32), x)  # 2**24 + 1 lies between two
+    whole = torch.full((32,), 16777219, dtype=I32)
+    for made in (more, case(cuts, dict(x=whole, out=torch.zeros(32), N=32), torch.full((32,), 16777218.0))):
+        assert tried(made, "sm_90").passed
+
+
+def test_a_rounding_that_the_machine_has_not_is_refused():
+    made = case(divides_towards_zero, dict(x=torch.ones(32), out=torch.zeros(32), N=32), torch.zeros(32))
+    with pytest.raises(UnsupportedPtx, match=r"does not know `div\.rz"):
+        tried(made, "sm_90")
 
 
 def test_a_launch_that_may_overlap_the_one_before_is_refused():

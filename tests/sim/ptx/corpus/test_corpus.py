@@ -95,7 +95,8 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
         assert outcome.fault.rule in each.rules, str(outcome.fault)
         if BEFORE_3_8:  # a line of a helper stands for every call
             continue
-        assert CAUSES.get(each.name, "") in outcome.fault.cause, str(outcome.fault)
+        if "race" in outcome.fault.rule:  # a wrong value has none
+            assert CAUSES.get(each.name, "") in outcome.fault.cause, str(outcome.fault)
         for launch, place in named(outcome.fault):
             assert each.bug in marks().get(place, {}).get(launch, ()), (
                 f"names {place[1]}, which is not marked\n{outcome.fault}"
