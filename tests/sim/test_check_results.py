@@ -68,7 +68,7 @@ def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[
 
 def test_a_part_ends_with_its_time() -> None:
     """--seconds reaches into a schedule: 500,000 polls would take half a minute."""
-    (found,) = find("tests.sim.ptx.user_cases:case_polls_and_counts", None, "sm_80")
+    (found,) = find("tests.sim.ptx.user_cases:case_polls_and_stores", None, "sm_80")
     part = run_part(found, list(schedules(3, target="sm_80")), 1.0)
     assert part.late and part.schedules == 0 and part.fault is None
     assert Result(found, 0, 0, 1.0, part).verdict == "out of time"

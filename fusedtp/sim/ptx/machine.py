@@ -26,9 +26,8 @@ from .launch import Compiler, scratch
 from .memory import UNSIGNED, Line, Window
 from .program import Program
 
-# Polls in vain before a program sleeps; and once all sleep. A loop that notes the time once in 1024 polls, as this
-# library's do, changes something by that, and is in vain all the same.
-PATIENCE, LAST_PATIENCE = 3, 1000
+# Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
+PATIENCE, LAST_PATIENCE = 3, 2000
 RESTLESS = 256  # changes of other words, after which a program polls again: it may do more than poll
 MOST_TURNS = 500_000
 HOST = Site("host", 0, "host", 0)

@@ -16,6 +16,11 @@ One model holds, that of PTX (ISA 8.8, section 8, "Memory Consistency Model"), i
 Note [Allowed and not shown]. A read does not return what is written later in the schedule, so no load buffering; a
 write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept.
 
+Note [Heartbeats]. What its polls see tells a program that waits from one that works. News are words that it has not
+read before, and those of its last few polls that others have changed since. Who stores works. An atomic of its own that
+changes its word, and a change of what it reads seldom, as a clock, count neither for nor against it: one that waits may
+note the time once in a thousand polls.
+
 Everything that a program does to memory goes through `Window`, with threads, order and scope.
 """
 
@@ -566,7 +571,10 @@ class Window:
             carry(carried, before.carried.items())
         line.sequence += 1
         word.write(Write(line.sequence, value, carried))
+        changes = line.changes
         line.set(word.place, word.nb, value)
+        if line.changes != changes:  # Note [Heartbeats]
+            self.seen[word.place // UNIT], self.vain = line.changes, max(self.vain - 1, 0)
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
     # -- order -------------------------------------------------------------------------------------------------------
@@ -578,10 +586,14 @@ class Window:
         self.polled = int(places[0]), site
         units = {at // UNIT for first in places.tolist() for at in range(first, first + nbytes, UNIT)}
         now = {unit: self.line.changed.get(unit, 0) for unit in units}
-        if any(self.seen.get(unit, 0) != change for unit, change in now.items()):
+        changed = {unit for unit, change in now.items() if self.seen.get(unit, change) != change}
+        if changed and not changed.isdisjoint(set[int]().union(*self.latest)):
             self.touched.clear()
+        if not units <= self.touched:
+            self.vain = 0
+        elif not changed:
+            self.vain += 1
         self.seen |= now
-        self.vain = self.vain + 1 if units <= self.touched else 0
         self.touched |= units
         self.latest.append(units)
 

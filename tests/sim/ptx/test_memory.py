@@ -409,11 +409,11 @@ def test_residency_decides_whether_a_wait_ends() -> None:
 def counting(
     first: str, second: str, turns: int, monkeypatch: pytest.MonkeyPatch, seed: int = 0, times: int = 3000
 ) -> None:
-    """Program 0 does `first`; program 1 counts at %rd1 until it sees a 1 at %rd2 or has done so `times`, does
+    """Program 0 does `first`; program 1 counts down at %rd1 until it sees a 1 at %rd2 or has done so `times`, does
     `second`, and counts on.
     """
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", turns)
-    count = """atom.global.relaxed.gpu.add.u32 %r2, [%rd1], 1; ld.global.relaxed.gpu.b32 %r3, [%rd2];
+    count = """st.global.relaxed.gpu.b32 [%rd1], %r9; ld.global.relaxed.gpu.b32 %r3, [%rd2];
         setp.ne.b32 %p2, %r3, 0; @%p2 bra $DONE; sub.s32 %r9, %r9, 1; setp.gt.s32 %p2, %r9, 0; @%p2 bra"""
     body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.u32 %r1, %ctaid.x; mov.b32 %r9, {times};
         setp.eq.b32 %p1, %r1, 1; @%p1 bra $count; {first} ret;
@@ -450,18 +450,21 @@ def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch
         counting(waits, "st.global.release.gpu.b32 [%rd0], 1;", 2 * times + 300, monkeypatch, seed, times)
 
 
-@pytest.mark.parametrize("every, rule", [(1, "no progress"), (1024, "deadlock")])
+@pytest.mark.parametrize(
+    "every, how, rule",
+    [(1, "st.global.relaxed.gpu.b32", "no progress"), (1024, "red.global.add.u32", "deadlock")],
+)
 def test_who_notes_the_time_now_and_then_still_waits(
-    every: int, rule: str, monkeypatch: pytest.MonkeyPatch
+    every: int, how: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two programs poll what nobody sets, and each counts once in `every` polls at one place."""
-    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 30_000)
+    """Five programs poll what nobody sets, and note something at one place once in `every` polls."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 40_000)
     body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r4, 0;
         $spin: add.s32 %r4, %r4, 1; rem.s32 %r5, %r4, {every}; setp.eq.b32 %p2, %r5, 0;
-        @%p2 red.global.add.u32 [%rd1], 1;
+        @%p2 {how} [%rd1], %r4;
         ld.global.acquire.gpu.b32 %r2, [%rd0]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;"""
     with pytest.raises(SimulationFault) as caught:
-        run_text(body, *torch.zeros(2, 8, dtype=torch.int32), grid=2, weak=True)
+        run_text(body, *torch.zeros(2, 8, dtype=torch.int32), grid=5, weak=True)
     assert caught.value.fault.rule == rule
 
 

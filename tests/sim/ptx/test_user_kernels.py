@@ -248,6 +248,11 @@ def test_a_loop_without_end_reaches_the_step_limit(name: str, monkeypatch: pytes
     assert "user_cases.py" in str(fault)
 
 
+def test_who_counts_while_it_waits_for_nobody_is_in_a_deadlock() -> None:
+    fault = fault_of(lambda: cases.endless("polls_and_counts"), count=1)
+    assert fault.rule == "deadlock" and fault.waits[0].tensor == "flag of rank 0"
+
+
 # -- in a test ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,10 +270,10 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
         with pytest.raises(
             AssertionError, match=rf"no schedule ended in {seconds} s; the first stood at "
         ) as told:
-            assert_no_finding(cases.case_polls_and_counts, seconds=seconds, targets="sm_80")
+            assert_no_finding(cases.case_polls_and_stores, seconds=seconds, targets="sm_80")
         if "before its kernels ran" not in str(told.value):
             break
-    assert "polls_and_counts" in str(told.value)
+    assert "polls_and_stores" in str(told.value)
 
 
 def test_a_finding_in_a_test_gives_a_command_that_finds_its_case() -> None:

@@ -321,8 +321,8 @@ def endless(name) -> Run:
     return one(ENDLESS[name], dict(flag=flag, out=out), out, out)
 
 
-def case_polls_and_counts():
-    return endless("polls_and_counts")
+def case_polls_and_stores():
+    return endless("polls_and_stores")
 
 
 # -- messages between two ranks ----------------------------------------------------------------------------------------
