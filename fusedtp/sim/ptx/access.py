@@ -186,7 +186,8 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
             return [f"S.fence_alias({e.mask})"]
         if i.has("tensormap::generic"):
             if i.has("acquire"):
-                return [f"S.acquire_map({e.address(i.args[0], False)}, {e.mask}, {scope_of(i)!r})"]
+                where = f"{e.address(i.args[0], False)}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)}"
+                return [f"S.acquire_map({where})"]
             return [f"S.fence({e.mask}, 'release', {scope_of(i)!r})"]
         if i.has("async::generic"):  # one way, of shared memory alone; to the async proxy it is the release
             return [f"S.fence_shared({e.mask})"] if i.has("release") else []

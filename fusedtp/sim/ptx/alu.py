@@ -311,8 +311,10 @@ def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     if r == "not":
         return e.call("logical_not" if t == "pred" else "invert", d, t, e.read(a, t))
     if t in ("bf16", "bf16x2", "f16x2"):
-        if r not in ("neg", "abs"):
+        if r in ("ex2", "tanh"):
             return e.put(d, t, f"halves({r!r}, {t!r}, False, False, {e.read(a, t)})")
+        if r not in ("neg", "abs"):
+            return None
         sign = {"bf16": 0x8000, "bf16x2": 0x80008000, "f16x2": 0x80008000}[t]
         bits = TYPES[t][1](sign)
         how = f"^ {e.const(bits)}" if r == "neg" else f"& {e.const(~bits)}"
@@ -444,13 +446,11 @@ def _compare(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("set")
 def _set(e: Emitter, i: Instruction) -> list[str] | None:
-    """Of two halves: 1 where the comparison holds, else 0. PTX ISA 9.7.7.1."""
-    kind, to, of = i.parts[1:4] if len(i.parts) == 4 else ("", "", "")
-    if kind not in ("nan", "num", *SIMPLE) or to != "f16x2" or of not in ("f16x2", "bf16x2"):
+    """1.0 in each half where the comparison holds, else 0. PTX ISA 9.7.7.1."""
+    if i.parts[2:] != ("f16x2", "f16x2") or i.parts[1] not in ("nan", "num", *SIMPLE):
         return None
-    return e.put(
-        i.args[0], to, f"compared({kind!r}, {of!r}, {e.read(i.args[1], of)}, {e.read(i.args[2], of)})"
-    )
+    given = ", ".join(e.read(x, "f16x2") for x in i.args[1:])
+    return e.put(i.args[0], "f16x2", f"compared({i.parts[1]!r}, {given})")
 
 
 @handles("selp")
@@ -525,7 +525,7 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     source = e.read(given[0], of)
     if of == "bf16":
         source = f"from_bf16({source})"
-    if to == "bf16" and rounding in ("rn", "", "rz"):
+    if to == "bf16" and rounding in ("rn", "", "rz") and not i.has("relu"):
         return e.put(d, "b16", f"to_bf16({source}{', cut=True' if rounding == 'rz' else ''})")
     if to in FLOATS:
         if of in FLOATS and rounding[-1:] == "i":

@@ -306,7 +306,11 @@ def _of(value: Any, lane: int) -> int:
 
 @dataclass
 class TensorStore:
-    """One tensor store on its way. words: what it has read of shared memory; reduces: with what stands there, how."""
+    """One tensor store on its way.
+
+    reduces   the operation by which it is joined with what stands there, or ""
+    words     what it has read of shared memory
+    """
 
     tensor: TensorMap
     of: int
@@ -332,7 +336,7 @@ class TensorStore:
             dtype = np.dtype(TYPES[self.tensor.type][1])
             new, _ = updated(self.reduces, self.tensor.type, [words.view(dtype)])
             how = "relaxed", "gpu", self.site, f"tensor {self.reduces}", False, ASYNC
-            program.window.atomic(places, threads, new, dtype, *how)
+            program.window.atomic(places, threads, new, dtype, *how, issued=self.issued)
         elif len(places):
             program.window.store(places, words[:, None], threads, "weak", "", self.site, self.issued, ASYNC)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from .access import scope_of
 from .alu import Emitter, handles, size_of
-from .parse import Address, Imm, Instruction, UnsupportedPtx
+from .parse import Imm, Instruction, UnsupportedPtx
 from .tensor_core import swizzled
 
 Array = np.ndarray[Any, Any]
@@ -86,6 +86,13 @@ def of_bytes(words: Array) -> TensorMap:
     return TensorMap(base, shape, (*inner_first[::-1], 1), box, kind, swizzle)
 
 
+def misaligned(words: Array) -> str:
+    """What of a descriptor is no multiple of 16 bytes, which copies want: CUDA Driver API, cuTensorMapEncodeTiled."""
+    said = words.reshape(-1).view(FIELDS)[0]
+    strides = said["global_stride"][: int(said["rank"])]
+    return "the address" if said["global_address"] % 16 else "a stride" if (strides % 16).any() else ""
+
+
 @handles("tensormap")
 def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("cp_fenceproxy"):
@@ -96,10 +103,12 @@ def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
     if not i.has("replace") or not i.has("shared::cta") or not field:
         return None
     at, *number, value = i.args
-    assert isinstance(at, Address) and all(isinstance(x, Imm) for x in number)
+    ordinal = sum(int(x.text, 0) for x in number if isinstance(x, Imm))
     dtype, first = FIELDS.fields[field][:2]
     size = dtype.base.itemsize
-    place = first + size * sum(int(x.text, 0) for x in number if isinstance(x, Imm))
+    if size * ordinal >= dtype.itemsize:
+        return None
+    place = first + size * ordinal
     word = e.read(value, f"b{8 * size}")
     where = f"{e.address(at, True)} + {e.const(np.int64(place))}"
     return [f"S.store_shared({where}, [{word}], {size}, {e.mask}, {e.const(i.site)})"]

@@ -21,11 +21,12 @@ from ..case import Launch
 from ..faults import UnsupportedKernel
 from ..memory import symmetric
 from . import TARGETS
-from .descriptors import TensorMap
+from .descriptors import NBYTES, TensorMap
 from .kernel import Kernel, translated
 from .parse import UnsupportedPtx
 
 Edit = Callable[[str], str]
+SCRATCH = "%scratch"
 CHECKED = {"debug": True, "sanitize_overflow": False}  # device_assert, but no check of integers that may wrap
 
 
@@ -38,8 +39,10 @@ class Compiler:
         self.target, self.edit = target, edit
         self._made: dict[Any, tuple[str, int, str, int]] = {}
 
-    def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, int | TensorMap]]:
+    def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, Any]]:
         """The kernel, and its parameters by name, with the special registers that the launch sets.
+
+        Under SCRATCH the memory that it points one of them to, where it asks for some: for descriptors that it makes.
 
         Raises UnsupportedPtx for an opcode, UnsupportedKernel for a kernel that does not compile for this target.
         """
@@ -81,14 +84,20 @@ class Compiler:
         given = [
             bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)
         ]
+        memory = {}
+        if made.scratch:
+            memory[SCRATCH] = _aligned(made.scratch * int(np.prod(launch.shape)))
+            given.append(memory[SCRATCH].data_ptr())
         names = made.listing.parameters
-        given += [0] * (len(names) - len(given))  # scratch memory, see `scratch`
+        given += [0] * (
+            len(names) - len(given)
+        )  # scratch that it does not ask for, and that of Triton's profiler
         parameters = {
             p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
             for x, p in zip(given, names, strict=True)
         }
         registers = enumerate(getattr(launch, "environment", ()))
-        return made, {**parameters, **{f"%envreg{n}": value for n, value in registers}}
+        return made, {**parameters, **{f"%envreg{n}": value for n, value in registers}, **memory}
 
     def _compile(
         self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]
@@ -101,15 +110,11 @@ class Compiler:
         return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps), scratch
 
 
-def scratch(launch: Launch, kernel: Kernel, parameters: dict[str, int | TensorMap]) -> list[Tensor]:
-    """Memory of the launch's programs, where a kernel asks for some: for descriptors that it makes."""
-    if not kernel.scratch:
-        return []
-    nbytes = kernel.scratch * int(np.prod(launch.shape))
-    (memory,) = symmetric("scratch", 1, (nbytes,), torch.uint8).tensors
-    *_, ours, _ = kernel.listing.parameters  # then that of Triton's profiler
-    parameters[ours.name] = memory.data_ptr()
-    return [memory]
+def _aligned(nbytes: int) -> Tensor:
+    """As launchers allocate it."""
+    (memory,) = symmetric("scratch", 1, (nbytes + NBYTES,), torch.uint8).tensors
+    first = -memory.data_ptr() % NBYTES
+    return memory[first : first + nbytes]
 
 
 def _said(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 
 import numpy as np
 
@@ -22,13 +23,15 @@ from ..case import Await, Copy, Launch, Run, Signal, Work, memory_map
 from ..faults import Access, Fault, Moment, SimulationFault, Site, Wait
 from ..strategies import Strategy
 from .clocks import Clock, Slot, joined
-from .launch import Compiler, scratch
+from .launch import SCRATCH, Compiler
 from .memory import UNSIGNED, Line, Window
 from .program import Program
 
 # Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
 PATIENCE, LAST_PATIENCE = 3, 2000
-RESTLESS = 256  # changes of other words, after which a program polls again: it may do more than poll
+RESTLESS = (
+    256  # changes of other words that wake a sleeper all the same: it may work, and only look at a flag
+)
 MOST_TURNS = 500_000
 HOST = Site("host", 0, "host", 0)
 
@@ -137,15 +140,15 @@ class Machine:
         waived: dict[str, int] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        launches = [each for of_rank in run.work for each in of_rank if isinstance(each, Launch)]
-        self.compiled = {id(each): compiler.compiled(each) for each in launches}
-        held = [
-            (f"scratch of {launch.name}", rank, tensor)
-            for rank, work in enumerate(run.work)
-            for launch in work
-            if isinstance(launch, Launch)
-            for tensor in scratch(launch, *self.compiled[id(launch)])
+        given = [[copy(each) for each in work] for work in run.work]  # one that is given twice is two
+        launches = [
+            (rank, each) for rank, work in enumerate(given) for each in work if isinstance(each, Launch)
         ]
+        self.compiled = {id(each): compiler.compiled(each) for _, each in launches}
+        held = []
+        for rank, each in launches:
+            memory = self.compiled[id(each)][1].pop(SCRATCH, None)
+            held += [] if memory is None else [(f"scratch of {each.name}", rank, memory)]
         by_tma = any(kernel.by_tma for kernel, _ in self.compiled.values())
         self.line = Line(memory_map(run, held), self.rng, weak, trace, waived, by_tma)
         self.strategy = strategy(self.rng, len(run.work))
@@ -153,7 +156,7 @@ class Machine:
         self.limits = [self._drawn_limit() for _ in run.work]
         self.streams: list[Stream] = []
         slots = 0
-        for rank, work in enumerate(run.work):
+        for rank, work in enumerate(given):
             for name in dict.fromkeys(each.stream for each in work):
                 self.streams.append(Stream(rank, [each for each in work if each.stream == name], slots))
                 slots += self.streams[-1].width
@@ -205,8 +208,9 @@ class Machine:
         if actor.asleep_since < 0:
             return True
         changes = self.line.changes - actor.asleep_since
-        if actor.window.woken or changes >= (RESTLESS if actor.window.latest else 1):
-            actor.asleep_since, actor.patience, actor.window.vain = -1, PATIENCE, 0
+        if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
+            actor.asleep_since, actor.patience = -1, PATIENCE
+            actor.window.wake()
             self._note("wake", "wakes", actor)
             return True
         return False
@@ -218,7 +222,7 @@ class Machine:
         chosen.does.turn()
         if chosen.does.ended:
             self._ended(chosen)
-        elif chosen.window.vain >= chosen.patience:
+        elif chosen.window.waits >= chosen.patience:
             chosen.asleep_since = self.line.changes
             chosen.window.sleep()
             self._note("wait", "waits", chosen)
@@ -229,6 +233,7 @@ class Machine:
             return False
         for actor in self.live:
             actor.asleep_since, actor.patience = -1, min(8 * actor.patience, LAST_PATIENCE)
+            actor.window.wake()
             self._note("wake", "wakes", actor)
         return True
 

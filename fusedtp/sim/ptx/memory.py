@@ -45,8 +45,8 @@ from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
 
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
-UNIT = 8  # bytes: those who poll see by it what changed
-LATEST = 8  # polls: a change of what one of them read wakes a sleeper
+UNIT = 8  # bytes that are taken to change together for those who poll a part of them
+LATEST = 8  # polls: a change of what one of them read is news
 MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
 WIDEST = 32  # bytes of an access
 Words = np.ndarray[Any, Any]
@@ -101,10 +101,9 @@ class Line:
         self.events: list[Event | None] = [None]
         self.sequence = 0  # of strong writes
         self.changes = 0  # writes that changed a value
-        self.changed: dict[
-            int, int
-        ] = {}  # unit of UNIT bytes -> the last such write to a word of it, by its number
-        self.sleepers: dict[int, dict[Window, None]] = {}  # by unit: who waits for such a write
+        # by units of UNIT bytes: number of the last such write to a word of it, and who waits for one
+        self.changed: dict[int, int] = {}
+        self.sleepers: dict[int, dict[Window, None]] = {}
         self.trace: deque[Moment] | None = deque(maxlen=MOST_MOMENTS) if trace else None
 
     def land(self) -> None:
@@ -290,9 +289,12 @@ class Window:
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
         self.by_warp = False  # whether its warps run one at a time
         self.seen: dict[int, int] = {}  # unit that it has polled -> the last change that it saw
-        self.touched: set[int] = set()  # since one of them had changed
-        self.vain = 0  # polls of such
-        self.latest: deque[set[int]] = deque(maxlen=LATEST)  # units of polls
+        self.touched: set[int] = set()  # units polled since there was news, or a store
+        self.counted: set[int] = set()  # of these, what its own atomics changed
+        self.polls, self.last = 0, dict[int, int]()  # unit -> number of its last poll
+        self.period = 0  # polls since the last poll read what it read
+        self.vain = 0  # polls of nothing but units touched before
+        self.watched: set[int] = set()  # units that wake it
         self.woken = False
         self.polled: tuple[int, Site] | None = None  # place of the last of these, and where
 
@@ -364,6 +366,8 @@ class Window:
         nb, count = values.dtype.itemsize, values.shape[1]
         places, within = self.places(addresses, nb * count, "store", site)
         self.vain = 0  # it gets on
+        self.touched.clear()
+        self.counted.clear()
         if order == "weak":
             who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             event = Event(self.where, site, self.words[1], True)
@@ -387,20 +391,23 @@ class Window:
     def atomic(
         self, addresses: Words, threads: Words, new: Callable[[int, Any], Any], dtype: np.dtype[Any], order: str,
         scope: str, site: Site, what: str = "atomic", returns: bool = True, proxy: int = GENERIC, reads: bool = True,
+        issued: Rows | None = None,
     ) -> Words:  # fmt: skip
         """Each thread in turn: what stood there, replaced by new(number in the list, old); None leaves it.
 
         returns   it may acquire; reads: what stood there matters
+        issued    of an asynchronous reduction: what its thread knew when it issued it
         """
         nb = dtype.itemsize
         places, within = self.places(addresses, nb, what, site)
-        self._polls(places, nb, site)
+        if issued is None:
+            self._polls(places, nb, site)
         event = Event(self.where, site, f"{what} ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb, threads, event, proxy, reads)
+        number = self._beside_weak(places, within, nb, threads, event, proxy, reads, issued)
         old = np.empty(len(places), dtype)
         for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             own = threads[lane : lane + 1]
-            word = self._used(place, nb, own, scope, event, number)
+            word = self._used(place, nb, own, scope, event, number, issued)
             before = word.writes[-1]
             old[lane] = now = np.array(before.value).view(dtype)[()]
             made = new(lane, now)
@@ -409,7 +416,7 @@ class Window:
             if made is None:
                 self.known.observe(own, word.coordinate, before.number)
                 continue
-            carried = self.known.released(thread, order, scope)
+            carried = {} if issued is not None else self.known.released(thread, order, scope)
             self._write(word, thread, order, carried, np.array(made, dtype).view(UNSIGNED[nb])[()], before)
         if self.line.trace is not None:
             place = int(places[0])
@@ -490,9 +497,10 @@ class Window:
 
     def _beside_weak(
         self, places: Words, within: int, width: int, threads: Words, event: Event, proxy: int, reads: bool = True,
+        issued: Rows | None = None,
     ) -> int:  # fmt: skip
         """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
-        who = Accessor(self.known, self.known.now(), threads, proxy)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
         parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
         for shadow, chosen in parts:
             part = who if chosen is None else who._replace(threads=threads[chosen])
@@ -509,12 +517,21 @@ class Window:
 
     # -- strong accesses ---------------------------------------------------------------------------------------------
 
-    def _used(self, place: int, nb: int, threads: Words, scope: str, event: Event, number: int) -> Word:
+    def _used(
+        self,
+        place: int,
+        nb: int,
+        threads: Words,
+        scope: str,
+        event: Event,
+        number: int,
+        issued: Rows | None = None,
+    ) -> Word:
         """The word that a strong access uses, checked against those of others. threads know the same."""
         word, source = self.line.word(place, nb), self.known.at(scope)
         thread = int(threads[0])
         past: list[int] = []
-        now = self.known.now()
+        now = issued or self.known.now()
         while found := word.conflict(self.known, now, thread, source, place, nb, event.writes, past):
             past.append(self._race_of_word(word, found.event, event, found.source.reaches(source)))
         operation = Operation(self.known.tick, source, place, nb, number)
@@ -571,10 +588,14 @@ class Window:
             carry(carried, before.carried.items())
         line.sequence += 1
         word.write(Write(line.sequence, value, carried))
-        changes = line.changes
+        unit, changes = word.place // UNIT, line.changes
+        last = line.changed.get(unit, 0)
         line.set(word.place, word.nb, value)
-        if line.changes != changes:  # Note [Heartbeats]
-            self.seen[word.place // UNIT], self.vain = line.changes, max(self.vain - 1, 0)
+        if before is not None and line.changes != changes:  # Note [Heartbeats]
+            self.counted.add(unit)
+            self.vain = max(self.vain - 1, 0)
+            if self.seen.get(unit) == last:  # else others have changed it too
+                self.seen[unit] = line.changes
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
     # -- order -------------------------------------------------------------------------------------------------------
@@ -586,23 +607,39 @@ class Window:
         self.polled = int(places[0]), site
         units = {at // UNIT for first in places.tolist() for at in range(first, first + nbytes, UNIT)}
         now = {unit: self.line.changed.get(unit, 0) for unit in units}
-        changed = {unit for unit, change in now.items() if self.seen.get(unit, change) != change}
-        if changed and not changed.isdisjoint(set[int]().union(*self.latest)):
+        changed = [unit for unit, change in now.items() if self.seen.get(unit, change) != change]
+        ago = {unit: self.polls - self.last.get(unit, self.polls) for unit in units}
+        if any(ago[unit] < LATEST for unit in changed):
             self.touched.clear()
         if not units <= self.touched:
             self.vain = 0
         elif not changed:
             self.vain += 1
+        self.polls, self.period = self.polls + 1, 1 + max(ago.values())
+        self.last |= dict.fromkeys(units, self.polls)
         self.seen |= now
         self.touched |= units
-        self.latest.append(units)
+
+    @property
+    def waits(self) -> int:
+        """How often it has polled in vain; 0 if not yet all words of its loop."""
+        return self.vain if self.vain >= self.period else 0
 
     def sleep(self) -> None:
-        """Until a word that it polls changes, which one may have done since."""
-        units = set[int]().union(*self.latest)
-        self.woken = any(self.line.changed.get(unit, 0) != self.seen[unit] for unit in units)
-        for unit in units:
+        """Until a word of its loop changes, which one may have done since it was polled."""
+        units = {unit for unit, number in self.last.items() if number > self.polls - self.vain}
+        self.watched = units - self.counted
+        self.woken = any(self.line.changed.get(unit, 0) != self.seen[unit] for unit in self.watched)
+        for unit in self.watched:
             self.line.sleepers.setdefault(unit, {})[self] = None
+
+    def wake(self) -> None:
+        for unit in self.watched:
+            waiting = self.line.sleepers.get(unit, {})
+            waiting.pop(self, None)
+            if not waiting:
+                self.line.sleepers.pop(unit, None)
+        self.watched, self.vain = set(), 0
 
     # -- faults ------------------------------------------------------------------------------------------------------
 

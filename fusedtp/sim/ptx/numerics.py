@@ -182,7 +182,7 @@ def directed(
     left, right = (x, y) if operation in ("add", "sub") else (x * y, z[0] if z else np.float64(-0.0))
     made = left + right
     part = made - left
-    lost = (left - (made - part)) + (right - part)  # what is missing from the sum
+    lost = (left - (made - part)) + (right - part)  # exactly the sum less `made`: Knuth's TwoSum
     near = made.astype(dtype)
     over = near - made
     above, below = (over > 0) | ((over == 0) & (lost < 0)), (over < 0) | ((over == 0) & (lost > 0))
@@ -193,13 +193,13 @@ def directed(
     return np.where(cancels & (rounding == "rm"), dtype(-0.0), near)
 
 
-def compared(kind: str, of: str, a: Array, b: Array) -> Array:
-    """Bits of fp16 1 or 0 by pairs: whether the comparison holds, which it does not with a NaN; of nan, if one is."""
+def compared(kind: str, a: Array, b: Array) -> Array:
+    """1 or 0 in each half. nan: either is a NaN; num: neither is; all others do not hold with a NaN."""
     tests: Any = dict(
         eq=np.equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal,
         ne=lambda x, y: (x < y) | (x > y), num=lambda x, y: (x == x) & (y == y), nan=lambda x, y: (x != x) | (y != y),
     )  # fmt: skip
-    pairs_ = zip(split(of, a), split(of, b), strict=True)
+    pairs_ = zip(split("f16x2", a), split("f16x2", b), strict=True)
     return join("f16x2", [tests[kind](x, y).astype(np.float32) for x, y in pairs_])
 
 
@@ -213,7 +213,8 @@ def to_odd(x: Array) -> Array:
 def to_bf16(x: Array, cut: bool = False) -> Array:
     """Bits of the nearest, ties to even; NaN becomes 0x7FFF. cut: towards zero."""
     x = np.asarray(x)
-    x = to_odd(x) if x.dtype == np.float64 else x.astype(np.float32)
+    exact = x.dtype.kind == "f" and x.itemsize <= 4
+    x = x.astype(np.float32) if exact else to_odd(x.astype(np.float64))
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
     nearest = (
         bits >> np.uint32(16)

@@ -21,7 +21,7 @@ from .access import is_shared, updated
 from .alu import VIEWS
 from .clocks import ALIAS, ASYNC
 from .copies import Barrier, BulkCopies, Copies, TensorLoad
-from .descriptors import NBYTES, TensorMap, of_bytes
+from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
@@ -298,12 +298,14 @@ class Lanes:
         words = self.program.shared_rows[4, 1][self.program.shared_at(of + place, 4, "access", site)]
         self.window.store(to + place, words, threads, "weak", "", site)
         self.window.known.fence(threads, "release", scope)
-        self.program.descriptors.difference_update(to.tolist())
+        self.meet_warps(mask)
 
-    def acquire_map(self, at: Array, mask: Any, scope: str) -> None:
-        """Copies of the program may go by the descriptor there."""
+    def acquire_map(self, at: Array, mask: Any, scope: str, site: Site) -> None:
+        """Copies of the program may go by the descriptor there, as it is now."""
         self.window.known.fence(self.part(self.ids, mask), "acquire", scope)
-        self.program.descriptors.update(self.part(at, mask).tolist())
+        for address in np.unique(self.part(at, mask)).tolist():
+            places, _ = self.window.places(address + np.arange(0, NBYTES, 4), 4, "fence", site)
+            self.program.descriptors[address] = self.window.line.newest(places, 4).tobytes()
 
     def fence_shared(self, mask: Any) -> None:
         if self.program.generic is not None:
@@ -569,9 +571,7 @@ class Program:
         self.shared_rows = rows_of_words(self.shared)
         self.generic = GenericWrites(len(self.shared), self.threads) if kernel.reads_async else None
         self.barriers: dict[int, Barrier] = {}
-        self.descriptors: set[int] = (
-            set()
-        )  # addresses in global memory of those that a fence has let copies see
+        self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
         self.arrived: dict[int, int] = {}
         self.arrivals: dict[int, list[Array]] = {}
         self.loads: list[TensorLoad] = []
@@ -727,9 +727,13 @@ class Program:
         words = self.window.load(
             address + np.arange(0, NBYTES, 4), 4, 1, np.full(NBYTES // 4, thread), "weak", "", site
         )
-        if address not in self.descriptors:
+        if self.descriptors.get(address) != words.tobytes():
             said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
             raise self.fault("missing proxy fence", said, "tensor copy", site)
+        if wrong := misaligned(words):
+            raise self.fault(
+                "misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site
+            )
         return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:

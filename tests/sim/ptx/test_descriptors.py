@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.sim import Launch, SimulationFault
+from fusedtp.sim import Launch, Run, SimulationFault, compare
 from fusedtp.sim.case import Case
 from fusedtp.sim.ptx.descriptors import TensorMap
 from fusedtp.sim.ptx.parse import UnsupportedPtx
@@ -109,7 +109,8 @@ def small(fence: str, more: str = "") -> None:
         torch.zeros(8, dtype=torch.int64),
         torch.zeros(SCRATCH, dtype=torch.uint8),
     )
-    body = made([8], [], [8], ELEMENTS[torch.int64], more) + fence + copied_in([0], 64)
+    copy = copied_in([0], 64).replace("bar.sync 0;", "")  # the warp has met when cp_fenceproxy is over
+    body = made([8], [], [8], ELEMENTS[torch.int64], more) + fence + copy
     run_text(body, x, out, x, scratch, shared=DATA + 64, weak=True)
     assert torch.equal(out, x)
 
@@ -139,9 +140,34 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("how", ["cp.async.bulk.tensor.1d", "cp.reduce.async.bulk.tensor.1d"])
+@pytest.mark.parametrize("wait, rule", [("", "read-write race"), ("cp.async.bulk.wait_group 0;", "")])
+def test_what_a_copy_changes_is_ordered_after_its_wait_alone(how: str, wait: str, rule: str) -> None:
+    """Not by flags that the thread which issued it sets and sees meanwhile."""
+    x, flags = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    described = TensorMap(x.data_ptr(), (32,), (1,), (32,), "s32", 0)
+    kind = "add.bulk_group" if "reduce" in how else "bulk_group"
+    body = f"""mov.u32 %r9, %ctaid.x; setp.ne.b32 %p3, %r9, 0; @%p3 bra $reader;
+        mov.b32 %r1, 0; mov.b32 %r3, 0; shl.b32 %r4, %r0, 2; st.shared.b32 [%r4], 1;
+        fence.proxy.async.shared::cta; bar.sync 0; setp.ne.b32 %p1, %r0, 0; @%p1 ret;
+        {how}.global.shared::cta.{kind} [%rd0, {{%r3}}], [%r1]; cp.async.bulk.commit_group; {wait}
+        st.global.release.gpu.b32 [%rd2], 1;
+        $back: ld.global.acquire.gpu.b32 %r6, [%rd2+4]; setp.eq.b32 %p2, %r6, 0; @%p2 bra $back; ret;
+        $reader: setp.ne.b32 %p1, %r0, 0; @%p1 ret;
+        $wait: ld.global.acquire.gpu.b32 %r6, [%rd2]; setp.eq.b32 %p2, %r6, 0; @%p2 bra $wait;
+        ld.global.b32 %r7, [%rd1]; st.global.release.gpu.b32 [%rd2+4], 1;"""
+    for seed in range(3):
+        work = [[Launch(WithMap(body, 3, 32, 256), 2, dict(map=described, x=x.zero_(), f=flags.zero_()))]]
+        try:
+            run_all(work, weak=True, seed=seed)
+            assert not rule
+        except SimulationFault as error:
+            assert error.fault.rule == rule
+
+
 KINDS = {torch.int32: "s32", torch.float32: "f32", torch.bfloat16: "bf16"}
 SUMS = [(dtype, "add") for dtype in KINDS]
-COMPARED = [(dtype, operation) for dtype in (torch.int32, torch.float32) for operation in ("min", "max")]
+COMPARED = [(dtype, operation) for dtype in (torch.int32, torch.bfloat16) for operation in ("min", "max")]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +213,18 @@ def reduced(dtype: torch.dtype, operation: str, more: str = "", first: int | Non
 def test_compiled_kernels_that_make_descriptors(make: Callable, target: str) -> None:
     for seed in range(4):
         assert once(Case("made", make), target, seed, fine=seed == 3) is None
+
+
+def test_one_launch_on_two_ranks_is_two_launches() -> None:
+    """Each with descriptors in memory of its own."""
+
+    def make() -> Run:
+        x, out = torch.ones(16, 16), torch.zeros(256)
+        launch = Launch(cases.notes_what_is_negative, 2, dict(x=x, out=out, M=16, B=8))
+        return Run([[launch, launch], [launch]], [], lambda: compare("out", [out], [torch.zeros(256)]))
+
+    for seed in range(3):
+        assert once(Case("twice", make), "sm_90", seed) is None
 
 
 def without_fences(text: str) -> str:

@@ -15,6 +15,7 @@ from fusedtp.sim.faults import Fault
 from fusedtp.sim.memory import Memory
 from fusedtp.sim.ptx.cause import cause
 from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
+from fusedtp.sim.ptx.memory import Line
 from fusedtp.sim.ptx.parse import UnsupportedPtx
 from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
 from fusedtp.sim.report import report
@@ -450,6 +451,39 @@ def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch
         counting(waits, "st.global.release.gpu.b32 [%rd0], 1;", 2 * times + 300, monkeypatch, seed, times)
 
 
+@pytest.mark.parametrize("words, at", [(12, 9), (40, 5)])
+def test_who_waits_for_any_of_many_words_wakes_by_each(
+    words: int, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Program 0 polls for long before it sets one of the words that program 1 reads one by one, and waits for it."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 20)
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
+    loads = "".join(f"ld.global.relaxed.gpu.b32 %r{20 + n}, [%rd0+{8 * n}]; " for n in range(words))
+    ors = "".join(f"or.b32 %r4, %r4, %r{20 + n}; " for n in range(words))
+    body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 1; @%p1 bra $any;
+        mov.b32 %r7, 0;
+        $outer: mov.b32 %r6, 0;
+        $inner: ld.global.relaxed.gpu.b32 %r5, [%rd2]; add.s32 %r6, %r6, 1; setp.lt.s32 %p2, %r6, 18; @%p2 bra $inner;
+        add.s32 %r7, %r7, 1; st.global.relaxed.gpu.b32 [%rd2+64], %r7; setp.lt.s32 %p2, %r7, 6; @%p2 bra $outer;
+        st.global.release.gpu.b32 [%rd0+{8 * at}], 1;
+        $reply: ld.global.acquire.gpu.b32 %r5, [%rd1]; setp.eq.b32 %p2, %r5, 0; @%p2 bra $reply; ret;
+        $any: mov.b32 %r4, 0; {loads} {ors} setp.eq.b32 %p2, %r4, 0; @%p2 bra $any;
+        st.global.release.gpu.b32 [%rd1], 1;"""
+    for seed in range(4):
+        given = (torch.zeros(n, dtype=torch.int32) for n in (2 * words, 8, 32))
+        run_text(body, *given, grid=2, seed=seed)
+
+
+def test_programs_that_have_slept_and_ended_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a word that all look at and nobody changes."""
+    kept: list[int] = []
+    monkeypatch.setattr(Line, "land", lambda line: kept.append(len(line.sleepers)))
+    body = """mov.b32 %r4, 0;
+        $look: ld.global.relaxed.gpu.b32 %r2, [%rd0]; add.s32 %r4, %r4, 1; setp.lt.s32 %p2, %r4, 12; @%p2 bra $look;"""
+    run_text(body, torch.zeros(1, dtype=torch.int32), grid=8, resident=4)
+    assert kept == [0]
+
+
 @pytest.mark.parametrize(
     "every, how, rule",
     [(1, "st.global.relaxed.gpu.b32", "no progress"), (1024, "red.global.add.u32", "deadlock")],
@@ -458,7 +492,7 @@ def test_who_notes_the_time_now_and_then_still_waits(
     every: int, how: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five programs poll what nobody sets, and note something at one place once in `every` polls."""
-    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 40_000)
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 60_000)
     body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r4, 0;
         $spin: add.s32 %r4, %r4, 1; rem.s32 %r5, %r4, {every}; setp.eq.b32 %p2, %r5, 0;
         @%p2 {how} [%rd1], %r4;
