@@ -29,9 +29,8 @@ from .program import Program
 
 # Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
 PATIENCE, LAST_PATIENCE = 3, 2000
-RESTLESS = (
-    256  # changes of other words that wake a sleeper all the same: it may work, and only look at a flag
-)
+# changes of other words that wake a sleeper all the same: it may work, and only look at a flag
+RESTLESS = 256
 MOST_TURNS = 500_000
 HOST = Site("host", 0, "host", 0)
 
