@@ -394,6 +394,18 @@ def test_floats(text: str, definition: Definition, half: bool) -> None:
             assert same or int(got[lane]) == want, (text, a, b, c, hex(int(got[lane])), hex(want))
 
 
+@pytest.mark.parametrize(
+    "how, given, want", [("rn", 16842753, 16908288), ("rn", -16842752, -16777216), ("rz", 33554431, 33423360)]
+)
+def test_integers_become_bf16_in_one_rounding(how: str, given: int, want: int) -> None:
+    """16842753 lies above the middle of two, which fp32 takes away."""
+    x, out = torch.tensor([given], dtype=torch.int32), torch.zeros(1)
+    body = f"""ld.global.b32 %r1, [%rd0]; cvt.{how}.bf16.s32 %rs1, %r1; cvt.f32.bf16 %r2, %rs1;
+        st.global.b32 [%rd1], %r2;"""
+    run_text(body, x, out)
+    assert out.item() == want
+
+
 @pytest.mark.parametrize("kind, dtype", [("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)])
 def test_fp8_is_torchs(kind: str, dtype: torch.dtype) -> None:
     """All 256 words to fp16 and back; and fp32 to fp8, limited to the largest number (9.7.9.22, satfinite)."""
