@@ -292,11 +292,11 @@ class Window:
         self.touched: set[int] = set()  # units polled since there was news, or a store
         self.counted: set[int] = set()  # of these, what its own atomics changed
         self.polls, self.last = 0, dict[int, int]()  # unit -> number of its last poll
-        self.period = 0  # polls since the last poll read what it read
+        self.period = 0  # polls from one of the last unit to the next: a round of its loop
         self.vain = 0  # polls of nothing but units touched before
         self.watched: set[int] = set()  # units that wake it
         self.woken = False
-        self.polled: tuple[int, Site] | None = None  # place of the last of these, and where
+        self.polled: tuple[int, Site] | None = None  # place and line of its last poll
 
     # -- accesses ----------------------------------------------------------------------------------------------------
 
@@ -622,7 +622,7 @@ class Window:
 
     @property
     def waits(self) -> int:
-        """How often it has polled in vain; 0 if not yet all words of its loop."""
+        """Polls in vain, if there were enough for a round of its loop; else 0."""
         return self.vain if self.vain >= self.period else 0
 
     def sleep(self) -> None:
