@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -39,7 +40,7 @@ CAUSES = {
     "fenced_flag: fence at gpu scope": "do not reach each other",
     "signal_pad: put is relaxed": NOT_RELEASED,
     "signal_pad: take is relaxed": NOT_ACQUIRED,
-    "double_buffer: one credit too few": f"did not see|{NOT_READ}",  # of two races
+    "double_buffer: one credit too few": "did not see",
     "lock: no lock": NOT_READ,
     "lock: takes relaxed": NOT_ACQUIRED,
     "lock: gives back relaxed": NOT_RELEASED,
@@ -48,6 +49,11 @@ CAUSES = {
     "last_block: acquire alone": NOT_RELEASED,
     "chain: waits relaxed": NOT_ACQUIRED,
     "chain: passed on relaxed": NOT_RELEASED,
+}
+# what else some schedules show of these: the race in its other order; what comes of a barrier that opens too early
+ALSO = {
+    "double_buffer: one credit too few": "read-write race",
+    "barrier_launches: meets for the first time each time": "wrong value",
 }
 RIGHT = [name for name in vars(right) if name.startswith("case_")]
 
@@ -90,17 +96,28 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
         monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 50)
     for first in range(max(1, SCHEDULES // 40)):
         chosen = list(schedules(each.within, first_seed=1000 * first, target="sm_80"))
+        for fault in shown(each, chosen):
+            known = fault.rule in each.rules
+            told = known and (BEFORE_3_8 or CAUSES.get(each.name, "") in fault.cause)
+            without = known and "race" not in fault.rule  # only races have a cause
+            assert told or without or fault.rule == ALSO.get(each.name), str(fault)
+            for launch, place in named(fault):
+                assert BEFORE_3_8 or each.bug in marks().get(place, {}).get(launch, ()), (
+                    f"names {place[1]}, which is not marked\n{fault}"
+                )
+            if told:
+                break
+        else:
+            pytest.fail(f"not found, with its cause, in {each.within} schedules")
+
+
+def shown(each: Any, chosen: list[Schedule]) -> Iterator[Fault]:
+    """What the schedules show of a mistake, one after another."""
+    while chosen:
         outcome = explored(Case(each.name, lambda: each.make(each.bug)), chosen)
-        assert outcome.fault is not None, f"not found in {each.within} schedules"
-        assert outcome.fault.rule in each.rules, str(outcome.fault)
-        if BEFORE_3_8:  # a line of a helper stands for every call
-            continue
-        if "race" in outcome.fault.rule:  # a wrong value has none
-            assert re.search(CAUSES.get(each.name, ""), outcome.fault.cause), str(outcome.fault)
-        for launch, place in named(outcome.fault):
-            assert each.bug in marks().get(place, {}).get(launch, ()), (
-                f"names {place[1]}, which is not marked\n{outcome.fault}"
-            )
+        chosen = chosen[outcome.schedules :]
+        if outcome.fault is not None:
+            yield outcome.fault
 
 
 def named(fault: Fault) -> list[tuple[str, tuple[str, int]]]:
