@@ -111,7 +111,7 @@ def one_call(name: str, target: str) -> tuple[Case, float]:
 
 
 def alone(name: str, options: Options) -> dict[str, float]:
-    """Schedules a second of one call; MB of its tensors and of this process."""
+    """Schedules a second of one call, each way and as `fusedtp check` mixes them; MB of its tensors and this process."""
     torch.set_num_threads(1)
     case, tensors = one_call(name, options.target)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -121,6 +121,10 @@ def alone(name: str, options: Options) -> dict[str, float]:
             run_schedule(run, Schedule("random", seed, target=options.target, **how))
             seconds[way].append(time.process_time() - begin)
     rates = {f"{way}, schedules/s": 1 / statistics.median(taken[1:]) for way, taken in seconds.items()}
+    begin = time.process_time()
+    outcome = explore(case, schedules(options.schedules, target=options.target))
+    outcome.raise_fault()
+    rates["mixed, schedules/s"] = outcome.schedules / (time.process_time() - begin)
     # not getrusage's, which a child takes over from its parent
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
     return rates | {"tensors, MB": tensors, "process, MB": peak}

@@ -135,7 +135,7 @@ class Run:
 def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
     """All memory that a run names. Raises ValueError where a memory has not one tensor a rank, or overlaps.
 
-    more   memory that kernels get by themselves: name, rank and tensor, not written yet
+    more   memory that launches allocate for their kernels: name, rank and tensor, which nobody has written yet
     """
     found, world_size = Map(), len(run.work)
     for memory in run.memory:

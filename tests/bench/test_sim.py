@@ -26,8 +26,10 @@ def test_a_kernel_that_there_is_not_is_refused() -> None:
 
 @pytest.mark.slow
 def test_single_calls_are_run_alone_and_their_memory_is_counted() -> None:
-    found = sim.in_a_process("a two-shot all-reduce of 512 elements", sim.Options(rounds=1))
+    found = sim.in_a_process("a two-shot all-reduce of 512 elements", sim.Options(rounds=1, schedules=2))
     assert min(found.values()) > 0
+    rates = {name for name in found if name.endswith("schedules/s")}
+    assert rates == {f"{way}, schedules/s" for way in (*sim.WAYS, "mixed")}
     assert found["process, MB"] > 100, "not of the whole process"
     tensors = {name: sim.one_call(name, "sm_90")[1] for name in sim.ONE_CALL}  # every case can be made
     assert min(tensors.values()) > 0

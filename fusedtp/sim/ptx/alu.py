@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .numerics import COMPARISONS
 from .parse import LOCAL, Address, Imm, Instruction, Operand, Reg, Special, Symbol, Vector
 
 TYPES: dict[str, tuple[str, Any]] = {
@@ -37,7 +38,6 @@ COMPARED = dict(
     lo="less", ls="less_equal", hi="greater", hs="greater_equal",
 )  # fmt: skip
 
-SIMPLE = ("eq", "ne", "lt", "le", "gt", "ge")
 DIRECTED = ("rz", "rm", "rp")  # roundings that numpy has not
 TO_NEAREST = ("div", "rcp", "sqrt", "rsqrt")
 
@@ -446,8 +446,8 @@ def _compare(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("set")
 def _set(e: Emitter, i: Instruction) -> list[str] | None:
-    """1.0 in each half where the comparison holds, else 0. PTX ISA 9.7.7.1."""
-    if i.parts[2:] != ("f16x2", "f16x2") or i.parts[1] not in ("nan", "num", *SIMPLE):
+    """Of two halves alone. PTX ISA 9.7.7.1."""
+    if i.parts[2:] != ("f16x2", "f16x2") or i.parts[1] not in COMPARISONS:
         return None
     given = ", ".join(e.read(x, "f16x2") for x in i.args[1:])
     return e.put(i.args[0], "f16x2", f"compared({i.parts[1]!r}, {given})")
@@ -525,21 +525,20 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     source = e.read(given[0], of)
     if of == "bf16":
         source = f"from_bf16({source})"
-    if to == "bf16" and rounding in ("rn", "", "rz") and not i.has("relu"):
-        return e.put(d, "b16", f"to_bf16({source}{', cut=True' if rounding == 'rz' else ''})")
+    if i.has("relu"):
+        return None
+    if to == "bf16":
+        how = {"rz": ", cut=True", "rn": "", "": ""}.get(rounding)
+        return None if how is None else e.put(d, "b16", f"to_bf16({source}{how})")
     if to in FLOATS:
         if of in FLOATS and rounding[-1:] == "i":
             source = f"np.{dict(rni='rint', rzi='trunc', rmi='floor', rpi='ceil')[rounding]}({source})"
-        if (
-            rounding in DIRECTED
-            and to in ("f16", "f32")
-            and (of in FLOATS or size_of(of) <= 4)
-            and not saturated
-        ):
+        if rounding in DIRECTED:
+            in_fp64 = of in FLOATS or size_of(of) <= 4  # exactly
+            if to == "f64" or saturated or not in_fp64:
+                return None
             how = f"dtype=np.{np.dtype(TYPES[to][1]).name}"
             return e.put(d, to, f"directed({rounding!r}, 'mul', {source}, np.float64(1), {how})")
-        if rounding in DIRECTED or to == "bf16":
-            return None
         made = f"np.asarray({source}).astype(np.{np.dtype(TYPES[to][1]).name})"
         return e.put(d, to, f"limited({made})" if saturated else made)
     if of in FLOATS:

@@ -42,8 +42,7 @@ class Compiler:
     def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, Any]]:
         """The kernel, and its parameters by name, with the special registers that the launch sets.
 
-        Under SCRATCH the memory that it points one of them to, where it asks for some: for descriptors that it makes.
-
+        A kernel that asks for scratch memory, for descriptors that it makes, gets some: also there, as SCRATCH.
         Raises UnsupportedPtx for an opcode, UnsupportedKernel for a kernel that does not compile for this target.
         """
         import triton
@@ -89,9 +88,8 @@ class Compiler:
             memory[SCRATCH] = _aligned(made.scratch * int(np.prod(launch.shape)))
             given.append(memory[SCRATCH].data_ptr())
         names = made.listing.parameters
-        given += [0] * (
-            len(names) - len(given)
-        )  # scratch that it does not ask for, and that of Triton's profiler
+        # scratch that it does not ask for, and that of Triton's profiler
+        given += [0] * (len(names) - len(given))
         parameters = {
             p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
             for x, p in zip(given, names, strict=True)
@@ -111,7 +109,7 @@ class Compiler:
 
 
 def _aligned(nbytes: int) -> Tensor:
-    """As launchers allocate it."""
+    """Memory that begins where a descriptor may, as Triton's launcher allocates it."""
     (memory,) = symmetric("scratch", 1, (nbytes + NBYTES,), torch.uint8).tensors
     first = -memory.data_ptr() % NBYTES
     return memory[first : first + nbytes]

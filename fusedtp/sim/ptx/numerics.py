@@ -176,13 +176,16 @@ def exact_fma(a: Array, b: Array, c: Array) -> Array:
 def directed(
     rounding: str, operation: str, a: Array, b: Array, *c: Array, dtype: type[np.floating[Any]] = np.float32
 ) -> Array:
-    """A sum, a product or both of fp32: rz towards zero, rm down, rp up. In fp64 the product is exact."""
+    """A sum, a product or both of fp32, rounded once: rz towards zero, rm down, rp up. dtype: of the result.
+
+    The product is exact in fp64, and what a sum in fp64 loses is known (Knuth, The Art of Computer Programming, 4.2.2).
+    """
     x, y, *z = (np.asarray(v, np.float64) for v in (a, b, *c))
     y = -y if operation == "sub" else y
     left, right = (x, y) if operation in ("add", "sub") else (x * y, z[0] if z else np.float64(-0.0))
     made = left + right
     part = made - left
-    lost = (left - (made - part)) + (right - part)  # exactly the sum less `made`: Knuth's TwoSum
+    lost = (left - (made - part)) + (right - part)
     near = made.astype(dtype)
     over = near - made
     above, below = (over > 0) | ((over == 0) & (lost < 0)), (over < 0) | ((over == 0) & (lost > 0))
@@ -193,14 +196,17 @@ def directed(
     return np.where(cancels & (rounding == "rm"), dtype(-0.0), near)
 
 
+# nan: one of the two is a NaN; num: none is. The others do not hold with a NaN: PTX ISA 9.7.7.1.
+COMPARISONS: dict[str, Any] = dict(
+    eq=np.equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal,
+    ne=lambda x, y: (x < y) | (x > y), num=lambda x, y: (x == x) & (y == y), nan=lambda x, y: (x != x) | (y != y),
+)  # fmt: skip
+
+
 def compared(kind: str, a: Array, b: Array) -> Array:
-    """1 or 0 in each half. nan: either is a NaN; num: neither is; all others do not hold with a NaN."""
-    tests: Any = dict(
-        eq=np.equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal,
-        ne=lambda x, y: (x < y) | (x > y), num=lambda x, y: (x == x) & (y == y), nan=lambda x, y: (x != x) | (y != y),
-    )  # fmt: skip
-    pairs_ = zip(split("f16x2", a), split("f16x2", b), strict=True)
-    return join("f16x2", [tests[kind](x, y).astype(np.float32) for x, y in pairs_])
+    """Of two pairs of fp16: 1.0 in each half where the comparison holds, else 0."""
+    both = zip(split("f16x2", a), split("f16x2", b), strict=True)
+    return join("f16x2", [COMPARISONS[kind](x, y).astype(np.float32) for x, y in both])
 
 
 def to_odd(x: Array) -> Array:
@@ -216,12 +222,9 @@ def to_bf16(x: Array, cut: bool = False) -> Array:
     exact = x.dtype.kind == "f" and x.itemsize <= 4
     x = x.astype(np.float32) if exact else to_odd(x.astype(np.float64))
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
-    nearest = (
-        bits >> np.uint32(16)
-        if cut
-        else (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    )
-    return np.where(np.isnan(x), np.uint32(0x7FFF), nearest).astype(np.uint16)
+    if not cut:
+        bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.where(np.isnan(x), np.uint32(0x7FFF), bits >> np.uint32(16)).astype(np.uint16)
 
 
 def to_tf32(x: Array, rounding: str) -> Array:

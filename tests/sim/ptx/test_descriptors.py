@@ -37,25 +37,22 @@ FENCE = (
 
 
 def made(shape: list[int], steps: list[int], box: list[int], element: int, more: str = "") -> str:
-    """PTX that makes a descriptor of the tensor at %rd0 in shared memory at 0. shape, box: innermost first; steps: in
-    bytes, of all dimensions but the innermost."""
-    fields = [
-        ("global_address", "b64", None, "%rd0"), ("rank", "b32", None, str(len(shape) - 1)),
-        ("elemtype", "b32", None, str(element)), ("interleave_layout", "b32", None, "0"),
-        ("swizzle_mode", "b32", None, "0"), ("fill_mode", "b32", None, "0"),
-    ]  # fmt: skip
-    for n, (extent, part) in enumerate(zip(shape, box, strict=True)):
-        fields += [("global_dim", "b32", n, str(extent)), ("box_dim", "b32", n, str(part))]
-        fields += [("element_stride", "b32", n, "1")]
-    fields += [("global_stride", "b64", n, str(step)) for n, step in enumerate(steps)]
-    lines = ["mov.b32 %r1, 0; mov.b32 %r2, 512; setp.eq.b32 %p1, %r0, 0;"]
-    lines += ["shl.b32 %r5, %r0, 2; st.shared.b32 [%r5], 0; bar.warp.sync -1;"]
-    for name, kind, number, value in fields:
-        at = "[%r1]" if number is None else f"[%r1], {number}"
-        register = "%rd9" if kind == "b64" else "%r9"
-        value = f"mov.{kind} {register}, {value}; " if not value.isdigit() or kind == "b64" else ""
-        shown = register if value else next(v for k, _, m, v in fields if (k, m) == (name, number))
-        lines.append(f"{value}@%p1 tensormap.replace.tile.{name}.shared::cta.b1024.{kind} {at}, {shown};")
+    """PTX that makes a descriptor of the tensor at %rd0, in shared memory at 0. shape, box: innermost first; steps: in
+    bytes, of all dimensions but the innermost.
+    """
+    fields = [("global_address", "b64", ""), ("rank", "b32", ""), ("elemtype", "b32", "")]
+    values = ["%rd0", len(shape) - 1, element]
+    for name, kind, numbers in (
+        ("global_dim", "b32", shape), ("box_dim", "b32", box), ("element_stride", "b32", [1] * len(shape)),
+        ("global_stride", "b64", steps),
+    ):  # fmt: skip
+        fields += [(name, kind, f", {n}") for n in range(len(numbers))]
+        values += numbers
+    lines = ["mov.b32 %r1, 0; mov.b32 %r2, 512; setp.eq.b32 %p1, %r0, 0; shl.b32 %r5, %r0, 2;"]
+    lines += ["st.shared.b32 [%r5], 0; bar.warp.sync -1;"]
+    for (name, kind, ordinal), value in zip(fields, values, strict=True):
+        replace = f"@%p1 tensormap.replace.tile.{name}.shared::cta.b1024.{kind} [%r1]{ordinal}"
+        lines.append(f"mov.b64 %rd9, {value}; {replace}, %rd9;" if kind == "b64" else f"{replace}, {value};")
     return "\n".join([*lines, more, "bar.warp.sync -1;"])
 
 
