@@ -111,7 +111,7 @@ def one_call(name: str, target: str) -> tuple[Case, float]:
 
 
 def alone(name: str, options: Options) -> dict[str, float]:
-    """Schedules a second of one call, each way and as `fusedtp check` mixes them; MB of its tensors and this process."""
+    """Schedules a second of one call, each way and as `fusedtp check` mixes them; MB of tensors and of this process."""
     torch.set_num_threads(1)
     case, tensors = one_call(name, options.target)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
