@@ -46,9 +46,7 @@ class Pair:
     holds: Any
 
 
-def view_of(
-    rank: int, slots: list[int], device: torch.device, timeout_s: float = 600.0
-) -> tuple[DeviceView, Any]:
+def view_of(rank: int, slots: list[int], device: torch.device, timeout_s: float = 600.0) -> tuple[DeviceView, Any]:
     """What the kernels of `rank` see of len(slots) ranks at these addresses, everything published; and its memory.
 
     Both slots of a rank are one: the data of every call is the same. The own flags are behind, as they are in a call.
@@ -56,9 +54,7 @@ def view_of(
     world_size = len(slots)
     flags = torch.full((world_size, world_size, FLAGS_PER_SOURCE), AHEAD, dtype=torch.int32, device=device)
     flags[rank, rank] = 0
-    arrivals = torch.full(
-        (world_size, 2, world_size), SIGNATURE << 32 | AHEAD, dtype=torch.int64, device=device
-    )
+    arrivals = torch.full((world_size, 2, world_size), SIGNATURE << 32 | AHEAD, dtype=torch.int64, device=device)
     status, failure = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
 
     def table(addresses: list[int]) -> Tensor:
@@ -100,9 +96,7 @@ def gather(rank: int, rows: Rows, full: Tensor, w: Tensor) -> Pair:
 
     def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
         where = view, rank, world_size
-        launch, outputs, _ = plan_all_gather_matmul(
-            *where, x, [w], [None], rows, SIGNATURE, False, None, machine, True
-        )
+        launch, outputs, _ = plan_all_gather_matmul(*where, x, [w], [None], rows, SIGNATURE, False, None, machine, True)
         return launch, outputs[0]
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
@@ -135,9 +129,7 @@ def scatter(rank: int, rows: Rows, parts: Tensor, x: Tensor, w: Tensor) -> Pair:
     view, held = view_of(rank, slots, parts.device)
 
     def plan(x: Tensor, w: Tensor) -> tuple[Launch, Tensor]:
-        return plan_matmul_reduce_scatter(
-            view, rank, world_size, [x], [w], None, rows, SIGNATURE, None, machine
-        )
+        return plan_matmul_reduce_scatter(view, rank, world_size, [x], [w], None, rows, SIGNATURE, None, machine)
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
         launch, y = plan(x, w)

@@ -199,7 +199,5 @@ def even(cases: list[Case], suite: str) -> list[Case]:
     """The same, if every rank has as many rows as the others, which collectives called by hand ask for."""
     for case in cases:
         if case.tokens % case.tp:
-            raise ValueError(
-                f"{suite} wants equal rows: {case.tokens} tokens do not split over {case.tp} ranks"
-            )
+            raise ValueError(f"{suite} wants equal rows: {case.tokens} tokens do not split over {case.tp} ranks")
     return cases

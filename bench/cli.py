@@ -28,9 +28,7 @@ def usage() -> str:
     suites.append(f"  {'all':{width}}all of the above in one run")
     others = [f"  {name:{width}}{text}" for name, (_, text) in COMMANDS.items()]
     lines = ["usage: fusedtp bench SUITE [OPTIONS]", "", *suites, "", *others, ""]
-    return "\n".join(
-        [*lines, "fusedtp bench SUITE --help lists its options; docs/benchmarks.md explains the figures."]
-    )
+    return "\n".join([*lines, "fusedtp bench SUITE --help lists its options; docs/benchmarks.md explains the figures."])
 
 
 def before_cuda() -> None:

@@ -111,9 +111,7 @@ def main(argv: Sequence[str]) -> int:
         old, new = (load(Path(name)) for name in arguments.files)
         different = machine.same(old["machine"], new["machine"])
         if different and not arguments.force:
-            raise ValueError(
-                f"results of different machines ({'; '.join(different)}); --force compares them anyway"
-            )
+            raise ValueError(f"results of different machines ({'; '.join(different)}); --force compares them anyway")
         before, after = ([Row.from_dict(row) for row in result["rows"]] for result in (old, new))
     except (ValueError, KeyError, TypeError) as error:
         print(f"fusedtp bench compare: {error}", file=sys.stderr)
@@ -121,8 +119,7 @@ def main(argv: Sequence[str]) -> int:
     found = changes(before, after, arguments.slack)
     told = [change for change in found if change.verdict not in ("same", "new")]
     lines = [
-        [c.verdict, "" if c.ratio is None else f"{c.ratio:.3f}", _times(c.old), _times(c.new), c.key]
-        for c in told
+        [c.verdict, "" if c.ratio is None else f"{c.ratio:.3f}", _times(c.old), _times(c.new), c.key] for c in told
     ]
     if lines:
         print(plain_table("changes", ["", "new / old", "old ms", "new ms", "row"], lines))

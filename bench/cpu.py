@@ -220,9 +220,7 @@ def tolerance(config: ModelConfig) -> float:
     are independent, and so add as a random walk does.
     """
     terms = max(config.hidden_size, config.intermediate_size)
-    return (8 * config.num_hidden_layers) ** 0.5 * (
-        unit(config.compute_dtype) + terms**0.5 * unit(torch.float32)
-    )
+    return (8 * config.num_hidden_layers) ** 0.5 * (unit(config.compute_dtype) + terms**0.5 * unit(torch.float32))
 
 
 def measure_step(
@@ -301,9 +299,7 @@ def print_ops(console: Console, result: Result) -> None:
 
 def print_steps(console: Console, steps: list[dict[str, Any]]) -> None:
     """One row a way, one column a dtype."""
-    table = _table(
-        "Training step: s, median +- half the interquartile range", "", *(step["dtype"] for step in steps)
-    )
+    table = _table("Training step: s, median +- half the interquartile range", "", *(step["dtype"] for step in steps))
     for way in WAYS:
         cells = []
         for step in steps:
@@ -340,9 +336,7 @@ def save_json(path: Path, machine: dict[str, Any], ops: Result | None, steps: li
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def save_picture(
-    path: Path, machine: dict[str, Any], ops: Result | None, steps: list[dict[str, Any]]
-) -> None:
+def save_picture(path: Path, machine: dict[str, Any], ops: Result | None, steps: list[dict[str, Any]]) -> None:
     """Time over the bare matmuls (above) and the training step (below)."""
     parts = [part for part in (ops, steps) if part]
     height = 1.5 + (0.32 * len(ops.rows) if ops else 0) + (2.2 if steps else 0)
@@ -436,9 +430,7 @@ def main(argv: Sequence[str]) -> int:
             console.print(f"{operation}: ms of matmuls before the last shard had arrived: {overlap}")
         console.print(f"{folder / 'timeline.png'}")
         return 0
-    seconds = (
-        60 * options.minutes * 0.8
-    )  # the rest: start, warm-up, at least three rounds of the longest rows
+    seconds = 60 * options.minutes * 0.8  # the rest: start, warm-up, at least three rounds of the longest rows
     share = 0.65 if options.only == "all" else 1.0
     result = None
     if options.only != "step":

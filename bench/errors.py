@@ -78,9 +78,7 @@ def compare(got: Tensor, want: Reference, k: int, ranks: int = 1, roundings: int
     error = (got.double() - want.y).abs()
     if not bool(error.isfinite().all()):
         return Error(float("inf"), float("inf"))
-    return Error(
-        float(error.max()), float((error / allowed.clamp(min=torch.finfo(torch.float64).tiny)).max())
-    )
+    return Error(float(error.max()), float((error / allowed.clamp(min=torch.finfo(torch.float64).tiny)).max()))
 
 
 def elementwise(got: Tensor, want: Tensor, magnitude: Tensor, terms: int, roundings: int = 1) -> Error:
@@ -90,9 +88,7 @@ def elementwise(got: Tensor, want: Tensor, magnitude: Tensor, terms: int, roundi
     error = (got.double() - want).abs()
     if not bool(error.isfinite().all()):
         return Error(float("inf"), float("inf"))
-    return Error(
-        float(error.max()), float((error / allowed.clamp(min=torch.finfo(torch.float64).tiny)).max())
-    )
+    return Error(float(error.max()), float((error / allowed.clamp(min=torch.finfo(torch.float64).tiny)).max()))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

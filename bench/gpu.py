@@ -211,10 +211,7 @@ def run_parts(
         _status(folder, part).write_text(json.dumps(status, indent=1) + "\n")
         print(f"{part.name}: {'passed' if code == 0 else f'exit code {code}'} after {took:.0f} s", flush=True)
     failed = [name for name, code in codes.items() if code]
-    print(
-        f"{len(every) - len(failed)} of {len(every)} parts done"
-        + (f"; not: {', '.join(failed)}" if failed else "")
-    )
+    print(f"{len(every) - len(failed)} of {len(every)} parts done" + (f"; not: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 

@@ -178,9 +178,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
 
 def show(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
     """One column a result."""
-    table = Table(
-        title="Forward and backward: s, median +- half the interquartile range", title_justify="left"
-    )
+    table = Table(title="Forward and backward: s, median +- half the interquartile range", title_justify="left")
     table.add_column("")
     for result in results:
         table.add_column(f"{result['model']} {result['dtype']}", justify="right", no_wrap=True)
@@ -198,9 +196,7 @@ def show(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
     for result in results:
         for way, why in result["absent"].items():
-            console.print(
-                f"{result['model']} {result['dtype']}: no {way}: {why}", style="dim", soft_wrap=True
-            )
+            console.print(f"{result['model']} {result['dtype']}: no {way}: {why}", style="dim", soft_wrap=True)
 
 
 def _seconds(spread: Spread) -> str:

@@ -73,9 +73,7 @@ def plain(config: Any, device: torch.device) -> Any:
 class Step:
     """A call is one forward and backward of the whole batch, ids and labels [B, S]; it returns the loss."""
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[[], Tensor], within: Callable[[], Any] = nullcontext
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], within: Callable[[], Any] = nullcontext) -> None:
         self.model, self.loss, self.within = model, loss, within
 
     def __call__(self) -> Tensor:

@@ -130,26 +130,20 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
     for _ in range(rounds // 4 + 11):
         timed("plan of experts", "index by a kernel", by_kernels)
         timed("plan of experts", "index in torch", in_torch)
-    return {
-        name: {which: statistics.median(each[10:]) for which, each in of.items()}
-        for name, of in taken.items()
-    }
+    return {name: {which: statistics.median(each[10:]) for which, each in of.items()} for name, of in taken.items()}
 
 
 def _calls(group: Any, tokens: int, device: torch.device) -> tuple[list[torch.Tensor], Calls]:
     """Operands x, full and w, and calls of them."""
     x, full, w1, w2, w3 = (
-        torch.zeros(rows, 64, dtype=torch.bfloat16, device=device)
-        for rows in (tokens // RANKS, tokens, 64, 64, 64)
+        torch.zeros(rows, 64, dtype=torch.bfloat16, device=device) for rows in (tokens // RANKS, tokens, 64, 64, 64)
     )
     return [x, full, w1], {
         "all_gather_matmul": lambda x, full, w: fusedtp.all_gather_matmul(x, [w], group, engine="triton")[0],
         "all_gather_matmul, 3 weights": lambda x, full, w: fusedtp.all_gather_matmul(
             x, [w, w2, w3], group, engine="triton"
         )[0],
-        "matmul_reduce_scatter": lambda x, full, w: fusedtp.matmul_reduce_scatter(
-            full, w, group, engine="triton"
-        ),
+        "matmul_reduce_scatter": lambda x, full, w: fusedtp.matmul_reduce_scatter(full, w, group, engine="triton"),
         "matmul_all_reduce": lambda x, full, w: fusedtp.matmul_all_reduce(full, w, group, engine="triton"),
     }
 
@@ -189,10 +183,7 @@ def measure_on_gpu(_rank: int, rounds: int, tokens: int) -> dict[str, dict[str, 
         timed("block", "forward and backward", step)
         torch.cuda.synchronize()
     fusedtp.check(group)
-    return {
-        name: {which: statistics.median(each[warm:]) for which, each in of.items()}
-        for name, of in taken.items()
-    }
+    return {name: {which: statistics.median(each[warm:]) for which, each in of.items()} for name, of in taken.items()}
 
 
 @contextmanager
@@ -215,9 +206,7 @@ def _block(rank: Rank, tokens: int) -> Callable[[], object]:
 
     torch's own operations run, on the CPU: what they compute is in the figure, small as these tensors are.
     """
-    sizes: dict[str, Any] = dict(
-        hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2
-    )
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     config = ModelConfig(dtype="bfloat16", param_dtype="bfloat16", **sizes)
     device = rank.device
     block = TransformerBlock(config)

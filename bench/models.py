@@ -141,9 +141,7 @@ class Copies:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def project(
-        self, x: Tensor, linears: Any, layout: TokenLayout, gathering: Any = None
-    ) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, linears: Any, layout: TokenLayout, gathering: Any = None) -> tuple[Tensor, ...]:
         """x [T_r, K] -> [T, N_i] each."""
         full = _Gather.apply(x, self.world_size)
         return tuple(same_linear(full, each.weight) for each in linears)

@@ -67,9 +67,7 @@ def show(about: Mapping[str, Any], roofs: Mapping[str, Mapping[str, float]], row
     print(", ".join(f"{name} {about[name]}" for name in keep if about.get(name)))
     for world, reached in roofs.items():
         rates = [
-            f"{name} {rate / 1e12:.4g} TFLOP/s"
-            if name != "copy"
-            else f"copy {rate / 1e9:.4g} GB/s (read + written)"
+            f"{name} {rate / 1e12:.4g} TFLOP/s" if name != "copy" else f"copy {rate / 1e9:.4g} GB/s (read + written)"
             for name, rate in reached.items()
         ]
         print(f"roofs, {world}: {', '.join(rates)}")
@@ -256,10 +254,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, Lines]:
             if "+" in engine or engine.endswith("collective"):
                 unfused |= {t: min(ms, unfused.get(t, ms)) for t, ms in line}
         for engine, line in engines.items():
-            if (
-                engine in ("fusedtp chunked", "fusedtp triton", "fusedtp triton-copy", "fusedtp auto")
-                and unfused
-            ):
+            if engine in ("fusedtp chunked", "fusedtp triton", "fusedtp triton-copy", "fusedtp auto") and unfused:
                 found.setdefault(title, {})[engine] = [(t, unfused[t] / ms) for t, ms in line if t in unfused]
     return found
 

@@ -45,9 +45,7 @@ def entries_of(rows: Mapping[str, Mapping[str, float]]) -> list[tables.Entry]:
             for name in LIKE.get(operation, (operation,)):
                 key = measured.Key(name, dtype, RANKS, "processes")._asdict()
                 made = [[at, known[at]] for at in sorted(known)]
-                found.append(
-                    key | {"width": width, "engines": [list(step) for step in steps], "seconds": made}
-                )
+                found.append(key | {"width": width, "engines": [list(step) for step in steps], "seconds": made})
     return found
 
 

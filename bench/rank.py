@@ -41,9 +41,7 @@ SMOKE_ROTATE = 1 << 20
 TIMEOUT_SECONDS = 90.0
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 SQUARES = {"cuda": (4096, 8192), "cpu": (1024, 1536)}
-SAMPLE_SECONDS = (
-    4e-3  # of calls back to back on a GPU at least: what starts and ends them is then below a hundredth
-)
+SAMPLE_SECONDS = 4e-3  # of calls back to back on a GPU at least: what starts and ends them is then below a hundredth
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 LARGEST_MMAP_THRESHOLD = 32 << 20  # that glibc takes
 
@@ -229,9 +227,7 @@ def run(plan: Plan, ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
             world = VirtualWorld(ranks, plan.device, TIMEOUT_SECONDS)
             return world.run(lambda group: fn(Rank(plan, group), *args))[0]
     if plan.device == "cuda" and torch.cuda.device_count() < ranks:
-        raise Refused(
-            f"{ranks} processes need a GPU each, here are {torch.cuda.device_count()}: take --world virtual"
-        )
+        raise Refused(f"{ranks} processes need a GPU each, here are {torch.cuda.device_count()}: take --world virtual")
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
     with _interpreting() if plan.interpret else nullcontext():
         return run_ranks(_in_process, ranks, plan, fn, args, backend=backend)

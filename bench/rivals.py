@@ -41,9 +41,7 @@ def compiled(fn: Callable[..., Any], device: torch.device, wanted: bool) -> Foun
     """torch.compile of fn, compiled at its first call."""
     if not wanted:
         return None, "left out (--no-compile)"
-    if device.type == "cpu" and not any(
-        shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", ""))
-    ):
+    if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", ""))):
         return None, "torch.compile: no C++ compiler found"
     torch.compiler.reset()  # or the ninth shape of the same lines would run eagerly
     return torch.compile(fn, dynamic=False), ""

@@ -185,9 +185,7 @@ def stopped_by(number: signal.Signals) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def _write(
-    path: Path, key: dict[str, Any], about: dict[str, Any], journal: Journal, complete: bool
-) -> dict[str, Any]:
+def _write(path: Path, key: dict[str, Any], about: dict[str, Any], journal: Journal, complete: bool) -> dict[str, Any]:
     result = {
         "format": FORMAT, "complete": complete, "key": key, "machine": about, "roofs": journal.roofs(),
         "failures": journal.failures(), "rows": [row.as_dict() for row in journal.rows()],

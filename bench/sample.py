@@ -180,9 +180,7 @@ def interleave(
     round_seconds = sum(meet.slowest([_whole(clock, meet, ways[name]) for name in names]))
     rounds = max(LEAST, min(MOST, int(budget / max(round_seconds, 1e-9))))
     times: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect(
-        1
-    )  # what has just been dropped; all that torch imported takes a quarter of a second to look through
+    gc.collect(1)  # what has just been dropped; all that torch imported takes a quarter of a second to look through
     gc.disable()
     try:
         for i in range(rounds):

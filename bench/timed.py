@@ -434,9 +434,7 @@ MESH_ROWS = (  # model, N of a rank, K, M, tile, then us: library alone, kernel 
 
 def _gather(model: str, n: int, k: int, m: int, tile: tuple[int, int, int], *times: float) -> Published:
     shard = -(-m // 8)
-    config = Config(
-        *tile, num_warps=8, num_stages=3, group=4, send_programs=0, other_programs=132, chunk=shard
-    )
+    config = Config(*tile, num_warps=8, num_stages=3, group=4, send_programs=0, other_programs=132, chunk=shard)
     problem = Problem(GATHER, m, (n,), k, config=config, transport=ENGINE, written=True)
     library, product, unfused, fused = (t * 1e-6 for t in times)
     return Published(MESH, f"{model} all-gather, M {m}", problem, fused, unfused, product, library, HBM2E)
@@ -534,9 +532,7 @@ class Options:
     """
 
     machine: str = "h100"
-    operation: Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"] = (
-        "all_gather_matmul"
-    )
+    operation: Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"] = "all_gather_matmul"
     shape: str = "llama3-8b"
     tokens: int = 8192
     tp: int = 8
@@ -589,9 +585,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compared(options: Options, node: Node, console: Console) -> None:
-    problem = model_problem(
-        options.operation, options.shape, options.tokens, options.tp, dtype=DTYPES[options.dtype]
-    )
+    problem = model_problem(options.operation, options.shape, options.tokens, options.tp, dtype=DTYPES[options.dtype])
     size = f"{options.shape}, {options.tokens} tokens, {options.dtype}"
     title = f"{options.operation}, {size}, {options.tp} x {node.name}"
     table = Table(title=title, caption="microseconds; the path is what the end waited for")
@@ -624,9 +618,7 @@ def _compared(options: Options, node: Node, console: Console) -> None:
 def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) -> None:
     before = json.loads(options.against.read_text())["rows"] if options.against is not None else {}
     title = f"{options.tp} x {node.name}, {options.dtype}"
-    table = Table(
-        title=title, caption="microseconds; fused / unfused below 1 is faster than product and NCCL"
-    )
+    table = Table(title=title, caption="microseconds; fused / unfused below 1 is faster than product and NCCL")
     names = [
         "operation",
         "model",
@@ -640,9 +632,7 @@ def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) 
     for name in names:
         table.add_column(name, justify="left" if name in ("operation", "model") else "right")
     rows: dict[str, dict[str, float]] = {}
-    for operation, shape, tokens in track(
-        list(itertools.product(OPERATIONS, *SIZES)), "simulated", console=console
-    ):
+    for operation, shape, tokens in track(list(itertools.product(OPERATIONS, *SIZES)), "simulated", console=console):
         problem = model_problem(operation, shape, tokens, options.tp, dtype=DTYPES[options.dtype])
         got = measure(problem, node)
         times = {"product": got.matmul, "unfused": got.unfused, "fused": got.fused.total}

@@ -81,9 +81,7 @@ def record(rank: int, tokens: int, k: int, n: int) -> dict[str, list[Call]]:
 
 def draw(path: Path, calls: dict[str, list[Call]]) -> None:
     """One panel an operation, one lane a rank and kind."""
-    figure, axes = plt.subplots(
-        len(calls), 1, figsize=(9, 2.6 * len(calls)), squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(len(calls), 1, figsize=(9, 2.6 * len(calls)), squeeze=False, layout="constrained")
     for axis, (operation, ranks) in zip(axes[:, 0], calls.items()):
         start, lanes = min(call.begin for call in ranks), []
         for rank, call in enumerate(ranks):

@@ -163,9 +163,7 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
         f"idle {bubble.median:.1%} ({bubble.low:.1%} to {bubble.high:.1%}), order {share:.1%}, formula {by_hand}; "
         f"step {times.median / ideal_seconds:.3f} x the order's"
     )
-    return [
-        Row(SUITE, case.shape, case.dtype, "fusedtp", rank.world, ranks, times, figures=figures, note=note)
-    ]
+    return [Row(SUITE, case.shape, case.dtype, "fusedtp", rank.world, ranks, times, figures=figures, note=note)]
 
 
 # -- overhead ----------------------------------------------------------------------------------------------------------
@@ -331,9 +329,7 @@ def _checkpoint_rows(rank: Rank, case: Case, trainer: Trainer) -> list[Row]:
         "ratio_of_ten_steps_low": ratios.low, "ratio_of_ten_steps_high": ratios.high, "blocked_seconds": held,
         "save_seconds": wrote, "steps_while_saving": len(beside) / len(blocks),
     }  # fmt: skip
-    beside_it = (
-        "too few steps lie within a save" if ratio is None else f"steps beside it {ratio:.3f} x those alone"
-    )
+    beside_it = "too few steps lie within a save" if ratio is None else f"steps beside it {ratio:.3f} x those alone"
     note = (
         f"{saves[-1].size / 1e9:.2f} GB: {beside_it}, {len(beside) / len(blocks):.1f} of ten; ten steps with a save "
         f"{ratios.median:.3f} x ten without ({ratios.low:.3f} to {ratios.high:.3f}); training waits {held:.2f} s of "

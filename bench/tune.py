@@ -118,11 +118,7 @@ class Job:
             config = local_config(machine, dtype, "ieee", at["rows"], at["cols"])
         else:
             config = tiles(machine, dtype, at["rows"], at["cols"], bool(at["even"]))
-        return {
-            name: int(value)
-            for name, value in asdict(config).items()
-            if name in tuned.KERNELS[self.kernel].sets
-        }
+        return {name: int(value) for name, value in asdict(config).items() if name in tuned.KERNELS[self.kernel].sets}
 
 
 def reduction_kernel(rows: int, n: int, dtype: str) -> str:
@@ -196,9 +192,7 @@ def _possible(job: Job, machine: Machine, values: Values) -> bool:
 
 def _distance(values: Mapping[str, int], other: Mapping[str, int]) -> float:
     """How often something doubles between the two."""
-    return sum(
-        abs(log2(values[name] / other[name])) for name in other if values[name] > 0 and other[name] > 0
-    )
+    return sum(abs(log2(values[name] / other[name])) for name in other if values[name] > 0 and other[name] > 0)
 
 
 # -- how it is measured: ways to run a job, successive halving --------------------------------------------------------
@@ -218,9 +212,7 @@ class Winner:
     default_seconds: float
 
 
-def halving(
-    count: int, sample: Callable[[int], float], keep: Sequence[int] = (), rounds: int = 2
-) -> dict[int, float]:
+def halving(count: int, sample: Callable[[int], float], keep: Sequence[int] = (), rounds: int = 2) -> dict[int, float]:
     """Candidate -> median of its samples, of those that were left at the end.
 
     All are sampled in interleaved rounds; then the slower half goes, and the rest gets twice as many rounds, until

@@ -66,9 +66,7 @@ class Ways:
         """
         spreads = self.rank.measure(self.timed)
         own = each or {}
-        rows = [
-            self.row(name, spread, **{**figures, **own.get(name, {})}) for name, spread in spreads.items()
-        ]
+        rows = [self.row(name, spread, **{**figures, **own.get(name, {})}) for name, spread in spreads.items()]
         return rows + self.missing()
 
     def row(self, name: str, spread: Spread, **figures: Any) -> Row:

@@ -40,9 +40,7 @@ COMMANDS = {
 
 def usage() -> str:
     rows = [f"  {name:12}{help_text}" for name, (_, help_text) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: fusedtp COMMAND [OPTIONS]", "", *rows, "", "fusedtp COMMAND --help lists its options."]
-    )
+    return "\n".join(["usage: fusedtp COMMAND [OPTIONS]", "", *rows, "", "fusedtp COMMAND --help lists its options."])
 
 
 def main(argv: list[str] | None = None) -> int:

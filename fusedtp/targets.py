@@ -120,9 +120,7 @@ def environment(apart: str = "") -> Iterator[None]:
     given = os.environ.get("TRITON_CACHE_DIR")
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
     chosen = {
-        "TRITON_CACHE_DIR": str(
-            whole / ("fusedtp-" + hashlib.sha256(f"{__file__} {apart}".encode()).hexdigest()[:16])
-        ),
+        "TRITON_CACHE_DIR": str(whole / ("fusedtp-" + hashlib.sha256(f"{__file__} {apart}".encode()).hexdigest()[:16])),
         "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
     }
     before = {name: os.environ.get(name) for name in chosen}

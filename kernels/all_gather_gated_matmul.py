@@ -68,9 +68,7 @@ def all_gather_gated_matmul_kernel(
         src = (rank - step + world) % world
         size, offset = shard(sizes, src, world)
         num_rows = cdiv(size * batch, BLOCK_M)
-        base, stride_m, stride_k = shard_source(
-            peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
-        )
+        base, stride_m, stride_k = shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED)
         while ticket < done + num_rows * num_cols:
             row, col = grouped(ticket - done, num_rows, num_cols, GROUP)
             first = row * BLOCK_M

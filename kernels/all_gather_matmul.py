@@ -254,9 +254,7 @@ def all_gather_matmul_kernel(
         length = K
     else:
         length = row_bytes
-    begin_gather(
-        peers, sizes, batch, x, stride_xm, stride_xk, length, chunk_rows, send_programs, COPY_M, COPY_K
-    )
+    begin_gather(peers, sizes, batch, x, stride_xm, stride_xk, length, chunk_rows, send_programs, COPY_M, COPY_K)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     if TMA:
@@ -276,9 +274,7 @@ def all_gather_matmul_kernel(
         src = (rank - step + world) % world
         size, offset = shard(sizes, src, world)
         num_rows = cdiv(size * batch, BLOCK_M)
-        base, stride_m, stride_k = shard_source(
-            peers, src, offset, batch, x, stride_xm, stride_xk, length, ALIGNED
-        )
+        base, stride_m, stride_k = shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, length, ALIGNED)
         if row_bytes is not None:  # everywhere the same, which takes no register
             stride_m, stride_k = to_int64(row_bytes), to_int64(1)
         while ticket < done + num_rows * num_cols:

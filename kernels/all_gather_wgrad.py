@@ -136,9 +136,7 @@ def all_gather_wgrad_kernel(
             if src != rank:
                 if had == 0:
                     wait_rows(peers, src, 0, size * batch, chunk_rows)
-            base, stride_m, stride_k = shard_source(
-                peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED
-            )
+            base, stride_m, stride_k = shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED)
             rows = base + (ks.to(tl.int64) * stride_k)[None, :]
             acc = shard_sum(
                 acc,

@@ -55,9 +55,7 @@ def logit_stats_kernel(
     else:
         lanes = tl.arange(0, LANES)[None, :] + tl.arange(0, EACH)[:, None] * LANES
     for first in range(0, V, BLOCK):
-        cols = (first + lanes)[
-            :, None, :
-        ]  # [EACH, ROWS, LANES]: in this order no other thread has some of EACH
+        cols = (first + lanes)[:, None, :]  # [EACH, ROWS, LANES]: in this order no other thread has some of EACH
         mask = inside[None, :, None] & (cols < V)
         x = widen(tl.load(base[None, :, None] + cols, mask=mask, other=-INF)).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))

@@ -91,14 +91,10 @@ def product(
             acc = descriptor_loop(acc, x, row, w, at, K, BLOCK_K, False, PRECISION, ACROSS, depth)
         else:
             a = x + (rows.to(tl.int64) * strides[0])[:, None]
-            acc = mixed_loop(
-                acc, a, row_mask[:, None], strides[1], w, at, K, BLOCK_K, EVEN_K, PRECISION, ACROSS, depth
-            )
+            acc = mixed_loop(acc, a, row_mask[:, None], strides[1], w, at, K, BLOCK_K, EVEN_K, PRECISION, ACROSS, depth)
     else:
         a, a_step, b, b_step = addresses(x, w, strides, expert, rows, cols)
-        acc = dot_loop(
-            acc, a, row_mask[:, None], a_step, b, (cols < N)[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION
-        )
+        acc = dot_loop(acc, a, row_mask[:, None], a_step, b, (cols < N)[None, :], b_step, K, BLOCK_K, EVEN_K, PRECISION)
     return acc
 
 

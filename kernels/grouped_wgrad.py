@@ -75,9 +75,7 @@ def grouped_wgrad_kernel(
 
 
 @triton.jit
-def grouped_gated_backward_kernel(
-    dy, gate, up, dgate, dup, offsets, E, R, N, BLOCK: tl.constexpr, ACT: tl.constexpr
-):
+def grouped_gated_backward_kernel(dy, gate, up, dgate, dup, offsets, E, R, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
     """dup = dy act(gate); dgate = dy up act'(gate), all contiguous [R, N]; rows from offsets[E] on are left alone."""
     count = to_int64(tl.minimum(tl.load(offsets + E), R)) * N
     for block in range(tl.program_id(0), cdiv(count, BLOCK), tl.num_programs(0)):

@@ -123,9 +123,7 @@ def quantize_kernel(
         times = power_of_two(-exponent)[:, None]
     else:
         one = tl.load(given)
-        times = tl.div_rn(
-            tl.full((ROWS, 1), 1.0, tl.float32), tl.full((ROWS, 1), 0.0, tl.float32) + one
-        )  # exact
+        times = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), tl.full((ROWS, 1), 0.0, tl.float32) + one)  # exact
     store = values + rows.to(tl.int64)[:, None] * stride_v
     if WHOLE:
         mask = row_mask[:, None] & (cols < FILLED)[None, :]
@@ -208,9 +206,7 @@ def unpack_kernel(
     rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < T)[:, None] & (cols < K)[None, :]
-    tile = widen(
-        tl.load(values + rows.to(tl.int64)[:, None] * row_bytes + cols[None, :], mask=mask, other=0.0)
-    )
+    tile = widen(tl.load(values + rows.to(tl.int64)[:, None] * row_bytes + cols[None, :], mask=mask, other=0.0))
     block = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
     at = rows.to(tl.int64)[:, None] * (row_bytes // 4) + block[None, :]
     of_blocks = (rows < T)[:, None] & (block * WIDTH < K)[None, :]

@@ -311,9 +311,7 @@ def _compare(peers, arrivals):
     here = arrivals.to(tl.int32) - tl.load(peers.epoch) >= 0
     stranger = _first(peers, here & (theirs != signature_of(peers)), rank, True)
     if stranger < peers.world_size:
-        record(
-            peers, OTHER_SIGNATURE, stranger, ARRIVAL, signature_of(peers), _of(theirs, rank, stranger, True)
-        )
+        record(peers, OTHER_SIGNATURE, stranger, ARRIVAL, signature_of(peers), _of(theirs, rank, stranger, True))
 
 
 @inline

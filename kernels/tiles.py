@@ -139,9 +139,7 @@ def dealt(start, count, stride):
 
 
 @inline
-def copy_rows(
-    src, src_rows, src_stride, src_stride_k, dst, dst_rows, dst_stride, row_mask, K, BLOCK_K: tl.constexpr
-):
+def copy_rows(src, src_rows, src_stride, src_stride_k, dst, dst_rows, dst_stride, row_mask, K, BLOCK_K: tl.constexpr):
     """Copy whole rows, K elements each, as bits; `dst` rows are contiguous."""
     cols = tl.arange(0, BLOCK_K)
     for k in range(0, K, BLOCK_K):

@@ -46,9 +46,7 @@ def cases(plan: Plan, tp: int) -> list[Case]:
         for model in plan.shapes:
             if not model.startswith("square-"):
                 shape = named(model=model, T=tokens, tp=tp)
-                found += [
-                    Case(SUITE, dtype, tokens, tp=tp, names=shape, model=model) for dtype in plan.dtypes
-                ]
+                found += [Case(SUITE, dtype, tokens, tp=tp, names=shape, model=model) for dtype in plan.dtypes]
     return found
 
 
@@ -108,9 +106,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     assert comm is not None
     hidden = model_of(case.model).hidden
     generator = torch.Generator(rank.device).manual_seed(0)  # the same tokens on every rank
-    x = torch.randn(case.tokens, hidden, generator=generator, device=rank.device).to(
-        getattr(torch, case.dtype)
-    )
+    x = torch.randn(case.tokens, hidden, generator=generator, device=rank.device).to(getattr(torch, case.dtype))
     weights = {
         of.name: rank.randn(of.n, of.k, dtype=case.dtype, seed=seed, scale=of.k**-0.5)
         for seed, of in enumerate(layers(case.model, case.tp))
@@ -139,9 +135,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     else:
         ways.add(name, None, why)
     ways.prepare([()])
-    allowed = 4 * (
-        errors.unit(x.dtype) + max(w.shape[1] for w in weights.values()) * errors.unit(torch.float32)
-    )
+    allowed = 4 * (errors.unit(x.dtype) + max(w.shape[1] for w in weights.values()) * errors.unit(torch.float32))
 
     def exact(a: Tensor, b: Tensor) -> Tensor:
         return comm.all_reduce(a.double() @ b.double().t())

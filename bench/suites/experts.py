@@ -85,9 +85,7 @@ def grouped_cases(plan: Plan, tp: int) -> list[Case]:
                             E=model.experts // tp, R=tokens * model.top_k // tp, K=k, N=n, tp=tp,
                         )  # fmt: skip
                         found += [
-                            Case(
-                                "grouped_matmul", dtype, tokens, k, n, names=tuple(names.items()), model=model
-                            )
+                            Case("grouped_matmul", dtype, tokens, k, n, names=tuple(names.items()), model=model)
                             for dtype in plan.dtypes
                         ]
     return [
@@ -219,9 +217,7 @@ def cases_of(suite: str, layers: Sequence[Layer], plan: Plan, tp: int, parts: Se
                         names |= dict(E=layer.experts, k=layer.top_k, tp=tp)
                         if part:
                             del names["F"]
-                        found.append(
-                            Case(part or suite, dtype, tokens, tp=tp, names=tuple(names.items()), model=layer)
-                        )
+                        found.append(Case(part or suite, dtype, tokens, tp=tp, names=tuple(names.items()), model=layer))
     return found
 
 
@@ -317,10 +313,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         return (drawn * sides[which][1] ** -0.5).to(dtype)
 
     first = rank.rank * here
-    own = [
-        torch.stack([weight(e, which) for e in range(first, first + here)]).requires_grad_()
-        for which in range(3)
-    ]
+    own = [torch.stack([weight(e, which) for e in range(first, first + here)]).requires_grad_() for which in range(3)]
 
     def operands(seed: int) -> tuple[Any, ...]:
         ids, weights = chosen(case, mine, 100 * seed + rank.rank, rank.device)
@@ -331,9 +324,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         how: dict[str, Any] = dict(sizes=sizes, engine=engine, max_rows=room)
 
         def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            hidden, _, handle = moe_dispatch_gated(
-                x, ids, weights, own[0], own[1], layer.experts, rank.group, **how
-            )
+            hidden, _, handle = moe_dispatch_gated(x, ids, weights, own[0], own[1], layer.experts, rank.group, **how)
             return moe_matmul_combine(hidden, own[2], handle)
 
         def one_by_one(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -345,9 +336,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
 
     def arrived(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, offsets) of this rank's experts, by the engine that `auto` takes."""
-        rows, offsets, _ = fusedtp.moe_dispatch(
-            x, ids, weights, layer.experts, rank.group, sizes=sizes, max_rows=room
-        )
+        rows, offsets, _ = fusedtp.moe_dispatch(x, ids, weights, layer.experts, rank.group, sizes=sizes, max_rows=room)
         return rows.detach().requires_grad_(), offsets
 
     sets = rank.copies(operands)
@@ -379,9 +368,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
     x, ids, weights = (t.detach()[some].cpu() for t in sets[0])
     want = reference(x, ids, weights, lambda e: [weight(e, which) for which in range(3)])
     # Two matmuls and their product round, then each choice and their sum; fp32 sums have as many terms as a row.
-    allowed = (4 + layer.top_k) * errors.unit(dtype) + 2 * max(layer.dim, layer.hidden) * errors.unit(
-        torch.float32
-    )
+    allowed = (4 + layer.top_k) * errors.unit(dtype) + 2 * max(layer.dim, layer.hidden) * errors.unit(torch.float32)
     allowed *= max(1.0, float(want.abs().max())) if len(want) else 1.0
     found: dict[str, dict[str, Any]] = {}
     for name, fn in ways.functions.items():

@@ -34,9 +34,7 @@ from .local import matmul_cases
 SUITE = "fp8"
 DTYPES = ("bfloat16", "float32")  # that FP8Linear takes
 LOST = 17 * 2.0**-13
-Operands = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]  # x, w; x in fp8, its scale, w in fp8, its scale
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w; x in fp8, its scale, w in fp8, its scale
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
@@ -73,9 +71,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         ways.add(rivals.vendor_name(rank.device), lambda x, w, *_: vendor(x, w))
         ways.add("torch._scaled_mm", None if on_cpu else torchs, "left out on a CPU")
         ways.add("fusedtp fp8", lambda x, w, *given: (product if on_cpu else kernel)(x, *given))
-        ways.add(
-            "fusedtp fp8, quantized here", lambda x, w, *_: product(x, *fp8.quantize(x), *fp8.quantize(w))
-        )
+        ways.add("fusedtp fp8, quantized here", lambda x, w, *_: product(x, *fp8.quantize(x), *fp8.quantize(w)))
     else:
         ways.add("torch", lambda x, *_: by_formula(x))
         ways.add("torch.compile", *rivals.compiled(fp8.quantize, rank.device, rank.plan.compile))
@@ -84,9 +80,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             ways.add("torch.compile", lambda x, *_: compiled(x))
         ways.add("fusedtp", None if on_cpu else lambda x, *_: fp8.quantize(x), "on a CPU it is the formula")
     ways.prepare(sets)
-    found = {
-        name: {"error": error(case, function(*sets[0]), sets[0])} for name, function in ways.functions.items()
-    }
+    found = {name: {"error": error(case, function(*sets[0]), sets[0])} for name, function in ways.functions.items()}
     if linear:
         return ways.rows(found, flops=case.flops, roof=rank.roofs[case.dtype] * (1 if on_cpu else 2))
     moved = case.tokens * (case.k * case.itemsize + fp8.row_bytes(case.k))

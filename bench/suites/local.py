@@ -228,10 +228,7 @@ def measure_pointwise(rank: Rank, case: Case) -> list[Row]:
         if name in ("", *ways.functions)
     }
     ways.prepare(inputs, lambda _, fn: _both(fn) if case.backward else _forward(fn))
-    found = {
-        name: {"error": error(case, fn, inputs.get(name, inputs[""])[0])}
-        for name, fn in ways.functions.items()
-    }
+    found = {name: {"error": error(case, fn, inputs.get(name, inputs[""])[0])} for name, fn in ways.functions.items()}
     return ways.rows(found, moved_bytes=moved(case), roof=rank.roofs["copy"])
 
 
@@ -258,10 +255,7 @@ def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Er
     dim = 1 if case.operation == "rope" else 0
     with torch.no_grad():
         # First the reference: a kernel may compute in place.
-        some = [
-            t.detach().index_select(dim, tokens).double() if t.dim() > 1 else t.detach().double()
-            for t in tensors
-        ]
+        some = [t.detach().index_select(dim, tokens).double() if t.dim() > 1 else t.detach().double() for t in tensors]
         if case.operation == "add_rms_norm":
             # The sum is rounded to the dtype before it is normalised, as torch's is.
             h = (tensors[0].detach() + tensors[1].detach()).index_select(0, tokens).double()

@@ -252,9 +252,7 @@ class PlainBlock(nn.Module):
         grouped = q.shape[1] != k.shape[1] and not self.repeats
         if self.repeats:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        y = F.scaled_dot_product_attention(
-            self._rotate(q), self._rotate(k), v, is_causal=True, enable_gqa=grouped
-        )
+        y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True, enable_gqa=grouped)
         x = x + F.linear(y.transpose(1, 2).flatten(2).flatten(0, 1), self._weight("self_attn/o_proj"))
         normed = self._norm(x, "post_attention_layernorm")
         gate, up = (F.linear(normed, self._weight(f"mlp/{name}_proj")) for name in ("gate", "up"))

@@ -172,9 +172,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
         return run
 
     ways.prepare(sets, step)
-    found = {
-        name: off_by(want, gradients(fn, parameters, *sets[0]), config) for name, fn in ways.functions.items()
-    }
+    found = {name: off_by(want, gradients(fn, parameters, *sets[0]), config) for name, fn in ways.functions.items()}
     del want
     times = interleave(
         ways.timed, rank.seconds, rank.meeting, lambda _, way: rank.once(way, 1 if rank.plan.smoke else STEPS)
@@ -182,8 +180,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     flops = flops_of(config, sizes.batch, sizes.length)
     roof = rank.roofs[case.dtype]
     rows = [
-        ways.row(name, Spread.of(seconds), error=found[name], flops=flops, roof=roof)
-        for name, seconds in times.items()
+        ways.row(name, Spread.of(seconds), error=found[name], flops=flops, roof=roof) for name, seconds in times.items()
     ]
     return [with_mfu(row, rank.device) for row in rows] + ways.missing()
 
@@ -220,9 +217,7 @@ def off_by(want: tuple[Tensor, ...], got: tuple[Tensor, ...], config: ModelConfi
     random walk; twice its deviation is allowed.
     """
     off = float((want[0] - got[0]).abs() / want[0])
-    square = sum(
-        float((a.double() - b.double()).square().sum()) for a, b in zip(want[1:], got[1:], strict=True)
-    )
+    square = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(want[1:], got[1:], strict=True))
     size = sum(float(a.double().square().sum()) for a in want[1:])
     off = max(off, (square / size) ** 0.5)
     steps = 36 * config.num_hidden_layers

@@ -33,9 +33,7 @@ def cases(plan: Plan, ranks: int) -> list[Case]:
         for schedule in (SMOKE_SCHEDULES if plan.smoke else SCHEDULES)
     ]
     if ranks == 2:
-        found.append(
-            Case("overhead", "float32", 0, tp=2, names=named(part="overhead", model="make train", tp=2))
-        )
+        found.append(Case("overhead", "float32", 0, tp=2, names=named(part="overhead", model="make train", tp=2)))
     return found
 
 

@@ -127,9 +127,7 @@ def checker(
     return check
 
 
-def fused_cases(
-    world_size: int = 4, dtype: torch.dtype = torch.float32, machine: Machine = GPU
-) -> list[Case]:
+def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32, machine: Machine = GPU) -> list[Case]:
     """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
 
     The even ones are of 16 bits, what no peer writes goes by TMA, and a reduce-scatter adds two products. Those that
@@ -141,9 +139,7 @@ def fused_cases(
 
     def calls(operation: str, **options: Any) -> list[Call]:
         ks = (16, 20, 5)
-        made = [
-            Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)
-        ]
+        made = [Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)]
         first = replace(made[0], dtype=torch.float16 if dtype == torch.float32 else dtype, tma=True)
         if machine.capability >= 90:  # wgmma takes 64 rows
             first = replace(first, tile=64, block_k=32, k=80 if in_fp8(operation) else 72)
@@ -218,8 +214,7 @@ def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = GPU) -> C
     given = [operands(call, seed + i) if isinstance(call, Call) else None for i, call in enumerate(calls)]
     generator = torch.Generator().manual_seed(seed)
     shards = [
-        [] if isinstance(call, Call) else [torch.randn(n, COLUMNS, generator=generator) for n in call]
-        for call in calls
+        [] if isinstance(call, Call) else [torch.randn(n, COLUMNS, generator=generator) for n in call] for call in calls
     ]
     slot = 4 * COLUMNS * 3 * w
 
@@ -254,18 +249,13 @@ def _gather(
     """Append to every rank's work a gather of its shard; return where the gathered rows will be."""
     outs = []
     slots = [
-        world.data.tensors[p][number & 1, : 4 * shard.numel()].view(torch.float32)
-        for p, shard in enumerate(shards)
+        world.data.tensors[p][number & 1, : 4 * shard.numel()].view(torch.float32) for p, shard in enumerate(shards)
     ]
     for rank, shard in enumerate(shards):
         out = torch.full((sum(len(s) for s in shards), COLUMNS), torch.nan)
         parts = out.view(-1).split([s.numel() for s in shards])
         meet = meeting(world, rank, 301 + number)
-        fetches = [
-            Copy(parts[p], slots[p], pieces=2)
-            for p in range(world.world_size)
-            if p != rank and len(shards[p])
-        ]
+        fetches = [Copy(parts[p], slots[p], pieces=2) for p in range(world.world_size) if p != rank and len(shards[p])]
         own = [Copy(to, shard.view(-1).clone()) for to in (slots[rank], parts[rank]) if len(shard)]
         work[rank] += [*([meet] if opening else []), *own, meet, *fetches, meet]
         outs.append(out)
@@ -336,9 +326,7 @@ def replayed_case(
                 kept: list[dict[str, Tensor]] = []
                 for rank, (planned, outs) in enumerate(made):
                     work[rank] += _refreshed(captured[i], planned, inputs, world, rank)
-                    work[rank] += [
-                        Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()
-                    ]
+                    work[rank] += [Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()]
                     if not counted:  # the number of the first replay, as if a graph had kept it
                         work[rank].append(Copy(world.epochs.tensors[rank][:1], torch.full((1,), 1 + i).int()))
                     work[rank].append(launched(planned))

@@ -218,16 +218,12 @@ def _result(found: Found, options: CheckOptions, workers: Pool, progress: Progre
     return run_case(found, options, workers, lambda count: progress.advance(task, count))
 
 
-def _called(
-    workers: Pool, function: Callable[..., Any], name: str, asked: int | None, target: str, *more: Any
-) -> Any:
+def _called(workers: Pool, function: Callable[..., Any], name: str, asked: int | None, target: str, *more: Any) -> Any:
     try:
         return workers.submit(function, name, asked, target, *more).result()
     except BrokenProcessPool:
         workers.start()
-        return Found(
-            name, asked, asked or 0, (), target, raised=f"{name}: its process died while it was built\n"
-        )
+        return Found(name, asked, asked or 0, (), target, raised=f"{name}: its process died while it was built\n")
 
 
 def _report(results: Sequence[Result], options: CheckOptions) -> None:
@@ -299,9 +295,7 @@ def _lint(found: Sequence[Found], options: CheckOptions, findings: list[str]) ->
 def _print(words: Sequence[Any]) -> None:
     """Tables, and lines that are printed as they are."""
     for part in words:
-        _console().print(
-            part, markup=not isinstance(part, str), highlight=False, soft_wrap=isinstance(part, str)
-        )
+        _console().print(part, markup=not isinstance(part, str), highlight=False, soft_wrap=isinstance(part, str))
 
 
 def _words(result: Result, options: CheckOptions, width: int) -> str:
@@ -423,9 +417,7 @@ def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> Non
         schedule = next(options.chosen(result.found.target))
     else:
         schedule = schedule_of(fault)
-    moments = (
-        fault.trace if fault and fault.trace else workers.submit(run_trace, result.found, schedule).result()
-    )
+    moments = fault.trace if fault and fault.trace else workers.submit(run_trace, result.found, schedule).result()
     title = f"{result.found.name} on {result.found.world_size} ranks"
     options.timeline.write_text(html(moments, title=title, fault=fault), encoding="utf-8")
     print(f"timeline: {options.timeline}", file=sys.stderr if options.json else sys.stdout)
@@ -445,9 +437,7 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
     own = [name for name in OWN if name in names]
     files = dict.fromkeys(each.name for each in found if each.of_a_file)
     cases = [
-        CompileCase(name.rpartition(":")[2], target, partial(case_of, name))
-        for name in files
-        for target in TARGETS
+        CompileCase(name.rpartition(":")[2], target, partial(case_of, name)) for name in files for target in TARGETS
     ]
 
     def done(_: Report) -> None:
@@ -458,9 +448,7 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
         reports += check_cases(cases, done=done) if cases else []
     except CompileError as error:
         raise UserError(f"{error}\n") from None
-    reports = list(
-        dict.fromkeys(reports)
-    )  # ranks and calls whose arguments specialise otherwise to the same code
+    reports = list(dict.fromkeys(reports))  # ranks and calls whose arguments specialise otherwise to the same code
     words = _by_finding(reports)
     return not words, [table(reports), *words]
 

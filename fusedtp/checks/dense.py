@@ -48,9 +48,7 @@ class SimulatedWorld:
     machine            for which launches are planned
     """
 
-    def __init__(
-        self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = GPU
-    ) -> None:
+    def __init__(self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = GPU) -> None:
         w = world_size
         self.machine = machine
         self.world_size, self.flags_per_source = w, flags_per_source
@@ -91,9 +89,7 @@ class SimulatedWorld:
         for rank, (failure, status) in enumerate(zip(self.failures.tensors, self.statuses.tensors)):
             if code := int(failure[0]):
                 peer, chunk, wanted, seen = status[1:5].tolist()
-                said = (
-                    f"{meant.get(code, 'unknown')} (peer {peer}, chunk {chunk}, wanted {wanted}, seen {seen})"
-                )
+                said = f"{meant.get(code, 'unknown')} (peer {peer}, chunk {chunk}, wanted {wanted}, seen {seen})"
                 found.append(f"status of rank {rank} [0] says {code}: {said}")
         return found
 

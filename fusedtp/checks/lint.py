@@ -169,9 +169,7 @@ SCATTER_VARIANTS = (
 GATHER_VARIANTS = (
     FUSED_VARIANTS
     | FP8_VARIANTS
-    | named(
-        replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True)
-    )
+    | named(replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True))
 )
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
@@ -207,9 +205,7 @@ ELEMENTWISE_VARIANTS = named(
 )
 
 # Of 8 experts a rank; `dtype` is of ids.
-PLAN_VARIANTS = named(
-    Variant("int64", "int64", 8, 8192, (16,), 16), Variant("int32-few", "int32", 2, 6, (16,), 16)
-)
+PLAN_VARIANTS = named(Variant("int64", "int64", 8, 8192, (16,), 16), Variant("int32-few", "int32", 2, 6, (16,), 16))
 
 EVERY_VARIANT = PLAN_VARIANTS | SCATTER_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
 
@@ -362,9 +358,7 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         sums = (choices, weights, words, at, 12345, None, variant.precision)
         given = (view, 1, [h] * pairs, [experts] * pairs, offsets, *sums)
         return combine.plan_matmul_combine(*given, machine)[0]
-    return combine.plan_combine(
-        view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end
-    )[0]
+    return combine.plan_combine(view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end)[0]
 
 
 def _signal(kernel: str, world_size: int, clock: str) -> Compiles:
@@ -401,9 +395,7 @@ def _grouped(kernel: str, variant: Variant, machine: Any) -> Launch:
 
     x, dy, offsets = empty(r, k), empty(r, n), empty(experts + 1, of=torch.int32)
     weight, transposed = empty(experts, n, k), empty(experts, k, n).mT
-    if (
-        n % VECTOR
-    ):  # rows of an odd length are not copied asynchronously, so that a loop over them has no pipeline
+    if n % VECTOR:  # rows of an odd length are not copied asynchronously, so that a loop over them has no pipeline
         transposed = weight
     act, how = variant.activation, (None, precision, machine)
     if kernel == "grouped_matmul_kernel":
@@ -440,9 +432,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         scales, one = empty(rows, 4, of=torch.float32), empty(1, of=torch.float32)
         if variant.name == "fp32":
             return quantize.plan_quantize(gate, one, torch.empty_like(gate, dtype=kind), None)
-        return quantize.plan_quantize(
-            x if variant.name == "bf16" else empty(width, rows).t(), None, made, scales
-        )
+        return quantize.plan_quantize(x if variant.name == "bf16" else empty(width, rows).t(), None, made, scales)
     if kernel in ("pack_kernel", "unpack_kernel"):
         count = width - width % 4
         packed = torch.empty(rows, count + 4 * -(-count // quantize.BLOCK), dtype=torch.uint8, device="meta")

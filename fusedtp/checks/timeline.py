@@ -73,9 +73,7 @@ def segments(moments: Sequence[Moment], fault: Fault | None = None) -> list[Segm
                 found.append(_segment(moment, "alive", born.pop(lane, 0.0), end))
         else:
             born.setdefault(lane, begin)
-            found.append(
-                replace(_segment(moment, _kind(moment), begin, end), faulty=_at_fault(moment, fault))
-            )
+            found.append(replace(_segment(moment, _kind(moment), begin, end), faulty=_at_fault(moment, fault)))
     for lane in list(asleep):
         close(lane, final)
     for (rank, program, launch), begin in born.items():
@@ -206,9 +204,7 @@ def _axis(end: float, height: int, timed: bool) -> str:
 def _bar(segment: Segment, lane: int, end: float, timed: bool) -> str:
     x, width = 100 * segment.begin / end, max(100 * (segment.end - segment.begin) / end, 0.02)
     who = f"rank {segment.rank}, {segment.launch} {segment.program}"
-    begin, until = (
-        f"{1e6 * at:.6g} us" if timed else f"moment {at:g}" for at in (segment.begin, segment.end)
-    )
+    begin, until = (f"{1e6 * at:.6g} us" if timed else f"moment {at:g}" for at in (segment.begin, segment.end))
     words = f"{who}, {begin} to {until}: {segment.what}"
     kind = f"{segment.kind} fault" if segment.faulty else segment.kind
     return (

@@ -106,9 +106,7 @@ def _imported(module: ModuleType) -> set[str]:
             names |= {key for key, value in vars(module).items() if there.get(key) is value}
         elif isinstance(node, ast.ImportFrom):
             names |= {each.asname or each.name for each in node.names}
-        elif not isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ):  # whose names are theirs
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):  # whose names are theirs
             todo += ast.iter_child_nodes(node)
     return names
 
@@ -173,9 +171,7 @@ def _case(full_name: str, value: Any, world_size: int | None) -> Case:
             raise ValueError(f"{full_name} is a Case: its world size is its own, --world-size does not apply")
         return Case(full_name, value.make, value.kernels)
     if not inspect.isfunction(value):
-        raise ValueError(
-            f"{full_name} is {type(value).__name__}; it must be a Case or return a Case or a Run"
-        )
+        raise ValueError(f"{full_name} is {type(value).__name__}; it must be a Case or return a Case or a Run")
     call = _bound(full_name, value, world_size)
     made = call()
     if isinstance(made, Case):
@@ -354,15 +350,11 @@ def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None 
     return _part(found, lambda case: explore(case, schedules, seconds=seconds), seconds)
 
 
-def run_exhaust(
-    found: Found, preemptions: int, limit: int, resident: Any, weak: bool, waive: Sequence[str]
-) -> Part:
+def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak: bool, waive: Sequence[str]) -> Part:
     """Every schedule of a case with at most so many preemptions, in a worker."""
 
     def run(case: Case) -> Outcome:
-        return exhaust(
-            case, preemptions, limit=limit, resident=resident, weak=weak, target=found.target, waive=waive
-        )
+        return exhaust(case, preemptions, limit=limit, resident=resident, weak=weak, target=found.target, waive=waive)
 
     return _part(found, run)
 

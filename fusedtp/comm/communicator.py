@@ -65,9 +65,7 @@ class Communicator:
         self.joint: dict[Any, bool] = {}  # whose gradients share a call, see ops/column_backward.py
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
         self.draws = Draws()  # of random numbers, for layers of which ranks have unequal parts
-        self.timeline: list[tuple[str, float, float]] | None = (
-            None  # a list here receives (label, begin, end)
-        )
+        self.timeline: list[tuple[str, float, float]] | None = None  # a list here receives (label, begin, end)
         self._workspace: Workspace | None = None
         self.fallback = self._fallback()
 
@@ -198,9 +196,7 @@ def communicator(group: Group) -> Communicator:
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"the mesh has dimensions {group.mesh_dim_names}; pass one of them, as in mesh['tp']"
-            )
+            raise ValueError(f"the mesh has dimensions {group.mesh_dim_names}; pass one of them, as in mesh['tp']")
         group = group.get_group()
     found = _known(group)
     if found is not None:
@@ -282,11 +278,7 @@ def propagate_errors(at: Place) -> AbstractContextManager[None]:
 
     They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
     """
-    return (
-        nullcontext()
-        if torch.compiler.is_compiling() or not at.name
-        else _PropagateErrors(_registry[at.name])
-    )
+    return nullcontext() if torch.compiler.is_compiling() or not at.name else _PropagateErrors(_registry[at.name])
 
 
 class _PropagateErrors(AbstractContextManager[None]):

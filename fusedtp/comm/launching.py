@@ -108,9 +108,7 @@ class Launch:
             # a TMA descriptor has a base
             of_call = first is None or isinstance(first, Tensor) or hasattr(first, "base")
             (given if of_call else same)[name] = value
-        made = _kept(
-            self.kernel, self.programs, device, tuple(self.options.items()), tuple(same.items()), tuple(given)
-        )
+        made = _kept(self.kernel, self.programs, device, tuple(self.options.items()), tuple(same.items()), tuple(given))
         with on(device):
             made.start(device, given)
 
@@ -138,9 +136,7 @@ def _kept(
 class Repeated:
     """kernel[(programs,)] with some of its arguments, the same in every call. options: the compiler's."""
 
-    def __init__(
-        self, kernel: Any, programs: int, args: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, kernel: Any, programs: int, args: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         from triton import knobs
         from triton.runtime.jit import JITFunction
 

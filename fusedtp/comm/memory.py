@@ -63,9 +63,7 @@ def allocate_memfd(nbytes: int, exchange: Exchange) -> Region:
                 mappings.append(_map_peer(pid, peer_fd, nbytes))
             except (OSError, ValueError) as error:
                 fault = fault or f"cannot map the memory of process {pid}: {error}"
-        faults = [
-            f for f in exchange(fault) if f
-        ]  # also: no rank closes its descriptor before all have mapped it
+        faults = [f for f in exchange(fault) if f]  # also: no rank closes its descriptor before all have mapped it
     finally:
         if fd >= 0:
             os.close(fd)

@@ -116,9 +116,7 @@ class ProcessWorld:
         folders = set(self.exchange(folder))
         if None not in folders and len(folders) == 1 and len(set(pids)) == self.world_size:
             return None
-        return (
-            "ranks in several PID namespaces need one /tmp and different process ids to pass memory handles"
-        )
+        return "ranks in several PID namespaces need one /tmp and different process ids to pass memory handles"
 
     def _gpu_fault(self) -> str | None:
         """Why these GPUs cannot share memory, the same answer on all ranks.

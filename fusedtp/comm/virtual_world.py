@@ -109,9 +109,7 @@ class VirtualWorld(Ranks):
                 errors[rank] = error
                 self.give_up(rank)
 
-        threads = [
-            threading.Thread(target=body, args=(r,), name=f"fusedtp rank {r}") for r in range(self.world_size)
-        ]
+        threads = [threading.Thread(target=body, args=(r,), name=f"fusedtp rank {r}") for r in range(self.world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -169,13 +167,7 @@ class VirtualGroup:
         """
         if math.prod(shape) != self.size():
             raise ValueError(f"{self.size()} ranks do not stand in the shape {tuple(shape)}")
-        lines = (
-            torch.arange(self.size(), device="cpu")
-            .view(*shape)
-            .movedim(dim, -1)
-            .reshape(-1, shape[dim])
-            .tolist()
-        )
+        lines = torch.arange(self.size(), device="cpu").view(*shape).movedim(dim, -1).reshape(-1, shape[dim]).tolist()
         line = next(each for each in lines if self._rank in each)
         return self._world.part(tuple(line)).groups[line.index(self._rank)]
 
@@ -186,9 +178,7 @@ class ThreadWorld:
     shares_process = True
 
     def __init__(self, group: VirtualGroup) -> None:
-        self._virtual: Ranks = weakref.proxy(
-            group._world
-        )  # the registry holds this; the world goes with its user
+        self._virtual: Ranks = weakref.proxy(group._world)  # the registry holds this; the world goes with its user
         self.group_ref = weakref.ref(group)  # a destroyed group may leave its name to another
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
         self.device = group.device

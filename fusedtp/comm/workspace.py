@@ -126,9 +126,7 @@ class Workspace:
         self.failed: Exception | None = None
         self.timeout_s = DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
-        self.asleep_since: float | None = (
-            None  # monotonic time at which the wait for a peer began that goes on now
-        )
+        self.asleep_since: float | None = None  # monotonic time at which the wait for a peer began that goes on now
         self.operation = ""  # of the last call
         self.on_cpu = self.device.type == "cpu"
         self._order = None if self.on_cpu else StreamOrder(self.device)
@@ -169,9 +167,7 @@ class Workspace:
             own = self.control.addresses[self.rank]
             for source in range(w):
                 semaphore.init(own + source * semaphore.SIZE)
-            self.semaphores = [
-                a + self.rank * semaphore.SIZE for a in self.control.addresses
-            ]  # this rank's, at p
+            self.semaphores = [a + self.rank * semaphore.SIZE for a in self.control.addresses]  # this rank's, at p
             own = self.rank
             self.records_at = [[self._record(p, parity, own) for p in range(w)] for parity in (0, 1)]
             self.records_of = [[self._record(own, parity, p) for p in range(w)] for parity in (0, 1)]
@@ -299,9 +295,7 @@ class Workspace:
     def refuse_capture(self) -> None:
         """CUDA: raises RuntimeError if growing is asked for while a graph is being captured."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the workspace would grow during CUDA graph capture; call fusedtp.reserve first"
-            )
+            raise RuntimeError("the workspace would grow during CUDA graph capture; call fusedtp.reserve first")
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -645,9 +639,7 @@ class Call:
             for p in sorted(self.to_wait):
                 self.wait(p)
             if ws._status[0] == OTHER_SIGNATURE:
-                raise PeerFailed(
-                    f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too"
-                )
+                raise PeerFailed(f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too")
             return
         if self.counted is not None:
             ws.epochs = self.counted + 1

@@ -190,9 +190,7 @@ def config_of(config: TrainConfig) -> Any:
         try:
             found = AutoConfig.from_pretrained(name, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:
-            raise ValueError(
-                f"--model {name} has no configuration that transformers knows: {error}"
-            ) from error
+            raise ValueError(f"--model {name} has no configuration that transformers knows: {error}") from error
         if getattr(found, "quantization_config", None) is not None:
             raise ValueError(f"{name} is quantized; only weights in a floating-point dtype can be trained")
         if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -203,9 +201,7 @@ def config_of(config: TrainConfig) -> Any:
             )
         return found
     if name not in CONFIG_MAPPING or CONFIG_MAPPING[name] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"--model {name} is no folder and no causal language model of transformers, such as llama"
-        )
+        raise ValueError(f"--model {name} is no folder and no causal language model of transformers, such as llama")
     tokenizer = config.data.vocabulary
     words: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
@@ -262,9 +258,7 @@ def foreign_sizes(config: TrainConfig) -> tuple[int, int, int]:
 # -- of transformers: the model ----------------------------------------------------------------------------------------
 
 
-def build_foreign(
-    config: TrainConfig, world: World, weights: bool = True
-) -> tuple[TransformersModel, Pipeline | None]:
+def build_foreign(config: TrainConfig, world: World, weights: bool = True) -> tuple[TransformersModel, Pipeline | None]:
     """The model, this rank's part of it, and its pipeline where the world has one. Collective.
 
     weights   False: memory is not filled, as a checkpoint will be read
@@ -312,9 +306,7 @@ def to_memory(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_(
-    model: nn.Module, names: Mapping[int, str], ways: Mapping[int, Mapping[str, Way]], values: Values
-) -> None:
+def fill_(model: nn.Module, names: Mapping[int, str], ways: Mapping[int, Mapping[str, Way]], values: Values) -> None:
     """Give parameters and buffers their values: of each this rank's part.
 
     names, ways   of modules, by id: as the values call them, and how they lie over tensor-parallel ranks
@@ -337,9 +329,7 @@ def fill_(
             own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             own.copy_(part(held(tensor, way)))
     if missing := sorted(
-        name
-        for name, (tensor, _) in wanted.items()
-        if isinstance(tensor, nn.Parameter) and id(tensor) not in done
+        name for name, (tensor, _) in wanted.items() if isinstance(tensor, nn.Parameter) and id(tensor) not in done
     ):
         raise ValueError(f"no values for {', '.join(missing[:3])}")
 
@@ -436,15 +426,9 @@ def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     vocabulary = adapter.config.vocab_size
     tokenizer = config.data.vocabulary
     if vocabulary < tokenizer.vocab_size and config.data.vocab_size is not None:
-        found.append(
-            f"{config.foreign.model} has {vocabulary} tokens, fewer than --vocab-size {tokenizer.vocab_size}"
-        )
+        found.append(f"{config.foreign.model} has {vocabulary} tokens, fewer than --vocab-size {tokenizer.vocab_size}")
     elif vocabulary < tokenizer.vocab_size:
-        what = (
-            "has no tokenizer"
-            if config.data.tokenizer is None
-            else f"has not that of {config.data.tokenizer}"
-        )
+        what = "has no tokenizer" if config.data.tokenizer is None else f"has not that of {config.data.tokenizer}"
         kind = "bytes" if config.data.tokenizer is None else f"its {tokenizer.vocab_size}"
         found.append(f"{config.foreign.model} {what}, and its {vocabulary} tokens are too few for {kind}")
     found += tp_faults(config, model, dp, tp)
@@ -471,9 +455,7 @@ def option_faults(config: TrainConfig) -> list[str]:
     ]
     found = []
     if given:
-        found.append(
-            f"{', '.join(given)} with --model {config.foreign.model}: the shape is that of its configuration"
-        )
+        found.append(f"{', '.join(given)} with --model {config.foreign.model}: the shape is that of its configuration")
     if (config.parallel.ep or 1) > 1 or config.parallel.expert_tp > 1:
         found.append("--ep and --expert-tp with --model: experts of other models lie as their plan says")
     return found

@@ -30,13 +30,9 @@ from fusedtp.train.mesh import World
 from fusedtp.train.stages import pipeline_faults
 
 JOB = ".job"  # of a run's folder: the torchrun job that trains it
-OWN_STORE = (
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # for torchrun: every start of the ranks has a store of its own
-)
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # for torchrun: every start of the ranks has a store of its own
 NEWS_SECONDS = 5.0  # in which torchrun's SIGTERM reaches all nodes, where it asks all to end
-PATIENCE = (
-    30.0  # seconds that a rank which is started again waits for the one before it to let go of the folder
-)
+PATIENCE = 30.0  # seconds that a rank which is started again waits for the one before it to let go of the folder
 
 
 class RanksLeft(RuntimeError):
@@ -193,6 +189,4 @@ def moved(about: Mapping[str, Any], config: TrainConfig, world: World) -> str:
     if about.get("mesh", mesh) == mesh:
         return ""
     pp = f"pp {world.pp}, " if world.pp > 1 else ""
-    return (
-        f"; now on {world.size} ranks, {pp}dp {world.dp}, tp {world.tp}, accumulate {config.data.accumulate}"
-    )
+    return f"; now on {world.size} ranks, {pp}dp {world.dp}, tp {world.tp}, accumulate {config.data.accumulate}"

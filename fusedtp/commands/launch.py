@@ -150,13 +150,9 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
         asked = (f"--pp {pp} x " if pp > 1 else "") + f"--dp {dp} x --tp {tp}"
         found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
     if device == "cuda" and torch.cuda.device_count() < local_ranks:
-        found.append(
-            f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer"
-        )
+        found.append(f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer")
     if config.parallel.engine == "triton" and device == "cpu" and not interpreting():
-        found.append(
-            "--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
-        )
+        found.append("--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment")
     if config.parallel.elastic:
         found += elastic.store_faults()
     found += text_faults(config.data.data) + folder_faults(config.run.folder)
@@ -168,9 +164,7 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
     folder = config.run.folder / CHECKPOINTS
     steps = steps_in(folder)
     if config.parallel.elastic and config.run.replace and torchrun_place() and elastic.job() is None:
-        return [
-            "--elastic with --replace: give torchrun an --rdzv-id, by which a restart knows its own checkpoints"
-        ]
+        return ["--elastic with --replace: give torchrun an --rdzv-id, by which a restart knows its own checkpoints"]
     run = elastic.goes_on(config, steps).run
     if run.resume and (unread := saved_faults(run.folder)):
         return unread
@@ -493,9 +487,7 @@ def of_one_group(config: TrainConfig, tp: int) -> TrainConfig:
     model, data, parallel, run = config.model, config.data, config.parallel, config.run
     dp = (parallel.ep or tp) // tp
     dense = min(1, model.dense_layers) if model.experts else 0
-    pieces = (
-        1 if parallel.pp > 1 else data.accumulate
-    )  # a validation takes them at once where there are no stages
+    pieces = 1 if parallel.pp > 1 else data.accumulate  # a validation takes them at once where there are no stages
     rows = data.batch // (data.accumulate * (parallel.dp or 1))
     return replace(
         config,
@@ -535,9 +527,7 @@ def warmed(config: TrainConfig, world: World, before: dict[str, int], seconds: f
         if name in before:
             lines.append(f"{what}: {entries()[name] - before[name]} new entries in {os.environ[name]}")
         else:
-            lines.append(
-                f"{what}: set {name} to a folder that all machines share; now each has a cache of its own"
-            )
+            lines.append(f"{what}: set {name} to a folder that all machines share; now each has a cache of its own")
     return "\n".join(lines)
 
 
@@ -582,15 +572,11 @@ def parse_finetune(argv: list[str]) -> FinetuneConfig:
     """A command line, with the defaults that depend on it."""
     first = _parse_finetune(argv, FINETUNE)
     trained = Path(first.foreign.model or "").is_dir() and not first.foreign.lora
-    optim = dataclasses.replace(
-        FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10)
-    )
+    optim = dataclasses.replace(FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10))
     run = dataclasses.replace(FINETUNE.run, replace=not first.run.resume)
     made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim, run=run))
     return with_tokenizer(with_dp(made, argv))
 
 
 def _parse_finetune(argv: list[str], default: FinetuneConfig) -> FinetuneConfig:
-    return tyro.cli(
-        tyro.conf.OmitArgPrefixes[FinetuneConfig], prog="fusedtp finetune", args=argv, default=default
-    )
+    return tyro.cli(tyro.conf.OmitArgPrefixes[FinetuneConfig], prog="fusedtp finetune", args=argv, default=default)

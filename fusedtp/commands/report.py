@@ -79,16 +79,12 @@ class Curve:
     dots: bool = False
 
 
-def chart(
-    title: str, curves: Sequence[Curve], form: Callable[[float], str] = short, zero: bool = False
-) -> str:
+def chart(title: str, curves: Sequence[Curve], form: Callable[[float], str] = short, zero: bool = False) -> str:
     """A figure of curves over steps. zero: the axis begins there. Says so where there is nothing to draw."""
     curves = [Curve(c.name, [p for p in c.points if _finite(p[1])], c.colour, c.dots) for c in curves]
     curves = [curve for curve in curves if curve.points]
     if not curves:
-        return (
-            f'<figure><figcaption>{escape(title)}</figcaption><p class="none">nothing measured</p></figure>'
-        )
+        return f'<figure><figcaption>{escape(title)}</figcaption><p class="none">nothing measured</p></figure>'
     width, height, left, right, top, bottom = 480, 220, 62, 12, 10, 28
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
@@ -117,9 +113,7 @@ def chart(
             outline = [at(x, low) for x, low, _ in band] + [at(x, high) for x, _, high in reversed(band)]
             parts.append(f'<polygon points="{_path(outline)}" fill="{curve.colour}" opacity="0.2"/>')
         places = [at(x, y) for x, y in mean]
-        parts.append(
-            f'<polyline points="{_path(places)}" fill="none" stroke="{curve.colour}" stroke-width="1.8"/>'
-        )
+        parts.append(f'<polyline points="{_path(places)}" fill="none" stroke="{curve.colour}" stroke-width="1.8"/>')
         if curve.dots or len(places) == 1:
             parts += [
                 f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{curve.colour}">'
@@ -141,9 +135,7 @@ def thinned(
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     middle = [part[len(part) // 2][0] for part in parts]
     mean = [sum(y for _, y in part) / len(part) for part in parts]
-    band = [
-        (x, min(y for _, y in part), max(y for _, y in part)) for x, part in zip(middle, parts, strict=True)
-    ]
+    band = [(x, min(y for _, y in part), max(y for _, y in part)) for x, part in zip(middle, parts, strict=True)]
     return list(zip(middle, mean, strict=True)), band
 
 
@@ -202,8 +194,7 @@ def bars(readings: Sequence[Reading], hosts: Sequence[str]) -> str:
         rows.append(f'<div class="rank"><label>rank {rank}{host}</label>{bar}<em>{total}</em></div>')
     head = "".join(f"<th>{kind.replace('_', ' ')}" for kind in used)
     cells = [
-        f"<tr><td>{rank}"
-        + "".join(f"<td>{duration(row[kind]) if kind in row else 'not measured'}" for kind in used)
+        f"<tr><td>{rank}" + "".join(f"<td>{duration(row[kind]) if kind in row else 'not measured'}" for kind in used)
         for rank, row in enumerate(table)
     ]
     numbers = f"<details><summary>Numbers</summary>{_table(f'<th>rank{head}', cells)}</details>"
@@ -230,9 +221,7 @@ def gantt(recorded: Mapping[str, Any]) -> str:
     parts = []
     for rank in range(ranks):
         y = top + rank * lane
-        parts.append(
-            f'<rect class="lane" x="{left}" y="{y}" width="{width - left - 8}" height="{lane - 6}"/>'
-        )
+        parts.append(f'<rect class="lane" x="{left}" y="{y}" width="{width - left - 8}" height="{lane - 6}"/>')
         parts.append(_text("tick", left - 8, y + lane / 2 + 1, "end", f"rank {rank}"))
     scale = (width - left - 8) / span
     for rank, stage, kind, microbatch, since, until in actions:
@@ -243,9 +232,7 @@ def gantt(recorded: Mapping[str, Any]) -> str:
         label = _text("box", x + wide / 2, y + lane / 2 + 1, "middle", str(microbatch)) if wide > 16 else ""
         told = f"rank {rank}, stage {stage}, {name} of microbatch {microbatch}: {duration(until - since)}"
         place = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{lane - 6}" rx="2"'
-        parts.append(
-            f'<g><title>{told}</title><rect {place} fill="{colour}" opacity="{pale:.2f}"/>{label}</g>'
-        )
+        parts.append(f'<g><title>{told}</title><rect {place} fill="{colour}" opacity="{pale:.2f}"/>{label}</g>')
     for tick in ticks(0, span * 1e3, 8):
         x = left + tick / 1e3 * scale
         parts.append(_text("tick", x, height - 6, "middle", f"{tick:g}"))
@@ -288,9 +275,7 @@ def page(folder: Path) -> str:
     sections.append(f"<section><h2>Checkpoints</h2>{_checkpoints(folder)}</section>")
     sections.append(f"<section><h2>Configuration and versions</h2>{_settings(config, versions)}</section>")
     where = ", ".join(
-        str(each)
-        for each in (summary.get("layout"), summary.get("device"), config.get("run", {}).get("dtype"))
-        if each
+        str(each) for each in (summary.get("layout"), summary.get("device"), config.get("run", {}).get("dtype")) if each
     )
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
@@ -365,8 +350,7 @@ def _charts(steps: Sequence[Any], records: Sequence[Any], readings: Sequence[Rea
     shown = range(ranks) if ranks <= 8 else ()
     colours = list(COLOURS.values())
     waits = [
-        Curve(kind[:2], [(each.step + 1, waiting(each, kind)) for each in readings], COLOURS[kind])
-        for kind in WAITS
+        Curve(kind[:2], [(each.step + 1, waiting(each, kind)) for each in readings], COLOURS[kind]) for kind in WAITS
     ]
     memory = [
         Curve(
@@ -413,9 +397,7 @@ def _incidents(folder: Path) -> str:
             for each in hang["ranks"]
         ]
         head = "<th>rank<th>host<th>in<th>step<th>for<th>last call<th>number"
-        told += (
-            f"<p>Where the ranks were when they timed out: {escape(hang['what'])}</p>{_table(head, cells)}"
-        )
+        told += f"<p>Where the ranks were when they timed out: {escape(hang['what'])}</p>{_table(head, cells)}"
     return told
 
 
@@ -429,9 +411,7 @@ def _checkpoints(folder: Path) -> str:
         f"<td>{duration(each['blocked'])}<td>{'kept' if each['step'] in kept else 'removed'}"
         for each in saves
     ]
-    rows += [
-        f"<tr><td>{step}<td><td><td><td>kept" for step in kept if step not in {each["step"] for each in saves}
-    ]
+    rows += [f"<tr><td>{step}<td><td><td><td>kept" for step in kept if step not in {each["step"] for each in saves}]
     return _table("<th>step<th>size<th>until it was on disk<th>training waited<th>", rows)
 
 
@@ -448,9 +428,7 @@ def _settings(config: Mapping[str, Any], versions: Mapping[str, Any]) -> str:
 def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
     found = []
     for key, value in values.items():
-        found += (
-            _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else [(f"{before}{key}", value)]
-        )
+        found += _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else [(f"{before}{key}", value)]
     return found
 
 

@@ -110,8 +110,7 @@ class JsonLines:
 def _line(record: dict[str, Any]) -> str:
     """JSON has no NaN and no infinity."""
     fine = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
     return json.dumps(fine) + "\n"
 
@@ -267,9 +266,7 @@ def plot_losses(path: Path, metrics: Metrics, unit: str = "byte") -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        [r["step"] + 1 for r in metrics.steps], [r["loss"] for r in metrics.steps], lw=1, label="training"
-    )
+    axes.plot([r["step"] + 1 for r in metrics.steps], [r["loss"] for r in metrics.steps], lw=1, label="training")
     if metrics.validations:
         axes.plot(
             [r["step"] + 1 for r in metrics.validations],
@@ -284,9 +281,7 @@ def plot_losses(path: Path, metrics: Metrics, unit: str = "byte") -> None:
     figure.savefig(path, dpi=120)
 
 
-def show(
-    console: Console, summary: dict[str, Any], verification: Verification | None, unit: str = "byte"
-) -> None:
+def show(console: Console, summary: dict[str, Any], verification: Verification | None, unit: str = "byte") -> None:
     """The table at the end of a run."""
     table = Table(show_header=False, title="training run", title_justify="left")
     waiting = summary["wait_share"]
@@ -298,9 +293,7 @@ def show(
         "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
     }
     if summary["skipped"] is not None:
-        rows["fp16"] = (
-            f"loss scale {summary['loss_scale']:g}, {summary['skipped']} steps left out: they overflowed"
-        )
+        rows["fp16"] = f"loss scale {summary['loss_scale']:g}, {summary['skipped']} steps left out: they overflowed"
     rows |= {
         name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
         for name, engines in summary["engines"].items()
@@ -332,9 +325,7 @@ def heat_map(steps: Sequence[dict[str, Any]]) -> Figure:
     """Every layer's load over the steps: an expert's share of the choices, 1 where all are alike."""
     from matplotlib.figure import Figure
 
-    load = torch.tensor(
-        [record["expert_load"] for record in steps], dtype=torch.float64
-    )  # [steps, layers, E]
+    load = torch.tensor([record["expert_load"] for record in steps], dtype=torch.float64)  # [steps, layers, E]
     share: Tensor = load / load.mean(-1, keepdim=True).clamp(min=1e-30)
     layers = share.shape[1]
     figure = Figure(figsize=(8, 1 + 1.5 * layers), layout="constrained")

@@ -286,9 +286,7 @@ def resume(
         ended = how_it_ended(folder)
         ended = ended if lost > 0 or (again and ended != IN_ORDER) else ""
         because = "; ".join(filter(None, (again, ended))) or (WITHOUT_A_WORD if lost > 0 else "")
-    line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (
-        f", because {because}" if because else ""
-    )
+    line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (f", because {because}" if because else "")
     if aside:
         line += f"; newer checkpoints are now {', '.join(path.name for path in aside)}"
     line += elastic.moved(loaded.about, config, trainer.world)

@@ -42,9 +42,7 @@ from fusedtp.train.foreign import Model
 from fusedtp.train.mesh import World
 
 
-def load_model(
-    run: Path, step: int | None = None, device: str | torch.device = "cpu"
-) -> tuple[Model, TrainConfig]:
+def load_model(run: Path, step: int | None = None, device: str | torch.device = "cpu") -> tuple[Model, TrainConfig]:
     """The model of a run's newest good checkpoint, or of that of `step`, whole in this process.
 
     Raises CheckpointError where there is none that can be read.
@@ -146,9 +144,7 @@ def export(options: CheckpointsOptions) -> int:
     if config.data.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(str(config.data.tokenizer), local_files_only=True).save_pretrained(
-            options.out
-        )
+        AutoTokenizer.from_pretrained(str(config.data.tokenizer), local_files_only=True).save_pretrained(options.out)
     print(f"written to {options.out}")
     return 0
 

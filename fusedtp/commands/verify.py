@@ -84,14 +84,10 @@ class Verification:
 
     def in_words(self) -> str:
         if not self.steps:
-            return (
-                f"NOT COMPARED: in the first step already, rounding alone may cause more than {LARGEST:.0%}"
-            )
+            return f"NOT COMPARED: in the first step already, rounding alone may cause more than {LARGEST:.0%}"
         verdict = "equal" if self.passed else "NOT EQUAL"
         if self.steps < self.of:
-            verdict += (
-                f" in {self.steps} of {self.of} steps (after them rounding may cause over {LARGEST:.0%})"
-            )
+            verdict += f" in {self.steps} of {self.of} steps (after them rounding may cause over {LARGEST:.0%})"
         return (
             f"{verdict}: loss differs by at most {self.max_loss_difference:.1e}, gradient norm by "
             f"{self.max_grad_norm_difference:.1e}, {self.share_of_bound:.1%} of what rounding may cause"
@@ -118,9 +114,7 @@ def rounding(config: TrainConfig) -> float:
 def differences(ours: Sequence[dict[str, Any]], reference: Sequence[Numbers]) -> Tensor:
     """|our / their - 1| of every step and quantity, fp64 [steps, 2]."""
     mine, theirs = (
-        torch.tensor(
-            [[_number(record[name]) for name in QUANTITIES] for record in records], dtype=torch.float64
-        )
+        torch.tensor([[_number(record[name]) for name in QUANTITIES] for record in records], dtype=torch.float64)
         for records in (ours, reference)
     )
     both_overflow = mine.isinf() & theirs.isinf()
@@ -213,9 +207,7 @@ def shake_(model: nn.Module, relative: float, generator: torch.Generator) -> Non
         parameter.mul_(1.0 + relative * signs)
 
 
-def verify(
-    config: TrainConfig, tokens: Path, records: Sequence[dict[str, Any]], world: World
-) -> Verification | None:
+def verify(config: TrainConfig, tokens: Path, records: Sequence[dict[str, Any]], world: World) -> Verification | None:
     """Compare a run's records with the reference: on rank 0, with all cores, while the others wait."""
     result = None
     if world.rank == 0:
@@ -223,8 +215,7 @@ def verify(
         torch.set_num_threads(cores())
         first = records[: config.run.verify_steps]
         reference, shaken = (
-            reference_steps(config, tokens, len(first), world.device, shaken, first)
-            for shaken in (False, True)
+            reference_steps(config, tokens, len(first), world.device, shaken, first) for shaken in (False, True)
         )
         result = compare(config, first, reference, shaken)
         torch.set_num_threads(threads)

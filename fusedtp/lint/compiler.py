@@ -110,9 +110,7 @@ def _compiled(case: CompileCase, chosen: Target) -> list[Compiled]:
                 case=case,
                 name=said.name,
                 triton=triton.__version__,
-                files={
-                    kind: done.asm[kind] for kind in ("ttir", "ttgir", "ptx", "amdgcn") if kind in done.asm
-                },
+                files={kind: done.asm[kind] for kind in ("ttir", "ttgir", "ptx", "amdgcn") if kind in done.asm},
                 usage=_usage(done.asm["cubin"]) if "cubin" in done.asm else "",
                 shared=shared,
                 shared_bytes=said.shared,
@@ -128,9 +126,7 @@ def _launches(made: Launch | Run | Case) -> list[tuple[Launch, tuple[str, ...]]]
     if isinstance(made, Launch):
         return [(made, ())]
     run = plain(made.make() if isinstance(made, Case) else made)
-    launches = [
-        (rank, each) for rank, work in enumerate(run.work) for each in work if isinstance(each, Launch)
-    ]
+    launches = [(rank, each) for rank, work in enumerate(run.work) for each in work if isinstance(each, Launch)]
     owners: dict[int, set[int]] = {}
     for rank, launch in launches:
         for _, tensor in _tensors(launch):

@@ -286,9 +286,7 @@ class Listing:
 
     def _parse(self) -> None:
         frames: Frames = ()
-        inline = (
-            False  # within inline assembly LLVM counts the `.loc` up: the one ahead of it holds for all of it
-        )
+        inline = False  # within inline assembly LLVM counts the `.loc` up: the one ahead of it holds for all of it
         labels: dict[str, int] = {}
         jumps: list[tuple[int, str]] = []
         for number, raw in enumerate(self._lines, 1):

@@ -63,9 +63,7 @@ def gated_load(made: Compiled) -> Iterator[Finding]:
         for one in listing.of(op, listing.dialect.load):
             gate = next((loop for loop in listing.loops(one) if loop in gates), "")
             if gate and listing.ahead(one, gate):
-                said = (
-                    "this load is pipelined in a loop that acquires: it runs iterations ahead of the acquire"
-                )
+                said = "this load is pipelined in a loop that acquires: it runs iterations ahead of the acquire"
                 yield Finding("gated-load", said, one.text, op.frames)
                 break
 

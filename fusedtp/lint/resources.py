@@ -47,9 +47,7 @@ def spills(made: Compiled) -> Iterator[Finding]:
     scratch_load.
     """
     used = resources(made)
-    first = re.search(
-        r".*\b(?:STL|LDL|scratch_(?:store|load)\w*)\b.*", made.usage + made.files.get("amdgcn", "")
-    )
+    first = re.search(r".*\b(?:STL|LDL|scratch_(?:store|load)\w*)\b.*", made.usage + made.files.get("amdgcn", ""))
     if used.spills or (first and made.target.backend == "hip"):
         said = f"{used.spills} spills, {used.stack} bytes of stack, {used.registers} registers"
         yield Finding("spills", said, first[0] if first else "")
@@ -58,9 +56,7 @@ def spills(made: Compiled) -> Iterator[Finding]:
 def shared_memory(made: Compiled) -> Iterator[Finding]:
     """A program's shared memory (and Blackwell's tensor memory) fits the target. Source: see targets.py."""
     if made.shared_bytes > made.target.shared_limit:
-        said = (
-            f"{made.shared_bytes} bytes of shared memory, {made.target.name} has {made.target.shared_limit}"
-        )
+        said = f"{made.shared_bytes} bytes of shared memory, {made.target.name} has {made.target.shared_limit}"
         yield Finding("shared-memory", said)
     if made.tensor_columns > TENSOR_COLUMNS:
         said = f"{made.tensor_columns} columns of tensor memory, {made.target.name} has {TENSOR_COLUMNS}"

@@ -49,9 +49,7 @@ def exchanged(made: Compiled) -> list[Op]:
 
 def moves(made: Compiled, op: Op) -> list[Instruction]:
     """The instructions of a load or store by pointers."""
-    return made.listing.of(
-        op, r"st\.\S*global" if op.name == "tt.store" else r"ld\.\S*global|cp\.async\.c[ag]\."
-    )
+    return made.listing.of(op, r"st\.\S*global" if op.name == "tt.store" else r"ld\.\S*global|cp\.async\.c[ag]\.")
 
 
 def width(one: Instruction) -> int:
@@ -119,9 +117,7 @@ def pipelined(made: Compiled) -> Iterator[Finding]:
         by_tma = op.name == "tt.descriptor_load"
         found = listing.of(op, r"cp\.async\.bulk\.tensor" if by_tma else copies)
         inside = products[id(op.loops[0])]
-        ahead = any(
-            loop and listing.ahead(one, loop) for one in found for loop in inside & {listing.loops(one)[0]}
-        )
+        ahead = any(loop and listing.ahead(one, loop) for one in found for loop in inside & {listing.loops(one)[0]})
         if not found and made.target.backend == "cuda":
             said = "by descriptor, but no TMA copy" if by_tma else "no asynchronous copy"
             yield Finding("pipelined", f"a matmul's load is {said}", op.text, op.frames)
@@ -142,9 +138,7 @@ def carried(made: Compiled) -> Iterator[Finding]:
     before, after = (_carried_by_loops(made.files[kind]) for kind in ("ttir", "ttgir"))
     if after < before:
         said = f"loops carry {before} numbers in the source, {after} in the compiled code"
-        yield Finding(
-            "carried", f"{said}; use such a number inside of the inner loop, not as its bound alone"
-        )
+        yield Finding("carried", f"{said}; use such a number inside of the inner loop, not as its bound alone")
 
 
 def _carried_by_loops(text: str) -> int:

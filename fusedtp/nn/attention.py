@@ -68,8 +68,7 @@ class Attention(nn.Module):
         known = prepared(known, self.config, q.device, q.dtype)
         assert known.rotary is not None
         q, k, v = (
-            rearrange(t, "(b s) (h d) -> b s h d", b=known.batch, s=known.length, d=self.head_dim)
-            for t in (q, k, v)
+            rearrange(t, "(b s) (h d) -> b s h d", b=known.batch, s=known.length, d=self.head_dim) for t in (q, k, v)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -78,9 +77,7 @@ class Attention(nn.Module):
         return self.o_proj(rearrange(y, "b s h d -> (b s) (h d)"), layout)
 
 
-def prepared(
-    layout: TokenLayout, config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> TokenLayout:
+def prepared(layout: TokenLayout, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> TokenLayout:
     """The layout with `rotary` and `mask`, which are the same for all layers of a model."""
     if layout.rotary is None:
         assert config.head_dim is not None

@@ -101,9 +101,7 @@ def gshard_loss(first: Tensor, probability: Tensor, tokens: Tensor) -> Tensor:
     return (first * probability).sum() / first.numel() / tokens.clamp(min=1).square()
 
 
-def sequence_loss(
-    probability: Tensor, expert_ids: Tensor, layout: TokenLayout, group: Group | None = None
-) -> Tensor:
+def sequence_loss(probability: Tensor, expert_ids: Tensor, layout: TokenLayout, group: Group | None = None) -> Tensor:
     """This rank's part of the sum over sequences; a scalar, fp64.
 
     probability   [T_r, E]   of this rank's tokens

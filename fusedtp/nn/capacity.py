@@ -159,9 +159,7 @@ def _of_other_ranks(ids: Tensor, num_experts: int, group: Group | None) -> tuple
     return before.view(-1)[ids.clamp(min=0) + slot], table[:, -1].sum()
 
 
-def _gathered(
-    weights: Tensor, ids: Tensor, group: Group | None, sizes: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def _gathered(weights: Tensor, ids: Tensor, group: Group | None, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Both [T_r, k] -> [T, k] of all ranks, in one message: as floats, which hold any expert's id."""
     if group is None:
         return weights, ids

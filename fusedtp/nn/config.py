@@ -82,17 +82,12 @@ class ModelConfig:
             "head_dim",
             "max_logits_bytes",
         )
-        found = [
-            f"{name} is {getattr(self, name)}, must be at least 1"
-            for name in positive
-            if getattr(self, name) < 1
-        ]
+        found = [f"{name} is {getattr(self, name)}, must be at least 1" for name in positive if getattr(self, name) < 1]
         if self.num_hidden_layers < 0:
             found.append(f"num_hidden_layers is {self.num_hidden_layers}, must not be negative")
         if kv_heads > 0 and self.num_attention_heads % kv_heads:
             found.append(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {kv_heads}"
+                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {kv_heads}"
             )
         if head_dim % 2:
             found.append(f"head_dim is {head_dim}, must be even to be rotated")

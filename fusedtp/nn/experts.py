@@ -79,9 +79,7 @@ class Experts(nn.Module):
         self.parallel: Any = None
 
         def weight(out_features: int, in_features: int) -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype)
-            )
+            return nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
 
         self.gate_proj = weight(hidden, dim) if gated else None
         self.up_proj = weight(hidden, dim)
@@ -93,9 +91,7 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
-    def forward(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor, layout: TokenLayout | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, layout: TokenLayout | None = None) -> Tensor:
         if self.parallel is not None:
             y: Tensor = self.parallel.experts(x, expert_ids, weights, self, layout)
             return y
@@ -138,9 +134,7 @@ class Experts(nn.Module):
         assert up is not None and down is not None
         where["max_rows"] = bound
         if gate is not None:
-            hidden, _, handle = moe_dispatch_gated(
-                *given, gate, up, num_experts, group, act=self.act, **where
-            )
+            hidden, _, handle = moe_dispatch_gated(*given, gate, up, num_experts, group, act=self.act, **where)
         else:
             hidden, _, handle = moe_dispatch_matmul(*given, up, num_experts, group, **where)
             hidden = PLAIN[self.act](hidden)
@@ -175,9 +169,7 @@ class Experts(nn.Module):
         return f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), act={self.act}"
 
 
-def exchange_faults(
-    max_rows: int | None, recv_capacity: float | None, on_overflow: str, comm_dtype: str
-) -> list[str]:
+def exchange_faults(max_rows: int | None, recv_capacity: float | None, on_overflow: str, comm_dtype: str) -> list[str]:
     """What is wrong with these options of the exchange, in words."""
     found = []
     if comm_dtype not in COMM_DTYPES:

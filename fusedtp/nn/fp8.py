@@ -340,9 +340,7 @@ class InFP8:
             check_linear(at, x, operands[: len(weights)], operands[len(weights) :])
             _check_dtype(x)
             spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *operands), layer)
-            ys = _Gathered.apply(
-                spec, self.scaling, main_grads, x if dim == 0 else x.flatten(0, -2), *operands
-            )
+            ys = _Gathered.apply(spec, self.scaling, main_grads, x if dim == 0 else x.flatten(0, -2), *operands)
             return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
 
     def scatter(
@@ -450,9 +448,7 @@ class _Gathered(Function):
         dws: list[Tensor | None] = [None] * n
         versions = [(dy, dy._version) for dy in dys]
         kept, ctx.quantized = ctx.quantized, None
-        if kept is not None and all(
-            a is b and v == w for (a, v), (b, w) in zip(kept[0], versions, strict=True)
-        ):
+        if kept is not None and all(a is b and v == w for (a, v), (b, w) in zip(kept[0], versions, strict=True)):
             _, values, scale = kept  # else it is of another backward pass
         elif need_x or any(needs[:n]):
             values, scale = ctx.scaling.gradient(joined(dys, 1), spec)

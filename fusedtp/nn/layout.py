@@ -55,9 +55,7 @@ class TokenLayout:
         if self.batch < 0 or self.length < 0:
             raise ValueError(f"batch {self.batch} and length {self.length} must not be negative")
         if self.sizes and (sum(self.sizes) != self.tokens or not 0 <= self.rank < len(self.sizes)):
-            raise ValueError(
-                f"rank {self.rank}: sizes {self.sizes} do not split {self.batch} x {self.length} tokens"
-            )
+            raise ValueError(f"rank {self.rank}: sizes {self.sizes} do not split {self.batch} x {self.length} tokens")
         for name in ("positions", "document_ids"):
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != (self.batch, self.length):
@@ -97,8 +95,5 @@ def document_ids_from_lengths(lengths: list[list[int]], device: torch.device | s
     totals = {sum(row) for row in lengths}
     if len(totals) > 1:
         raise ValueError(f"document lengths of the sequences sum to different totals: {sorted(totals)}")
-    rows = [
-        torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row, dtype=torch.long))
-        for row in lengths
-    ]
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row, dtype=torch.long)) for row in lengths]
     return torch.stack(rows).to(device)

@@ -73,8 +73,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     if _takes_one_node(x, weights):
         return _in_one_node(x, weights, biases)
     return tuple(
-        F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
-        for w, b in zip(weights, biases, strict=True)
+        F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in zip(weights, biases, strict=True)
     )
 
 
@@ -96,9 +95,7 @@ def _takes_one_node(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and ((x.is_cuda and torch.version.hip is None) or widens(x))
         and type(x) in PLAIN
         and not torch._C._are_functorch_transforms_active()
-        and not (
-            torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        )
+        and not (torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype)
         and all(type(w) in PLAIN and w.dtype in (x.dtype, torch.float32) for w in weights)
     )
 
@@ -119,9 +116,7 @@ class _Linears(torch.autograd.Function):
         weights = [w.to(x.dtype) for w in operands[:count]]
         biases = [None if b is None else b.to(x.dtype) for b in operands[count:]]
         of_x, _, *of_operands = ctx.needs_input_grad
-        ctx.save_for_backward(
-            x if any(of_operands[:count]) else None, *(w if of_x else None for w in weights)
-        )
+        ctx.save_for_backward(x if any(of_operands[:count]) else None, *(w if of_x else None for w in weights))
         ctx.dtypes = [None if operand is None else operand.dtype for operand in operands]
         ctx.set_materialize_grads(False)
         return tuple(matmul(x, w.t(), b) for w, b in zip(weights, biases, strict=True))

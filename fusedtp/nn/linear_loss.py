@@ -136,18 +136,14 @@ def _check(
         kinds = ", ".join(str(t.dtype) for t in (x, weight, bias) if t is not None)
         raise ValueError(f"x, weight and bias must have one dtype, not {kinds}")
     if sizes is not None and (len(sizes) != comm.world_size or x.shape[0] != sizes[comm.rank]):
-        raise ValueError(
-            f"rank {comm.rank} has {x.shape[0]} rows; sizes is {list(sizes)} for {comm.world_size} ranks"
-        )
+        raise ValueError(f"rank {comm.rank} has {x.shape[0]} rows; sizes is {list(sizes)} for {comm.world_size} ranks")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of all tokens' losses."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> Tensor:
         comm, rows = call.comm, call.rows
         spec = None if rows is None else Spec(comm.name, comm.rank, rows.sizes, layer="lm_head")
         full = x if spec is None else OPERATIONS["all_gather_rows"](spec, x)

@@ -53,18 +53,14 @@ def vocab_parallel_cross_entropy(
     Source: Shoeybi et al. 2019, section 3.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(
-            f"wanted logits [T, V] and labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)}"
-        )
+        raise ValueError(f"wanted logits [T, V] and labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)}")
     labels = labels.to(device=logits.device, dtype=torch.int64)
     if num_labels is None:
         num_labels = (labels != ignore_index).sum().clamp(min=1)
     if group is None and torch.compiler.is_compiling():
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum") / num_labels
-    return (
-        vocab_parallel_losses(logits, labels, group, ignore_index, vocab_size=vocab_size).sum() / num_labels
-    )
+    return vocab_parallel_losses(logits, labels, group, ignore_index, vocab_size=vocab_size).sum() / num_labels
 
 
 def vocab_parallel_losses(
@@ -83,9 +79,7 @@ def vocab_parallel_losses(
     return losses
 
 
-def place_in_vocabulary(
-    comm: Any, here: int, vocab_size: int | None, device: torch.device
-) -> tuple[int, int]:
+def place_in_vocabulary(comm: Any, here: int, vocab_size: int | None, device: torch.device) -> tuple[int, int]:
     """First column of the `here` that this rank holds, and V."""
     world_size = comm.world_size
     if vocab_size is None:
@@ -97,8 +91,7 @@ def place_in_vocabulary(
     wanted = min(start + chunk, vocab_size) - start
     if here != wanted:
         raise ValueError(
-            f"rank {comm.rank} holds {here} columns of logits, wanted {wanted} of {vocab_size} over "
-            f"{world_size} ranks"
+            f"rank {comm.rank} holds {here} columns of logits, wanted {wanted} of {vocab_size} over {world_size} ranks"
         )
     return start, vocab_size
 

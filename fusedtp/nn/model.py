@@ -79,9 +79,7 @@ class CausalLM(nn.Module):
         """Module name -> style, in transformers' vocabulary; `*` is any layer, where all have the same plan."""
         plans = [layer.tp_plan for layer in self.layers if isinstance(layer, TransformerBlock)]
         alike = all(plan == plans[0] for plan in plans)
-        layers = (
-            {f"layers.{i}": plan for i, plan in enumerate(plans)} if not alike else {"layers.*": plans[0]}
-        )
+        layers = {f"layers.{i}": plan for i, plan in enumerate(plans)} if not alike else {"layers.*": plans[0]}
         named = [prefixed(name, plan) for name, plan in layers.items()] if plans else []
         between = {key: style for plan in named for key, style in plan.items()}
         return {"embed_tokens": "embedding_rowwise", **between, "lm_head": "colwise"}
@@ -211,9 +209,7 @@ class CausalLM(nn.Module):
             )
         if logits.shape[0] == layout.tokens:
             return vocab_parallel_cross_entropy(logits, labels, None, ignore_index, num_labels=num_labels)
-        loss = vocab_parallel_cross_entropy(
-            logits, layout.take(labels), None, ignore_index, num_labels=num_labels
-        )
+        loss = vocab_parallel_cross_entropy(logits, layout.take(labels), None, ignore_index, num_labels=num_labels)
         from fusedtp.ops.tokens import all_reduce_sum
 
         return all_reduce_sum(loss, self.token_group)

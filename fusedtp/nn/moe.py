@@ -78,9 +78,7 @@ class MoE(nn.Module):
             max_rows=max_rows, recv_capacity=recv_capacity, on_overflow=on_overflow, comm_dtype=comm_dtype
         )
         weights_sum = self.router.scale if self.router.normalize else None
-        self.experts = Experts(
-            dim, hidden, num_experts, act=act, gated=gated, weights_sum=weights_sum, **bound, **on
-        )
+        self.experts = Experts(dim, hidden, num_experts, act=act, gated=gated, weights_sum=weights_sum, **bound, **on)
         self.shared = GatedMLP(dim, shared, act, **on) if shared else None
         self.split_shared = split_shared
         if self.shared is not None and split_shared:

@@ -67,9 +67,7 @@ class MoEConfig:
     @property
     def exchange(self) -> dict[str, Any]:
         """The Experts' options of how rows travel."""
-        return {
-            name: getattr(self, name) for name in ("max_rows", "recv_capacity", "on_overflow", "comm_dtype")
-        }
+        return {name: getattr(self, name) for name in ("max_rows", "recv_capacity", "on_overflow", "comm_dtype")}
 
     @property
     def router(self) -> dict[str, Any]:

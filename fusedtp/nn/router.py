@@ -147,9 +147,7 @@ class Router(nn.Module):
             if rest:
                 found.append(f"num_groups {self.num_groups} does not divide num_experts {self.num_experts}")
             elif self.top_groups * each < self.top_k:
-                found.append(
-                    f"{self.top_groups} top_groups of {each} experts are fewer than top_k {self.top_k}"
-                )
+                found.append(f"{self.top_groups} top_groups of {each} experts are fewer than top_k {self.top_k}")
         if self.has_bias and self.score_after_topk:
             found.append("bias is added to scores: it cannot be had with score_after_topk")
         if self.sinkhorn and self.top_k != 1:
@@ -215,9 +213,7 @@ class Router(nn.Module):
         if layout.rows != x.shape[0]:
             raise ValueError(f"{at}x has {x.shape[0]} rows, the layout {layout.rows}")
         if "jitter" in needed_by and layout.dropout is None:
-            raise ValueError(
-                f"{at}jitter needs a seed and a step: CausalLM.set_dropout(seed, step) each step"
-            )
+            raise ValueError(f"{at}jitter needs a seed and a step: CausalLM.set_dropout(seed, step) each step")
         world_size = 1 if group is None else place(group).world_size
         if "sequence_loss" in needed_by and layout.is_split and len(layout.sizes) != world_size:
             raise ValueError(
@@ -254,9 +250,7 @@ class Router(nn.Module):
         if self.score_after_topk and self.score == "softmax":
             weights = logits.gather(1, ids).softmax(-1)
         elif self.normalize and self.score == "softmax":
-            weights = (
-                logits.log_softmax(-1).gather(1, ids).softmax(-1)
-            )  # a NaN spreads, also of one not chosen
+            weights = logits.log_softmax(-1).gather(1, ids).softmax(-1)  # a NaN spreads, also of one not chosen
         elif self.normalize:
             weights = F.logsigmoid(logits.gather(1, ids)).softmax(-1)
         else:

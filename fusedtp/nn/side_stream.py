@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 
-def run_on_side_stream(
-    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
+def run_on_side_stream(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """first(x) + second(x)."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return first(x) + second(x)

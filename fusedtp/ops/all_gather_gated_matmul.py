@@ -97,9 +97,7 @@ def all_gather_gated_matmul(
     at = place(group)
     with propagate_errors(at):
         if act not in pointwise.ACTIVATIONS:
-            raise ValueError(
-                f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}"
-            )
+            raise ValueError(f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}")
         weights = list(weights)
         biases = [None, None] if biases is None else list(biases)
         if len(weights) != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape:
@@ -187,9 +185,7 @@ gated_grads = LocalOperation(
 Result = list[Tensor]  # y, with `products` g and u, with `keep` the gathered x
 
 
-def reference(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], act: str = "silu"
-) -> Tensor:
+def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], act: str = "silu") -> Tensor:
     """The formula on one device: the full x [T, K], full weights."""
     g, u = (torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     if act == "silu":

@@ -194,9 +194,7 @@ def local(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | No
     return [*outs, copied(x)] if keep else outs
 
 
-def collective(
-    plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool
-) -> Result:
+def collective(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
     """The process group's all_gather, then matmuls."""
     rows, comm = plan.rows, plan.comm
     with comm.agreed(plan.signature):
@@ -250,9 +248,7 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
     return outputs if gathered is None else [*outputs, gathered]
 
 
-def _fake(
-    spec: Spec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
-) -> Result:
+def _fake(spec: Spec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool) -> Result:
     total = spec.batch * sum(spec.sizes)
     outs = [x.new_empty(total, w.shape[0]) for w in weights]
     return [*outs, x.new_empty(total, x.shape[1])] if keep else outs
@@ -285,9 +281,7 @@ op = Operation(
         "gather",
         shapes=lambda own, total, k, n: ((own, k), (n, k)),
         factors=lambda x, w: (x, w),
-        call=lambda x, w, group, sizes, engine: all_gather_matmul(x, [w], group, sizes=sizes, engine=engine)[
-            0
-        ],
+        call=lambda x, w, group, sizes, engine: all_gather_matmul(x, [w], group, sizes=sizes, engine=engine)[0],
     ),
     kernels=(
         FusedKernel(

@@ -144,9 +144,7 @@ op = Operation(
         "gather",
         shapes=lambda own, total, k, n: ((own, k), (total, n)),
         factors=lambda x, dy: (dy.t(), x.t()),
-        call=lambda x, dy, group, sizes, engine: all_gather_wgrad(x, [dy], group, sizes=sizes, engine=engine)[
-            0
-        ],
+        call=lambda x, dy, group, sizes, engine: all_gather_wgrad(x, [dy], group, sizes=sizes, engine=engine)[0],
     ),
     kernels=(
         FusedKernel(
@@ -203,9 +201,7 @@ def prepare(
     return Launch(all_gather_wgrad_kernel, config.send_programs + config.other_programs, args, config)
 
 
-def pointers(
-    launch: Launch, peers: Any, x: Tensor, dys: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> dict[str, Any]:
+def pointers(launch: Launch, peers: Any, x: Tensor, dys: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, Any]:
     """The arguments that a prepared launch lacks. outputs dw_i [N_i, K] of x's dtype, or fp32: as accumulated."""
     args = dict(peers=peers, x=x, grads=tuple(dys), outputs=tuple(outputs))
     if launch.args["TMA"]:

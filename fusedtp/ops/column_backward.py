@@ -51,9 +51,7 @@ def reference(x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> li
     return [dx, *(dy.t() @ x for dy in dys)]
 
 
-def chunked(
-    plan: Plan, x: Tensor, dys: list[Tensor], weights: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
+def chunked(plan: Plan, x: Tensor, dys: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """See above; `dtype` is that of the weights' gradients."""
     rows, comm, width = plan.rows, plan.comm, x.shape[1]
     lefts, rights = joined(dys, [w.t() for w in weights])
@@ -111,9 +109,7 @@ def wgrads(
     return [dw.to(dtype) for dw in dws] if full is None else [matmul_as(dy.t(), full, dtype) for dy in dys]
 
 
-def _fake(
-    spec: Spec, x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
+def _fake(spec: Spec, x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(x), *(x.new_empty(w.shape, dtype=dtype) for w in weights)]
 
 

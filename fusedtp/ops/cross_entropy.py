@@ -41,18 +41,12 @@ def gradient(
     _check(logits, labels)
     for name, given in (("lse", lse), ("scale", scale)):
         if given.shape != labels.shape or given.dtype != torch.float32:
-            raise ValueError(
-                f"wanted {name} [{len(labels)}] in fp32, got {tuple(given.shape)} in {given.dtype}"
-            )
+            raise ValueError(f"wanted {name} [{len(labels)}] in fp32, got {tuple(given.shape)} in {given.dtype}")
     if inplace and logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError(
-            f"logits of strides {logits.stride()} cannot be overwritten: rows must be contiguous"
-        )
+        raise ValueError(f"logits of strides {logits.stride()} cannot be overwritten: rows must be contiguous")
     source = _unit(logits)
     out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
-    launch.cross_entropy.logit_gradient(
-        source, out, labels.contiguous(), start, lse.contiguous(), scale.contiguous()
-    )
+    launch.cross_entropy.logit_gradient(source, out, labels.contiguous(), start, lse.contiguous(), scale.contiguous())
     return out
 
 
@@ -63,9 +57,7 @@ def _check(logits: Tensor, labels: Tensor) -> None:
             f"in {labels.dtype}"
         )
     if logits.dtype not in pointwise.DTYPES:
-        raise ValueError(
-            f"the kernels take logits in {', '.join(map(str, pointwise.DTYPES))}, not {logits.dtype}"
-        )
+        raise ValueError(f"the kernels take logits in {', '.join(map(str, pointwise.DTYPES))}, not {logits.dtype}")
 
 
 def _unit(logits: Tensor) -> Tensor:

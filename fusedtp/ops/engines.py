@@ -78,9 +78,7 @@ def choose(
     return Choice(found.engine, found.reason, found.transport)
 
 
-def _measured(
-    comm: Communicator, rows: Rows, dtype: torch.dtype, operation: str, width: int
-) -> measured.Found:
+def _measured(comm: Communicator, rows: Rows, dtype: torch.dtype, operation: str, width: int) -> measured.Found:
     """What the table of this machine says."""
     if not operation:
         return measured.NOTHING
@@ -128,9 +126,7 @@ def check_triton(comm: Communicator, dtype: torch.dtype) -> None:
     if not has_triton():
         raise ValueError("engine 'triton' needs the triton package")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"engine 'triton' takes fp32, fp16 and bf16, not {dtype}; use 'chunked' or 'collective'"
-        )
+        raise ValueError(f"engine 'triton' takes fp32, fp16 and bf16, not {dtype}; use 'chunked' or 'collective'")
     if comm.device.type == "cpu" and not interpreting():
         raise ValueError(
             "engine 'triton' on CPU tensors runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment "

@@ -167,9 +167,7 @@ def operand(w: Tensor) -> Tensor:
     return w.to(torch.bfloat16 if w.is_cuda else torch.float32)
 
 
-def _product(
-    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x_scale * w_scale * (x [M, K] @ w [N, K].T) + bias in fp32, rounded once to dtype. w may be an `operand`."""
     if w.dtype in FORMATS and multiplied_in_fp8(x.device):
         x, w = columns_together(x), columns_together(w)
@@ -224,9 +222,7 @@ def vendor_is_right(
     """Whether vendors_product gives a small product of integers, of rows that do not follow each other, exactly."""
     m, n, k = 48, 32, 64
     x, w = ((torch.arange(rows * 80, device=device) * 7 % 5 - 2.0).view(rows, 80) for rows in (m, n))
-    scales = [
-        (2.0 ** (torch.arange(rows if by_row else 1, device=device) % 3)).view(-1, 1) for rows in (m, n)
-    ]
+    scales = [(2.0 ** (torch.arange(rows if by_row else 1, device=device) % 3)).view(-1, 1) for rows in (m, n)]
     want = (x[:, :k].double() * scales[0]) @ (w[:, :k].double() * scales[1]).t()
     try:
         got = vendors_product(x.to(x_kind)[:, :k], scales[0], w.to(w_kind)[:, :k], scales[1], dtype)
@@ -239,9 +235,7 @@ product = LocalOperation(
     "scaled_product",
     "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype",
     "Tensor",
-    fake=lambda x, x_scale, weight, w_scale, bias, dtype: x.new_empty(
-        x.shape[0], weight.shape[0], dtype=dtype
-    ),
+    fake=lambda x, x_scale, weight, w_scale, bias, dtype: x.new_empty(x.shape[0], weight.shape[0], dtype=dtype),
     function=_product,
 )
 
@@ -249,9 +243,7 @@ product = LocalOperation(
 # -- what operations of fp8 share ------------------------------------------------------------------------------------
 
 
-def choose(
-    name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared | None = None
-) -> engines.Choice:
+def choose(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared | None = None) -> engines.Choice:
     """As every fused operation's engine is chosen, by the defaults of bf16; `triton` where fp8 is multiplied.
 
     Raises ValueError for an engine that was asked for and cannot run.
@@ -289,9 +281,7 @@ def check(
                 f"{here} x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; wanted [.., K], [N, K]"
             )
         if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype != dtype):
-            raise ValueError(
-                f"{here} the bias is {tuple(bias.shape)} {bias.dtype}; wanted [{w.shape[0]}] of {dtype}"
-            )
+            raise ValueError(f"{here} the bias is {tuple(bias.shape)} {bias.dtype}; wanted [{w.shape[0]}] of {dtype}")
         for other in (x_scale, w, scale, bias):
             if other is not None and other.device != x.device:
                 raise ValueError(f"{here} x is on {x.device}, another operand on {other.device}")

@@ -32,9 +32,7 @@ def is_16_bit(dtype: torch.dtype) -> bool:
 def _is_native(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies this 16-bit type fast."""
     ops = torch.ops.mkldnn
-    return bool(
-        ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
-    )
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 def widens(x: Tensor) -> bool:

@@ -46,9 +46,7 @@ from .rows import split
 from .shards import gather_rows
 
 TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
-ONE_SHOT_BYTES = (
-    1 << 18
-)  # triton: of one partial; beyond it W copies of everything cost more than a second hop
+ONE_SHOT_BYTES = 1 << 18  # triton: of one partial; beyond it W copies of everything cost more than a second hop
 
 
 def matmul_all_reduce(
@@ -196,9 +194,7 @@ op = Operation(
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
-        triton=lambda rows, shared: all_reduce_slot_bytes(
-            rows.total, shared.features, len(rows.sizes), shared.dtype
-        ),
+        triton=lambda rows, shared: all_reduce_slot_bytes(rows.total, shared.features, len(rows.sizes), shared.dtype),
     ),
     example=Example(
         "row",
@@ -238,9 +234,7 @@ def is_one_shot(total: int, n: int, dtype: torch.dtype) -> bool:
     return total * n * dtype.itemsize <= ONE_SHOT_BYTES
 
 
-def all_reduce_slot_bytes(
-    total: int, n: int, world_size: int, dtype: torch.dtype, in_one: bool | None = None
-) -> int:
+def all_reduce_slot_bytes(total: int, n: int, world_size: int, dtype: torch.dtype, in_one: bool | None = None) -> int:
     """What the kernel needs in a slot: all partials, or those of the own rows and all sums."""
     if is_one_shot(total, n, dtype) if in_one is None else in_one:
         return world_size * total * n * dtype.itemsize
@@ -287,9 +281,7 @@ def prepare_two_shot(
     each, flags = -(-total // world_size), view.flags_per_source // 2
     most = max(1, flags // 2)  # chunks, of whose sums some are made in parts
     if config is None:
-        config = reduction(
-            machine, x.dtype, each, n, most, kernel="two_shot", world_size=world_size, owners=world_size
-        )
+        config = reduction(machine, x.dtype, each, n, most, kernel="two_shot", world_size=world_size, owners=world_size)
         config = local_tiles(config, machine, [x], [weight])
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),

@@ -216,9 +216,7 @@ op = Operation(
     "matmul_reduce_scatter",
     "Tensor[] xs, Tensor[] weights, Tensor? bias",
     "Tensor",
-    fake=lambda spec, xs, weights, bias: xs[0].new_empty(
-        spec.batch * spec.sizes[spec.rank], weights[0].shape[0]
-    ),
+    fake=lambda spec, xs, weights, bias: xs[0].new_empty(spec.batch * spec.sizes[spec.rank], weights[0].shape[0]),
     reference=reference,
     shared=lambda xs, weights, bias: Shared(xs[0].dtype, weights[0].shape[0], len(xs), int(bias is not None)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
@@ -231,9 +229,7 @@ op = Operation(
         "scatter",
         shapes=lambda own, total, k, n: ((total, k), (n, k)),
         factors=lambda x, w: (x, w),
-        call=lambda x, w, group, sizes, engine: matmul_reduce_scatter(
-            x, w, group, sizes=sizes, engine=engine
-        ),
+        call=lambda x, w, group, sizes, engine: matmul_reduce_scatter(x, w, group, sizes=sizes, engine=engine),
     ),
     kernels=(
         FusedKernel(
@@ -326,9 +322,7 @@ def plan_matmul_reduce_scatter(
     return launch.given(pointers(launch, peers, xs, weights, bias, y)), y
 
 
-def window_args(
-    config: Config, owned: int, n: int, world_size: int, flags: int | None = None
-) -> dict[str, int]:
+def window_args(config: Config, owned: int, n: int, world_size: int, flags: int | None = None) -> dict[str, int]:
     """How the kernel goes about the chunks of each owner, who has up to `owned` rows: so many of each in a round that
     all programs have one. Sums are BEHIND rounds behind; those left at the end are cut into parts, one a rank.
 
@@ -342,14 +336,10 @@ def window_args(
     parts = min(world_size, depth)
     if flags is not None and rounds * window + left * (parts - 1) > flags:
         parts = 1
-    return dict(
-        group=config.chunk, window=window, behind=BEHIND * window, parts=parts, height=-(-depth // parts)
-    )
+    return dict(group=config.chunk, window=window, behind=BEHIND * window, parts=parts, height=-(-depth // parts))
 
 
-def matmul_args(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config, batch: int = 1
-) -> dict[str, Any]:
+def matmul_args(xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config, batch: int = 1) -> dict[str, Any]:
     """The arguments that all kernels take that end with a sum over ranks."""
     ks = tuple(w.shape[1] for w in weights)
     return dict(

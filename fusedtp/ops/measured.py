@@ -84,9 +84,7 @@ def folders() -> list[Path]:
     """Where tables are looked for, the user's first."""
     named = os.environ.get(ENVIRONMENT, "")
     if named and not Path(named).is_dir():
-        warnings.warn(
-            f"{ENVIRONMENT} is {named!r}, which is no folder: the shipped tables are used", stacklevel=2
-        )
+        warnings.warn(f"{ENVIRONMENT} is {named!r}, which is no folder: the shipped tables are used", stacklevel=2)
     return [Path(named), SHIPPED] if named else [SHIPPED]
 
 

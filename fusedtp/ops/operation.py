@@ -55,13 +55,9 @@ from . import engines
 from .measured import FUSED, GENERATION
 from .rows import Rows
 
-SPEC = (
-    "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer, int[] routing"
-)
+SPEC = "str group, int rank, SymInt[] sizes, SymInt batch, str engine, int needs_grad, str layer, int[] routing"
 LIBRARY = Library("fusedtp", "FRAGMENT")
-OPERATIONS: dict[
-    str, Operation
-] = {}  # by name: backward formulas use each other's operations without import cycles
+OPERATIONS: dict[str, Operation] = {}  # by name: backward formulas use each other's operations without import cycles
 
 Engine = Callable[..., Any]  # (plan, *operands) -> the operation's result
 Choose = Callable[..., engines.Choice]  # (name, comm, spec, rows, shared) -> which engine runs
@@ -389,8 +385,7 @@ def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-        for t in tensors
+        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors
     )
 
 
@@ -404,9 +399,7 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
                 f"rank {at.rank}: x has shape {tuple(x.shape)}, the weight {tuple(shape)}; a weight is [N, K]"
             )
         if width != shape[1]:
-            raise ValueError(
-                f"rank {at.rank}: x has {width} columns, the weight {tuple(shape)} takes {shape[1]}"
-            )
+            raise ValueError(f"rank {at.rank}: x has {width} columns, the weight {tuple(shape)} takes {shape[1]}")
         if b is not None and tuple(b.shape) != (shape[0],):
             raise ValueError(
                 f"rank {at.rank}: the bias has shape {tuple(b.shape)}, the weight {tuple(shape)} wants [{shape[0]}]"
@@ -416,9 +409,7 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
         if b is not None and (b.dtype != dtype or b.device != device):
             raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the bias {b.dtype} on {b.device}")
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        raise ValueError(
-            f"rank {at.rank}: x is {dtype}; fp8 with its scales is what the scaled_ operations take"
-        )
+        raise ValueError(f"rank {at.rank}: x is {dtype}; fp8 with its scales is what the scaled_ operations take")
     if not dtype.is_floating_point:
         raise ValueError(f"rank {at.rank}: x is {dtype}; the operations take floating-point tensors")
     if device.type != at.device_type:

@@ -68,9 +68,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Raises ValueError for an x and a residual of different shapes or dtypes.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(
-            f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}"
-        )
+        raise ValueError(f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}")
     y, total = _RMSNorm.apply(_rows(x), _rows(residual), weight, eps)
     return y.view(x.shape), total.view(x.shape)
 

@@ -13,9 +13,7 @@ from fusedtp.comm import Place
 
 def split(n: int, world_size: int) -> tuple[int, ...]:
     """n rows over ranks as torch.chunk (and DTensor's Shard) does: ceil(n / W) each, the last ones fewer or none."""
-    if (
-        not torch.compiler.is_compiling() and n % world_size == 0
-    ):  # while tracing, a graph would be guarded by it
+    if not torch.compiler.is_compiling() and n % world_size == 0:  # while tracing, a graph would be guarded by it
         return (n // world_size,) * world_size
     each = -(-n // world_size)
     return tuple([max(0, min(each, n - r * each)) for r in range(world_size)])
@@ -95,9 +93,7 @@ def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -
     if dim not in (0, 1):
         raise ValueError(f"dim is {dim}; tokens are sharded along dim 0 of [T, K] or dim 1 of [B, S, K]")
     if x.dim() != 2 + dim:
-        raise ValueError(
-            f"with dim={dim} the tensor must have {2 + dim} dimensions, not shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"with dim={dim} the tensor must have {2 + dim} dimensions, not shape {tuple(x.shape)}")
     batch = x.shape[0] if dim == 1 else 1
     if sizes is None:
         return Rows((x.shape[dim],) * at.world_size, batch)
@@ -114,18 +110,14 @@ def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -
 def rows_of_full(shape: Sequence[int], at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
     """The row map when a tensor of this shape holds all rows. Without `sizes` they are split as torch.chunk does."""
     if dim not in (0, 1) or len(shape) != 2 + dim:
-        raise ValueError(
-            f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(shape)}"
-        )
+        raise ValueError(f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(shape)}")
     batch = shape[0] if dim == 1 else 1
     if sizes is None:
         return Rows(split(shape[dim], at.world_size), batch)
     rows = Rows(tuple(int(n) for n in sizes), batch)
     _check_sizes(rows.sizes, at)
     if rows.length != shape[dim]:
-        raise ValueError(
-            f"sizes {list(rows.sizes)} sum to {rows.length} but dimension {dim} of {tuple(shape)} differs"
-        )
+        raise ValueError(f"sizes {list(rows.sizes)} sum to {rows.length} but dimension {dim} of {tuple(shape)} differs")
     return rows
 
 

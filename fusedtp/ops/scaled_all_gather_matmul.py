@@ -259,9 +259,7 @@ def prepare(
     if config is None:
         cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
         extents = dict(rows=rows.total, cols=cols, k=k, even=even)
-        config = choose_config(
-            "all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **extents
-        )
+        config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **extents)
         if config.block_n > WIDEST:
             config = replace(config, block_n=WIDEST, max_registers=ALL_REGISTERS)
         config = gather_tiles(config, machine, x[:, :k], weights)

@@ -161,9 +161,7 @@ op = Operation(
         spec.batch * spec.sizes[spec.rank], weight.shape[0], dtype=dtype
     ),
     reference=reference,
-    shared=lambda x, x_scale, weight, w_scale, bias, dtype: Shared(
-        dtype, weight.shape[0], 1, int(bias is not None)
-    ),
+    shared=lambda x, x_scale, weight, w_scale, bias, dtype: Shared(dtype, weight.shape[0], 1, int(bias is not None)),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,

@@ -45,9 +45,7 @@ def as_they_arrive(call: Call, comm: Communicator) -> Iterator[int]:
         yield p
 
 
-def shards_as_they_arrive(
-    call: Call, comm: Communicator, x: Tensor, rows: Rows
-) -> Iterator[tuple[int, Tensor]]:
+def shards_as_they_arrive(call: Call, comm: Communicator, x: Tensor, rows: Rows) -> Iterator[tuple[int, Tensor]]:
     """Publish x [rows.local(rank), K], then yield (rank, its rows) for every rank, this one first.
 
     On CPU a peer's rows are a view of its slot. On CUDA the copy engine brings them, all copies started at once on a
@@ -66,9 +64,7 @@ def shards_as_they_arrive(
             yield p, fetched[p]() if copies else views[p]
 
 
-def partials_of(
-    call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int, at: int = 0
-) -> Tensor:
+def partials_of(call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int, at: int = 0) -> Tensor:
     """What rank `source` holds for the rows of `owner` in a reduce-scatter, [rows.local(owner), width].
 
     at   the byte of the slot where the partials of all owners begin
@@ -77,9 +73,7 @@ def partials_of(
     return call.buffer(source, (rows.local(owner), width), dtype, offset)
 
 
-def arrived_partials(
-    call: Call, comm: Communicator, rows: Rows, width: int, dtype: torch.dtype
-) -> list[Tensor]:
+def arrived_partials(call: Call, comm: Communicator, rows: Rows, width: int, dtype: torch.dtype) -> list[Tensor]:
     """After every rank's `publish`: the partials of this rank's rows, in rank order."""
     (parts,) = _arrived(call, comm, rows, [(width, dtype, 0)])
     return parts
@@ -96,9 +90,7 @@ def _arrived(
                 call.wait(p)
         for parts, (width, dtype, at) in zip(found, tensors, strict=True):
             part = partials_of(call, p, rows, width, dtype, comm.rank, at)
-            parts.append(
-                part if call.on_cpu or p == comm.rank else part.clone()
-            )  # CUDA: one pass over the link
+            parts.append(part if call.on_cpu or p == comm.rank else part.clone())  # CUDA: one pass over the link
     return found
 
 
@@ -259,9 +251,7 @@ def _of_several(
             collective=lambda plan, xs: [collective(plan, x) for x in xs],
             chunked=chunked,
         ),
-        slot_bytes=dict(
-            chunked=lambda rows, shared: rows_in_slot(rows) * shared.features + ALIGNED * shared.weights
-        ),
+        slot_bytes=dict(chunked=lambda rows, shared: rows_in_slot(rows) * shared.features + ALIGNED * shared.weights),
     )
 
 
@@ -271,9 +261,7 @@ all_gather_rows = Operation(
     "Tensor",
     fake=lambda spec, x: x.new_empty(spec.batch * sum(spec.sizes), x.shape[1]),
     shared=_shared,
-    engines=dict(
-        local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)
-    ),
+    engines=dict(local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)),
     slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize),
 )
 

@@ -47,9 +47,7 @@ def all_gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str 
     return full.reshape(full.shape[0], *x.shape[1:])
 
 
-def all_gather_tokens_of(
-    xs: Sequence[Tensor], group: Group, sizes: Sequence[int], layer: str = ""
-) -> list[Tensor]:
+def all_gather_tokens_of(xs: Sequence[Tensor], group: Group, sizes: Sequence[int], layer: str = "") -> list[Tensor]:
     """all_gather_tokens of several, in one call, and so is its backward; whole numbers have no gradient."""
     if len(xs) == 1:
         return [all_gather_tokens(xs[0], group, sizes, layer)]

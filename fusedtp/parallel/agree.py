@@ -148,9 +148,7 @@ def _differing(tensors: dict[str, Tensor], comm: Communicator) -> list[str]:
     digests = torch.tensor([_digest(x) for x in tensors.values()], dtype=torch.float32, device=comm.device)
     every = gather_tokens(digests, comm.name, (len(tensors),) * comm.world_size)
     same = (every.view(comm.world_size, len(tensors), -1) == digests).all(-1).all(0)
-    same = gather_tokens(
-        same.float(), comm.name, (len(tensors),) * comm.world_size
-    )  # all ranks name the same
+    same = gather_tokens(same.float(), comm.name, (len(tensors),) * comm.world_size)  # all ranks name the same
     alike = same.view(comm.world_size, -1).bool().all(0).tolist()
     return [name for name, equal in zip(tensors, alike, strict=True) if not equal]
 

@@ -31,9 +31,7 @@ def mark_maps(modules: Iterable[nn.Module], group: str, world_size: int) -> None
 
 
 def _holds_layers(module: nn.Module) -> bool:
-    inside = (
-        list(module.modules())[1:] if not hasattr(module, "base_layer") else []
-    )  # PEFT's linear is one layer
+    inside = list(module.modules())[1:] if not hasattr(module, "base_layer") else []  # PEFT's linear is one layer
     return any(p.dim() > 1 for each in inside for p in each.parameters(recurse=False))
 
 

@@ -128,9 +128,7 @@ class _Reader:
                 return name in self.known
             case ast.Constant(value=value):
                 return isinstance(value, Number) or value is None
-            case ast.BinOp(
-                left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), right=right
-            ):
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), right=right):
                 return self.value(left) and self.value(right)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self.value(operand)

@@ -43,18 +43,14 @@ def clip_grad_norm_(
     counted = [p.grad for p in unique if p.grad is not None and id(p) not in left_out]
     total = total_norm(counted, float(norm_type), others)
     if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(
-            f"the norm of the gradients is {total.item()}; they cannot be clipped to {max_norm}"
-        )
+        raise RuntimeError(f"the norm of the gradients is {total.item()}; they cannot be clipped to {max_norm}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for same in _by_device_and_dtype([_local(g) for g in gradients]):
         torch._foreach_mul_(same, scale.to(same[0].device, same[0].dtype))
     return total
 
 
-def total_norm(
-    gradients: Sequence[Tensor], norm_type: float, others: dist.ProcessGroup | None = None
-) -> Tensor:
+def total_norm(gradients: Sequence[Tensor], norm_type: float, others: dist.ProcessGroup | None = None) -> Tensor:
     """The norm of all gradients as one vector, with those of the `others`. Collective."""
     if not gradients and others is None:
         return torch.zeros(())

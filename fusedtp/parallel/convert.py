@@ -103,9 +103,7 @@ def from_transformers(
         raise ValueError(f"from_transformers needs a 1-D DeviceMesh, not {mesh!r}")
     in_memory = isinstance(source, nn.Module)
     with _together(mesh):
-        opened = (
-            _InMemory(source, config_changes) if in_memory else _OnDisk(source, variant, hub, config_changes)
-        )
+        opened = _InMemory(source, config_changes) if in_memory else _OnDisk(source, variant, hub, config_changes)
         different = opened.differently_tied(mesh)
     if mesh is not None:
         different = any(exchange(mesh, different))
@@ -119,9 +117,7 @@ def from_transformers(
     if mesh is not None:
         if in_memory:
             check_same_weights(source, communicator(mesh))
-        parallelize(
-            model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan, experts=experts
-        )
+        parallelize(model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan, experts=experts)
     with _together(mesh):
         if model.config.tie_word_embeddings and HEAD in opened.tensors:  # of tied ones a file may have either
             opened.tensors.setdefault(EMBEDDING, opened.tensors[HEAD])
@@ -184,9 +180,7 @@ class _OnDisk:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self, name: Any, variant: str | None, hub: Mapping[str, Any] | None, changes: dict[str, Any]
-    ) -> None:
+    def __init__(self, name: Any, variant: str | None, hub: Mapping[str, Any] | None, changes: dict[str, Any]) -> None:
         where = dict(hub or {})
         files = Files(name, variant, where)
         self.model = on_meta(name, files, None, "auto", where, dict(changes))
@@ -197,9 +191,7 @@ class _OnDisk:
         self.tensors = {
             name: made
             for conversion in self.checkpoint.conversions
-            for name, made in conversion.run(
-                self.model, _as_it_is if conversion.is_lazy else Lazy.full
-            ).items()
+            for name, made in conversion.run(self.model, _as_it_is if conversion.is_lazy else Lazy.full).items()
         }
 
     def differently_tied(self, mesh: DeviceMesh | None) -> bool:
@@ -229,9 +221,7 @@ class _InMemory:
             faults.append(f"its parameters have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
         self.tied = model.lm_head.weight is model.model.embed_tokens.weight
         if changes.get("tie_word_embeddings", self.tied) != self.tied:
-            faults.append(
-                f"tie_word_embeddings is {changes['tie_word_embeddings']}, but the weights are not so"
-            )
+            faults.append(f"tie_word_embeddings is {changes['tie_word_embeddings']}, but the weights are not so")
         _refuse(f"from_transformers cannot read this {type(model).__name__}", faults)
         for name, value in changes.items():
             setattr(self.config, name, value)
@@ -254,9 +244,7 @@ def _fill(model: CausalLM, read: Callable[[str], Tensor | Lazy]) -> None:
         full = read(theirs)
         if half is not None:  # [E, 2F, H]
             width = full.shape[1] // 2
-            full = (
-                Narrowed(full, 1, half * width, width) if isinstance(full, Lazy) else full.chunk(2, 1)[half]
-            )
+            full = Narrowed(full, 1, half * width, width) if isinstance(full, Lazy) else full.chunk(2, 1)[half]
         ranges = [[range(size)] for size in parameter.shape]
         if isinstance(parameter, DTensor):
             coordinate = parameter.device_mesh.get_coordinate()
@@ -463,9 +451,7 @@ def _rope(model: Any, config: Any, faults: list[str]) -> dict[str, Any]:
     width = config.hidden_size // config.num_attention_heads
     want = rotary.inv_freq
     got, factor = inverse_frequencies(getattr(config, "head_dim", None) or width, theta, scaling)
-    near = (
-        8 * torch.finfo(torch.float32).eps
-    )  # both in fp32, by formulas that differ in the order of operations
+    near = 8 * torch.finfo(torch.float32).eps  # both in fp32, by formulas that differ in the order of operations
     same = got.shape == want.shape and torch.allclose(got, want, rtol=near, atol=0.0)
     if not same or not math.isclose(factor, rotary.attention_scaling, rel_tol=near):
         strange = sorted(given.keys() - names - {"rope_type", "type", "rope_theta"})
@@ -484,9 +470,7 @@ def _experts(config: Any, options: dict[str, Any], faults: list[str]) -> MoEConf
         every, named = config.decoder_sparse_step, config.mlp_only_layers or ()
         dense = {i for i in range(layers) if i in named or (i + 1) % every or config.num_experts <= 0}
     if dense != set(range(len(dense))):
-        faults.append(
-            f"layers {sorted(dense)} are dense, not the first ones (mlp_only_layers, decoder_sparse_step)"
-        )
+        faults.append(f"layers {sorted(dense)} are dense, not the first ones (mlp_only_layers, decoder_sparse_step)")
     chosen = {name: options.pop(name) for name in list(options) if name in own}
     if len(dense) == layers:
         return None
@@ -549,10 +533,7 @@ def _theirs(model: CausalLM, changes: dict[str, Any]) -> Any:
     }
     _refuse(
         f"{type(theirs).__name__} does not compute this CausalLM",
-        [
-            f"{name} is {wanted[name]!r}, there {found.get(name)!r}"
-            for name in sorted(different - {*UNWRITTEN})
-        ],
+        [f"{name} is {wanted[name]!r}, there {found.get(name)!r}" for name in sorted(different - {*UNWRITTEN})],
     )
     lost = sorted(different & {*UNWRITTEN})
     if lost:
@@ -571,9 +552,7 @@ def _flat(config: ModelConfig) -> dict[str, Any]:
         found["rope_scaling"] = replace(scaling, attention_factor=0.1 * math.log(scaling.factor) + 1.0)
     if moe is None:
         return found
-    if (
-        moe.score == "softmax" and moe.score_after_topk
-    ):  # softmax of the chosen is softmax, divided by their sum
+    if moe.score == "softmax" and moe.score_after_topk:  # softmax of the chosen is softmax, divided by their sum
         moe = replace(moe, score_after_topk=False, normalize=True)
     if moe.first_dense >= config.num_hidden_layers:
         return found

@@ -136,9 +136,7 @@ class ExpertSplit:
             raise ValueError(f"{sets} sets of ranks are no multiple of replicas = {replicas}")
         if num_experts % blocks:
             among = f"{blocks} ranks" if blocks == ranks else f"{blocks} of {ranks} ranks"
-            raise ValueError(
-                f"{num_experts} experts do not divide among {among}{_what_would(num_experts, ranks)}"
-            )
+            raise ValueError(f"{num_experts} experts do not divide among {among}{_what_would(num_experts, ranks)}")
         return Shares(blocks, replicas, self.tensor_parallel)
 
     def faults(self, module: Any, ranks: int) -> list[str]:
@@ -149,15 +147,11 @@ class ExpertSplit:
             return [str(error)]
         found = []
         if 0 in shares.way(1).sizes(1, module.hidden):
-            found.append(
-                f"experts of {module.hidden} features leave one of {shares.tensor_parallel} ranks without any"
-            )
+            found.append(f"experts of {module.hidden} features leave one of {shares.tensor_parallel} ranks without any")
         if self.nodes < 1 or ranks % self.nodes:
             found.append(f"{ranks} ranks are not as many of each of {self.nodes} nodes")
         if self.nodes > 1 and module.bounded:
-            found.append(
-                "rows that travel in two stages have no bound: no max_rows, recv_capacity or on_overflow"
-            )
+            found.append("rows that travel in two stages have no bound: no max_rows, recv_capacity or on_overflow")
         return found
 
 
@@ -198,9 +192,7 @@ class ExpertParallel(Member):
             return tuple(sizes) * (self.world_size // len(sizes))
         return self.sizes
 
-    def experts(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, layout: Any = None
-    ) -> Tensor:
+    def experts(self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, layout: Any = None) -> Tensor:
         """x [T_r, H], expert_ids and weights [T_r, k] -> [T_r, H]; all T of each without sequence parallelism."""
         if self.sequence_parallel:
             return self._exchanged(x, expert_ids, weights, module, self.token_sizes(layout))
@@ -221,10 +213,7 @@ class ExpertParallel(Member):
             with propagate_errors(at):
                 check_choices(x, expert_ids, weights, module.num_experts, at)
         choices = self.shares.choices(expert_ids, weights, module.num_experts)
-        own = [
-            None if w is None else self._own(w, x)
-            for w in (module.gate_proj, module.up_proj, module.down_proj)
-        ]
+        own = [None if w is None else self._own(w, x) for w in (module.gate_proj, module.up_proj, module.down_proj)]
         if self.stages:
             return self._in_stages(x, choices, own, module, sizes)
         y: Tensor = module.compute(x, *choices, own, self.group, sizes, self.engine, self.layer)

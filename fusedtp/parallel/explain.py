@@ -55,21 +55,15 @@ class Explanation:
     layers: tuple[Layer, ...]
     tokens: int
     calls: dict[str, dict[str, dict[str, int]]]  # group -> operation -> engine that really ran -> calls
-    configurations: str = (
-        ""  # of the kernels that have run: how many are tuned for this GPU, how many default
-    )
+    configurations: str = ""  # of the kernels that have run: how many are tuned for this GPU, how many default
     whole: dict[str, str] = field(default_factory=dict)  # module that is not split, or tokens -> why
     local: dict[str, str] = field(default_factory=dict)  # module -> what its code sees divided by the ranks
-    gathered: dict[str, int] = field(
-        default_factory=dict
-    )  # operation of a model's own code -> gathers of all tokens
+    gathered: dict[str, int] = field(default_factory=dict)  # operation of a model's own code -> gathers of all tokens
 
     def __str__(self) -> str:
         rows = [("layer", "operation", "engine", "why"), *(_row(layer) for layer in self.layers)]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) for row in rows
-        ]
+        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
         for group, operations in self.calls.items():
             for operation, engine_calls in operations.items():
                 counted = ", ".join(f"{engine} {n}" for engine, n in engine_calls.items())
@@ -146,9 +140,7 @@ def _explained(
         return Layer(name, operation, "joined", f"one gather and one call with {first}")
     if operation == "matmul":
         operation = operations_of(module).instead_of(operation, tokens)
-        return Layer(
-            name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced"
-        )
+        return Layer(name, operation, "local", "tokens are whole on every rank; the input's gradient is all-reduced")
     if isinstance(parallel, ExpertParallel):
         chosen = routing.choose(comm, parallel.engine, dtype)
         return Layer(name, operation, chosen.engine, chosen.reason)

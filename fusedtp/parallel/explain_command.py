@@ -17,9 +17,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fusedtp explain", description=__doc__)
     parser.add_argument("--model", required=True, help="a hub name, a folder, a config.json, or a model type")
     parser.add_argument("--tp", type=int, default=2, help="ranks that share the model (default 2)")
-    parser.add_argument(
-        "--tokens", type=int, default=4096, help="tokens of the forward asked about (default 4096)"
-    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the forward asked about (default 4096)")
     parser.add_argument("--whole-tokens", action="store_true", help="without sequence parallelism")
     options = parser.parse_args(argv)
     for option in ("tp", "tokens"):

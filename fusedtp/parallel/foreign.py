@@ -185,12 +185,7 @@ class Own:
             return read(parameter, self.members)
         own = local(parameter)
         unknown = self.splits and self.world_size > 1 and name not in self.seen.gradients
-        if (
-            unknown
-            and own.grad_fn is not None
-            and is_replicated(parameter)
-            and not torch.compiler.is_compiling()
-        ):
+        if unknown and own.grad_fn is not None and is_replicated(parameter) and not torch.compiler.is_compiling():
             own.register_hook(partial(self.look_at_gradient, name))
         return own
 
@@ -237,9 +232,7 @@ def columns(self: Any, input: Tensor) -> Tensor:
         return y
     if torch.compiler.is_compiling():
         return at._gathered(y, self)
-    return VocabShard.of(
-        y, VocabColumns(at.group, at.rank, at.world_size, self.out_features, at.model.gathered)
-    )
+    return VocabShard.of(y, VocabColumns(at.group, at.rank, at.world_size, self.out_features, at.model.gathered))
 
 
 def rows(self: Any, input: Tensor) -> Tensor:
@@ -278,9 +271,7 @@ def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
     kept = self._parameters["weight"]
     try:
         self._parameters["weight"] = weight if count else F.pad(weight, (0, 0, 0, 1))
-        self.padding_idx = (
-            padding - begin if padding is not None and begin <= padding < begin + count else None
-        )
+        self.padding_idx = padding - begin if padding is not None and begin <= padding < begin + count else None
         y = type(self).forward(self, (input - begin).where(mine, 0), *args, **kwargs)
     finally:
         self._parameters["weight"] = kept
@@ -396,9 +387,7 @@ def mla_down_projection(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     width = self.parallel.rotary_width
     latent, keys = y.split([y.shape[-1] - width, width], dim=-1)
     keys = _for_parts(self.parallel.members)(keys)
-    return torch.cat(
-        [latent.full_tensor("linear") if isinstance(latent, TokenShard) else latent, keys], dim=-1
-    )
+    return torch.cat([latent.full_tensor("linear") if isinstance(latent, TokenShard) else latent, keys], dim=-1)
 
 
 def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -546,9 +535,7 @@ class Foreign(Style):
     def own(self, module: Any, comm: Communicator) -> dict[str, Any]:
         """The fields of Own."""
         placed = self.placements(module, comm.world_size)
-        sharded = frozenset(
-            name for name, placement in placed.items() if not isinstance(placement, Replicate)
-        )
+        sharded = frozenset(name for name, placement in placed.items() if not isinstance(placement, Replicate))
         return {
             "members": comm.name, "world_size": comm.world_size, "children": self.children, "below": self.below,
             "splits": self.splits, "inside": self.inside,
@@ -581,9 +568,7 @@ class LatentProjection(Foreign):
         return super().faults(module, world_size)
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(
-            module, Own(**self.own(module, comm), rotary_width=self.rotary_width or 0), mla_down_projection
-        )
+        install(module, Own(**self.own(module, comm), rotary_width=self.rotary_width or 0), mla_down_projection)
 
 
 class Summed(Foreign):
@@ -715,9 +700,7 @@ def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int)
     each, rest = divmod(int(parameter.shape[placement.dim]), int(placement.split_factor))
     if not rest and each % world_size == 0:
         return []
-    return [
-        f"{name} packs {placement.split_factor} matrices of {each} features, which {world_size} ranks cannot share"
-    ]
+    return [f"{name} packs {placement.split_factor} matrices of {each} features, which {world_size} ranks cannot share"]
 
 
 def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:

@@ -86,14 +86,11 @@ def dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     if isinstance(hidden_states, TokenShard):
         like, parts = hidden_states, hidden_states.tokens.sizes
         x, index, weights = (_rows(each, like) for each in (hidden_states, top_k_index, top_k_weights))
-        y = exchanged(
-            x, index, weights.to(x.dtype), experts, at.num_here, at.world_size, at.members, parts, at.engine
-        )
+        y = exchanged(x, index, weights.to(x.dtype), experts, at.num_here, at.world_size, at.members, parts, at.engine)
         return like.like(y)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     x, weights = (
-        take_tokens(each, at.members, parts)
-        for each in (x, top_k_weights.reshape(x.shape[0], -1).to(x.dtype))
+        take_tokens(each, at.members, parts) for each in (x, top_k_weights.reshape(x.shape[0], -1).to(x.dtype))
     )
     begin = sum(parts[: at.rank])
     index = top_k_index.reshape(-1, weights.shape[1])[begin : begin + parts[at.rank]]

@@ -142,9 +142,7 @@ def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
         if hasattr(type(module), "is_distributed_loading_by_transformers"):
             from transformers.distributed.configuration_utils import DistributedConfig
 
-            module.config.distributed_config = DistributedConfig(
-                tp_size=world_size, fsdp_size=total // world_size
-            )
+            module.config.distributed_config = DistributedConfig(tp_size=world_size, fsdp_size=total // world_size)
             module._tp_size = world_size
             module._is_distributed_loading_by_transformers = True
 
@@ -170,11 +168,7 @@ def foreign_steps(
     styles: dict[str, Foreign] = {}
     for name, module in named.items():
         own = dict(module.named_parameters(recurse=False))
-        its = {
-            key: parameters[f"{name}.{key}".lstrip(".")]
-            for key in own
-            if f"{name}.{key}".lstrip(".") in parameters
-        }
+        its = {key: parameters[f"{name}.{key}".lstrip(".")] for key in own if f"{name}.{key}".lstrip(".") in parameters}
         word = words.get(name)
         if word is not None and _keeps_all(word, module):
             word = "replicate"
@@ -219,20 +213,14 @@ def _named_by(
         if not matching and complete:
             faults.append(f"{pattern}: no module or parameter has such a name")
         if matching and word not in WORDS and word not in PARAMETERS:
-            faults.append(
-                f"{pattern}: unknown style {word!r}; known are {', '.join({**WORDS, **PARAMETERS})}"
-            )
+            faults.append(f"{pattern}: unknown style {word!r}; known are {', '.join({**WORDS, **PARAMETERS})}")
             continue
         for name in matching:
             found = words if name in of_modules else parameters
             if name in found and complete:
                 faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
             if word not in (WORDS if name in of_modules else PARAMETERS):
-                kind = (
-                    "parameters, and this is a module"
-                    if name in of_modules
-                    else "modules, and this is a parameter"
-                )
+                kind = "parameters, and this is a module" if name in of_modules else "modules, and this is a parameter"
                 faults.append(f"{name}: {word!r} is for {kind}")
                 continue
             found[name] = word
@@ -267,9 +255,7 @@ def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
         half = {"colwise": "lora_B", "colwise_gather_output": "", "rowwise": "lora_A"}.get(word)
         if special or half is None:
             what = special[0] if special else word
-            faults.append(
-                f"{name}: {type(module).__name__} with {what} cannot be split; merge the adapter first"
-            )
+            faults.append(f"{name}: {type(module).__name__} with {what} cannot be split; merge the adapter first")
             continue
         words[f"{name}.base_layer"] = word
         if half:
@@ -349,9 +335,7 @@ def _tie(named: Mapping[str, Any], styles: dict[str, Foreign], style_of: Callabl
         if len(names) == 1 or len(kinds) == 1 or Foreign not in kinds:
             continue
         split = {
-            name: style_of(
-                "embedding_rowwise" if isinstance(named[name], nn.Embedding) else "colwise_gather_output"
-            )
+            name: style_of("embedding_rowwise" if isinstance(named[name], nn.Embedding) else "colwise_gather_output")
             for name in names
             if type(styles[name]) is Foreign
         }
@@ -379,9 +363,7 @@ def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: 
             if width > 0 and isinstance(named[name], nn.Linear)
         }
         queries = [n for name, (n, rest) in heads.items() if not rest and QUERY.fullmatch(last[name])]
-        keys = {
-            name: n for name, (n, rest) in heads.items() if not rest and KEY_OR_VALUE.fullmatch(last[name])
-        }
+        keys = {name: n for name, (n, rest) in heads.items() if not rest and KEY_OR_VALUE.fullmatch(last[name])}
         if not queries or not keys:
             continue
         least = min(keys.values())
@@ -410,9 +392,7 @@ def _regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int)
     for step in steps:
         attention = named[parent_of(_without_adapter(step.name))]
         groups = getattr(attention, "num_key_value_groups", None)
-        shares = (
-            isinstance(step.style, Colwise) and step.style.head_dim is not None and isinstance(groups, int)
-        )
+        shares = isinstance(step.style, Colwise) and step.style.head_dim is not None and isinstance(groups, int)
         if shares and "_all_key_value_groups" not in attention.__dict__:
             attention._all_key_value_groups = groups
             attention.num_key_value_groups = groups * step.style.kv_heads // world_size

@@ -196,9 +196,7 @@ class Search:
     def _judge(self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], row: str) -> Verdict:
         module = self.named[unit]
         inside = [_within(unit, name) for name in (*columns, row)]
-        taken = {
-            _within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))
-        }
+        taken = {_within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))}
         kind = (generic(unit), _fingerprint(module), tuple(inside), tuple(sorted(taken.items())))
         if kind not in self.known:
             self.known[kind] = self._try(seen, copied, unit, inside[:-1], inside[-1], taken)
@@ -249,9 +247,7 @@ class Search:
             unit, _ = self.units[-1]
             for dropped in [each for each in self.units if generic(each[0]) == generic(unit)]:
                 self.units.remove(dropped)
-                self.why.update(
-                    dict.fromkeys(dropped[1], f"the whole model, split, is not the same: {fault}")
-                )
+                self.why.update(dict.fromkeys(dropped[1], f"the whole model, split, is not the same: {fault}"))
             self.words = {name: word for _, found in self.units for name, word in found.items()}
         self.concluded = True
         if not self.words:
@@ -452,9 +448,7 @@ def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for at in dict.fromkeys((*_parents(linears), "")):
         each = module.get_submodule(at) if at else module
-        found.update(
-            {name: value for name, value in each.__dict__.items() if type(value) is int and value > 1}
-        )
+        found.update({name: value for name, value in each.__dict__.items() if type(value) is int and value > 1})
     return found
 
 

@@ -202,9 +202,7 @@ class ColumnParallel(Member):
             biases.append(bias)
         return weights, biases
 
-    def cross_entropy(
-        self, x: Tensor, linear: Any, labels: Tensor, layout: Any = None, **options: Any
-    ) -> Tensor:
+    def cross_entropy(self, x: Tensor, linear: Any, labels: Tensor, layout: Any = None, **options: Any) -> Tensor:
         """A head's loss by pieces of its logits, see nn/linear_loss.py.
 
         x   [T_r, H]; without sequence parallelism [T, H]
@@ -321,9 +319,7 @@ def joined_kind(kinds: Sequence[str]) -> str:
 
 def is_operand(parameter: Tensor, x: Tensor) -> bool:
     """Whether a fused operation takes the parameter beside x as it lies."""
-    plain = (
-        isinstance(parameter, DTensor) and parameter.dtype == x.dtype and not torch.compiler.is_compiling()
-    )
+    plain = isinstance(parameter, DTensor) and parameter.dtype == x.dtype and not torch.compiler.is_compiling()
     return plain and main_grad_of(parameter) is None
 
 

@@ -141,9 +141,7 @@ class NarrowInput(Tensor):
         if name == "requires_grad":
             return args[0].whole.requires_grad
         if name not in METADATA:
-            raise RuntimeError(
-                f"{name} of an input of which only the shape and linear layers' products are split"
-            )
+            raise RuntimeError(f"{name} of an input of which only the shape and linear layers' products are split")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -151,9 +149,7 @@ class NarrowInput(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise RuntimeError(
-            f"{func} of an input of which only the shape and linear layers' products are split"
-        )
+        raise RuntimeError(f"{func} of an input of which only the shape and linear layers' products are split")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"NarrowInput({tuple(self.shape)} of {tuple(self.whole.shape)})"
@@ -239,9 +235,7 @@ class Conv1DColwise(Colwise):
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         self.siblings.linears.append(module)
         features = unequal(module.weight.shape[1] // self.packed, comm.world_size)
-        parallel = Conv1DColumns(
-            **self.member(comm), model=self.model, siblings=self.siblings, unequal=features
-        )
+        parallel = Conv1DColumns(**self.member(comm), model=self.model, siblings=self.siblings, unequal=features)
         install(module, parallel, columns)
 
 

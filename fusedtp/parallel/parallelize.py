@@ -119,9 +119,7 @@ def refuse_split_by_transformers(model: nn.Module) -> None:
 def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit) -> dict[str, Any]:
     """A plan whose experts lie whole on ranks, as the model's ep_plan has them. Raises ValueError where it has none."""
     if experts != ExpertSplit():
-        raise ValueError(
-            "experts of a model of others lie whole on the ranks of the mesh: experts=ExpertSplit()"
-        )
+        raise ValueError("experts of a model of others lie whole on the ranks of the mesh: experts=ExpertSplit()")
     own = dict(getattr(model, "ep_plan", None) or {})
     modules = [pattern for pattern, word in own.items() if word == "ep_dispatch_experts"]
     if not modules:

@@ -272,9 +272,7 @@ def place(parameter: nn.Parameter, mesh: Mesh, way: Way) -> nn.Parameter:
     Raises ValueError for a parameter that is a DTensor already, or tied ones that would lie in two ways.
     """
     if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"the parameter is a DTensor already: {parameter.placements} on {parameter.device_mesh}"
-        )
+        raise ValueError(f"the parameter is a DTensor already: {parameter.placements} on {parameter.device_mesh}")
     known = getattr(parameter, "_fusedtp_placed", None)
     if known is not None and known[0] == mesh:
         if known[1] != way:
@@ -285,9 +283,7 @@ def place(parameter: nn.Parameter, mesh: Mesh, way: Way) -> nn.Parameter:
         if any(isinstance(placement, StridedShard) for placement in way.placements):
             describe_packed_shards()
         stride = torch.empty(parameter.shape, device="meta").stride()
-        shard = DTensor.from_local(
-            shard, mesh, way.placements, run_check=False, shape=parameter.shape, stride=stride
-        )
+        shard = DTensor.from_local(shard, mesh, way.placements, run_check=False, shape=parameter.shape, stride=stride)
     placed = nn.Parameter(shard, parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
     parameter._fusedtp_placed = (mesh, way, placed)  # type: ignore[attr-defined]

@@ -50,11 +50,7 @@ class Step(NamedTuple):
 
 def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
     """The model's tp_plan, or those of its outermost submodules that have one, under their names."""
-    own = (
-        getattr(model, "tp_plan", None)
-        if hasattr(type(model), "tp_plan") or "tp_plan" in vars(model)
-        else None
-    )
+    own = getattr(model, "tp_plan", None) if hasattr(type(model), "tp_plan") or "tp_plan" in vars(model) else None
     if own:  # not what a wrapper finds on the model inside it, whose names are others here
         return dict(own)
     found: dict[str, str | ParallelStyle] = {}
@@ -131,9 +127,7 @@ def _planned(
     styles: dict[str, Any] = {}
     faults: list[str] = []
     if not plan:
-        faults.append(
-            "it has no tp_plan, nor has any of its submodules; give one, as plan={'...up_proj': 'colwise'}"
-        )
+        faults.append("it has no tp_plan, nor has any of its submodules; give one, as plan={'...up_proj': 'colwise'}")
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle) and style not in (*STYLES, *shared):
             known = ", ".join([*STYLES, *shared])

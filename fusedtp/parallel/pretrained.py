@@ -80,9 +80,7 @@ def from_pretrained(
     return model.eval()
 
 
-def on_meta(
-    name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str, Any], changes: dict[str, Any]
-) -> Any:
+def on_meta(name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str, Any], changes: dict[str, Any]) -> Any:
     """The model as its config says, parameters on meta, buffers computed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -287,9 +285,7 @@ class Joined(Lazy):
         self.dtype = tensors[0].dtype
         others = {(*part.shape[: self.dim], *part.shape[self.dim + 1 :]) for part in self.parts}
         if len(others) > 1:
-            raise ValueError(
-                f"tensors to concatenate have shapes {[tuple(part.shape) for part in self.parts]}"
-            )
+            raise ValueError(f"tensors to concatenate have shapes {[tuple(part.shape) for part in self.parts]}")
         shape = list(tensors[0].shape)
         shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
         self.shape = torch.Size(shape)
@@ -431,9 +427,7 @@ class Checkpoint:
                 rule = WeightRenaming(name, renamed) if pattern is None else of_pattern[pattern]
                 found[renamed] = Conversion(deepcopy(rule))
             found[renamed].sources.append((renamed, name, pattern or name, files.tensors[name]))
-        self.model._weight_conversions = [
-            rule for rule in rules if rule.was_used()
-        ]  # save_pretrained reverts them
+        self.model._weight_conversions = [rule for rule in rules if rule.was_used()]  # save_pretrained reverts them
         return list(found.values()), unexpected
 
     def _convert_shapes(self, wanted: Mapping[str, torch.Size], unexpected: set[str]) -> list[str]:
@@ -442,9 +436,7 @@ class Checkpoint:
         for conversion in self.conversions:
             names = ", ".join(name for _, name, _, _ in conversion.sources)
             try:
-                made = conversion.run(
-                    self.model, lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
-                )
+                made = conversion.run(self.model, lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
             except Exception as error:
                 faults.append(f"{names} cannot be converted: {error}")
                 continue

@@ -101,9 +101,7 @@ def proved_plan(
         region, dropped = _region(proof.where, kept)
         if not dropped:
             raise ValueError(f"{type(model).__name__} is not exact when it is split:\n  {proof}")
-        why = (
-            f"fails ({proof.failure})" if proof.failure else f"is off by {proof.outputs:.1e} at {proof.where}"
-        )
+        why = f"fails ({proof.failure})" if proof.failure else f"is off by {proof.outputs:.1e} at {proof.where}"
         whole[region] = f"a small copy of the model, with this split, {why}"
         for pattern in dropped:
             del kept[pattern]
@@ -205,9 +203,7 @@ def _run(model: nn.Module, example: Mapping[str, Any]) -> list[Tensor]:
     floats = [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
     generator = torch.Generator().manual_seed(2)
     loss = sum(
-        (x.float() * torch.randn(x.shape, generator=generator).to(x.device)).sum()
-        for x in floats
-        if x.requires_grad
+        (x.float() * torch.randn(x.shape, generator=generator).to(x.device)).sum() for x in floats if x.requires_grad
     )
     if isinstance(loss, Tensor):
         loss.backward()
@@ -270,9 +266,7 @@ def _first_off(
         for name, module in model.named_modules():
 
             def keep(module: Any, args: Any, out: Any, name: str = name, outputs: Any = outputs) -> None:
-                whole = [
-                    x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in tree_leaves(out)
-                ]
+                whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in tree_leaves(out)]
                 outputs.setdefault(name, [x.detach().clone() for x in whole if isinstance(x, Tensor)])
 
             module.register_forward_hook(keep)
@@ -282,11 +276,7 @@ def _first_off(
     want, got = seen
     for name, tensors in want.items():
         others = got.get(name, [])
-        pairs = [
-            (a, b)
-            for a, b in zip(others, tensors, strict=False)
-            if a.shape == b.shape and a.is_floating_point()
-        ]
+        pairs = [(a, b) for a, b in zip(others, tensors, strict=False) if a.shape == b.shape and a.is_floating_point()]
         off = any(_off(a, b) > OFF for a, b in pairs)
         if _any(off, comm.name, comm.world_size, comm.device):
             return name

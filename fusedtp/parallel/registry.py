@@ -71,8 +71,7 @@ def register_with_transformers() -> None:
             comm, here = communicator(self.ep_mesh), cast(int, self.num_local_experts)
             sizes = split(hidden_states.shape[0], comm.world_size)
             x, weights = (
-                take_tokens(each, comm.name, sizes)
-                for each in (hidden_states, top_k_weights.to(hidden_states.dtype))
+                take_tokens(each, comm.name, sizes) for each in (hidden_states, top_k_weights.to(hidden_states.dtype))
             )
             begin = sum(sizes[: comm.rank])
             index = top_k_index[begin : begin + sizes[comm.rank]]

@@ -114,9 +114,7 @@ def _gather(
         _refuse_meta(state.items())
     aliases = _aliases(state)
     if any(other != aliases for other in exchange(mesh, aliases)):
-        raise ValueError(
-            "ranks were given state_dicts with different DTensors, which they can only gather together"
-        )
+        raise ValueError("ranks were given state_dicts with different DTensors, which they can only gather together")
     first = not any(mesh.get_coordinate() or ())
     writes = first and is_main_process is not False
     if is_main_process is None:

@@ -178,9 +178,7 @@ class FusedEmbedding(FusedStyle):
         if not hasattr(module, "num_embeddings") or getattr(module, "weight", None) is None:
             return [f"{type(module).__name__} is no embedding"]
         options = ("max_norm", "scale_grad_by_freq", "sparse")
-        return [
-            f"an embedding with {name} cannot be split" for name in options if getattr(module, name, None)
-        ]
+        return [f"an embedding with {name} cannot be split" for name in options if getattr(module, name, None)]
 
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
         return {"weight": Shard(0)}

@@ -288,9 +288,7 @@ class _Wrap(Function):
     """local -> wrapper. A gradient that comes here has gone around `local`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, lead: tuple[int, ...], tokens: Tokens, memory: Memory | None
-    ) -> TokenShard:
+    def forward(ctx: Any, local: Tensor, lead: tuple[int, ...], tokens: Tokens, memory: Memory | None) -> TokenShard:
         ctx.lead, ctx.tokens = lead, tokens
         return TokenShard._bare(local, lead, tokens, None, memory)
 
@@ -329,18 +327,14 @@ class _Hang(Function):
 # --- below autograd ---------------------------------------------------------------------------------------------
 
 
-SAME = names(
-    "detach alias clone _to_copy zeros_like ones_like empty_like mul div add neg add_ mul_ div_ zero_"
-)
+SAME = names("detach alias clone _to_copy zeros_like ones_like empty_like mul div add neg add_ mul_ div_ zero_")
 
 
 def _below_autograd(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Sums and copies of gradients on local rows; all else on the gathered tensor."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d":
-        raise NotImplementedError(
-            f"{name} of a TokenShard, of which each rank has other rows; take its full_tensor()"
-        )
+        raise NotImplementedError(f"{name} of a TokenShard, of which each rank has other rows; take its full_tensor()")
     leaves, spec = tree_flatten((args, kwargs))
     first = next(x for x in leaves if isinstance(x, TokenShard))
     for x in leaves:
@@ -349,9 +343,7 @@ def _below_autograd(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in ("view", "_unsafe_view") and tuple(args[1]) == tuple(first.shape):
         return TokenShard._bare(first._rows, first.lead, first.tokens)
     alike = all(
-        _alike(x, first) if isinstance(x, TokenShard) else x.dim() == 0
-        for x in leaves
-        if isinstance(x, Tensor)
+        _alike(x, first) if isinstance(x, TokenShard) else x.dim() == 0 for x in leaves if isinstance(x, Tensor)
     )
     if name in SAME and alike and (isinstance(args[0], TokenShard) or not name.endswith("_")):
         own = [x._rows if isinstance(x, TokenShard) else x for x in leaves]
@@ -378,9 +370,7 @@ def _gathered_rows(x: TokenShard, why: str) -> Tensor:
 
 def _of_shape(x: TokenShard, full: Tensor, name: str) -> Tensor:
     if full.shape != x.shape:
-        raise NotImplementedError(
-            f"{name} would make a TokenShard of {tuple(x.shape)} one of {tuple(full.shape)}"
-        )
+        raise NotImplementedError(f"{name} would make a TokenShard of {tuple(x.shape)} one of {tuple(full.shape)}")
     return full
 
 
@@ -655,9 +645,7 @@ def _shape_of(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ..
     """Of what func makes of tensors of these shapes; torch raises here what it would raise for the whole ones."""
     if any(isinstance(x, torch.dtype) for x in tree_leaves((args, kwargs))):
         return None
-    metas = tree_map(
-        lambda x: torch.empty(x.shape, device="meta") if isinstance(x, Tensor) else x, (args, kwargs)
-    )
+    metas = tree_map(lambda x: torch.empty(x.shape, device="meta") if isinstance(x, Tensor) else x, (args, kwargs))
     return tuple(func(*metas[0], **metas[1]).shape)
 
 
@@ -765,9 +753,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(names("rand_like randn_like randint_like"), _drawn),
     **dict.fromkeys(names("gather scatter scatter_add scatter_reduce"), _by_index),
     **dict.fromkeys(names("linear matmul mm addmm layer_norm rms_norm"), _with_weights),
-    **dict.fromkeys(
-        names("view reshape view_as reshape_as unsqueeze squeeze flatten unflatten ravel"), _arranged
-    ),
+    **dict.fromkeys(names("view reshape view_as reshape_as unsqueeze squeeze flatten unflatten ravel"), _arranged),
     **dict.fromkeys(names("expand expand_as broadcast_to repeat"), _expanded),
     **dict.fromkeys(names("getitem setitem"), _indexed),
     **dict.fromkeys(names("transpose swapaxes swapdims permute mT"), _transposed),

@@ -74,6 +74,4 @@ THIRD = names(
 SPREADS = names("std var std_mean var_mean")
 LISTS = names("cat concat concatenate stack")
 VIEWS = names("chunk split tensor_split unbind narrow select")
-IN_PLACE = {
-    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
-}
+IN_PLACE = {f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]}

@@ -59,9 +59,7 @@ class Inputs:
 
     def gradients(self) -> list[Tensor]:
         """Of those that require them, in order."""
-        leaves = [
-            x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.requires_grad
-        ]
+        leaves = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
@@ -188,9 +186,7 @@ class Trial:
         """Whether the module split by this plan does the same: "", or what is wrong."""
         own = {f"module.{name}".rstrip("."): word for name, word in plan.items()}
         try:
-            faults = VirtualWorld(self.world_size, timeout_s=TIMEOUT_S).run(
-                lambda group: self._of_rank(group, own)
-            )
+            faults = VirtualWorld(self.world_size, timeout_s=TIMEOUT_S).run(lambda group: self._of_rank(group, own))
         except Exception as error:  # whatever the module's code says to tensors that it does not expect
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return next((fault for fault in faults if fault), "")
@@ -239,9 +235,7 @@ class Trial:
 
     def _gradients(self, split: nn.Module, ways: Mapping[str, Way], rank: int) -> str:
         wanted = {name: p.grad for name, p in self.whole.named_parameters()}
-        least = 1e-3 * max(
-            (float(g.abs().max()) for g in wanted.values() if g is not None and g.numel()), default=0.0
-        )
+        least = 1e-3 * max((float(g.abs().max()) for g in wanted.values() if g is not None and g.numel()), default=0.0)
         for name, parameter in split.named_parameters():
             want, got = wanted[name], parameter.grad
             if want is None:

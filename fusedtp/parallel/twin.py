@@ -112,9 +112,7 @@ def _layers(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: [values[i] for i in kept] for name, values in lists.items()}
     wide = [name for name in found if re.fullmatch(r".*intermediate_size.*", name)]
     by_index = {
-        name: {
-            new: {**own[old], **small_fields(own[old], ranks)} for new, old in enumerate(kept) if old in own
-        }
+        name: {new: {**own[old], **small_fields(own[old], ranks)} for new, old in enumerate(kept) if old in own}
         for name, own in ((name, _by_layer(value)) for name, value in fields.items())
         if own
     }
@@ -135,9 +133,7 @@ def small_config(config: Any, ranks: int, **more: Any) -> Any:
     for part, value in fields.items():
         if isinstance(value, dict) and part in PARTS:
             small[part] = {**value, **small_fields(value, ranks)}
-    small |= {
-        name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")) if name in fields
-    }
+    small |= {name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")) if name in fields}
     dropped = ("quantization_config", "distributed_config")
     kept = {name: value for name, value in fields.items() if name not in dropped}
     try:
@@ -163,9 +159,7 @@ def twin_of(model: nn.Module, ranks: int) -> nn.Module:
             raise NoTwin(f"its small copy does not build: {type(error).__name__}: {error}") from error
         elements = sum(p.numel() for p in made.parameters())
         if elements > LARGEST:
-            raise NoTwin(
-                f"its small copy has {elements} parameters: fields of its configuration are not known"
-            )
+            raise NoTwin(f"its small copy has {elements} parameters: fields of its configuration are not known")
         with torch.no_grad():
             for parameter in made.parameters():
                 if parameter.is_floating_point():

@@ -139,9 +139,7 @@ class VocabShard(Tensor):
     ) -> Any:
         name = func.overloadpacket.__name__
         with torch.no_grad():
-            whole = tree_map(
-                lambda x: x.full_tensor(name) if isinstance(x, VocabShard) else x, (args, kwargs or {})
-            )
+            whole = tree_map(lambda x: x.full_tensor(name) if isinstance(x, VocabShard) else x, (args, kwargs or {}))
         return func(*whole[0], **whole[1])
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # no collective: any rank may print
@@ -158,9 +156,7 @@ class _Wrap(Function):
     """local -> wrapper. A gradient that comes here has gone around `local`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, own: Tensor, columns: Columns, dtype: torch.dtype, changed: list[bool]
-    ) -> VocabShard:
+    def forward(ctx: Any, own: Tensor, columns: Columns, dtype: torch.dtype, changed: list[bool]) -> VocabShard:
         ctx.columns, ctx.changed = columns, changed
         return VocabShard._bare(own, columns, dtype)
 

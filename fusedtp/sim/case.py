@@ -140,9 +140,7 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
     found, world_size = Map(), len(run.work)
     for memory in run.memory:
         if len(memory.tensors) != world_size:
-            raise ValueError(
-                f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks"
-            )
+            raise ValueError(f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks")
         for rank, tensor in enumerate(memory.tensors):
             found.add_slice(memory.name, rank, tensor, memory.poisoned)
         found.add_multicast(memory)

@@ -75,9 +75,7 @@ class Outcome:
     switches: int = 0
     seconds: float = 0.0
     fault: Fault | None = None
-    raised: BaseException | None = field(
-        default=None, repr=False
-    )  # by the user's code, with its own traceback
+    raised: BaseException | None = field(default=None, repr=False)  # by the user's code, with its own traceback
     late: str = ""  # where a schedule stood that did not end in time; it does not count
     waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
 
@@ -121,9 +119,7 @@ def run(
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
     check_arguments(given, world_size)
     work = [[Launch(kernel, grid, args)] for args in given]
-    return run_schedule(
-        Run(work, memory), Schedule(strategy, seed, resident, weak, fine, target, tuple(waive))
-    )
+    return run_schedule(Run(work, memory), Schedule(strategy, seed, resident, weak, fine, target, tuple(waive)))
 
 
 def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
@@ -193,9 +189,7 @@ def _execute(
         fault = _recorded(run) or error.fault
     if fault is None:
         return machine
-    raise SimulationFault(
-        replace(_shown(fault, schedule), switches=machine.switches, trace=moments)
-    ) from cause
+    raise SimulationFault(replace(_shown(fault, schedule), switches=machine.switches, trace=moments)) from cause
 
 
 def _shown(fault: Fault, schedule: Schedule) -> Fault:
@@ -227,9 +221,7 @@ def _wrong(run: Run) -> Fault | None:
             f"the run's check returned {type(found).__name__}; it must return the mismatches of `compare`, or None, "
             "or raise"
         )
-    return next(
-        (Fault("wrong value", f"{each} differ from the reference", mismatch=each) for each in found), None
-    )
+    return next((Fault("wrong value", f"{each} differ from the reference", mismatch=each) for each in found), None)
 
 
 def schedules(
@@ -276,9 +268,7 @@ def explore(
     """
     begin = time.monotonic()
     outcome = Outcome(case.name)
-    chosen = (
-        _schedules(schedules, strategies, first_seed=first_seed) if isinstance(schedules, int) else schedules
-    )
+    chosen = _schedules(schedules, strategies, first_seed=first_seed) if isinstance(schedules, int) else schedules
     for each in chosen:
         schedule = replace(each, waive=(*each.waive, *waive)) if waive else each
         left = SCHEDULE_SECONDS if seconds is None else seconds - (time.monotonic() - begin)

@@ -62,10 +62,7 @@ class Access:
     def __str__(self) -> str:
         value = f" = {self.value}" if self.value else ""
         place = f" {place_of(self.tensor, self.first, self.last)}".rstrip()
-        return (
-            f"rank {self.rank}, {self.launch}, program {self.program}: {self.what}{place}{value}\n"
-            f"    at {self.site}"
-        )
+        return f"rank {self.rank}, {self.launch}, program {self.program}: {self.what}{place}{value}\n    at {self.site}"
 
 
 def place_of(tensor: str, first: tuple[int, ...], last: tuple[int, ...]) -> str:

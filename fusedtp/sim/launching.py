@@ -93,9 +93,7 @@ def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
         options.pop(key, None)
     bound = _bound(kernel, args)
     grid = _grid(launch.grid, {**bound, **options}, name_of(kernel))
-    return Plain(
-        kernel, grid, bound, launch.stream, options, launch.tuned, launch.replace, config, environment
-    )
+    return Plain(kernel, grid, bound, launch.stream, options, launch.tuned, launch.replace, config, environment)
 
 
 def _tuned(tuner: Any, args: dict[str, Any], options: dict[str, Any], named: Any, turn: int) -> str:
@@ -128,9 +126,7 @@ def _bound(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     unknown = [key for key in args if key not in parameters]
     if unknown:
-        raise ValueError(
-            f"{name_of(kernel)!r} takes no {', '.join(unknown)}: it takes {', '.join(parameters)}"
-        )
+        raise ValueError(f"{name_of(kernel)!r} takes no {', '.join(unknown)}: it takes {', '.join(parameters)}")
     missing = [key for key, each in parameters.items() if key not in args and each.default is each.empty]
     if missing:
         raise ValueError(f"{name_of(kernel)!r} is launched without {', '.join(missing)}")

@@ -24,11 +24,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     callback of its garbage collector. Limits may be nested: the shorter one holds. A thread other than the main one has
     no such timer, and no limit.
     """
-    if (
-        seconds is None
-        or threading.current_thread() is not threading.main_thread()
-        or not hasattr(signal, "setitimer")
-    ):
+    if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     begin, inside = time.monotonic(), True

@@ -124,18 +124,14 @@ class Map:
         self._wholes: dict[int, Allocation] = {}  # of arguments, by storage
         self._spans: list[tuple[int, int]] = []  # of arguments that lie in no slice
         self.borders: list[int] = []  # between slices, which no access runs over: Note [Slices]
-        self.multicasts: list[
-            tuple[int, int, list[int]]
-        ] = []  # address, bytes, addresses of the ranks' tensors
+        self.multicasts: list[tuple[int, int, list[int]]] = []  # address, bytes, addresses of the ranks' tensors
         self._sorted: list[Allocation] = []
         self._bases = self._ends = np.zeros(0, np.int64)
 
     def add(self, name: str, rank: int, tensor: Tensor) -> None:
         """Register the storage behind an argument, but for its slices that are known."""
         if tensor.device.type != "cpu":
-            raise ValueError(
-                f"{name} of rank {rank} is on {tensor.device}; the simulator works on CPU tensors"
-            )
+            raise ValueError(f"{name} of rank {rank} is on {tensor.device}; the simulator works on CPU tensors")
         storage = tensor.untyped_storage()
         base, (begin, end) = storage.data_ptr(), _span(tensor)
         if any(each.base <= begin and end <= each.end for each in self._slices.get(base, ())):

@@ -33,9 +33,7 @@ _CHUNK = tl.constexpr(1024)  # bytes that a program moves at once
 
 @triton.jit
 def _environment(NUMBER: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        f"mov.u32 $0, %envreg{NUMBER};", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(f"mov.u32 $0, %envreg{NUMBER};", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -84,9 +84,7 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
     target = f"target={fault.target!r}"
     more = target + (f", waive={fault.waive!r}" if fault.waive else "")
-    schedule = (
-        f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {more})"
-    )
+    schedule = f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {more})"
     if not name:
         return [
             "from fusedtp.sim import Schedule, run_schedule",
@@ -164,11 +162,7 @@ def _without_polls(moments: Sequence[Moment]) -> list[Moment]:
             while own and _polls(kept[own[-1]], moment):
                 kept[own.pop()] = None
             before = kept[own[-1]] if own else None
-            if (
-                before is not None
-                and before.kind == "wait"
-                and before._replace(step=0) == moment._replace(step=0)
-            ):
+            if before is not None and before.kind == "wait" and before._replace(step=0) == moment._replace(step=0):
                 continue
         own.append(len(kept))
         kept.append(moment)

@@ -69,9 +69,7 @@ def assert_no_finding(
         if outcome.fault is not None:
             raise Finding(outcome, _path_of(case), world_size)
         if not outcome.passed:
-            raise AssertionError(
-                f"{made.name}: no schedule ended in {seconds} s; the first stood at {outcome.late}"
-            )
+            raise AssertionError(f"{made.name}: no schedule ended in {seconds} s; the first stood at {outcome.late}")
     for name in waive:
         if name not in met:
             warnings.warn(f"{made.name}: no schedule met {name!r}; the waiver may be stale", stacklevel=2)

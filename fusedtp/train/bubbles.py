@@ -50,9 +50,7 @@ def order_of(schedule: Any) -> Orders | None:
     found: dict[int, list[Together]] = {}
     for rank, actions in every.items():
         parts = [action.sub_actions or (action,) for action in actions if action is not None]
-        together = [
-            tuple(_pass(each) for each in some if str(each.computation_type.value) in KINDS) for some in parts
-        ]
+        together = [tuple(_pass(each) for each in some if str(each.computation_type.value) in KINDS) for some in parts]
         found[rank] = [some for some in together if some]
     return found
 

@@ -248,9 +248,7 @@ class _Writer(FileSystemWriter):
         needed = sum(_bytes_of(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.draft).free
         if needed > free:
-            raise OSError(
-                errno.ENOSPC, f"the checkpoint needs {needed:,} bytes, {free:,} are free", str(self.draft)
-            )
+            raise OSError(errno.ENOSPC, f"the checkpoint needs {needed:,} bytes, {free:,} are free", str(self.draft))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -265,9 +263,7 @@ class _Writer(FileSystemWriter):
         for rank in range(len(results)):
             sums = self.draft / f"{_SUMS}{rank}"
             if not sums.exists():
-                raise CheckpointError(
-                    f"{self.draft.parent} of rank {rank} is another folder: it must be shared"
-                )
+                raise CheckpointError(f"{self.draft.parent} of rank {rank} is another folder: it must be shared")
             manifest |= json.loads(sums.read_text())
             sums.unlink()
         _write_json(self.draft / ABOUT, self.about)
@@ -292,8 +288,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest_of(folder / name)}
-        for name in sorted(names)
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digest_of(folder / name)} for name in sorted(names)
     }
 
 
@@ -450,10 +445,7 @@ class Checkpoints:
         moved = []
         for newer in [each for each in self.steps() if each > step] if self.rank == 0 else []:
             path = path_of(self.folder, newer)
-            free = (
-                path.with_name(f"{_ASIDE}{newer:08}{tail}")
-                for tail in ("", *(f".{i}" for i in range(1, 1000)))
-            )
+            free = (path.with_name(f"{_ASIDE}{newer:08}{tail}") for tail in ("", *(f".{i}" for i in range(1, 1000))))
             moved.append(path.rename(next(each for each in free if not each.exists())))
         return [Path(each) for each in self._gathered([str(each) for each in moved])[0]]
 
@@ -488,9 +480,7 @@ class Checkpoints:
         steps = self._gathered([str(each) for each in self.steps()])[0]
         every = [int(each) for each in steps]
         if step is not None and step not in every:
-            raise CheckpointError(
-                f"{self.folder} has no checkpoint of step {step}; there are {every or 'none'}"
-            )
+            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; there are {every or 'none'}")
         refused: list[str] = []
         for candidate in [step] if step is not None else reversed(every):
             if faults := self.faults(candidate):

@@ -95,9 +95,7 @@ class Clocks:
 
 
 class _Allocates:
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -124,9 +122,7 @@ class TimedScatter(_Allocates, ReduceScatter):
     def __init__(self, clocks: Clocks, copies: bool) -> None:
         self.clocks, self.copies, self._allocated = clocks, copies, 0
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._allocated += 1
         if self.copies and self._allocated == 2:
             self.clocks.enter("dp_wait", "FSDP's all_reduce")

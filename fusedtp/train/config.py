@@ -103,9 +103,7 @@ class ModelOptions:
         if self.top_k > self.experts:
             found.append(f"--top-k {self.top_k} of only {self.experts} --experts")
         if self.dense_layers >= self.layers:
-            found.append(
-                f"--dense-layers {self.dense_layers} of {self.layers} --layers leaves none for experts"
-            )
+            found.append(f"--dense-layers {self.dense_layers} of {self.layers} --layers leaves none for experts")
         return found
 
 
@@ -164,9 +162,7 @@ class DataOptions:
         if not 0 < size <= 1 << 31:
             return [f"--vocab-size {size} is not from 1 to {1 << 31}"]
         if self.tokenizer is not None:
-            return [
-                f"--vocab-size {size} with --tokenizer {self.tokenizer}, which has a vocabulary of its own"
-            ]
+            return [f"--vocab-size {size} with --tokenizer {self.tokenizer}, which has a vocabulary of its own"]
         return [] if self.data else ["--vocab-size takes token ids (.npy) only: give some with --data"]
 
 
@@ -246,9 +242,7 @@ class BlockOptions:
         elif self.memory_budget < 1 and not self.compile:
             found.append(f"--memory-budget {self.memory_budget} needs --compile")
         if self.compile and self.recompute == "selective":
-            found.append(
-                "--recompute selective with --compile: what is compiled is chosen from by --memory-budget"
-            )
+            found.append("--recompute selective with --compile: what is compiled is chosen from by --memory-budget")
         if self.compile and self.compile_backend not in (known := torch.compiler.list_backends(())):
             found.append(f"--compile-backend {self.compile_backend} is none of {', '.join(known)}")
         return found
@@ -600,8 +594,7 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         )
     if min(dp, data.accumulate, data.batch) > 0 and data.batch % (dp * data.accumulate):
         found.append(
-            f"--batch {data.batch} does not divide over {dp} data-parallel ranks "
-            f"x {data.accumulate} microbatches"
+            f"--batch {data.batch} does not divide over {dp} data-parallel ranks x {data.accumulate} microbatches"
         )
     return found
 
@@ -632,9 +625,7 @@ def stages_faults(config: TrainConfig, layers: int) -> list[str]:
     if parallel.pp < 2 or parallel.virtual_stages < 1 or config.data.accumulate < 1 or layers < 1:
         return []
     of = "--layers {}" if config.foreign.model is None else "the {} layers of --model"
-    found = pipeline_faults(
-        parallel.schedule, parallel.pp, parallel.virtual_stages, layers, config.data.accumulate, of
-    )
+    found = pipeline_faults(parallel.schedule, parallel.pp, parallel.virtual_stages, layers, config.data.accumulate, of)
     if two_passes(parallel.schedule, parallel.pp) and config.blocks.compile:
         found.append(
             f"--schedule {parallel.schedule} with --compile: compiled blocks have one backward pass, not two "
@@ -652,9 +643,7 @@ def sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     if ep % tp or (dp * tp) % ep:
         return [f"--ep {ep} is no multiple of --tp {tp} that divides the {dp * tp} ranks"]
     if model.expert_width < parallel.expert_tp > 1:
-        return [
-            f"--expert-width {model.expert_width} does not divide among --expert-tp {parallel.expert_tp} ranks"
-        ]
+        return [f"--expert-width {model.expert_width} does not divide among --expert-tp {parallel.expert_tp} ranks"]
     try:
         ExpertSplit(tensor_parallel=parallel.expert_tp).shares(model.experts, ep)
     except ValueError as error:

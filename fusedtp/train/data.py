@@ -235,9 +235,7 @@ def hold_out(texts: list[Text]) -> tuple[set[Path], Path | None, int]:
     return held, max(texts, key=lambda text: (text.size, text.digest)).path, left
 
 
-def build_tokens(
-    paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | None = None, quiet: bool = True
-) -> Path:
+def build_tokens(paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | None = None, quiet: bool = True) -> Path:
     """Folder under `cache` with the token files of these paths; written once, atomically, then reused.
 
     Raises ValueError when there is nothing to train on, or token ids are no ids of this tokenizer.
@@ -529,17 +527,13 @@ class Batches:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
 
-    def _split(
-        self, windows: Windows, starts: np.ndarray, accumulate: int, scale: float = 1.0
-    ) -> Iterator[Microbatch]:
+    def _split(self, windows: Windows, starts: np.ndarray, accumulate: int, scale: float = 1.0) -> Iterator[Microbatch]:
         num_labels = max(1, windows.num_labels(starts)) / self.dp / scale
         for microbatch, rows in enumerate(starts.reshape(accumulate, self.dp, -1)[:, self.dp_rank]):
             with self.clocks("data"):
                 input_ids, labels, positions, document_ids = windows.read(rows)
                 place = (microbatch * self.dp + self.dp_rank) * rows.size * windows.length
-                found = Microbatch(input_ids, labels, place, num_labels, positions, document_ids).to(
-                    self.device
-                )
+                found = Microbatch(input_ids, labels, place, num_labels, positions, document_ids).to(self.device)
             yield found
 
 

@@ -75,9 +75,7 @@ class Anatomy:
         known = [getattr(self.base, name) for name in names] + [getattr(causal, self.head)]
         covered = {id(p) for module in known for p in module.parameters()}
         if others := [name for name, p in causal.named_parameters() if id(p) not in covered]:
-            raise NotCut(
-                f"{kind} has parameters that its plan for pipelines does not place: {', '.join(others[:3])}"
-            )
+            raise NotCut(f"{kind} has parameters that its plan for pipelines does not place: {', '.join(others[:3])}")
 
 
 class TransformersModel(nn.Module):
@@ -149,9 +147,7 @@ class TransformersModel(nn.Module):
         self._num_labels = num_labels
         loss: Tensor = self.hf(labels=labels, use_cache=False, **inputs).loss
         if self._num_labels is not None:
-            raise ValueError(
-                f"{type(self.causal).__name__} has a loss of its own, which does not take shifted labels"
-            )
+            raise ValueError(f"{type(self.causal).__name__} has a loss of its own, which does not take shifted labels")
         return loss
 
     def _loss(self, logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -162,9 +158,7 @@ class TransformersModel(nn.Module):
         total = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
         return total / num_labels
 
-    def _arranged(
-        self, x: Tensor, labels: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _arranged(self, x: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """All rows of a batch in one, where attention is blind to documents else.."""
         if positions is None or not self.flattens:
             return x, labels, positions
@@ -227,15 +221,12 @@ class TransformersModel(nn.Module):
     def costs(self, length: int) -> tuple[list[float], float]:
         """Multiply-adds a token of every layer, and of the head, as fusedtp.train.stages.costs has them."""
         at, config = Anatomy(self.causal), self.config
-        experts = next(
-            (n for name in EXPERTS if isinstance(n := getattr(config, name, None), int) and n > 0), 1
-        )
+        experts = next((n for name in EXPERTS if isinstance(n := getattr(config, name, None), int) and n > 0), 1)
         share = min(1.0, (getattr(config, "num_experts_per_tok", None) or experts) / experts)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         found = [
-            length * width
-            + sum(p.numel() * (share if p.dim() > 2 else 1.0) for p in layer.parameters() if p.dim() > 1)
+            length * width + sum(p.numel() * (share if p.dim() > 2 else 1.0) for p in layer.parameters() if p.dim() > 1)
             for layer in getattr(at.base, at.layers)
         ]
         found[0] += config.hidden_size
@@ -244,18 +235,12 @@ class TransformersModel(nn.Module):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def generate(
-        self, tokens: Tensor, size: int, *, temperature: float, seed: int, max_context: int
-    ) -> Tensor:
+    def generate(self, tokens: Tensor, size: int, *, temperature: float, seed: int, max_context: int) -> Tensor:
         """tokens [1, P] and up to `size` more, which end with a document's end. Collective; all ranks draw alike.
 
         At most max_context tokens are seen: when they are full, their later half is read anew.
         """
-        drawn = (
-            {"do_sample": True, "temperature": temperature, "top_k": 0}
-            if temperature
-            else {"do_sample": False}
-        )
+        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         with torch.random.fork_rng(devices=[] if tokens.device.type == "cpu" else None):
             torch.manual_seed(seed)
             left = size
@@ -286,9 +271,7 @@ class Pass(nn.Module):
     def __init__(self, of: nn.Module) -> None:
         super().__init__()
         self.__dict__ |= {
-            name: value
-            for name, value in vars(of).items()
-            if isinstance(value, Pass.KEPT) and name not in vars(self)
+            name: value for name, value in vars(of).items() if isinstance(value, Pass.KEPT) and name not in vars(self)
         }
         self.given: Any = None
 
@@ -301,9 +284,7 @@ class Pass(nn.Module):
 class Stage(Borrows):
     """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1]."""
 
-    def __init__(
-        self, model: TransformersModel, layers: Sequence[int], first: bool, last: bool, both: bool
-    ) -> None:
+    def __init__(self, model: TransformersModel, layers: Sequence[int], first: bool, last: bool, both: bool) -> None:
         super().__init__()
         self._model = [model]  # no submodule: its parameters are other stages' too
         self.first, self.last = first, last
@@ -341,9 +322,7 @@ class Stage(Borrows):
         x, labels, positions = model._arranged(x, labels, positions)
         lead = (labels.shape[0], labels.shape[1])
         inputs: dict[str, Any] = {"input_ids": x}
-        if (
-            not self.first
-        ):  # its shape, dtype and device tell masks and rotary positions theirs; no layer reads it
+        if not self.first:  # its shape, dtype and device tell masks and rotary positions theirs; no layer reads it
             unread = torch.zeros((), dtype=x.dtype, device=x.device).expand(*lead, x.shape[-1])
             inputs = {"inputs_embeds": unread}
         with self._alone(None if self.first else self._received(x, lead)) as base, model._autocast():

@@ -43,9 +43,7 @@ class Trainer(transformers.Trainer):
             super().__init__(model, args, **options)
         finally:
             args.save_only_model = only_model
-        if (
-            self.is_distributed_loading_by_transformers
-        ):  # then transformers does not wrap it, whatever args.fsdp says
+        if self.is_distributed_loading_by_transformers:  # then transformers does not wrap it, whatever args.fsdp says
             parallelism = self.accelerator.parallelism_config
             check_data_parallel(self._module(), 1 if parallelism is None else parallelism.data_parallel_size)
             if parallelism is not None:

@@ -153,9 +153,7 @@ class Trainer:
 
     def backward(self, batches: Any, load: ExpertLoad) -> Tensor:
         """Accumulate the gradients of this step; its loss on this data-parallel rank."""
-        return backward(
-            self.model, batches, self.step, load, self.seed, self.pipeline, self.kind, self.scale.value
-        )
+        return backward(self.model, batches, self.step, load, self.seed, self.pipeline, self.kind, self.scale.value)
 
     def is_finite(self, loss: float, norm: float) -> bool:
         """Whether the step is; see Guard.takes. Runs it again, on the same batches, to find out where it is not."""

@@ -56,9 +56,7 @@ class World:
     checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
     pp: int = 1
     dp_replicate: int = 1
-    step_group: dist.ProcessGroup | None = (
-        None  # of all ranks, for what they agree on in a step; default: host_group
-    )
+    step_group: dist.ProcessGroup | None = None  # of all ranks, for what they agree on in a step; default: host_group
 
     @staticmethod
     def of(mesh: DeviceMesh | None, device: torch.device) -> World:
@@ -318,9 +316,7 @@ def bound_waits(world: World, seconds: float) -> None:
         fusedtp.set_timeout(mesh, seconds)
 
 
-def flattened(
-    mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]], backend: Any = None
-) -> dict[str, DeviceMesh]:
+def flattened(mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]], backend: Any = None) -> dict[str, DeviceMesh]:
     """Axes of a mesh as one, by its new name."""
     return {name: mesh[axes]._flatten(name, backend) for name, axes in flat.items() if axes}
 

@@ -134,9 +134,7 @@ def shard(
     stages with a kind that schedules cannot keep: see shard_experts.
     """
     if stages and kind in ("zero2", "zero3"):
-        raise ValueError(
-            f"{kind} with pipeline stages, which keep parameters whole in a step: use zero1 or ddp"
-        )
+        raise ValueError(f"{kind} with pipeline stages, which keep parameters whole in a step: use zero1 or ddp")
     if outer is None or mesh.ndim > 1:
         outer = mesh
     ways = {name: _way(p) for name, p in model.named_parameters() if isinstance(p, DTensor)}

@@ -87,9 +87,7 @@ def costs(config: ModelConfig, length: int) -> tuple[list[float], float]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.head_dim or hidden // heads
     kv_heads = config.num_key_value_heads or heads
-    attention = (
-        2 * hidden * head_dim * (heads + kv_heads) + length * heads * head_dim
-    )  # half of S keys, twice
+    attention = 2 * hidden * head_dim * (heads + kv_heads) + length * heads * head_dim  # half of S keys, twice
     found = []
     for layer in range(config.num_hidden_layers):
         width = config.intermediate_size
@@ -114,9 +112,7 @@ def cut(layers: Sequence[float], head: float, stages: int) -> list[range]:
         row = {}
         for i in range(n, count - (stages - n) + 1):
             extra = head if n == stages else 0.0
-            row[i] = min(
-                (max(best[-1][j][0], sum(layers[j:i]) + extra), -j) for j in range(n - 1, i) if j in best[-1]
-            )
+            row[i] = min((max(best[-1][j][0], sum(layers[j:i]) + extra), -j) for j in range(n - 1, i) if j in best[-1])
             row[i] = (row[i][0], -int(row[i][1]))
         best.append(row)
     ends = [count]
@@ -160,9 +156,7 @@ def pipeline_faults(
         return []
     found, count = [], stage_count(schedule, pp, virtual)
     if count > layers:
-        found.append(
-            f"--schedule {schedule} with --pp {pp} has {count} stages, more than {of.format(layers)}"
-        )
+        found.append(f"--schedule {schedule} with --pp {pp} has {count} stages, more than {of.format(layers)}")
     least = 2 * pp if schedule == "dualpipev" else pp
     if microbatches < least:
         found.append(
@@ -215,9 +209,7 @@ class Stage(Borrows):
     losses: list[Tensor]
     routings: list[tuple[Routing, ...]]
 
-    def __init__(
-        self, model: CausalLM, layers: Sequence[int], first: bool, last: bool, both: bool = False
-    ) -> None:
+    def __init__(self, model: CausalLM, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> None:
         super().__init__()
         self._model = [model]  # no submodule: its parameters are other stages' too
         self.first, self.last = first, last
@@ -369,9 +361,7 @@ class _TimedStage(PipelineStage):
     def _pass(self, name: str, method: Any, microbatch: int, *args: Any, **options: Any) -> Any:
         with self.clocks("compute"):
             out = method(microbatch, *args, **options)
-        self.clocks.called(
-            f"the pipeline, after {name} of microbatch {microbatch} in stage {self.stage_index}"
-        )
+        self.clocks.called(f"the pipeline, after {name} of microbatch {microbatch} in stage {self.stage_index}")
         return out
 
 

@@ -108,8 +108,7 @@ class Reading:
     def to_dict(self) -> dict[str, Any]:
         """As a line of ranks.jsonl: seconds are means, null where they are not measured."""
         seconds = {
-            kind: [None if math.isnan(value) else value for value in values]
-            for kind, values in self.mean.items()
+            kind: [None if math.isnan(value) else value for value in values] for kind, values in self.mean.items()
         }
         return {"step": self.step, "steps": self.steps, "seconds": seconds, "memory": list(self.memory)}
 
@@ -184,8 +183,7 @@ def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
         return "not measured", {}
     every: dict[str, list[float]] = {
         kind: [
-            sum(each.mean[kind][rank] * each.steps for each in readings) / steps
-            for rank in range(readings[0].ranks)
+            sum(each.mean[kind][rank] * each.steps for each in readings) / steps for rank in range(readings[0].ranks)
         ]
         for kind in KINDS
     }
@@ -246,9 +244,7 @@ class Spikes:
         told = None
         if len(self.recent) >= self.least:
             middle = statistics.median(self.recent)
-            deviation = max(
-                1.4826 * statistics.median(abs(each - middle) for each in self.recent), 0.01 * abs(middle)
-            )
+            deviation = max(1.4826 * statistics.median(abs(each - middle) for each in self.recent), 0.01 * abs(middle))
             high = loss - middle > self.limit * deviation
             if high and not self._high:
                 told = (
@@ -439,9 +435,7 @@ def find_not_finite(model: nn.Module, again: Callable[[], Any], rank: int = 0) -
     model.zero_grad()
     with _hooked(model, found), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         again()
-    found.gradients = [
-        name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)
-    ]
+    found.gradients = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
     model.zero_grad()
     return found
 
@@ -481,11 +475,7 @@ def _hooked(model: nn.Module, found: Found) -> Iterator[None]:
 def where_not_finite(found: Sequence[Found]) -> str:
     """In words, what all ranks found together: the module or parameter at which it began, and the ranks."""
     if any(each.parameters for each in found):
-        held = [
-            f"{_first(each.parameters)} of rank {each.rank} ({each.host})"
-            for each in found
-            if each.parameters
-        ]
+        held = [f"{_first(each.parameters)} of rank {each.rank} ({each.host})" for each in found if each.parameters]
         return "parameters were not finite before the step: " + "; ".join(held)
     for direction, what in (("forward", "the output of"), ("backward", "the gradient that arrives at")):
         events = [(getattr(each, direction), each) for each in found]

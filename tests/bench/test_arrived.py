@@ -135,9 +135,7 @@ def test_of_a_virtual_world_only_the_first_rank_has_the_device() -> None:
     with (
         mock.patch.object(ways, "interpreting", lambda: True),
         mock.patch.object(fused.arrived, "gather", gather),
-        mock.patch.object(
-            op, "example", case.example._replace(call=lambda *args: usual(*args[:-1], "chunked"))
-        ),
+        mock.patch.object(op, "example", case.example._replace(call=lambda *args: usual(*args[:-1], "chunked"))),
     ):
         rows, (mine, theirs) = ranks.run(plan, 2, body)
     found = {row.engine: row for row in rows}

@@ -76,9 +76,7 @@ def test_every_pass_of_torchs_lists_is_played_once(name: str):
     assert len(every) == len(set(every))
     assert {each[1:] for each in every if each[0] == "F"} == {each[1:] for each in every if each[0] in "BI"}
     assert {each[1:] for each in every if each[0] == "I"} == {each[1:] for each in every if each[0] == "W"}
-    assert any(len(together) == 2 for own in order(name, 2, 8).values() for together in own) == (
-        name == "dualpipev"
-    )
+    assert any(len(together) == 2 for own in order(name, 2, 8).values() for together in own) == (name == "dualpipev")
 
 
 def test_pairs_send_when_both_are_done():
@@ -98,9 +96,7 @@ def test_pairs_send_when_both_are_done():
 
 def test_an_order_in_which_ranks_wait_for_each_other_is_named():
     with pytest.raises(ValueError, match="wait for each other"):
-        bubbles.play(
-            {0: [(("B", 0, 0),), (("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}, Costs(1, 1, 1).each(1)
-        )
+        bubbles.play({0: [(("B", 0, 0),), (("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}, Costs(1, 1, 1).each(1))
 
 
 def test_a_first_stage_of_two_passes_has_all_its_backward_in_the_second():
@@ -117,9 +113,7 @@ def test_what_a_step_was_idle():
 
 @given(ranks=st.integers(2, 8), more=st.integers(0, 9))
 @pytest.mark.parametrize("name", sorted(V_SHAPED))
-def test_the_first_stage_of_a_v_begins_before_the_last_one_and_ends_after_it(
-    name: str, ranks: int, more: int
-):
+def test_the_first_stage_of_a_v_begins_before_the_last_one_and_ends_after_it(name: str, ranks: int, more: int):
     """Both lie on rank 0 and use a tied embedding, which the first one's FSDP2 unit gathers and reduces."""
     own = [each for together in order(name, ranks, 2 * ranks + more)[0] for each in together]
     last = 2 * ranks - 1
@@ -132,9 +126,7 @@ def listed(orders: dict[int, list[Together]]) -> Any:
     made: Any = object.__new__(schedules.ScheduleInterleaved1F1B)
     made.pipeline_order = {
         rank: [
-            SimpleNamespace(
-                sub_actions=tuple(schedules._Action(stage, KINDS[kind], m) for kind, stage, m in each)
-            )
+            SimpleNamespace(sub_actions=tuple(schedules._Action(stage, KINDS[kind], m) for kind, stage, m in each))
             for each in order
         ]
         for rank, order in orders.items()
@@ -157,6 +149,4 @@ def test_a_recorded_step_is_compared_with_its_own_order_and_mean_costs():
     apart = dict(bubbles.recorded_order(actions))
     paired = [*apart[0][:1], (*apart[0][1], *apart[0][2]), *apart[0][3:]]
     assert bubbles.shares(actions, listed({**apart, 0: paired}))[1] == pytest.approx(1 - 24 / (2 * 22))
-    assert bubbles.shares(actions, listed({**apart, 0: paired[:2]})) == bubbles.shares(actions), (
-        "not what ran"
-    )
+    assert bubbles.shares(actions, listed({**apart, 0: paired[:2]})) == bubbles.shares(actions), "not what ran"

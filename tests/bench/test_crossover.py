@@ -49,8 +49,7 @@ def test_a_table_is_measured_kept_and_read(tmp_path: Path, capsys):
             assert [rows for rows, _ in entry["seconds"]] == [8, 16]
             times = dict(entry["seconds"])
             assert all(
-                known.keys() == {"collective", "chunked"} and min(known.values()) > 0
-                for known in times.values()
+                known.keys() == {"collective", "chunked"} and min(known.values()) > 0 for known in times.values()
             )
             assert [tuple(step) for step in entry["engines"]] == measured.fit(times, measured.ENGINES[:2])
             key = measured.Key(*(entry[name] for name in measured.Key._fields))

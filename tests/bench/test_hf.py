@@ -26,9 +26,7 @@ TOKENS = 64
 
 
 def measured(kind: str, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run(
-        Plan(), 2, hf.measure, kind, "float32", "chunked", 0.0, SHAPE, TOKENS, str(folder)
-    )
+    found: dict[str, Any] = run(Plan(), 2, hf.measure, kind, "float32", "chunked", 0.0, SHAPE, TOKENS, str(folder))
     return found
 
 
@@ -38,9 +36,7 @@ def test_all_ways_of_a_llama_make_the_same_loss_and_are_timed(tmp_path: Path):
     assert set(found["loss_difference"]) == {"stock", "torch", "nn", "same", "ours"} and not found["absent"]
     # Of 16 operations, each a sum of up to 96 terms and one rounding of its own.
     assert max(found["loss_difference"].values()) < 16**0.5 * (96**0.5 + 1) * 2.0**-24
-    assert {way: spread["samples"] for way, spread in found["seconds"].items()} == dict.fromkeys(
-        hf.WAYS, LEAST
-    )
+    assert {way: spread["samples"] for way, spread in found["seconds"].items()} == dict.fromkeys(hf.WAYS, LEAST)
 
 
 def test_what_has_no_counterpart_of_a_mixture_says_why(tmp_path: Path):
@@ -100,9 +96,7 @@ def test_a_run_writes_what_it_printed(
 ):
     """Without a world: what its measurement returns is given."""
     given = result(stock=5.0, torch=4.0, nn=2.0, ours=2.5, ceiling=1.0)
-    spreads = {
-        w: {**s, "low": s["median"], "high": s["median"], "samples": 3} for w, s in given["seconds"].items()
-    }
+    spreads = {w: {**s, "low": s["median"], "high": s["median"], "samples": 3} for w, s in given["seconds"].items()}
     given |= {"model": "llama", "dtype": "float32", "absent": {}, "seconds": spreads}
     monkeypatch.setattr(hf, "run", lambda *args: given)
     monkeypatch.setattr(hf.machine, "folder_of", lambda about, save: tmp_path)

@@ -30,10 +30,7 @@ def file(folder: Path, **changes: object) -> Path:
 
 @given(st.dictionaries(st.sampled_from([16, 512, 4096, 8192]), st.floats(0.3, 1.5), min_size=1))
 def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_for_good(shares):
-    rows = {
-        f"matmul_reduce_scatter llama3-8b {t}": {"unfused": 100.0, "fused": 100 * s}
-        for t, s in shares.items()
-    }
+    rows = {f"matmul_reduce_scatter llama3-8b {t}": {"unfused": 100.0, "fused": 100 * s} for t, s in shares.items()}
     found = predicted.entries_of(rows)
     assert {entry["dtype"] for entry in found} == {"bfloat16", "float16"}
     for entry in found:
@@ -64,9 +61,7 @@ def test_the_table_that_ships_follows_from_the_times_that_are_kept(node, tmp_pat
     assert path.read_bytes() == (measured.SHIPPED / path.name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"rows": {"a": {}}}, {"rows": {"a b 1": {}}}, {"node": "mine"}, {"commit": None}]
-)
+@pytest.mark.parametrize("wrong", [{"rows": {"a": {}}}, {"rows": {"a b 1": {}}}, {"node": "mine"}, {"commit": None}])
 def test_a_file_that_is_none_is_refused(wrong, tmp_path, capsys):
     path = file(tmp_path, **wrong)
     if wrong.get("commit", "") is None:

@@ -194,9 +194,7 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     def row(engine: str, tokens: int, seconds: float) -> Row:
         shape: dict[str, int | str] = {"model": "m", "layer": "qkv", "T": tokens, "K": 64, "N": 32, "tp": 2}
         spread = Spread(seconds, seconds, seconds, 3)
-        return Row(
-            "all-gather-matmul", shape, "float32", engine, "virtual", 2, spread, 1e9, t_comm=1.0, t_matmul=1.0
-        )
+        return Row("all-gather-matmul", shape, "float32", engine, "virtual", 2, spread, 1e9, t_comm=1.0, t_matmul=1.0)
 
     rows = [row(e, t, t * k) for e, k in (("gloo + matmul", 3.0), ("fusedtp chunked", 2.0)) for t in (8, 16)]
     about, roofs = {"cpu": "c", "torch": "t", "commit": ""}, {"virtualx2": {"float32": 1e9, "copy": 1e8}}
@@ -252,9 +250,7 @@ def test_a_share_above_the_roof_is_marked_and_told(capsys: pytest.CaptureFixture
     assert marked == [False, False, True, True, False, False]
 
 
-def test_nvidia_smi_is_asked_for_the_gpu_and_may_be_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nvidia_smi_is_asked_for_the_gpu_and_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert machine.gpu_state() is None or "name" in machine.gpu_state()  # type: ignore[operator]
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\necho "NVIDIA H200, 580.1, 1980 MHz, 1980 MHz, 3201 MHz, 120 W, 700 W, 40"\n')

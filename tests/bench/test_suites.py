@@ -68,9 +68,7 @@ def test_every_suite_has_rows_with_every_field(results: dict[str, dict[str, Any]
 
 
 def test_what_is_not_here_says_why(results: dict[str, dict[str, Any]]) -> None:
-    notes = {
-        (row["suite"], row["world"], row["engine"]): row["note"] for row in rows_of(results) if row["note"]
-    }
+    notes = {(row["suite"], row["world"], row["engine"]): row["note"] for row in rows_of(results) if row["note"]}
     assert "needs GPUs" in notes["all-gather-matmul", "processes", "torch symm_mem"]
     assert "one process" in notes["all-gather-matmul", "virtual", "gloo + matmul"]
     assert "--no-compile" in notes["matmul", "one", "torch.compile"]
@@ -147,9 +145,7 @@ def test_the_share_hidden_follows_from_the_times_of_the_same_case(results: dict[
             cases.setdefault(key, {})[row["engine"]] = row
     assert len(cases) == 3 * 2 + 2 * 2
     for engines in cases.values():
-        alone = [
-            row["seconds"]["median"] for name, row in engines.items() if name.startswith("communication")
-        ]
+        alone = [row["seconds"]["median"] for name, row in engines.items() if name.startswith("communication")]
         t_comm, t_matmul = min(alone), engines["matmul alone"]["seconds"]["median"]
         fused = engines["fusedtp chunked"]
         assert (fused["t_comm"], fused["t_matmul"]) == (t_comm, t_matmul)
@@ -174,13 +170,9 @@ def test_figures_of_the_trainer_follow_from_their_times(results: dict[str, dict[
         )
         by_order = 8 * 0.006 * of_rank / (1 - figures["ideal_bubble"])
         assert (
-            figures["step_ratio"] == pytest.approx(row["seconds"]["median"] / by_order)
-            and figures["step_ratio"] >= 1
+            figures["step_ratio"] == pytest.approx(row["seconds"]["median"] / by_order) and figures["step_ratio"] >= 1
         )
-        assert (
-            0 < figures["bubble"] < 1
-            and figures["bubble_ratio"] == figures["bubble"] / figures["ideal_bubble"]
-        )
+        assert 0 < figures["bubble"] < 1 and figures["bubble_ratio"] == figures["bubble"] / figures["ideal_bubble"]
     assert len(parts["bubble"]) == 2
     by_hand, trainer = parts["overhead"]
     assert trainer["figures"]["ratio"] == trainer["seconds"]["median"] / by_hand["seconds"]["median"]
@@ -250,9 +242,7 @@ def test_a_quartile_beyond_a_quartile_is_a_change() -> None:
 
 
 def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = Options(
-        shapes="llama3-8b,nonsense", tp="3", dtype="int8", engine="warp", tokens="0", device="cpu"
-    )
+    wrong = Options(shapes="llama3-8b,nonsense", tp="3", dtype="int8", engine="warp", tokens="0", device="cpu")
     with pytest.raises(ValueError) as caught:
         plan_of(wrong)
     said = str(caught.value)

@@ -132,9 +132,7 @@ class Device:
         (30e-3, [True] * 4, [33.0, 31.0, 27.0, 19.0]),  # more than any gate
     ],
 )
-def test_a_gate_grows_until_the_host_is_done_behind_it(
-    host: float, late: list[bool], times: list[float]
-) -> None:
+def test_a_gate_grows_until_the_host_is_done_behind_it(host: float, late: list[bool], times: list[float]) -> None:
     """A call for which the host works so long and then enqueues 5 ms."""
     device = Device()
 

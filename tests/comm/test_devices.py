@@ -66,9 +66,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(torch.cuda, "device_count", lambda: len(seen.uuids)),
         patch.object(torch.cuda, "get_device_properties", properties),
         patch.object(torch.cuda, "can_device_access_peer", can_access),
-        patch.object(
-            process_world.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
-        ),
+        patch.object(process_world.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)),
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(os, "pidfd_open", pidfd_open),
         patch.object(os, "getpid", lambda: seen.pid or own_pid),
@@ -111,9 +109,7 @@ def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
     assert "the GPU of rank 1 has no native atomics in the memory of rank 2's" in str(fault)
 
 
-@pytest.mark.parametrize(
-    "broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute"]
-)
+@pytest.mark.parametrize("broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute"])
 def test_what_raises_on_one_rank_is_told_to_all(broken):
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, broken=broken), Seen(("c",), 0))
     faults = {fault for fault, _ in told}

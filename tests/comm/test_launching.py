@@ -150,9 +150,7 @@ def test_every_kernel_is_launched_as_by_triton(triton, monkeypatch, kernel):
         max_size=6,
     )
 )
-@example(
-    [(0, False, False, False), (0, False, False, False), (0, False, False, True), (0, False, False, False)]
-)
+@example([(0, False, False, False), (0, False, False, False), (0, False, False, True), (0, False, False, False)])
 @example([(1, True, False, False), (0, True, False, False), (0, True, True, False)])
 @settings(max_examples=15)
 def test_a_kept_launch_is_triton_s(triton, calls):

@@ -14,9 +14,7 @@ FIELDS = {"operation": "all_gather_matmul", "engine": "chunked", "dtype": torch.
 
 def gather(comm, value: float, sizes: tuple[int, ...], width: int, pause: float = 0.0) -> torch.Tensor:
     """What an operation does: store own rows, publish, wait for each peer, read its rows in place."""
-    with comm.workspace.call(
-        Signature(**FIELDS | {"sizes": sizes, "features": width}), 4 * width * max(sizes)
-    ) as call:
+    with comm.workspace.call(Signature(**FIELDS | {"sizes": sizes, "features": width}), 4 * width * max(sizes)) as call:
         if sizes[comm.rank]:
             call.buffer(comm.rank, (sizes[comm.rank], width), torch.float32).fill_(value)
         call.publish_all()

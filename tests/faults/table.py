@@ -95,6 +95,5 @@ def _exists(test: str) -> bool:
         return False
     wanted = name.partition("[")[0].rpartition("::")[2]
     return any(
-        isinstance(node, ast.FunctionDef) and node.name == wanted
-        for node in ast.walk(ast.parse(path.read_text()))
+        isinstance(node, ast.FunctionDef) and node.name == wanted for node in ast.walk(ast.parse(path.read_text()))
     )

@@ -188,6 +188,4 @@ def test_processes(world_size: int, tmp_path: Path):
     """Two share a GPU where there is but one; more have one each."""
     if world_size > 2 and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    mp.start_processes(
-        _rank, args=(world_size, str(tmp_path / "store")), nprocs=world_size, start_method="spawn"
-    )
+    mp.start_processes(_rank, args=(world_size, str(tmp_path / "store")), nprocs=world_size, start_method="spawn")

@@ -17,9 +17,7 @@ LAYOUTS = [(dtype, "plain") for dtype in DTYPES] + [
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(
-    "shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 8192), (3, 1), (0, 128), *WIDE]
-)
+@pytest.mark.parametrize("shape", [(1000, 64), (333, 1000), (2000, 4096), (65, 8192), (3, 1), (0, 128), *WIDE])
 @pytest.mark.parametrize("dtype, layout", LAYOUTS)
 def test_rms_norm(dtype, shape, use, layout):
     rms_norm_law(Draw(dtype, *shape, layout, device="cuda"), torch.float32, use)

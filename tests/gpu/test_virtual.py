@@ -75,9 +75,7 @@ def test_nan_and_inf_come_out_as_plain_torch_gives_them(data):
 @given(st.data())
 def test_200_mixed_calls_on_one_workspace(data):
     small = {"world_sizes": (4,), "rows": 40, "width": 60, "features": 100}
-    one = st.sampled_from(["triton", "triton", "chunked"]).flatmap(
-        lambda engine: cases(engine=engine, **small)
-    )
+    one = st.sampled_from(["triton", "triton", "chunked"]).flatmap(lambda engine: cases(engine=engine, **small))
     drawn = data.draw(st.lists(one, min_size=12, max_size=20))
     _world(4, mixed, drawn, 200, 0.001, data.draw(st.integers(0, 999)))
 

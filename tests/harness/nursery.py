@@ -51,9 +51,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
             )
 
-    def fork(
-        self, module: str, rank: int, size: int, port: int, worker_socket: socket.socket, log: IO[bytes]
-    ) -> int:
+    def fork(self, module: str, rank: int, size: int, port: int, worker_socket: socket.socket, log: IO[bytes]) -> int:
         """The pid of a new worker, which has imported `module` if that can be imported."""
         fds = [worker_socket.fileno(), log.fileno()]
         socket.send_fds(self._socket, [pickle.dumps(("fork", module, rank, size, port))], fds)
@@ -75,9 +73,7 @@ class Nursery:
         answer = self._socket.recv(1000)
         if not answer:
             self.log.seek(0)
-            raise RuntimeError(
-                f"the process that forks workers ended:\n{self.log.read().decode(errors='replace')}"
-            )
+            raise RuntimeError(f"the process that forks workers ended:\n{self.log.read().decode(errors='replace')}")
         return pickle.loads(answer)
 
 

@@ -153,9 +153,7 @@ class World:
             pid = nursery.fork(module, rank, self.size, self._store.port, theirs, output)
         return _Worker(pid, nursery, Connection(ours.detach()), output)
 
-    def _collect(
-        self, timeout: float, grace: float, decode: Callable[[bytes], Any] = pickle.loads
-    ) -> list[Any]:
+    def _collect(self, timeout: float, grace: float, decode: Callable[[bytes], Any] = pickle.loads) -> list[Any]:
         start = time.monotonic()
         deadline = start + timeout
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
@@ -191,9 +189,7 @@ _worlds: dict[Any, World] = {}
 _nurseries: dict[Any, Nursery] = {}
 
 
-def world(
-    size: int, *, interpret: bool = True, strangers: bool = False, env: Mapping[str, str] | None = None
-) -> World:
+def world(size: int, *, interpret: bool = True, strangers: bool = False, env: Mapping[str, str] | None = None) -> World:
     """The session's world of this size and environment, started at its first call."""
     key = (size, interpret, strangers, tuple(sorted((env or {}).items())))
     if key not in _worlds:

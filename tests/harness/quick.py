@@ -170,8 +170,7 @@ def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
                 number = number and dtype.is_int_signed() and dtype.int_bitwidth >= 32
             computed[key] = (
                 number
-                and rule(self, dtype, False, int32 if with_int else dtype, with_int, div_or_mod).name
-                == dtype.name
+                and rule(self, dtype, False, int32 if with_int else dtype, with_int, div_or_mod).name == dtype.name
             )
         return computed[key]
 
@@ -269,9 +268,7 @@ def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., 
     core, handle_of, semantic = module.tl.core, module.TensorHandle, module.interpreter_semantic
     tensor, block_type, compute, compares = core.tensor, core.block_type, OPERATORS[name], name in COMPARISONS
     int32, int64, int1 = core.int32, core.int64, core.int1
-    results = {
-        (a.name, b.name): int32 if a is b is int32 else int64 for a in (int32, int64) for b in (int32, int64)
-    }
+    results = {(a.name, b.name): int32 if a is b is int32 else int64 for a in (int32, int64) for b in (int32, int64)}
     limits = {int32.name: 2**31, int64.name: 2**63}
 
     # of an integer result: everything of a tensor but its data, by element type and shape

@@ -52,11 +52,7 @@ def test_a_failure_is_told_by_its_kinds_and_ends_the_workers_that_were_one_threa
         small.run(fail_on, 1)
     pids = small.pids
     outcomes = small.outcomes(fail_on, 0)
-    assert (
-        outcomes[0].is_a("KeyError", "nothing else")
-        and outcomes[0].is_a("LookupError")
-        and outcomes[1] == "fine"
-    )
+    assert outcomes[0].is_a("KeyError", "nothing else") and outcomes[0].is_a("LookupError") and outcomes[1] == "fine"
     assert small.run(total, 1, 0) == [(0, 2.0), (1, 2.0)]
     assert small.run(environment) == [(1, "1")] * 2
     assert not set(small.pids) & set(pids)
@@ -90,9 +86,7 @@ def test_workers_end_with_a_killed_driver():
         "w = World(2)\nw.run(total, 1, 0)\nprint(*w.pids, flush=True)\nimport time\ntime.sleep(600)"
     )
     root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root
-    ) as driver:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         driver.kill()

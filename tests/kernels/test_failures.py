@@ -20,9 +20,7 @@ def test_a_missing_peer_is_named_in_time(worlds, op, in_one):
 
 def test_nothing_is_published_after_a_failure(worlds):
     """The second stage of an all-reduce fails in all ranks; the flags of its third stage stay as they were."""
-    _, later = worlds.fail(
-        3, dict(op="matmul_all_reduce", sizes=(5, 5, 9), in_one=False, absent=1, other=NOBODY)
-    )
+    _, later = worlds.fail(3, dict(op="matmul_all_reduce", sizes=(5, 5, 9), in_one=False, absent=1, other=NOBODY))
     assert all(reply["highest_flag"] == 0 for reply in later)
 
 

@@ -60,9 +60,7 @@ def test_equals_the_formula(worlds, data):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
-    worlds.check(
-        2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL)
-    )
+    worlds.check(2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL))
 
 
 TMA = dict(SMALL, tma=True)

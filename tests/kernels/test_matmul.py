@@ -13,9 +13,7 @@ def test_plain_matmul_equals_the_formula(worlds, dtype, layout):
         worlds.check(
             1,
             *[
-                dict(
-                    op="matmul", sizes=(m,), k=k, widths=(n,), dtype=dtype, layout=layout, biased=b, config=c
-                )
+                dict(op="matmul", sizes=(m,), k=k, widths=(n,), dtype=dtype, layout=layout, biased=b, config=c)
                 for b, c in [((0,), SMALL), ((), None)]
             ],
         )

@@ -38,6 +38,4 @@ def test_more_rows_than_32_bits_number():
     pytest.importorskip("triton")
     call = CALL.replace("x = torch.ones(2, 2, dtype={})", "x = torch.ones(1, 1).expand(2**31, 1)")
     line = said("", TRITON_INTERPRET="1", CALL=call)
-    assert line.startswith("ValueError") and "at most 2147418112 rows or columns, not 2147483648" in line, (
-        line
-    )
+    assert line.startswith("ValueError") and "at most 2147418112 rows or columns, not 2147483648" in line, line

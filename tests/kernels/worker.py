@@ -84,9 +84,7 @@ class World:
             meet=None,
         )
         self.flags = self.memory[rank * stride + self.data_bytes :][:flag_bytes].view(torch.int32)
-        self.arrivals = self.memory[rank * stride + self.data_bytes + flag_bytes :][:arrival_bytes].view(
-            torch.int64
-        )
+        self.arrivals = self.memory[rank * stride + self.data_bytes + flag_bytes :][:arrival_bytes].view(torch.int64)
         self.data.fill_(0xFF)  # NaN in every dtype
 
     def copies(self, c: SimpleNamespace) -> Copies | None:

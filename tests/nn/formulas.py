@@ -28,9 +28,7 @@ def attention(
             ids = None if documents is None else documents[b]
             keys = [j for j in range(length) if seen(i, j, causal, window, ids)]
             for h in range(heads):
-                scores = torch.stack([(q[b, i, h] * k[b, j, h // group]).sum() for j in keys]) / math.sqrt(
-                    dim
-                )
+                scores = torch.stack([(q[b, i, h] * k[b, j, h // group]).sum() for j in keys]) / math.sqrt(dim)
                 weights = scores.exp() / scores.exp().sum()
                 rows.append(sum(w * v[b, j, h // group] for w, j in zip(weights, keys, strict=True)))
     return torch.stack(rows).view(batch, length, heads, dim) if rows else q * 1.0

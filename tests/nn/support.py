@@ -29,9 +29,7 @@ def assert_close(name: str, got: Tensor, want: Tensor, roundings: float = ROUNDI
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     assert torch.equal(got.isnan(), want.isnan()), f"{name}: nan in other places than wanted"
     if got.numel():
-        assert roundings * torch.finfo(got.dtype).eps < 0.5, (
-            f"{name}: no value could be off by more than allowed"
-        )
+        assert roundings * torch.finfo(got.dtype).eps < 0.5, f"{name}: no value could be off by more than allowed"
         error = (got.detach().double() - want.detach().double()).abs().max().item()
         bound = roundings * torch.finfo(got.dtype).eps * max(1.0, want.detach().abs().max().item())
         assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"
@@ -73,9 +71,7 @@ def assert_same_function(
     wanted.backward(dy)
     for name, a, b in zip(names, mine, theirs, strict=True):
         zeros = torch.zeros_like(a)
-        assert_close(
-            f"d{name}", zeros if a.grad is None else a.grad, zeros if b.grad is None else b.grad, roundings
-        )
+        assert_close(f"d{name}", zeros if a.grad is None else a.grad, zeros if b.grad is None else b.grad, roundings)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -72,9 +72,7 @@ def test_bias_moves_by_the_sign_of_what_is_missing_on_all_ranks(size, layers, ex
     for layer in range(layers):
         total = counts[:, layer].sum(0).tolist()
         mean = sum(total) / experts
-        want = [
-            b + 0.25 * ((c < mean) - (c > mean)) for b, c in zip(bias[layer].tolist(), total, strict=True)
-        ]
+        want = [b + 0.25 * ((c < mean) - (c > mean)) for b, c in zip(bias[layer].tolist(), total, strict=True)]
         for rank in range(size):
             assert got[rank][layer].tolist() == want
 

@@ -38,14 +38,10 @@ def cases(draw) -> tuple[Tensor, Tensor, int, str, str, tuple[int, ...]]:
     return ids, weights, experts, random.choice(FACTORS), random.choice(["position", "probability"]), sizes
 
 
-def kept(
-    group, ids, weights, experts: int, factor: str, by: str, sizes: tuple[int, ...]
-) -> tuple[Tensor, ...]:
+def kept(group, ids, weights, experts: int, factor: str, by: str, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     mine = weights.split(sizes)[group.rank()].clone().requires_grad_()
     known = sizes if by == "probability" else None  # by position nobody needs to know them
-    got = keep_capacity(
-        ids.split(sizes)[group.rank()], mine, experts, float(factor), by=by, group=group, sizes=known
-    )
+    got = keep_capacity(ids.split(sizes)[group.rank()], mine, experts, float(factor), by=by, group=group, sizes=known)
     (gradient,) = torch.autograd.grad(got.weights.sum(), mine)
     return got.expert_ids, got.weights.detach(), gradient, got.dropped, got.capacity
 
@@ -96,11 +92,7 @@ def test_capacity_is_exact_for_decimal_factors(top_k, tokens, experts, factor):
 
 def test_floats_would_say_111():
     assert math.ceil(1.1 * 2 * 100 / 2) == 111 and capacity_of(1.1, 2, 100, 2) == 110
-    assert (
-        capacity_of(1e-9, 1, 10, 2) == 1
-        and capacity_of(1 / 3, 1, 9, 3) == 1
-        and capacity_of(1.0, 1, 0, 3) == 0
-    )
+    assert capacity_of(1e-9, 1, 10, 2) == 1 and capacity_of(1 / 3, 1, 9, 3) == 1 and capacity_of(1.0, 1, 0, 3) == 0
 
 
 def test_by_probability_nan_comes_first_and_shows():
@@ -112,9 +104,7 @@ def test_by_probability_nan_comes_first_and_shows():
 def test_fp64_and_bf16_weights_stay_so():
     ids = torch.tensor([[0], [0], [0], [1]])
     for dtype in (torch.float64, torch.bfloat16):
-        got = keep_capacity(
-            ids, torch.tensor([[0.25], [0.75], [0.5], [0.5]], dtype=dtype), 2, 1.0, by="probability"
-        )
+        got = keep_capacity(ids, torch.tensor([[0.25], [0.75], [0.5], [0.5]], dtype=dtype), 2, 1.0, by="probability")
         assert got.weights.dtype == dtype and got.weights.flatten().tolist() == [0.0, 0.75, 0.5, 0.5]
 
 

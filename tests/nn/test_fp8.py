@@ -197,9 +197,7 @@ def bounds(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str,
     wide, narrow = torch.finfo(FP32).eps, torch.finfo(case.dtype).eps
     off: dict[str, Tensor] = {}
 
-    def product(
-        left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, terms: int, rounded: bool
-    ) -> Tensor:
+    def product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, terms: int, rounded: bool) -> Tensor:
         most = (left.abs() + of_left) @ (right.abs() + of_right)
         sums = (terms + 4) * wide + (narrow / 2 * 1.01 if rounded else 0)
         return most - left.abs() @ right.abs() + sums * most
@@ -357,9 +355,7 @@ def splits(group, case: Case, first: set[str] | None = None) -> None:
     called(group)
     (dx,), groups = stage_backward_input([y], [dy], [x], iter([layer.weight]))
     column = case.kind == "column"
-    assert called(group) == (
-        first or {f"scaled_{'matmul_reduce_scatter' if column else 'all_gather_matmul'}"}
-    )
+    assert called(group) == (first or {f"scaled_{'matmul_reduce_scatter' if column else 'all_gather_matmul'}"})
     stage_backward_weight(iter([layer.weight]), groups)
     assert called(group) == ({"all_gather_rows"} if column else set())
     assert_same("dx", dx, part_of(case, "dx", want["dx"], rank).float())
@@ -418,9 +414,7 @@ def compiled(group, kind: str, engine: str) -> None:
     want, rank = formula(case, x, w, b, dy), group.rank()
     fusedtp.reserve(group, 1 << 16)
     layer = layer_of(case, w, b)
-    style = (fusedtp.FusedColwise if kind == "column" else fusedtp.FusedRowwise)(
-        engine=engine, sizes=case.sizes
-    )
+    style = (fusedtp.FusedColwise if kind == "column" else fusedtp.FusedRowwise)(engine=engine, sizes=case.sizes)
     fusedtp.parallelize(layer, DeviceMesh.from_group(group, "cpu"), plan={"": style})
     mine = part_of(case, "dx", x, rank).clone().requires_grad_()
     y = torch.compile(layer, backend="aot_eager", fullgraph=True)(mine)
@@ -508,9 +502,7 @@ def remembers(group, kind: str) -> None:
     case, rank = replace(DELAYED, kind=kind), group.rank()
     x, w, _, dy = drawn(case, whole=True)
     alone, layer = delayed_layer(w), delayed_layer(w)
-    style = (fusedtp.FusedColwise if kind == "column" else fusedtp.FusedRowwise)(
-        engine="chunked", sizes=case.sizes
-    )
+    style = (fusedtp.FusedColwise if kind == "column" else fusedtp.FusedRowwise)(engine="chunked", sizes=case.sizes)
     fusedtp.parallelize(layer, DeviceMesh.from_group(group, "cpu"), plan={"": style})
     for i in range(6):
         scaled = [t * 2.0 ** (10 * (i % 2)) for t in (x, dy)]
@@ -597,12 +589,7 @@ def runs(group, code: str) -> None:
 
 def test_the_page_runs():
     """Its first block, as it stands."""
-    code = (
-        (Path(fusedtp.__file__).parents[1] / "docs" / "fp8.md")
-        .read_text()
-        .split("```python\n")[1]
-        .split("```")[0]
-    )
+    code = (Path(fusedtp.__file__).parents[1] / "docs" / "fp8.md").read_text().split("```python\n")[1].split("```")[0]
     world(2).run(runs, code)
 
 
@@ -629,9 +616,7 @@ def test_what_a_step_has_not_seen_is_scaled_as_before(first, known):
         SEES_NOTHING[first](layer, x)
         advance_fp8_(layer)
     got, w = step(layer, x, dy), layer.weight.detach()
-    off = {
-        kind: LOST[kind][0] / math.sqrt(3) for kind in (E4M3, E5M2)
-    }  # of roundings as likely anywhere in a unit
+    off = {kind: LOST[kind][0] / math.sqrt(3) for kind in (E4M3, E5M2)}  # of roundings as likely anywhere in a unit
     for name, want, kind in (("y", x @ w.T, E4M3), ("dx", dy @ w, E5M2), ("dw", dy.T @ x, E5M2)):
         # twice the deviation of a product of normal numbers; numbers beyond a scale are off by nearly all they are
         assert (got[name] - want).norm() <= 2 * math.hypot(off[kind], off[E4M3]) * want.norm(), name

@@ -52,9 +52,7 @@ def sharded(group: object, seed: int) -> dict[str, bool]:
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         place = next((place for key, place in plans.items() if key in name), Replicate())
-        local = (
-            chunk_of(parameter, place.dim, mesh["tp"].get_local_rank(), 2) if place.is_shard() else parameter
-        )
+        local = chunk_of(parameter, place.dim, mesh["tp"].get_local_rank(), 2) if place.is_shard() else parameter
         cut = DTensor.from_local(
             local.contiguous(),
             mesh["tp"],

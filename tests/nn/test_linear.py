@@ -39,9 +39,7 @@ def test_linear_rounds_once(tokens: int, k: int, n: int, bias: bool, kind: str) 
         assert_sums(f"d{name}", a.grad, b.grad, size.grad, terms)
 
 
-def several_law(
-    device: str, widths: list[int], dtype: torch.dtype, kept: torch.dtype, seen: list[bool]
-) -> None:
+def several_law(device: str, widths: list[int], dtype: torch.dtype, kept: torch.dtype, seen: list[bool]) -> None:
     """Several weights on one x; dw of fp32 weights is exact to fp32, dx is rounded once more for each further weight.
 
     seen   which outputs a loss depends on
@@ -180,9 +178,7 @@ def test_hooks_of_all_modules_see_every_layer(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype, other", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
-def test_autocast_to_another_16_bits(
-    dtype: torch.dtype, other: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autocast_to_another_16_bits(dtype: torch.dtype, other: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer computes in autocast's dtype, as torch's does, and its backward fits."""
     monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
     x, w = torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(3, 4, requires_grad=True)

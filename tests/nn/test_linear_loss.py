@@ -96,9 +96,7 @@ class Largest(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {
-            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **kwargs or {})
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
@@ -131,9 +129,7 @@ def test_a_16_bit_weight_s_gradient_is_summed_over_pieces_in_fp32():
         sums.append(w.main_grad)
     count = int((at.labels != IGNORED).sum())
     absolute = x.detach().double().abs().sum(0).expand(5, 4) / count  # a softmax minus one is at most 1
-    assert_within(
-        "dw", sums[0], sums[1].double(), roundings_of(2, 256) * torch.finfo(torch.float32).eps * absolute
-    )
+    assert_within("dw", sums[0], sums[1].double(), roundings_of(2, 256) * torch.finfo(torch.float32).eps * absolute)
 
 
 @pytest.mark.parametrize("rows", [7, 1031, 5000], ids=lambda rows: f"{rows} rows a piece")

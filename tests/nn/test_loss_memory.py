@@ -11,9 +11,7 @@ from fusedtp.nn import loss as loss_module
 from fusedtp.ops.matmul import widens
 
 V, K, ROWS = 1000, 64, 32  # of the vocabulary, the width, a piece
-FEW = (
-    256 * ROWS + 16 * V
-)  # numbers a row of the piece; a chunk of one row, widened, and what torch makes of it
+FEW = 256 * ROWS + 16 * V  # numbers a row of the piece; a chunk of one row, widened, and what torch makes of it
 
 
 def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:

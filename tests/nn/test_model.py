@@ -175,9 +175,7 @@ def test_compiled_block_is_the_block(window: int | None) -> None:
     config = ModelConfig(**{**SMALL, "sliding_window": window}, qk_norm=True)  # type: ignore[arg-type]
     block = init_(TransformerBlock(config), 0, std=0.3)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    got, want = (
-        torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in "ab"
-    )
+    got, want = (torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in "ab")
     got.requires_grad_(), want.requires_grad_()
     for x, function in ((got, compiled), (want, block)):
         y = function(x)
@@ -258,9 +256,7 @@ def test_names_are_those_of_llama() -> None:
 def test_plan_names_every_linear_and_embedding() -> None:
     model = make()
     plan = {name.replace("*", str(i)) for name in model.tp_plan for i in range(2)}
-    shared = {
-        name for name, module in model.named_modules() if hasattr(module, "weight") and "norm" not in name
-    }
+    shared = {name for name, module in model.named_modules() if hasattr(module, "weight") and "norm" not in name}
     assert plan == shared
 
 

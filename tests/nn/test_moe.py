@@ -66,9 +66,7 @@ def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, 
         experts.zero_grad()
         y = compute(x, ids, weights)
         (y * torch.arange(y.numel(), dtype=y.dtype).view_as(y).cos()).sum().backward()
-        grads = [
-            t.grad if t.grad is not None else torch.zeros_like(t) for t in (x, weights, *experts.parameters())
-        ]
+        grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in (x, weights, *experts.parameters())]
         results.append([y.detach(), *(g.clone() for g in grads)])
     for got, want in zip(*results, strict=True):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
@@ -120,9 +118,7 @@ def test_a_router_that_normalises_is_held_to_its_sum():
     x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
     moe(x)
     moe.router.scale = 2.0
-    with pytest.raises(
-        ValueError, match=r"weights of token 0 sum to (2|2\.00000\d+|1\.99999\d+), wanted 2.5"
-    ):
+    with pytest.raises(ValueError, match=r"weights of token 0 sum to (2|2\.00000\d+|1\.99999\d+), wanted 2.5"):
         moe(x)
     assert MoE(6, 5, 4, 2).experts.weights_sum is None
 

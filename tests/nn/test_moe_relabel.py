@@ -49,9 +49,7 @@ def split(tokens: int, size: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.bincount(owners, minlength=size).tolist())
 
 
-def experts_law(
-    size: int, tokens: int, k: int, act: str, dtype: torch.dtype, dropped: float, seed: int
-) -> None:
+def experts_law(size: int, tokens: int, k: int, act: str, dtype: torch.dtype, dropped: float, seed: int) -> None:
     sizes, results = split(tokens, size, seed), []
     for order in (torch.arange(NUM), torch.randperm(NUM, generator=torch.Generator().manual_seed(seed))):
         generator = torch.Generator().manual_seed(seed)
@@ -139,9 +137,7 @@ def layer_law(size: int, options: dict, seed: int) -> None:
         named = {"y": y, "dx": dx, "loss": ranks[0][2], "dropped": dropped}
         results.append(named | gradients(make(), [rank[1] for rank in ranks], order))
     for name, want in results[0].items():
-        torch.testing.assert_close(
-            results[1][name], want, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(results[1][name], want, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("options", ROUTERS)

@@ -28,9 +28,7 @@ def power_units(theta: float) -> float:
 
 @settings(max_examples=40)
 @given(st.integers(0, 2), st.integers(0, 5), st.integers(1, 3), st.integers(1, 4), st.booleans())
-def test_rotation_is_complex_multiplication(
-    batch: int, length: int, heads: int, half: int, own: bool
-) -> None:
+def test_rotation_is_complex_multiplication(batch: int, length: int, heads: int, half: int, own: bool) -> None:
     positions = torch.randint(0, 100, (batch, length)) if own else None
     layout = TokenLayout(batch, length, positions=positions)
     cos, sin = rotary_tables(layout, 2 * half, dtype=torch.float64)
@@ -46,9 +44,7 @@ def test_rotation_is_complex_multiplication(
         return torch.stack(rows).view_as(x) if rows else x * 1.0
 
     x = randn(batch, length, heads, 2 * half)
-    assert_same_function(
-        lambda x: rotate(x, cos, sin), want, [x], "x", roundings=4 + turned_by(100, 10000.0, 5.0)
-    )
+    assert_same_function(lambda x: rotate(x, cos, sin), want, [x], "x", roundings=4 + turned_by(100, 10000.0, 5.0))
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
@@ -57,16 +53,13 @@ def test_scores_depend_on_distance_only(a: int, b: int, shift: int) -> None:
 
     def score(i: int, j: int) -> torch.Tensor:
         tables = [
-            rotary_tables(TokenLayout(1, 1, positions=torch.tensor([[n]])), 16, dtype=torch.float64)
-            for n in (i, j)
+            rotary_tables(TokenLayout(1, 1, positions=torch.tensor([[n]])), 16, dtype=torch.float64) for n in (i, j)
         ]
         return (rotate(q, *tables[0]) * rotate(k, *tables[1])).sum()
 
     # Both vectors of both scores are turned by up to 1000, and 16 products summed.
     size = (q.norm() * k.norm()).item()
-    assert_close(
-        "score", score(a + shift, b + shift), score(a, b), roundings=4 * turned_by(1000, 10000.0, size) + 18
-    )
+    assert_close("score", score(a + shift, b + shift), score(a, b), roundings=4 * turned_by(1000, 10000.0, size) + 18)
 
 
 def test_compiled_formula_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +91,7 @@ def test_linear_scaling_divides_positions(half: int, factor: float, theta: float
     st.floats(1.0, 4.0),
     st.floats(4.5, 32.0),
 )
-def test_llama3_scaling_is_its_formula(
-    half: int, factor: float, context: int, low: float, high: float
-) -> None:
+def test_llama3_scaling_is_its_formula(half: int, factor: float, context: int, low: float, high: float) -> None:
     scaling = RopeScaling("llama3", factor, context, low_freq_factor=low, high_freq_factor=high)
     got, attention = inverse_frequencies(2 * half, 500000.0, scaling)
     want = []

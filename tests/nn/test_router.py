@@ -58,9 +58,7 @@ def test_relabelling_experts_permutes_the_choice(spec, seed):
     """Whole groups move, and the experts inside them."""
     random = Random(seed)
     groups, each = spec["num_groups"], spec["num_experts"] // spec["num_groups"]
-    order = [
-        g * each + i for g in random.sample(range(groups), groups) for i in random.sample(range(each), each)
-    ]
+    order = [g * each + i for g in random.sample(range(groups), groups) for i in random.sample(range(each), each)]
     logits, bias = randn(5, spec["num_experts"], seed=seed), randn(spec["num_experts"], seed=seed + 1)
     there = (bias, bias[order]) if spec["bias"] else (None, None)
     plain, moved = routed(logits, there[0], **spec), routed(logits[:, order], there[1], **spec)

@@ -201,9 +201,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put") and any(
-            t is not None and t.dtype == torch.bool for t in args[1]
-        )
+        by_mask = name in ("index", "index_put") and any(t is not None and t.dtype == torch.bool for t in args[1])
         if name in self.NAMES or by_mask:
             self.seen.add(name)
         return func(*args, **(kwargs or {}))

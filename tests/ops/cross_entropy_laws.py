@@ -97,9 +97,7 @@ def odd_law(draw: Draw, share: float) -> None:
         logits.masked_fill_(where.to(draw.device), odd)
     want = exact(logits).logsumexp(1)
     lse = cross_entropy.stats(logits, labels, 0)[:, 0]
-    torch.testing.assert_close(
-        exact(lse), want, rtol=0, atol=1e-4, equal_nan=True
-    )  # as finite logits: stats_law
+    torch.testing.assert_close(exact(lse), want, rtol=0, atol=1e-4, equal_nan=True)  # as finite logits: stats_law
     scale = (labels != -100).float()
     got = exact(cross_entropy.gradient(logits, labels, 0, lse, scale))
     x, total = exact(logits), exact(lse)[:, None]
@@ -134,8 +132,6 @@ def loss_law(draw: Draw, piece_rows: int) -> None:
         assert_within(name, got, want.detach(), torch.tensor(4 * eps * (1 + size)))
     largest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in theirs]
     terms = (draw.width, draw.rows)
-    for name, got, other, length, wide in zip(
-        ("dx", "dw"), (x, w), theirs, terms, largest[::-1], strict=True
-    ):
+    for name, got, other, length, wide in zip(("dx", "dw"), (x, w), theirs, terms, largest[::-1], strict=True):
         lost = eps * (2 + size) * (length + 2) * wide / count
         assert_within(name, got.grad, other.grad, torch.full_like(other, lost))

@@ -140,11 +140,7 @@ def check(name: str, got: Tensor, want: Tensor) -> None:
 def matmul_law(draw: Draw, biased: bool) -> None:
     """y and all gradients of integers, bit by bit."""
     x, w = draw.rows(draw.k), draw.weights(draw.n, draw.k)
-    bias = (
-        integers((len(draw.sizes), draw.n), 2, draw.seed + 2).to(draw.dtype).to(draw.device)
-        if biased
-        else None
-    )
+    bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 2).to(draw.dtype).to(draw.device) if biased else None
     dy = draw.rows(draw.n, seed=3)
     leaves = [t.detach().requires_grad_() for t in (x, w, *([bias] if biased else []))]
     y = fusedtp.grouped_matmul(
@@ -184,9 +180,7 @@ def gated_law(draw: Draw) -> None:
     check("y", y[: draw.used], g.relu() * u)
     grad = exact(dy)[: draw.used]
     dg, du = grad * u * (g > 0), grad * g.relu()
-    check(
-        "dx", leaves[0].grad[: draw.used], wanted_matmul(draw, dg, gate.mT) + wanted_matmul(draw, du, up.mT)
-    )
+    check("dx", leaves[0].grad[: draw.used], wanted_matmul(draw, dg, gate.mT) + wanted_matmul(draw, du, up.mT))
     check("dgate", leaves[1].grad, wanted_wgrad(draw, dg, x))
     check("dup", leaves[2].grad, wanted_wgrad(draw, du, x))
     with torch.no_grad():
@@ -357,11 +351,7 @@ def vendor_law(draw: Draw, biased: bool) -> None:
     """What `chunked` does on a GPU, by torch's grouped_mm."""
     x, x2, dy = draw.rows(draw.k), draw.rows(draw.k, seed=5), draw.rows(draw.n, seed=3)
     w, w2 = draw.weights(draw.n, draw.k), draw.weights(draw.n, draw.k, seed=2)
-    bias = (
-        integers((len(draw.sizes), draw.n), 2, draw.seed + 4).to(draw.dtype).to(draw.device)
-        if biased
-        else None
-    )
+    bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 4).to(draw.dtype).to(draw.device) if biased else None
     y = engines._vendor_matmul([x], [w], draw.offsets, bias)
     check("y", y[: draw.used], wanted_matmul(draw, x, w, bias))
     y = engines._vendor_matmul([x, x2], [w, w2], draw.offsets, None)

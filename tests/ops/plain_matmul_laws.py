@@ -112,9 +112,7 @@ def quantized_law(draw: Draw) -> None:
     """
     generator = torch.Generator().manual_seed(draw.seed)
     x, w = (
-        (torch.randn(rows, draw.k, generator=generator) * torch.logspace(-3, 3, rows)[:, None]).to(
-            draw.device
-        )
+        (torch.randn(rows, draw.k, generator=generator) * torch.logspace(-3, 3, rows)[:, None]).to(draw.device)
         for rows in (draw.m, draw.n)
     )
     (x8, x_scale), (w8, w_scale) = fp8.quantize(x), fp8.quantize(w)

@@ -81,9 +81,7 @@ def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, use: str, eps: float = 1
         assert torch.equal(got[1], h), "the sum"
         assert torch.equal(grads[0], grads[1]), "the residual's gradient is that of x"
     elif use == "kept":
-        got, grads = gradients(
-            lambda x, w: pointwise.rms_norm_and_input(x, w, eps), [x, weight], [dy, dtotal]
-        )
+        got, grads = gradients(lambda x, w: pointwise.rms_norm_and_input(x, w, eps), [x, weight], [dy, dtotal])
         h = x
         assert torch.equal(got[1], x), "x once more"
     else:
@@ -138,11 +136,7 @@ def geglu_law(draw: Draw, act: str) -> None:
     # s by erf or a sigmoid, g s' and its factors: some eps, since |g| s' < 1 and what steepens exp flattens s' more.
     # The sigmoid's 1 - s has an eps of one, until at an argument of 18 both it and the eps are nothing.
     inner = 1.5957691216057308 * (1 + 0.134145 * g.square())
-    near = (
-        (inner * g < 3 * 18) & (g > 0)
-        if act == "gelu_pytorch_tanh"
-        else torch.zeros_like(g, dtype=torch.bool)
-    )
+    near = (inner * g < 3 * 18) & (g > 0) if act == "gelu_pytorch_tanh" else torch.zeros_like(g, dtype=torch.bool)
     steep = 10 * E + E * (g * inner).where(near, 0.0)
     assert_within("dgate", dgate, slope * d * u, (steep + 3 * E * slope.abs()) * (d * u).abs())
 

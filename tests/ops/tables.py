@@ -71,9 +71,7 @@ def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
     )  # fmt: skip
     sets = tuned.KERNELS[kernel].sets
     return {
-        name: draw(known[name])
-        for name in sets
-        if name in tuned.NEEDED or name in tuned.SPLIT or draw(st.booleans())
+        name: draw(known[name]) for name in sets if name in tuned.NEEDED or name in tuned.SPLIT or draw(st.booleans())
     }
 
 

@@ -124,9 +124,7 @@ def wanted(case: Case, given: Given, rank: int) -> list[Tensor | None]:
 def computed(group, case: Case, given: Given, backward: bool = True) -> list[Tensor | None]:
     rank = group.rank()
     x = case.mine(given.x, rank).clone().requires_grad_(backward)
-    weights = [
-        w.clone(memory_format=torch.preserve_format).requires_grad_(backward) for w in given.weights[rank]
-    ]
+    weights = [w.clone(memory_format=torch.preserve_format).requires_grad_(backward) for w in given.weights[rank]]
     biases = [None if b is None else b.clone().requires_grad_(backward) for b in given.biases[rank]]
     poison(group)
     (y,) = fusedtp.all_gather_gated_matmul(
@@ -226,9 +224,7 @@ def differentiates(group, case: Case) -> None:
 @settings(max_examples=10)
 @given(st.data())
 def test_gradients_are_those_of_the_activation(act, data):
-    case = data.draw(
-        st.sampled_from(["chunked", "collective"]).flatmap(lambda engine: cases(engine, (FP64,)))
-    )
+    case = data.draw(st.sampled_from(["chunked", "collective"]).flatmap(lambda engine: cases(engine, (FP64,))))
     world(len(case.sizes)).run(differentiates, replace(case, act=act))
 
 
@@ -330,9 +326,7 @@ def mlp(group, engine: str, checkpointed: bool) -> None:
     layer = GatedMLP(6, 12, "silu", bias=True).double()
     layer.load_state_dict(plain.state_dict())
     mesh = DeviceMesh.from_group(group, "cpu")
-    fusedtp.parallelize(
-        layer, mesh, plan={name: _style(style, engine) for name, style in layer.tp_plan.items()}
-    )
+    fusedtp.parallelize(layer, mesh, plan={name: _style(style, engine) for name, style in layer.tp_plan.items()})
     x, rank = torch.randn(5, 6, dtype=FP64), group.rank()
     one = x.clone().requires_grad_()
     plain(one).sum().backward()

@@ -12,9 +12,7 @@ from tests.harness import Failure, PerRank, world
 W = 3
 
 
-def gather(
-    group, engine="chunked", k=4, n=5, rows=2, sizes=None, dtype=torch.float32, grad=False, weights=1
-) -> Tensor:
+def gather(group, engine="chunked", k=4, n=5, rows=2, sizes=None, dtype=torch.float32, grad=False, weights=1) -> Tensor:
     x = torch.ones(rows, k, dtype=dtype, requires_grad=grad)
     ws = [torch.ones(n, k, dtype=dtype)] * weights
     return fusedtp.all_gather_matmul(x, ws, group, sizes=sizes, engine=engine)[0]
@@ -30,17 +28,13 @@ def scatter(
 
 def reduce(group, engine="chunked", k=4, n=5, rows=6, dtype=torch.float32, grad=False, bias=False) -> Tensor:
     x, w = torch.ones(rows, k, dtype=dtype, requires_grad=grad), torch.ones(n, k, dtype=dtype)
-    return fusedtp.matmul_all_reduce(
-        x, w, group, bias=torch.ones(n, dtype=dtype) if bias else None, engine=engine
-    )
+    return fusedtp.matmul_all_reduce(x, w, group, bias=torch.ones(n, dtype=dtype) if bias else None, engine=engine)
 
 
 def wgrad(group, engine="chunked", k=4, n=5, rows=2, sizes=None, dtype=torch.float32, weights=1) -> Tensor:
     total = rows * group.size() if sizes is None else sum(sizes)
     dys = [torch.ones(total, n, dtype=dtype)] * weights
-    return fusedtp.all_gather_wgrad(torch.ones(rows, k, dtype=dtype), dys, group, sizes=sizes, engine=engine)[
-        0
-    ]
+    return fusedtp.all_gather_wgrad(torch.ones(rows, k, dtype=dtype), dys, group, sizes=sizes, engine=engine)[0]
 
 
 def agreeing_afterwards(group, function, options: dict) -> str:

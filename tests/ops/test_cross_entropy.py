@@ -22,9 +22,7 @@ def draws(draw, layouts: st.SearchStrategy = LAYOUTS) -> Draw:
     """Widths of none to several steps, some multiples of 16; rows of several programs, several of which share one."""
     width = draw(st.one_of(st.integers(0, 90), st.integers(0, 5).map(lambda n: 16 * n)))
     scale = draw(st.sampled_from([1.0, 30.0]))
-    return Draw(
-        draw(NARROW), draw(st.integers(0, 9)), width, draw(layouts), draw(st.integers(0, 99)), scale=scale
-    )
+    return Draw(draw(NARROW), draw(st.integers(0, 9)), width, draw(layouts), draw(st.integers(0, 99)), scale=scale)
 
 
 STARTS = st.sampled_from([0, 7, 1 << 17])

@@ -52,8 +52,7 @@ def test_an_engine_is_taken_from_where_it_wins_for_good(times, data):
     begins = {ENGINES[0]: 0}
     for i, name in enumerate(ENGINES):
         wins = [
-            name in times[t]
-            and all(times[t][name] * (1 + MARGIN) < times[t][e] for e in ENGINES[:i] if e in times[t])
+            name in times[t] and all(times[t][name] * (1 + MARGIN) < times[t][e] for e in ENGINES[:i] if e in times[t])
             for t in rows
         ]
         good = [t for j, t in enumerate(rows) if all(wins[j:])]
@@ -119,10 +118,7 @@ def test_a_lookup_never_raises_and_finds_what_was_written(tmp_path_factory, draw
 def test_the_nearer_width_holds_within_a_factor_of_four(tmp_path):
     write(tmp_path, [entry([[0, "chunked"]], width=1024), entry([[0, "collective"]], width=8192)])
     with tables_in(tmp_path):
-        got = {
-            width: find(CPU, KEY, 5, width).engine
-            for width in (255, 256, 2048, 2896, 2897, 8192, 32768, 32769)
-        }
+        got = {width: find(CPU, KEY, 5, width).engine for width in (255, 256, 2048, 2896, 2897, 8192, 32768, 32769)}
     assert got == {
         255: "", 256: "chunked", 2048: "chunked", 2896: "chunked", 2897: "collective", 8192: "collective",
         32768: "collective", 32769: "",
@@ -200,9 +196,7 @@ def test_auto_on_a_gpu(rows, dtype, width, want, tmp_path):
     ):
         got = engines.choose(*asked, "all_gather_matmul", width)
         assert got.engine == want[0] and got.reason.startswith(want[1]), got
-        assert got.reason.endswith("rows by the copy engine") == (
-            got.transport == "copy" and got.engine == "triton"
-        )
+        assert got.reason.endswith("rows by the copy engine") == (got.transport == "copy" and got.engine == "triton")
         assert got.transport == ("copy" if "measured" in got.reason and rows >= 1024 else "programs")
         assert "no crossover table" in engines.choose(*asked).reason or dtype == torch.float64  # a mover
 

@@ -25,9 +25,7 @@ DTYPES = (FP32, FP64, torch.float16, torch.bfloat16)
 NARROW = (FP32, torch.float16, torch.bfloat16)
 
 
-def group(
-    device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False
-) -> SimpleNamespace:
+def group(device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False) -> SimpleNamespace:
     """What `choose` sees of a communicator."""
     return SimpleNamespace(
         world_size=size,
@@ -93,17 +91,13 @@ def test_an_unknown_engine_is_refused(size):
     with pytest.raises(ValueError, match=want):
         routing.choose(group(size=size), "fast", FP32)
     for engine in ("fast", "collective"):
-        with pytest.raises(
-            ValueError, match=f"engine is '{engine}'; it must be one of auto, chunked, triton"
-        ):
+        with pytest.raises(ValueError, match=f"engine is '{engine}'; it must be one of auto, chunked, triton"):
             grouped.choose(engine, torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engine_was_asked_for(
-    device, engine
-):
+def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engine_was_asked_for(device, engine):
     """fp64 and a machine without Triton change nothing: no kernel is run."""
     for dtype, triton in product(DTYPES, (True, False)):
         with machine(triton=triton), warnings.catch_warnings(record=True) as told:

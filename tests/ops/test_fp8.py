@@ -29,9 +29,7 @@ def numbers(seed: int, rows: int, k: int) -> Tensor:
 def test_each_number_is_within_its_bound(kind, by_row, seed, rows, k):
     x = numbers(seed, rows, k)
     values, scale = fp8.quantize(x, kind, by_row=by_row)
-    assert (
-        values.dtype == kind and values.shape == x.shape and scale.shape == ((rows, 1) if by_row else (1, 1))
-    )
+    assert values.dtype == kind and values.shape == x.shape and scale.shape == ((rows, 1) if by_row else (1, 1))
     assert (scale.frexp().mantissa == 0.5).all()  # powers of two
     if x.numel() == 0:
         return
@@ -93,11 +91,7 @@ def test_packed_rows_come_back(kind, by_row, rows, k):
     values = (torch.arange(rows * k) % 256).to(torch.uint8).view(rows, k).view(kind)
     scale = torch.arange(1.0, rows + 1).view(-1, 1) if by_row else torch.tensor(3.5)
     packed = fp8.pack(values, scale)
-    assert (
-        packed.dtype == torch.uint8
-        and packed.shape == (rows, fp8.row_bytes(k))
-        and fp8.row_bytes(k) % 16 == 0
-    )
+    assert packed.dtype == torch.uint8 and packed.shape == (rows, fp8.row_bytes(k)) and fp8.row_bytes(k) % 16 == 0
     again, scales = fp8.unpack(packed, k, kind)
     assert torch.equal(again.view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(scales, scale.expand(rows, 1))

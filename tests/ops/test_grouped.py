@@ -98,9 +98,7 @@ def test_small_tiles(draw, halves, group):
 )  # fmt: skip
 @example(Draw(BF16, (33, 0, 17, 1, 0), 0, 0, 3, "", "triton"), 24, 80, "plain", True)
 @example(Draw(FP16, (0, 20, 0, 31), 0, 0, 0, "", "triton"), 48, 32, "transposed", False)
-@example(
-    Draw(BF16, (60,), 0, 0, 0, "", "triton"), 24, 24, "transposed", False
-)  # K is no whole number of blocks
+@example(Draw(BF16, (60,), 0, 0, 0, "", "triton"), 24, 24, "transposed", False)  # K is no whole number of blocks
 def test_small_tiles_by_tma(draw, n, k, layout, halves):
     drawn = replace(draw, n=n, k=k, layout=layout)
     config = Config(16, 16, 16, group=2, halves=halves, tma=True)
@@ -206,9 +204,7 @@ def test_gradcheck(act):
 
     assert torch.autograd.gradcheck(experts, leaves)
     x, gate, up, down, bias = leaves
-    parts = [
-        laws.dense(x[a], gate[e], up[e], act) @ down[e].t() + bias[e] for e, a in enumerate(draw.experts())
-    ]
+    parts = [laws.dense(x[a], gate[e], up[e], act) @ down[e].t() + bias[e] for e, a in enumerate(draw.experts())]
     torch.testing.assert_close(experts(*leaves), torch.cat(parts), rtol=1e-12, atol=1e-12)
 
 
@@ -225,9 +221,7 @@ def test_each_gradient_is_computed_only_where_it_is_wanted(monkeypatch):
     assert sorted(ran) == ["grouped_gated_backward", "grouped_matmul", "grouped_matmul"]
     ran.clear()
     both = torch.autograd.grad(y, (gate, up), dy, retain_graph=True)
-    assert (
-        sorted(ran) == ["grouped_wgrad"] * 2
-    )  # gate's and up's in one call, by what the first pass has kept
+    assert sorted(ran) == ["grouped_wgrad"] * 2  # gate's and up's in one call, by what the first pass has kept
     ran.clear()
     (one,) = torch.autograd.grad(y, up, dy)
     assert sorted(ran) == ["grouped_gated_backward", "grouped_wgrad"]

@@ -59,9 +59,7 @@ def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
     for shared in (False, True):
         machine = replace(machine, shared_gpu=shared)
         end = (12345, None, machine)
-        gathered = plan_all_gather_matmul(view, 1, w, x, [weight], [None], rows, 12345, False, None, machine)[
-            0
-        ]
+        gathered = plan_all_gather_matmul(view, 1, w, x, [weight], [None], rows, 12345, False, None, machine)[0]
         assert gathered.programs == programs
         for launch in (
             plan_matmul_reduce_scatter(view, 1, w, [full], [weight], None, rows, *end)[0],

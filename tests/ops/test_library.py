@@ -67,11 +67,7 @@ def test_opcheck(name, engine):
 
 
 def every_op_is_listed(group) -> set[str]:
-    return {
-        name.split("::")[1].split(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if "fusedtp" in name
-    }
+    return {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "fusedtp" in name}
 
 
 def test_no_op_is_left_out():
@@ -156,9 +152,7 @@ def compiled_by_inductor(group) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
-)
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 def test_inductor_equals_eager_with_very_uneven_rows():
     world(2).run(compiled_by_inductor, timeout=300)
 
@@ -185,9 +179,7 @@ def calls_in_a_chain(group) -> int:
     return len(chained)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.library.CustomOpDef, "register_effect"), reason="older torch has no such mark"
-)
+@pytest.mark.skipif(not hasattr(torch.library.CustomOpDef, "register_effect"), reason="older torch has no such mark")
 def test_a_compiler_may_not_swap_two_calls():
     assert world(2).run(calls_in_a_chain, timeout=120) == [2, 2]
 

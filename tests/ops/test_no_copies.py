@@ -39,11 +39,7 @@ def gradients(group, kind: str) -> tuple[list[str], bool]:
         weights = [[numbers(n, K, seed=10 * q + i) for i, n in enumerate(WIDTHS)] for q in range(w)]
         x, own = numbers(ROWS, K, seed=0), [each.requires_grad_() for each in weights[r]]
         factors = [[numbers(w * ROWS, n, seed=50 * q + i) for i, n in enumerate(WIDTHS)] for q in range(w)]
-        want = sum(
-            f @ v.detach()
-            for of, at in zip(factors, weights, strict=True)
-            for f, v in zip(of, at, strict=True)
-        )
+        want = sum(f @ v.detach() for of, at in zip(factors, weights, strict=True) for f, v in zip(of, at, strict=True))
         want = want[mine]
     else:
         x, own = numbers(w * ROWS, K, seed=r), [numbers(WIDTHS[0], K, seed=9 + r).requires_grad_()]

@@ -132,14 +132,11 @@ def drawn(case: Case, whole: bool = True) -> Given:
         for of_rank, k in zip(case.widths, case.ks, strict=True)
     ]
     if case.transposed:
-        weights = [
-            [Operand(w.values.t().contiguous().t(), apart(w.scale)) for w in of_rank] for of_rank in weights
-        ]
+        weights = [[Operand(w.values.t().contiguous().t(), apart(w.scale)) for w in of_rank] for of_rank in weights]
         full = [Operand(x.values, apart(x.scale)) for x in full]
     draw_bias = lambda n: torch.randint(-2, 3, (n,), generator=g).to(case.dtype)  # noqa: E731
     biases: list[list[Tensor | None]] = [
-        [draw_bias(n) if case.biased and i != 1 else None for i, n in enumerate(of_rank)]
-        for of_rank in case.widths
+        [draw_bias(n) if case.biased and i != 1 else None for i, n in enumerate(of_rank)] for of_rank in case.widths
     ]
     if case.operation == SCATTER:
         biases = [biases[0]] * len(biases)
@@ -157,9 +154,7 @@ def wanted(case: Case, given: Given, rank: int) -> list[Tensor]:
     if case.operation == GATHER:
         x = torch.cat([x.meant for x in given.xs], case.dim)
         return gathered_formula(x, [w.meant for w in given.weights[rank]], biases)
-    x, weight = (
-        torch.cat([each.meant for each in of], -1) for of in (given.xs, [w[0] for w in given.weights])
-    )
+    x, weight = (torch.cat([each.meant for each in of], -1) for of in (given.xs, [w[0] for w in given.weights]))
     return [case.mine(scattered_formula(x, weight, biases[0]), rank)]
 
 
@@ -175,11 +170,7 @@ def computed(group, case: Case, given: Given) -> list[Tensor]:
         ys = fusedtp.scaled_all_gather_matmul(x.values, x.scale, values, scales, group, biases=biases, **how)
     else:
         (w,), (bias,) = weights, biases
-        ys = (
-            fusedtp.scaled_matmul_reduce_scatter(
-                x.values, x.scale, w.values, w.scale, group, bias=bias, **how
-            ),
-        )
+        ys = (fusedtp.scaled_matmul_reduce_scatter(x.values, x.scale, w.values, w.scale, group, bias=bias, **how),)
     ran = {engine for name, engine in comm.engine_calls if name == case.operation}
     assert ran == {case.engine if len(case.sizes) > 1 else "local"}
     return [y.cpu() for y in ys]
@@ -193,9 +184,7 @@ def equals_the_formula(group, case: Case) -> None:
         assert_same(f"rank {group.rank()}: y{i}", mine, right.to(case.dtype))
 
 
-LARGE = Case(
-    GATHER, "triton", (70, 0, 37), (135,) * 3, ((67, 5), (40, 3), (3, 64)), (E5M2, E4M3), biased=True
-)
+LARGE = Case(GATHER, "triton", (70, 0, 37), (135,) * 3, ((67, 5), (40, 3), (3, 64)), (E5M2, E4M3), biased=True)
 SUMMED = Case(SCATTER, "triton", (70, 0, 37), (135, 64, 3), ((67,),) * 3, by_row=(True, False), biased=True)
 
 
@@ -326,9 +315,7 @@ def compiled(group, case: Case) -> None:
         given_op = (x.values, x.scale, w.values, w.scale, bias, case.dtype)
     # the others compare operands by allclose, which takes no fp8
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(
-        getattr(torch.ops.fusedtp, case.operation).default, (*given_op, *spec), test_utils=checks
-    )
+    torch.library.opcheck(getattr(torch.ops.fusedtp, case.operation).default, (*given_op, *spec), test_utils=checks)
     of_one = (x.values, x.scale, w.values, w.scale, bias, case.dtype)
     torch.library.opcheck(torch.ops.fusedtp.scaled_product.default, of_one, test_utils=checks)
 

@@ -22,9 +22,7 @@ def all_movers(group, sizes: tuple[int, ...], tail: tuple[int, ...]) -> None:
     begin = sum(sizes[:r])
     own = slice(begin, begin + sizes[r])
     shards = [numbers(n, *tail, seed=p) for p, n in enumerate(sizes)]
-    fulls = [
-        numbers(total, *tail, seed=10 + p) for p in range(len(sizes))
-    ]  # rank p's partial, or its gradient
+    fulls = [numbers(total, *tail, seed=10 + p) for p in range(len(sizes))]  # rank p's partial, or its gradient
     whole, summed = torch.cat(shards), torch.stack(fulls).sum(0)
 
     def check(name: str, function, given: Tensor, gradient: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -35,9 +33,7 @@ def all_movers(group, sizes: tuple[int, ...], tail: tuple[int, ...]) -> None:
 
     gather, reduce_scatter = tokens.gather_tokens, tokens.reduce_scatter_tokens
     check("gather", lambda x: gather(x, group, sizes), shards[r], whole, whole, shards[r])
-    check(
-        "reduce_scatter", lambda x: reduce_scatter(x, group, sizes), fulls[r], shards[r], summed[own], whole
-    )
+    check("reduce_scatter", lambda x: reduce_scatter(x, group, sizes), fulls[r], shards[r], summed[own], whole)
     check("copy", lambda x: tokens.copy_to_group(x, group), whole, fulls[r], whole, summed)
     check("all_reduce", lambda x: tokens.all_reduce_sum(x, group), fulls[r], whole, summed, whole)
 

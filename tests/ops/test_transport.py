@@ -60,9 +60,7 @@ def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, n
     rank %= w
     made = list(parts(rank, w, num_rows, chunk, pieces))
     peers = list(dict.fromkeys(part.peer for part in made))
-    assert peers == [(rank + step) % w for step in range(1, w)][: len(peers)] and (
-        num_rows == 0 or len(peers) == w - 1
-    )
+    assert peers == [(rank + step) % w for step in range(1, w)][: len(peers)] and (num_rows == 0 or len(peers) == w - 1)
     for peer in peers:
         mine = [part for part in made if part.peer == peer]
         assert len(mine) <= pieces

@@ -57,9 +57,7 @@ def empty(tmp_path: Path) -> Any:
     entries(),
     st.sampled_from([H200, HOST, replace(H200, name=""), replace(H200, programs=16, shared_gpu=True)]),
 )
-def test_a_lookup_never_raises_and_finds_what_was_written(
-    tmp_path_factory, kernel, at, dtype, table, machine
-):
+def test_a_lookup_never_raises_and_finds_what_was_written(tmp_path_factory, kernel, at, dtype, table, machine):
     folder = tmp_path_factory.mktemp("tables")
     write_configurations(folder, table)
     with tables_in(folder), warnings.catch_warnings():
@@ -90,9 +88,7 @@ def full(tmp_path_factory) -> Path:
     random, table = Random(0), []
     for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot"):
         axes = tuned.KERNELS[kernel].axes
-        for rows, other, even, world in product(
-            (0, 1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (0, 1), (2, 3)
-        ):
+        for rows, other, even, world in product((0, 1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (0, 1), (2, 3)):
             values = TILE | dict(group=random.randint(1, 9), chunk=random.randint(1, 200))
             values |= {name: random.choice((16, 32, 64)) for name in ("block_m", "block_n")}
             values |= {name: random.randint(1, 300) for name in ("send_programs", "other_programs")}
@@ -129,11 +125,7 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
             one = plan_matmul_reduce_scatter(*at, [x], [w], None, rows, 1, None, machine)[0]
             two = plan_two_shot(*at, x, w, None, 1, None, machine)[0]
             reductions.add(
-                tuple(
-                    launch.args[name]
-                    for launch in (one, two)
-                    for name in ("BLOCK_M", "BLOCK_N", "GROUP", "group")
-                )
+                tuple(launch.args[name] for launch in (one, two) for name in ("BLOCK_M", "BLOCK_N", "GROUP", "group"))
             )
             if shared_gpu:
                 assert max(launch.programs, one.programs) <= machine.programs
@@ -169,10 +161,7 @@ def test_what_a_table_says_is_launched(empty: Path):
     assert launch.args["chunk_rows"] == 7 and launch.args["GROUP"] == 3
     given = Config(16, 16, 16)
     assert (
-        plan_all_gather_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, given, H200)[
-            0
-        ].config
-        is given
+        plan_all_gather_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, given, H200)[0].config is given
     )
     assert tuned.digest(H200) > 0 == tuned.digest(HOST)
     assert all(FILE in line and "default" not in line for line in tuned.report())
@@ -180,9 +169,7 @@ def test_what_a_table_says_is_launched(empty: Path):
 
 
 def test_without_a_table_the_default_is_taken_and_said_once(empty: Path, monkeypatch):
-    with pytest.warns(
-        UserWarning, match=r"default configuration.*matmul float32 rows 64.*bench tune"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"default configuration.*matmul float32 rows 64.*bench tune") as seen:
         for k in (64, 4096):
             assert tuned.lookup("matmul", H200, FLOAT, **MATMUL | {"k": k}) == {}
     assert len(seen) == 1 and len(tuned.report()) == 2 and tuned.digest(H200) == 0
@@ -250,9 +237,7 @@ def test_one_bad_entry_puts_the_table_aside(what: str, empty: Path):
     """With a warning that names the file and the field; also the good entry beside it is not believed."""
     bad, told = BAD[what]
     good = entry("matmul", TILE, **MATMUL)
-    path = write_configurations(
-        empty, [good, bad] if bad else [good], "nvidia-h200" if bad else "nvidia-a100"
-    )
+    path = write_configurations(empty, [good, bad] if bad else [good], "nvidia-h200" if bad else "nvidia-a100")
     with pytest.warns(UserWarning) as seen:
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
     messages = [str(each.message) for each in seen if "is not used" in str(each.message)]
@@ -294,9 +279,7 @@ def test_an_edited_table_is_put_aside(empty: Path):
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"{", b"null", b"[" * 100_000, b"\xff\xfe", b'{"format": ' + b"9" * 5000 + b"}"]
-)
+@pytest.mark.parametrize("data", [b"", b"{", b"null", b"[" * 100_000, b"\xff\xfe", b'{"format": ' + b"9" * 5000 + b"}"])
 def test_what_is_no_json_is_put_aside(data: bytes, empty: Path):
     (empty / FILE).write_bytes(data)
     with pytest.warns(UserWarning, match=r"nvidia-h200.*is not used"):
@@ -351,9 +334,7 @@ def test_both_tables_of_a_machine_stand_in_one_file(empty: Path, monkeypatch):
         tuned.forget()
         assert both_found() == want
     others, _ = tables.kept(path, H200.name, tuned.table_name(), lambda entry: [])
-    tables.write(
-        path, H200.name, tuned.table_name(), {}, [entry("matmul", TILE | {"part": 3}, **MATMUL)], others
-    )
+    tables.write(path, H200.name, tuned.table_name(), {}, [entry("matmul", TILE | {"part": 3}, **MATMUL)], others)
     tuned.forget()
     assert both_found() == ("triton", False)
     path.write_bytes(path.read_bytes()[:-3])

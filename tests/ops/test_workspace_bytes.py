@@ -25,9 +25,7 @@ def call(group, operation: str, engine: str, sizes: tuple[int, ...], width: int,
     {
         "all_gather_matmul": lambda: fusedtp.all_gather_matmul(x, [w.t()], group, sizes=sizes, engine=engine),
         "all_gather_wgrad": lambda: fusedtp.all_gather_wgrad(x, [h], group, sizes=sizes, engine=engine),
-        "matmul_reduce_scatter": lambda: fusedtp.matmul_reduce_scatter(
-            h, w, group, sizes=sizes, engine=engine
-        ),
+        "matmul_reduce_scatter": lambda: fusedtp.matmul_reduce_scatter(h, w, group, sizes=sizes, engine=engine),
         "matmul_all_reduce": lambda: fusedtp.matmul_all_reduce(h, w, group, engine=engine),
     }[operation]()
     return communicator(group).workspace.slot_bytes
@@ -64,9 +62,7 @@ def test_a_slot_of_ragged_rows(operation, engine, dtype):
 def test_a_slot_of_an_all_reduce_in_one_shot_and_in_two(engine, rows, width):
     sizes = (rows, 0, 0)  # as its operands are: every rank has all rows
     want = round_up(stated("matmul_all_reduce", engine, sizes, width, 4))
-    assert (
-        world(W).run(call, "matmul_all_reduce", engine, sizes, width, torch.float32, fresh=True) == [want] * W
-    )
+    assert world(W).run(call, "matmul_all_reduce", engine, sizes, width, torch.float32, fresh=True) == [want] * W
 
 
 def test_a_chunked_all_reduce_in_two_calls_needs_no_more_than_in_one():

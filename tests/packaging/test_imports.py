@@ -86,9 +86,7 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "blocked", [["triton", "transformers"], ["tyro", "rich", "tensorboard", "matplotlib"]]
-)
+@pytest.mark.parametrize("blocked", [["triton", "transformers"], ["tyro", "rich", "tensorboard", "matplotlib"]])
 def test_package_imports_and_computes_without(blocked: list[str]) -> None:
     """The library part runs where `blocked` is not installed."""
     result = subprocess.run([sys.executable, "-c", WITHOUT, *blocked], capture_output=True, text=True)
@@ -112,9 +110,7 @@ def test_editable_install_shows_nothing_of_ours_at_the_top_level(name: str, tmp_
 
 def test_every_module_has_a_layer() -> None:
     """A new folder or module of fusedtp/ is placed in LAYERS, or the law below would not see it."""
-    found = {
-        path.name.removesuffix(".py") for path in (ROOT / "fusedtp").iterdir() if path.name[0] not in "._"
-    }
+    found = {path.name.removesuffix(".py") for path in (ROOT / "fusedtp").iterdir() if path.name[0] not in "._"}
     assert found - set(LAYERS) == {"py.typed"}
 
 
@@ -136,9 +132,7 @@ def test_kernels_import_triton_only() -> None:
     allowed = {"triton", "fusedtp", *sys.stdlib_module_names}
     files = sources("kernels")
     assert files
-    wrong = {
-        f"{p.name} imports {name}" for p in files for name in imports(p) if name.split(".")[0] not in allowed
-    }
+    wrong = {f"{p.name} imports {name}" for p in files for name in imports(p) if name.split(".")[0] not in allowed}
     assert wrong == set()
 
 

@@ -78,9 +78,7 @@ def test_the_table_of_exchanges_is_that_of_the_predicted_results():
     """Before and now, as `python -m fusedtp.bench.timed_exchange` saved them."""
     text = (ROOT / "docs" / "timed-schedule.md").read_text()
     folder = ROOT / "bench" / "results" / "predicted"
-    before, now = (
-        json.loads((folder / f"exchange-h100{which}.json").read_text())["rows"] for which in ("-before", "")
-    )
+    before, now = (json.loads((folder / f"exchange-h100{which}.json").read_text())["rows"] for which in ("-before", ""))
     for tokens in (16, 128, 1024):
         there, back = (f"{operation} {tokens}" for operation in ("dispatch", "combine"))
         cells = [str(tokens), f"{now[there]['MB']}, {now[back]['MB']}"]

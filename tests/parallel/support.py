@@ -41,8 +41,7 @@ TERMS, RANKS = (
     4,
 )  # the widest sum of these models, the most ranks
 TOLERANCE = {
-    dtype: OPERATIONS * (TERMS + RANKS + 2) * torch.finfo(dtype).eps / 2
-    for dtype in (torch.float64, torch.float32)
+    dtype: OPERATIONS * (TERMS + RANKS + 2) * torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32)
 }
 
 
@@ -63,15 +62,11 @@ def make(seed: int = 0, **changes: Any) -> CausalLM:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2
-                )
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
     return model
 
 
-def make_pair(
-    group: Any, seed: int = 0, *, options: dict | None = None, **changes: Any
-) -> tuple[CausalLM, CausalLM]:
+def make_pair(group: Any, seed: int = 0, *, options: dict | None = None, **changes: Any) -> tuple[CausalLM, CausalLM]:
     """The plain model and its parallel twin."""
     plain = make(seed, **changes)
     return plain, parallelize(copy.deepcopy(plain), tp_mesh(group), **(options or {}))

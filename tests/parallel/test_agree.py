@@ -93,8 +93,7 @@ class Nameless:
 
 def test_inputs_have_an_order_that_their_dictionaries_do_not_say():
     one, two = (
-        {"mask": dict(pairs), "ids": 0}
-        for pairs in ([("full", 1), ("sliding", 2)], [("sliding", 2), ("full", 1)])
+        {"mask": dict(pairs), "ids": 0} for pairs in ([("full", 1), ("sliding", 2)], [("sliding", 2), ("full", 1)])
     )
     assert named_leaves(((5,), one)) == named_leaves(((5,), two))
     assert [x for _, x in named_leaves(((5,), one))] == [5, 0, 1, 2]

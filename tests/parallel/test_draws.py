@@ -27,9 +27,7 @@ def of_styles(group: Any, features: int, sequence_parallel: bool) -> nn.Module:
 def of_transformers(group: Any, features: int, sequence_parallel: bool) -> nn.Module:
     from transformers import T5Config, T5EncoderModel
 
-    sizes: dict[str, Any] = dict(
-        vocab_size=32, d_model=WIDTH, d_kv=2, d_ff=features, num_layers=2, num_heads=4
-    )
+    sizes: dict[str, Any] = dict(vocab_size=32, d_model=WIDTH, d_kv=2, d_ff=features, num_layers=2, num_heads=4)
     model: Any = T5EncoderModel(T5Config(**sizes, dropout_rate=0.5))
     return fusedtp.parallelize(model, tp_mesh(group), sequence_parallel=sequence_parallel)
 

@@ -165,9 +165,7 @@ def test_main_grad(way: str):
     world(4).run(accumulated, WAYS[way])
 
 
-def across(
-    rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, options: dict, rows: int = 2
-) -> None:
+def across(rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, options: dict, rows: int = 2) -> None:
     """dp x tp ranks, experts on ep of them: loss, gradients, norm and three AdamW steps of the plain model.
 
     rows   of five tokens each, of a data-parallel rank
@@ -255,9 +253,7 @@ def refuse(group) -> list[str]:
         (4, 10, ExpertSplit(DeviceMesh("cpu", [1, 0]))),
     ):
         with pytest.raises(ValueError) as raised:
-            make_pair(
-                group, options={"experts": split}, moe=replace(SMALL, num_experts=experts, hidden=hidden)
-            )
+            make_pair(group, options={"experts": split}, moe=replace(SMALL, num_experts=experts, hidden=hidden))
         found.append(str(raised.value))
     return found
 
@@ -284,9 +280,7 @@ def test_groups_that_do_not_lie_whole_in_the_mesh_of_experts_are_refused():
     for ranks in ((1, 2), (3, 4), (1, 2, 3), (0, 2), (5, 6)):
         with pytest.raises(ValueError, match="not one after another") as raised:
             whole.check(mesh(*ranks))
-        assert f"[0, 1, 2, 3, 4, 5] of the experts' mesh hold those of the model's, {list(ranks)}" in str(
-            raised.value
-        )
+        assert f"[0, 1, 2, 3, 4, 5] of the experts' mesh hold those of the model's, {list(ranks)}" in str(raised.value)
 
 
 def choose_one_too_many(group, split: ExpertSplit) -> str:
@@ -297,9 +291,7 @@ def choose_one_too_many(group, split: ExpertSplit) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "split", [ExpertSplit(), ExpertSplit(tensor_parallel=2), ExpertSplit(replicas=2)], ids=str
-)
+@pytest.mark.parametrize("split", [ExpertSplit(), ExpertSplit(tensor_parallel=2), ExpertSplit(replicas=2)], ids=str)
 def test_an_expert_that_there_is_not_is_named_as_it_was_chosen(split):
     first, second = world(2).run(choose_one_too_many, split)
     assert second == "rank 1: expert_ids[1, 0] is 6; there are 6 experts"

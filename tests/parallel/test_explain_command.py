@@ -22,6 +22,4 @@ def test_a_model_that_cannot_be_split_so_is_an_error_not_a_result(capsys):
     pytest.importorskip("transformers")
     assert cli.main(["explain", "--model", "llama", "--tp", "7"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(
-        "fusedtp explain: error: LlamaForCausalLM cannot be parallelized over 7"
-    )
+    assert out == "" and err.startswith("fusedtp explain: error: LlamaForCausalLM cannot be parallelized over 7")

@@ -16,9 +16,7 @@ MIXTURE = MoEConfig(num_experts=4, top_k=2, hidden=6, shared=5, first_dense=1)
 
 def said_and_ran(group, engine: str, dtype: torch.dtype | None) -> tuple[str, str, str, set[str]]:
     """(name, engine and reason of the one layer of experts, engines that its forward and backward ran)."""
-    _, model = make_pair(
-        group, options={"engine": engine}, moe=MIXTURE, dtype="float32", param_dtype="float32"
-    )
+    _, model = make_pair(group, options={"engine": engine}, moe=MIXTURE, dtype="float32", param_dtype="float32")
     layers = {layer.operation: layer for layer in explain(model, 10, dtype).layers}
     layer = layers["moe_dispatch, moe_combine"]
     communicator(group).layer_calls.clear()
@@ -59,6 +57,4 @@ def fp64_by_kernels(group) -> None:
 
 def test_an_engine_that_cannot_run_raises_as_it_would_when_called():
     for outcome in world(2).outcomes(fp64_by_kernels):
-        assert (
-            outcome.is_a("ValueError") and "takes fp32, fp16 and bf16, not torch.float64" in outcome.message
-        )
+        assert outcome.is_a("ValueError") and "takes fp32, fp16 and bf16, not torch.float64" in outcome.message

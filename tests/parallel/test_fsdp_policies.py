@@ -73,9 +73,7 @@ def test_a_policy_that_casts_inputs_of_blocks_rounds_the_rotary_table_too():
 def prefetching(group) -> None:
     mesh = dp_tp_mesh()
     plain = make(num_hidden_layers=3, **CHANGES)
-    models = [
-        sharded(parallelize(copy.deepcopy(plain), mesh["tp"]), mesh, prefetch) for prefetch in (False, True)
-    ]
+    models = [sharded(parallelize(copy.deepcopy(plain), mesh["tp"]), mesh, prefetch) for prefetch in (False, True)]
     for seed in range(2):
         ids, labels = batch(4, 5, seed=seed)
         mine = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)

@@ -32,9 +32,7 @@ def gpt2(**changes: Any) -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**WIDTH, **TOKENS, max_position_embeddings=16)
-    )
+    return transformers.BertForMaskedLM(transformers.BertConfig(**WIDTH, **TOKENS, max_position_embeddings=16))
 
 
 def distilbert() -> nn.Module:
@@ -50,9 +48,7 @@ def distilbert() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**WIDTH, image_size=16, patch_size=4)
-    )
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**WIDTH, image_size=16, patch_size=4))
 
 
 def opt() -> nn.Module:
@@ -141,9 +137,7 @@ def outcome(model: nn.Module, x: Tensor) -> Tensor:
 def difference(got: Tensor, want: Tensor, least: float = 1e-9) -> float:
     """Relative to the largest value; of a replicated DTensor, on every rank."""
     whole = got.full_tensor() if isinstance(got, DTensor) else got
-    own = (
-        [whole, got.to_local()] if isinstance(got, DTensor) and got.placements[0].is_replicate() else [whole]
-    )
+    own = [whole, got.to_local()] if isinstance(got, DTensor) and got.placements[0].is_replicate() else [whole]
     assert whole.shape == want.shape
     return max(float((each - want).abs().max() / want.abs().max().clamp(min=least)) for each in own)
 
@@ -213,9 +207,7 @@ def test_explain_says_what_code_sees_divided():
     def text(make: Callable[[], nn.Module]) -> str:
         return str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, make))[0])
 
-    assert "local to its rank in h.1.attn: n_head 4 -> 2, n_embd 32 -> 16, the width of its input" in text(
-        nano
-    )
+    assert "local to its rank in h.1.attn: n_head 4 -> 2, n_embd 32 -> 16, the width of its input" in text(nano)
     of_conv1d = text(gpt2)
     assert "local to its rank in transformer.h.0.attn: num_heads 4 -> 2" in of_conv1d
     assert re.search(r"transformer.h.0.mlp.c_proj +matmul_reduce_scatter", of_conv1d)
@@ -319,9 +311,7 @@ class Deciding(nn.Module):
 def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
     """Whichever way it goes in the trial: other inputs may lead ranks other ways."""
     model = Deciding(decide)
-    with pytest.raises(
-        ValueError, match="decides by the values of an activation that each rank has a part of"
-    ):
+    with pytest.raises(ValueError, match="decides by the values of an activation that each rank has a part of"):
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
 
 

@@ -54,9 +54,7 @@ def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
 
 @pytest.mark.parametrize("batch_size, length", [(1, 7), (3, 5), (1, 2), (1, 1), (1, 5), (0, 5), (2, 0)])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(
-    batch_size: int, length: int, sequence_parallel: bool
-):
+def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(batch_size: int, length: int, sequence_parallel: bool):
     changes = {"num_key_value_heads": 1, "qk_norm": True, "attention_bias": True, "mlp_bias": True}
     world(3).run(compare, batch_size, length, {"sequence_parallel": sequence_parallel}, changes)
 
@@ -154,9 +152,7 @@ def parametrized(group, name: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["embed_tokens", "lm_head", "layers.0.mlp.up_proj", "layers.0.self_attn.o_proj"]
-)
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "layers.0.mlp.up_proj", "layers.0.self_attn.o_proj"])
 def test_a_weight_that_is_computed_is_refused(name):
     last = name.rpartition(".")[2]
     assert all(last in said for said in world(2).run(parametrized, name))

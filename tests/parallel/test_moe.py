@@ -37,9 +37,7 @@ CASES = {
     "capacity by position": replace(SMALL, capacity=0.8),
     "capacity by probability": replace(SMALL, capacity=1.0, drop="probability"),
     "in rounds of 5 rows": replace(SMALL, max_rows=5, on_overflow="rounds"),
-    "in rounds of a third of a share": replace(
-        SMALL, recv_capacity=1 / 3, on_overflow="rounds", capacity=0.8
-    ),
+    "in rounds of a third of a share": replace(SMALL, recv_capacity=1 / 3, on_overflow="rounds", capacity=0.8),
     "one expert a rank": replace(SMALL, num_experts=4, top_k=1),
 }
 
@@ -136,7 +134,5 @@ def test_neither_rounds_nor_fp8_change_bits_of_small_integers():
     options = dict(max_rows=7, on_overflow="rounds", comm_dtype="fp8")
     (want,) = world(1).run(same_bits, 3, "relu", torch.float32, {})
     ranks = world(2).run(same_bits, 3, "relu", torch.float32, options)
-    for name, whole, parts in zip(
-        ("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True
-    ):
+    for name, whole, parts in zip(("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True):
         assert_same(name, torch.cat(parts), whole)

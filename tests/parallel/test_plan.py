@@ -67,9 +67,7 @@ def test_all_faults_are_reported_together_and_nothing_is_changed():
 def test_a_model_without_a_plan():
     first, *faults = message_of(nn.Linear(2, 2), 2).splitlines()
     assert first == "Linear cannot be parallelized over 2 ranks:"
-    assert [fault[:56] for fault in faults] == [
-        "  - it has no tp_plan, nor has any of its submodules; giv"[:56]
-    ]
+    assert [fault[:56] for fault in faults] == ["  - it has no tp_plan, nor has any of its submodules; giv"[:56]]
 
 
 def test_a_model_is_parallelized_once():
@@ -85,9 +83,7 @@ def test_a_model_is_parallelized_once():
 def test_tied_parameters_must_be_planned_alike():
     model = make(tie_word_embeddings=True)
     text = message_of(model, 2, plan={k: v for k, v in model.tp_plan.items() if k != "lm_head"})
-    assert re.search(
-        r"embed_tokens.weight and lm_head.weight are one parameter, but planned as Shard\(dim=0\)", text
-    )
+    assert re.search(r"embed_tokens.weight and lm_head.weight are one parameter, but planned as Shard\(dim=0\)", text)
 
 
 def test_a_block_inside_a_model_of_others_brings_its_plan():
@@ -123,9 +119,7 @@ def refuse_empty_shards(group) -> None:
     with pytest.raises(ValueError) as caught:
         parallelize(make(vocab_size=1, intermediate_size=1), mesh["tp"])
     text = str(caught.value)
-    assert (
-        "lm_head.weight of shape (1, 24) leaves a rank with an empty shard, which FSDP2 cannot reduce" in text
-    )
+    assert "lm_head.weight of shape (1, 24) leaves a rank with an empty shard, which FSDP2 cannot reduce" in text
     assert "layers.0.mlp.gate_proj.weight of shape (1, 24)" in text
     parallelize(make(vocab_size=3, intermediate_size=2), mesh["tp"])
     with pytest.raises(ValueError, match=r"\('dp', 'tp'\); pass one of them, as in mesh\['tp'\]"):

@@ -224,9 +224,7 @@ def test_modules_that_a_style_does_not_fit():
 
 
 def test_options_are_checked_at_once():
-    with pytest.raises(
-        ValueError, match="engine is 'fast'; it must be one of auto, collective, chunked, triton"
-    ):
+    with pytest.raises(ValueError, match="engine is 'fast'; it must be one of auto, collective, chunked, triton"):
         FusedColwise(engine="fast")
     with pytest.raises(ValueError, match="dim is 2"):
         FusedRowwise(dim=2)

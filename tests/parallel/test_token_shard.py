@@ -100,9 +100,7 @@ def binary(x: Tensor, run: Run) -> Tensor:
         return bounded(run.random.choice([x + other, other - x, x * other, other * x]))
     if function is torch.fmod:
         other = other.abs() + 1
-    return bounded(
-        function(x, other) if run.random.random() < 0.6 or function is torch.fmod else function(other, x)
-    )
+    return bounded(function(x, other) if run.random.random() < 0.6 or function is torch.fmod else function(other, x))
 
 
 def compared(x: Tensor, run: Run) -> Tensor:
@@ -172,16 +170,10 @@ def along(x: Tensor, run: Run) -> Tensor:
         dim = -1
     keep = run.random.random() < 0.5
     one = dim if isinstance(dim, int) else -1
-    name = run.random.choice(
-        ["sum", "mean", "amax", "any", "max", "cumsum", "sort", "softmax", "var", "norm", "roll"]
-    )
+    name = run.random.choice(["sum", "mean", "amax", "any", "max", "cumsum", "sort", "softmax", "var", "norm", "roll"])
     empty = x.numel() == 0
     if name in ("sum", "mean"):
-        y = (
-            getattr(x, name)(dim, keepdim=keep)
-            if not (empty and name == "mean")
-            else x.sum(dim, keepdim=keep)
-        )
+        y = getattr(x, name)(dim, keepdim=keep) if not (empty and name == "mean") else x.sum(dim, keepdim=keep)
         y = y * x.shape[-1] if name == "mean" else y
     elif name == "amax" and not empty:
         y = x.amax(dim, keepdim=keep)
@@ -243,9 +235,7 @@ def arranged(x: Tensor, run: Run) -> Tensor:
         case 5:
             return x.flatten(0, -2).view(*x.shape[:-1], h)
         case 6:
-            return (
-                x[..., None].repeat(*[1] * x.dim(), 2).permute(*range(x.dim() - 1), -1, x.dim() - 1).sum(-2)
-            )
+            return x[..., None].repeat(*[1] * x.dim(), 2).permute(*range(x.dim() - 1), -1, x.dim() - 1).sum(-2)
         case 7:
             return x.sum(-1, keepdim=True).expand_as(x) + x.sum(-1, keepdim=True).broadcast_to(x.shape)
         case 8:
@@ -416,9 +406,7 @@ def close(got: Tensor, want: Tensor) -> bool:
     """But for roundoff, of normed values only: integers are exact."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
-    tolerance = (
-        1e-9 * max(1.0, float(want.detach().double().nan_to_num().abs().max())) if want.numel() else 0.0
-    )
+    tolerance = 1e-9 * max(1.0, float(want.detach().double().nan_to_num().abs().max())) if want.numel() else 0.0
     return torch.allclose(got.double(), want.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
@@ -578,9 +566,7 @@ FEATURES: dict[str, Callable[[Tensor], Any]] = {
     "cummax": lambda x: x.cummax(-1).values,
     "cummin": lambda x: x.cummin(-1).values,
     "softmax": lambda x: (torch.softmax(x, -1), F.softmax(x, dim=2, dtype=torch.float32)),
-    **{
-        name: lambda x, name=name: getattr(torch, name)([x, x * 2], -1) for name in ("cat", "concat", "stack")
-    },
+    **{name: lambda x, name=name: getattr(torch, name)([x, x * 2], -1) for name in ("cat", "concat", "stack")},
     "concatenate": lambda x: torch.concatenate([x, x], axis=-1),
     "softmin": lambda x: F.softmin(x, -1),
     "all": lambda x: (x > 0).all(-1),
@@ -608,9 +594,7 @@ def test_names_along_features(name):
 
 # What a Transformer does between its linear layers.
 LOCAL: dict[str, Callable[[Tensor, Run], Any]] = {
-    "norm": lambda x, run: (
-        run.leaf(4) * (x.float() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)).to(x.dtype)
-    ),
+    "norm": lambda x, run: run.leaf(4) * (x.float() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)).to(x.dtype),
     "gated": lambda x, run: F.silu(x[..., :2]) * x[..., 2:],
     "router": lambda x, run: torch.zeros_like(x.view(-1, 4)).scatter_(1, x.view(-1, 4).topk(2, dim=-1)[1], 1),
     "router weights": lambda x, run: x.view(-1, 4).gather(1, x.view(-1, 4).topk(2, dim=-1).indices),
@@ -786,9 +770,7 @@ def test_plain_operands_of_square_shapes():
     for size in (2, 3):
         for lead in ((), (1,), (size,), (1, 1), (size, 1), (1, size), (size, size)):
             same_on_ranks(lambda x, run, size=size, lead=lead: x * run.leaf(*lead, size), size, size, size)
-            same_on_ranks(
-                lambda x, run, size=size, lead=lead: x.sum(-1) * run.leaf(*lead[-1:], size), size, size, size
-            )
+            same_on_ranks(lambda x, run, size=size, lead=lead: x.sum(-1) * run.leaf(*lead[-1:], size), size, size, size)
 
 
 def test_indices_of_a_mask_are_those_of_all_tokens():

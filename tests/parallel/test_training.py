@@ -198,9 +198,7 @@ def fsdp(
     assert_same_parameters(parallel, plain)
 
 
-@pytest.mark.parametrize(
-    "meta, tied, kind", [(False, False, None), (False, True, "full"), (True, True, "selective")]
-)
+@pytest.mark.parametrize("meta, tied, kind", [(False, False, None), (False, True, "full"), (True, True, "selective")])
 def test_fsdp2_over_two_by_two_ranks(meta: bool, tied: bool, kind: Recompute | None):
     world(4).run(fsdp, meta, {**MIXED, "tie_word_embeddings": tied}, kind, timeout=120)
 

@@ -76,9 +76,7 @@ def compare(group: Any, tied: bool) -> None:
     bound = one_step + 4 * (shaken / want - 1).abs().cummax(0).values
     assert bound.max() < CAP, f"the bound of {bound.max():.1e} proves little"
     share = ((got / want - 1).abs() / bound).max(1).values
-    assert (share <= 1).all(), (
-        f"step {int((share > 1).nonzero()[0])} is off by {share.max():.2f} of its bound"
-    )
+    assert (share <= 1).all(), f"step {int((share > 1).nonzero()[0])} is off by {share.max():.2f} of its bound"
     share = distances(parallel, plain) / (one_step + 4 * distances(other, plain).max())
     names = [name for name, _ in plain.named_parameters()]
     assert (share <= 1).all(), f"{names[int(share.argmax())]} ends {share.max():.2f} of its bound away"

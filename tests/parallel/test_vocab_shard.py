@@ -49,9 +49,7 @@ def tensors(batch: int, length: int, vocab: int, seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def on_rank(
-    group: Any, full: list[Tensor], program: Callable[..., Tensor]
-) -> tuple[Tensor, list[Any], Counter[str]]:
+def on_rank(group: Any, full: list[Tensor], program: Callable[..., Tensor]) -> tuple[Tensor, list[Any], Counter[str]]:
     """The whole result, gradients of what went in (this rank's columns of the logits), and what was gathered."""
     world_size, rank = communicator(group).world_size, group.rank()
     sizes, gathered = split(full[0].shape[-1], world_size), Counter[str]()
@@ -124,9 +122,7 @@ def test_cross_entropy(world_size: int, vocab: int, seed: int, reduction: str, i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("between", [None, (2, 0), "scale"])
-def test_the_loss_of_widened_logits_has_the_same_bits_and_makes_no_wide_ones(
-    dtype: torch.dtype, between: Any
-):
+def test_the_loss_of_widened_logits_has_the_same_bits_and_makes_no_wide_ones(dtype: torch.dtype, between: Any):
     full = torch.randn(2, 3, 7).to(dtype)
     labels = torch.tensor([0, 6, -100, 3, 3, 1])
 
@@ -149,8 +145,7 @@ def test_the_loss_of_widened_logits_has_the_same_bits_and_makes_no_wide_ones(
 
     for rank in range(2):
         lazy, by_hand = (
-            VirtualWorld(2).run(lambda group, eager=eager: loss_of(group, eager))[rank]
-            for eager in (False, True)
+            VirtualWorld(2).run(lambda group, eager=eager: loss_of(group, eager))[rank] for eager in (False, True)
         )
         assert torch.equal(lazy[0], by_hand[0]) and torch.equal(lazy[1], by_hand[1])
         assert lazy[2] == (between != "scale") and not by_hand[2]
@@ -193,9 +188,7 @@ def test_argmax_takes_the_first_of_equals(world_size: int, vocab: int, seed: int
 
     def body(group: Any) -> Tensor:
         local = full[0].split(split(vocab, world_size), -1)[group.rank()]
-        shard = VocabShard.of(
-            local, Columns(communicator(group).name, group.rank(), world_size, vocab, Counter())
-        )
+        shard = VocabShard.of(local, Columns(communicator(group).name, group.rank(), world_size, vocab, Counter()))
         return shard.argmax(-1, keepdim=keep)
 
     for got in VirtualWorld(world_size).run(body):
@@ -242,9 +235,7 @@ THROUGH_VIEWS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def changed_through_views(group: Any) -> list[str]:
-    shard = VocabShard.of(
-        torch.ones(2, 3, 2), Columns(communicator(group).name, group.rank(), 2, 4, Counter())
-    )
+    shard = VocabShard.of(torch.ones(2, 3, 2), Columns(communicator(group).name, group.rank(), 2, 4, Counter()))
     said = []
     for change in THROUGH_VIEWS.values():
         with pytest.raises(RuntimeError, match=r"in place.*full_tensor\(\)") as error:

@@ -120,18 +120,14 @@ def engine_of(law: str, case: Any) -> str:
 
 
 def by_law(laws: dict[str, list[Any]]) -> Table:
-    table = Table(
-        "law", "cases", "can show", "ranks", "engines", *TRAITS, box=ASCII, title="Cases of each law"
-    )
+    table = Table("law", "cases", "can show", "ranks", "engines", *TRAITS, box=ASCII, title="Cases of each law")
     for law, cases in laws.items():
         counts = Counter(name for case in cases for name in traits(case))
         ranks = sorted({len(case.sizes) for case in cases if hasattr(case, "sizes")})
         engines = sorted({engine_of(law, case) for case in cases})
         shown = sum(can_show(case) for case in cases)
         said = [f"{ranks[0]}-{ranks[-1]}" if ranks else "", ", ".join(engines)]
-        table.add_row(
-            _short(law), str(len(cases)), str(shown), *said, *(str(counts[name] or "-") for name in TRAITS)
-        )
+        table.add_row(_short(law), str(len(cases)), str(shown), *said, *(str(counts[name] or "-") for name in TRAITS))
     return table
 
 
@@ -154,9 +150,7 @@ def _short(law: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.properties.coverage", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.properties.coverage", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", default=["tests/properties"], metavar="PATH")
     asked = parser.parse_args(arguments)
     recorder = Recorder()

@@ -106,7 +106,5 @@ def traits(case: Case) -> set[str]:
 
 def required(operation: str, engine: str) -> set[str]:
     """The traits that a law's explicit cases must hold between them."""
-    dtypes = {
-        str(dtype).removeprefix("torch.") for dtype in BITS if (engine, dtype) != ("triton", torch.float64)
-    }
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in BITS if (engine, dtype) != ("triton", torch.float64)}
     return {"batch", "ragged", "empty", *dtypes} | ({"bias"} if operation != "all_gather_wgrad" else set())

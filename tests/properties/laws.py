@@ -35,9 +35,7 @@ def _where(case: Case) -> dict:
     return where
 
 
-def call(
-    case: Case, group, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
-) -> tuple[Tensor, ...]:
+def call(case: Case, group, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
     """The operation of the case on this rank's tensors."""
     operation = getattr(fusedtp, case.operation)
     where = _where(case)
@@ -59,9 +57,7 @@ def poison(group) -> None:
 def _engine_ran(case: Case, group) -> None:
     """Nothing falls back silently: the engine asked for ran the operation."""
     comm = communicator(group)
-    ran = {
-        engine for (operation, engine), n in comm.engine_calls.items() if n and operation == case.operation
-    }
+    ran = {engine for (operation, engine), n in comm.engine_calls.items() if n and operation == case.operation}
     want = "local" if comm.world_size == 1 else case.engine
     assert ran == {want} or case.engine == "auto", f"{case.operation} ran on {ran}, wanted {want}"
 
@@ -72,9 +68,7 @@ def results(case: Case, group, data: Tensors, rank: int, poisoned: bool = True) 
     if poisoned:
         poison(group)
     if case.operation == "all_gather_wgrad":
-        dws = fusedtp.all_gather_wgrad(
-            data.xs[rank], data.gradients[rank], group, engine=case.engine, **_where(case)
-        )
+        dws = fusedtp.all_gather_wgrad(data.xs[rank], data.gradients[rank], group, engine=case.engine, **_where(case))
         _engine_ran(case, group)
         return {f"dw{i}": dw for i, dw in enumerate(dws)}
     x = data.xs[rank].detach().requires_grad_("x" in case.needs)

@@ -43,9 +43,7 @@ def _gather(case: Case, data: Tensors, rank: int, dtype: torch.dtype) -> Named:
     biases = [b for of_rank in data.biases for b in of_rank]
     biases = [w.new_zeros(n) if b is None else b for b, w, n in zip(biases, weights, widths, strict=True)]
     gradients = [
-        torch.zeros_like(g) if i in case.unused else g
-        for of_rank in data.gradients
-        for i, g in enumerate(of_rank)
+        torch.zeros_like(g) if i in case.unused else g for of_rank in data.gradients for i, g in enumerate(of_rank)
     ]
     y, dx, dw, db = _forward_backward(
         case.operation,

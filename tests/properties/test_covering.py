@@ -78,7 +78,5 @@ def test_a_case_that_shows_nothing_counts_for_nothing():
         assert traits(type(base)(**vars(base) | change)) == set()
     assert lacking([on(case, "chunked") for case in COVERING[1:]], ("chunked",)) == []
     assert lacking([on(case, "chunked") for case in COVERING if case.batch is None], ("chunked",)) == [
-        f"{operation}, chunked: {name}"
-        for operation in OPERATIONS
-        for name in ("batch", "bfloat16", "float32")
+        f"{operation}, chunked: {name}" for operation in OPERATIONS for name in ("batch", "bfloat16", "float32")
     ]

@@ -19,9 +19,7 @@ from tests.properties.strategies import OPERATIONS, cases
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
-TRITON_300 = pytest.param(
-    "triton", 300, marks=TRITON.marks
-)  # beyond 256 KiB of one partial; of the others 1 MiB
+TRITON_300 = pytest.param("triton", 300, marks=TRITON.marks)  # beyond 256 KiB of one partial; of the others 1 MiB
 
 
 @pytest.mark.parametrize("engine", ["collective", "chunked", "auto"])
@@ -54,9 +52,7 @@ def test_fused_kernels_equal_the_formula(case):
     world(case.world_size).run(exact, case)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_fused_kernels_of_several_tiles_and_steps_equal_the_formula(operation, dtype, size):
     """Tiles of 64: several of rows and of columns, several steps of K, tails everywhere, a rank without rows."""

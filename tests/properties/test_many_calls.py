@@ -29,6 +29,4 @@ def test_200_calls_with_ranks_delayed_at_random(size, data):
     small = {"rows": 6, "width": 12, "features": 40}
     one = st.sampled_from(engines).flatmap(lambda engine: cases(engine=engine, world_sizes=(size,), **small))
     drawn = data.draw(st.lists(one, min_size=12, max_size=20))
-    world(size).run(
-        mixed, always(size) + drawn, 200, 0.002, data.draw(st.integers(0, 999)), fresh=True, timeout=200
-    )
+    world(size).run(mixed, always(size) + drawn, 200, 0.002, data.draw(st.integers(0, 999)), fresh=True, timeout=200)

@@ -74,9 +74,7 @@ def report(chosen: Sequence[Task], kept: dict[str, Kept]) -> int:
         print(f"{operator:30}" + "".join(f"{counts[operator, kind] or '':>15}" for kind in kinds))
     stale = sum(task.name in kept for task in chosen) - len(done)
     versions = ", ".join(sorted({each.triton for each in done.values()}))
-    print(
-        f"{len(done)} of {len(chosen)} tasks tried, with Triton {versions}; {stale} stale, of changed kernels"
-    )
+    print(f"{len(done)} of {len(chosen)} tasks tried, with Triton {versions}; {stale} stale, of changed kernels")
     wrong = [verdict for verdict in verdicts if not verdict.right]
     for v in wrong:
         print(f"{v.result}: {v.fault} {v.where} {v.said}" + f", although {v.reason}" * bool(v.reason))

@@ -17,9 +17,7 @@ SIGNALS = re.compile(r"(wait\w*|arrive\w*|publish|publish_to_all|ready|debug_bar
 WAITS = ("wait", "wait_chunks", "wait_rows")
 TO_PEER = ("publish", "slot", "sums_at", "shard", "segment", *WAITS)  # whose second argument is a peer
 OF_CHUNK = ("publish", "wait", "wait_chunks", "publish_to_all")  # whose last arguments name flags
-MOVES = re.compile(
-    r"\b(load|store|atomic\w*|slot|record|\w+_(rows|tile|tiles|chunk|loop|sum|choices|partials))\("
-)
+MOVES = re.compile(r"\b(load|store|atomic\w*|slot|record|\w+_(rows|tile|tiles|chunk|loop|sum|choices|partials))\(")
 OPERATORS = (
     "drop wait", "drop publish", "drop barrier", "drop store", "swap", "weaken order", "narrow scope", "another peer",
     "another flag", "another slot", "old number", "no wrap", "equality", "shift index", "off by one", "round down",

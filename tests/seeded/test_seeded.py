@@ -109,9 +109,7 @@ def test_the_command_goes_on_from_what_is_kept(capsys: Any, monkeypatch: Any, tm
         assert command.main([*arguments, "--report"]) == 0
         assert f"{code} stale" in capsys.readouterr().out
         assert command.main(arguments) == code
-        monkeypatch.setattr(
-            command, "tasks", lambda only, task=task: [task._replace(run=partial(int, "tried again"))]
-        )
+        monkeypatch.setattr(command, "tasks", lambda only, task=task: [task._replace(run=partial(int, "tried again"))])
         assert command.main(arguments) == code
     monkeypatch.setattr(command, "tasks", lambda only: [])
     assert command.main(["--only", "no such"]) == 2

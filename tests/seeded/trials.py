@@ -36,9 +36,7 @@ from fusedtp.sim.case import Work
 
 FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not kernel.in_fp8}
 FUSED |= {f"{name}_kernel": name for name in EXPERTS}
-IN_FP8 = {
-    kernel.function: name for name, (_, kernel) in DECLARED.items() if kernel.in_fp8
-}  # of functions in FUSED
+IN_FP8 = {kernel.function: name for name, (_, kernel) in DECLARED.items() if kernel.in_fp8}  # of functions in FUSED
 PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
 ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
 OTHERS = "rope logit_stats logit_gradient moe_sort moe_index largest"
@@ -271,9 +269,7 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
         at = exchange.Exchange("", 1, (20, 20, 20), 9, 3, int(table[:, 3:6].sum()) - 2, "triton")
         index = torch.empty(exchange.index_size(at), dtype=torch.int32)
         return exchange.plan_index(table, index, at, 16)[0], index
-    if (
-        name == "quantize"
-    ):  # rows that a program holds; columns, which it does not; these by a scale that is given
+    if name == "quantize":  # rows that a program holds; columns, which it does not; these by a scale that is given
         x, filled = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2), 16 * -(-k // 16)
         x[1::2] = x[1::2].flip(1)
         x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
@@ -290,9 +286,7 @@ def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
             return quantize.plan_unpack(packed, k, torch.float32)
         packed = torch.empty_like(packed)
         return quantize.plan_pack(x, packed), packed.view(torch.int32)
-    if (
-        name == "largest"
-    ):  # of columns, by four programs: the first has two parts, the largest of each elsewhere
+    if name == "largest":  # of columns, by four programs: the first has two parts, the largest of each elsewhere
         x = torch.ones(70, 300)
         x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, 6.0, 7.0, torch.nan
         return quantize.plan_largest(x.t(), replace(machine, programs=1))

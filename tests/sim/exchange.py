@@ -19,9 +19,7 @@ def schedules(*targets: str) -> st.SearchStrategy[Schedule]:
     """Any schedule of what is compiled for one of these targets."""
     residents = st.sampled_from([None, 1, 2, "varying"])
     seeds, strategies = st.integers(0, 2**31), st.sampled_from(DEFAULT)
-    return st.builds(
-        Schedule, strategies, seeds, residents, st.booleans(), st.booleans(), st.sampled_from(targets)
-    )
+    return st.builds(Schedule, strategies, seeds, residents, st.booleans(), st.booleans(), st.sampled_from(targets))
 
 
 def replaced(case: Case, bodies: dict[Any, Any]) -> Case:
@@ -29,10 +27,7 @@ def replaced(case: Case, bodies: dict[Any, Any]) -> Case:
 
     def make() -> Run:
         run = case.make()
-        work = [
-            [replace(w, replace=bodies) if isinstance(w, Launch) else w for w in of_rank]
-            for of_rank in run.work
-        ]
+        work = [[replace(w, replace=bodies) if isinstance(w, Launch) else w for w in of_rank] for of_rank in run.work]
         return replace(run, work=work)
 
     return replace(case, make=make)
@@ -103,9 +98,7 @@ def push_then_wait(flag, count, dst, PROGRAMS: tl.constexpr):
 def barrier_run(programs: int = 3) -> Run:
     count, dst = torch.zeros(1, dtype=torch.int32), torch.zeros(programs)
     args = dict(flag=count, count=count, dst=dst, PROGRAMS=programs)
-    return Run(
-        [[Launch(push_then_wait, programs, args)]], (), lambda: compare("dst", [dst], [torch.ones(programs)])
-    )
+    return Run([[Launch(push_then_wait, programs, args)]], (), lambda: compare("dst", [dst], [torch.ones(programs)]))
 
 
 @triton.jit
@@ -125,9 +118,7 @@ def streams_run(second: str = "0", awaited: bool = True) -> Run:
         Signal(flag, 1, stream=second),
     ]
     receiver = [*([Await(flag, 1)] if awaited else []), Launch(add, 1, dict(x=z, y=w, N=N))]
-    return Run(
-        [sender, receiver], [flags, Memory("z", (y, z))], lambda: compare("w", [w], [torch.full((N,), 2.0)])
-    )
+    return Run([sender, receiver], [flags, Memory("z", (y, z))], lambda: compare("w", [w], [torch.full((N,), 2.0)]))
 
 
 @triton.jit
@@ -203,9 +194,7 @@ def table_run(world_size: int = 2) -> Run:
     """One table for all ranks, named as the memory that it points to."""
     inbox = symmetric("inbox", world_size, (N,))
     table = inbox.pointers
-    work = [
-        [Launch(overwrites_its_table, 1, dict(inbox=table, rank=r, W=world_size))] for r in range(world_size)
-    ]
+    work = [[Launch(overwrites_its_table, 1, dict(inbox=table, rank=r, W=world_size))] for r in range(world_size)]
     return Run(work, [inbox], lambda: ())
 
 

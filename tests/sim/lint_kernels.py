@@ -168,9 +168,7 @@ def exchange_launch(
     numbers = dict(rank=5, tiles=3, K=4096, limit=1001)
     sizes = dict(M=m, N=n, BLOCK_K=64, FAULT=fault)
     args = dict(x=x, w=w, y=y, table=tables[0], flags=tables[1], **numbers, **sizes)
-    return Launch(
-        exchange, 1, args, options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options
-    )
+    return Launch(exchange, 1, args, options=dict(num_warps=8, num_stages=2 if target == "gfx942" else 3) | options)
 
 
 def descriptor_launch(specialized: bool = False, num_stages: int = 3) -> Launch:
@@ -201,9 +199,7 @@ def push_case(hint: bool) -> Case:
 
 def push_launch() -> Launch:
     x = torch.ones(512)
-    return Launch(
-        push, 1, dict(inbox=x, flag=torch.zeros(1, dtype=torch.int32), x=x, own=x, N=256, HINT=True)
-    )
+    return Launch(push, 1, dict(inbox=x, flag=torch.zeros(1, dtype=torch.int32), x=x, own=x, N=256, HINT=True))
 
 
 def exchange_case(fault: str = "") -> Case:
@@ -220,9 +216,7 @@ def exchange_case(fault: str = "") -> Case:
         sizes = dict(K=k, limit=100_000, M=m, N=n, BLOCK_K=32, FAULT=fault)
         work = []
         for rank in range(2):
-            args = dict(
-                x=x[rank], w=w[rank], y=y[rank], table=table, flags=words, rank=rank, tiles=1, **sizes
-            )
+            args = dict(x=x[rank], w=w[rank], y=y[rank], table=table, flags=words, rank=rank, tiles=1, **sizes)
             work.append([Launch(exchange, 1, args, options=dict(num_warps=4, num_stages=3))])
         want = [x[1 - rank].float() @ w[rank].float().T for rank in range(2)]
         return Run(work, [inbox, flags], lambda: compare("y", y, [each.half() for each in want]))

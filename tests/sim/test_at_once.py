@@ -80,14 +80,10 @@ def test_a_partial_tile_is_published_to_all_ranks_by_one_release(sizes: tuple[in
 @pytest.mark.parametrize("operation", ["two_shot_all_reduce", "moe_dispatch", "moe_matmul_combine"])
 def test_what_is_for_all_ranks_is_published_to_all_at_once(operation: str) -> None:
     sizes = (5, 9, 3)
-    for of_rank in released(
-        fused_case("one call", [Call(operation, sizes, chunk=1, programs=(2, 2))]), "sm_90"
-    ):
+    for of_rank in released(fused_case("one call", [Call(operation, sizes, chunk=1, programs=(2, 2))]), "sm_90"):
         assert of_rank["arrive", 3] == 1 and of_rank["publish_to_all", 3] > 0
         alone = {function for function, words in of_rank if words != 3}
-        assert alone == (
-            {"publish"} if operation == "two_shot_all_reduce" else set()
-        )  # partials, each to its owner
+        assert alone == ({"publish"} if operation == "two_shot_all_reduce" else set())  # partials, each to its owner
 
 
 def stranger_and_failure() -> tuple[Run, SimulatedWorld]:

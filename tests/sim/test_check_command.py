@@ -98,9 +98,7 @@ def test_lint_compiles_the_same_case_for_every_target(file, capsys):
 
 
 def test_a_fused_kernel_goes_by_its_name_and_by_target(capsys):
-    code, out, _ = check(
-        capsys, "moe_dispatch", "--world-size", 2, "--schedules", 2, "--target", "sm_80", "sm_90"
-    )
+    code, out, _ = check(capsys, "moe_dispatch", "--world-size", 2, "--schedules", 2, "--target", "sm_80", "sm_90")
     assert code == 0
     for target in TARGETS_RUN:
         assert row(out, f"moe_dispatch ({target})")[1:3] == ["2", "2"]

@@ -59,10 +59,7 @@ def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[
     fault = by_name["assertion_fails"]["fault"]
     assert "must be positive" in fault["message"] and fault["accesses"][0]["site"]["function"] == "asserts"
     assert "--target sm_80" in by_name["assertion_fails"]["replay"]
-    assert (
-        "KeyError: 'mine'" in by_name["raises"]["words"]
-        and "only halves" in by_name["does_not_compile"]["words"]
-    )
+    assert "KeyError: 'mine'" in by_name["raises"]["words"] and "only halves" in by_name["does_not_compile"]["words"]
     assert "dp4a" in by_name["unknown_opcode"]["words"]
 
 
@@ -142,9 +139,7 @@ def test_a_worker_that_dies_takes_no_other_case_with_it(monkeypatch: pytest.Monk
     monkeypatch.setattr("fusedtp.checks.command.run_part", die)
     options = CheckOptions(schedules=3)
     with pool(1) as workers:
-        first, second = (
-            run_case(Found(n, None, 2), options, workers, lambda count: None) for n in ("dies", "right")
-        )
+        first, second = (run_case(Found(n, None, 2), options, workers, lambda count: None) for n in ("dies", "right"))
     assert first.part.raised == DIED and first.code == CRASHED
     assert second.verdict == "ok" and second.schedules == 3
 

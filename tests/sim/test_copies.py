@@ -42,10 +42,7 @@ def changed(run: Run, fault: str) -> Run:
         elif fault == "nobody waits for the copies":
             mine = [each for each in mine if not (isinstance(each, Await) and each.stream == "0")]
         elif fault == "one copy stream a peer":  # flags no longer follow their rows
-            mine = [
-                replace(e, stream="flags") if isinstance(e, Signal) and e.stream == "copy" else e
-                for e in mine
-            ]
+            mine = [replace(e, stream="flags") if isinstance(e, Signal) and e.stream == "copy" else e for e in mine]
         work.append(mine)
     return replace(run, work=work)
 
@@ -123,7 +120,5 @@ def test_every_launch_sends_nothing_itself():
 
 def senders() -> list[list[int]]:
     run = case_of("all_gather_matmul", 2).make()
-    launches = [
-        [each for each in w if isinstance(each, Launch) and "send_programs" in each.args] for w in run.work
-    ]
+    launches = [[each for each in w if isinstance(each, Launch) and "send_programs" in each.args] for w in run.work]
     return [[each.args["send_programs"] for each in of_rank] for of_rank in launches]

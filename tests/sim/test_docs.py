@@ -116,8 +116,6 @@ def test_what_the_page_says_of_gsan_holds_for_this_triton():
     find = "import importlib.util as u; print(u.find_spec('triton.experimental.gsan') is not None)"
     import triton
 
-    has = subprocess.run(
-        [sys.executable, "-c", find], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    has = subprocess.run([sys.executable, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
     version = ".".join(triton.__version__.split(".")[:2])
     assert {"3.6": "False", "3.7": "False", "3.9": "True"}.get(version, has) == has

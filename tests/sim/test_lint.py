@@ -97,9 +97,7 @@ def test_no_kernel_breaks_a_rule(reports):
 
 ODD_K = Variant("bf16-odd-k", "bfloat16", 8, 8192, (4096, 2048), 4113, bias=True)
 LOCAL_BYTES = 1024  # of a thread, that CUDA sets aside for every kernel (cudaLimitStackSize)
-MATMULS = [
-    name for name in OWN if "matmul" in name or "gated_kernel" in name or name.endswith("_shot_kernel")
-]
+MATMULS = [name for name in OWN if "matmul" in name or "gated_kernel" in name or name.endswith("_shot_kernel")]
 SUMS = (
     "matmul_reduce_scatter_kernel",
     "one_shot_kernel",
@@ -219,9 +217,7 @@ def test_the_table_shows_every_report(reports):
 def test_each_finding_is_said_once_with_its_targets(reports):
     report = replace(reports[0], findings=(lint.Finding("spills", "one"), lint.Finding("spills", "two")))
     said = _by_finding([replace(report, target=target) for target in lint.TARGETS])
-    assert said == [
-        f"{report.kernel} on {', '.join(lint.TARGETS)}\n  spills: {each}" for each in ("one", "two")
-    ]
+    assert said == [f"{report.kernel} on {', '.join(lint.TARGETS)}\n  spills: {each}" for each in ("one", "two")]
 
 
 def test_unknown_names_are_refused():

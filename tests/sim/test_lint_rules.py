@@ -87,9 +87,7 @@ def test_a_block_barrier_is_wanted_before_a_release_and_after_an_acquire(target:
 def test_the_scope_of_the_compiled_code_counts(target: str) -> None:
     narrowed = edited(exchange(target), lambda text: text.replace(".sys", ".gpu").replace(" sc0 sc1", " sc1"))
     report = lint.judge(narrowed)
-    assert report.broken == ("system-scope",) and len(report.findings) == 2, (
-        "of the release and of the acquire"
-    )
+    assert report.broken == ("system-scope",) and len(report.findings) == 2, "of the release and of the acquire"
 
 
 # -- memory order where it is run --------------------------------------------------------------------------------------
@@ -171,9 +169,7 @@ def test_copies_by_descriptor_are_ahead_and_specialised_where_that_is_asked_for(
     one = lint.judge(by_descriptor("sm_90", num_stages=1))
     assert one.broken == ("pipelined",) and "ahead of the loop" in str(one.findings)
     eight = lint.judge(by_descriptor("sm_90", specialized=True))
-    assert eight.broken == ("pipelined",) and "is not" in str(eight.findings), (
-        "8 warps of sm_90 are not divided"
-    )
+    assert eight.broken == ("pipelined",) and "is not" in str(eight.findings), "8 warps of sm_90 are not divided"
     by_pointers = edited(by_descriptor("sm_90"), lambda _: by_descriptor("sm_80").files["ptx"])
     assert "no TMA copy" in str(lint.judge(by_pointers).findings)
 
@@ -222,9 +218,7 @@ def test_one_register_in_memory_is_a_spill(target: str) -> None:
     if target == "gfx942":
         stack = edited(made, lambda text: re.sub(r"(private_segment_fixed_size:\s+)0", r"\g<1>20", text))
         assert not broken(stack), "of which nothing is used"
-        used = edited(
-            stack, lambda text: text.replace("s_endpgm", "scratch_store_dword off, v1, s0\n\ts_endpgm")
-        )
+        used = edited(stack, lambda text: text.replace("s_endpgm", "scratch_store_dword off, v1, s0\n\ts_endpgm"))
         assert broken(used) == {"spills"}
 
 

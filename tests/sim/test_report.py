@@ -80,20 +80,15 @@ def traces(draw) -> Fault:
     """A race whose first access lies before any number of other accesses and polls."""
     site = Site(str(FILE), 1, "kernel", 1)
     race = [
-        Access(rank, "kernel", 0, site, "store", "box of rank 0", (0,), (3,), step)
-        for rank, step in ((0, 0), (1, 999))
+        Access(rank, "kernel", 0, site, "store", "box of rank 0", (0,), (3,), step) for rank, step in ((0, 0), (1, 999))
     ]
-    moments = [
-        Moment(0, 0, "kernel", 0, "store", site, kind="store", tensor="box of rank 0", first=(0,), last=(3,))
-    ]
+    moments = [Moment(0, 0, "kernel", 0, "store", site, kind="store", tensor="box of rank 0", first=(0,), last=(3,))]
     for step in range(1, draw(st.integers(1, 60))):
         kind = draw(st.sampled_from(["load", "store", "atomic", "wait", "wake"]))
         tensor = draw(st.sampled_from(["box of rank 0", "flag of rank 0", "other of rank 0"]))
         what = {"atomic": "atomic_add (acquire, sys) reads 0", "wait": "waits, sees 0"}.get(kind, kind)
         rank = draw(st.integers(0, 2))
-        moments.append(
-            Moment(step, rank, "kernel", 0, what, site, kind=kind, tensor=tensor, first=(0,), last=(0,))
-        )
+        moments.append(Moment(step, rank, "kernel", 0, what, site, kind=kind, tensor=tensor, first=(0,), last=(0,)))
     return Fault("write-write race", "not ordered", tuple(race), trace=tuple(moments))
 
 
@@ -122,9 +117,7 @@ def rerun(name: str, words: list[str]) -> str:
 
 
 def test_the_python_call_of_a_report_shows_the_same_fault_again(faults, tmp_path):
-    cases = "\n".join(
-        f"def {name}(): return {maker}(**{options})" for name, (maker, options) in FAULTY.items()
-    )
+    cases = "\n".join(f"def {name}(): return {maker}(**{options})" for name, (maker, options) in FAULTY.items())
     path = tmp_path / "replayed.py"
     path.write_text(f"from tests.sim.exchange import *\n{cases}\n")
     for name, fault in faults.items():
@@ -218,10 +211,7 @@ def test_the_axis_of_a_timeline_has_round_numbers_in_their_places(end):
 
 def test_a_timeline_names_each_rank_once_and_its_programs_in_order_of_launch():
     lanes = [(0, "zeroth", 0), (0, "first", 1), (0, "first", 0), (1, "a_kernel_with_a_long_name", 0)]
-    moments = [
-        Moment(i, rank, name, program, "starts", kind="start")
-        for i, (rank, name, program) in enumerate(lanes)
-    ]
+    moments = [Moment(i, rank, name, program, "starts", kind="start") for i, (rank, name, program) in enumerate(lanes)]
     page = html(moments)
     labels = re.findall(r'<text x="(\d+)" y="\d+"[^>]*>([^<]*)</text>', page)
     assert [words for _, words in labels] == [

@@ -78,9 +78,7 @@ def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
     """Most are summed between the products; what is left when the last one ends is read by all programs at once."""
     problem = Problem(operation, 8192, (1024,), 4096, 4)
     got = time(problem)
-    last = {
-        rank: max(s.end for s in got.segments if (s.rank, s.what) == (rank, COMPUTE)) for rank in range(4)
-    }
+    last = {rank: max(s.end for s in got.segments if (s.rank, s.what) == (rank, COMPUTE)) for rank in range(4)}
     for rank in range(4):
         summing = {s.program for s in got.segments if s.rank == rank and s.begin >= last[rank]}
         assert len(summing) >= SMALL.sms // 2
@@ -152,9 +150,7 @@ def test_a_run_is_the_same_every_time() -> None:
 
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER]), world_sizes, tokens, sizes, sizes)
-def test_with_free_communication_only_the_products_take_time(
-    operation: str, w: int, t: int, n: int, k: int
-) -> None:
+def test_with_free_communication_only_the_products_take_time(operation: str, w: int, t: int, n: int, k: int) -> None:
     """All programs take tiles of one list, those that send or sum too, since nothing keeps them."""
     problem = Problem(operation, t, (n,), k, w)
     c = problem.chosen(IDEAL)
@@ -165,9 +161,7 @@ def test_with_free_communication_only_the_products_take_time(
 
 
 @settings(max_examples=12)
-@given(
-    st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, st.integers(64, 600), st.floats(1e9, 1e12), sizes
-)
+@given(st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, st.integers(64, 600), st.floats(1e9, 1e12), sizes)
 def test_nothing_is_faster_than_its_parts(operation: str, w: int, t: int, link: float, k: int) -> None:
     """max(t_comm, t_matmul) <= t_fused for the least that must move and be multiplied."""
     node, problem = SMALL.but(link_bandwidth=link), Problem(operation, t, (256,), k, w)
@@ -223,6 +217,4 @@ def test_a_transfer_that_nothing_holds_back_takes_the_capacity() -> None:
     nbytes, node = 1 << 24, SMALL.but(copy_bandwidth=inf, copy_latency=0.0)
     memory = symmetric("box", 2, (nbytes,), torch.uint8)
     copy = Copy(memory.tensors[1], torch.zeros(nbytes, dtype=torch.uint8))
-    assert Engine(Run([[copy], []], [memory]), node).run().total == pytest.approx(
-        nbytes / node.link_bandwidth
-    )
+    assert Engine(Run([[copy], []], [memory]), node).run().total == pytest.approx(nbytes / node.link_bandwidth)

@@ -95,9 +95,7 @@ def test_comparisons_vary_what_they_name(compare: str) -> None:
     found = dict(alternatives(problem, SMALL, compare))
     assert found.pop("as launched") == problem
     assert len(found) == {"none": 0, "transport": 1}.get(compare, len(found)) and (found or compare == "none")
-    assert len({(p.chosen(SMALL), p.transport, p.order) for p in [problem, *found.values()]}) == 1 + len(
-        found
-    )
+    assert len({(p.chosen(SMALL), p.transport, p.order) for p in [problem, *found.values()]}) == 1 + len(found)
 
 
 def test_choices_are_compared_with_one_product() -> None:

@@ -76,9 +76,7 @@ def test_an_atomic_on_a_tile_is_one_instruction(w: int) -> None:
     """However many words: all flags leave at once, and one look sees them all."""
     node = SMALL.but(memory_latency=1e-6, link_latency=10e-6, launch_latency=100e-6)
     got = Engine(tell_all_run(w), node).run()
-    assert got.total == pytest.approx(
-        100e-6 + 1e-6 + 10e-6 + 1e-6, rel=1e-4
-    )  # launch, addresses, flags, look
+    assert got.total == pytest.approx(100e-6 + 1e-6 + 10e-6 + 1e-6, rel=1e-4)  # launch, addresses, flags, look
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])

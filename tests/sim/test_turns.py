@@ -30,16 +30,12 @@ def exchanges(draw) -> list[Call]:
     w = draw(st.integers(2, 3))
     calls = []
     for _ in range(draw(st.integers(3, 5))):
-        operation = draw(
-            st.sampled_from(["moe_dispatch", "moe_combine", "moe_dispatch", "all_gather_matmul"])
-        )
+        operation = draw(st.sampled_from(["moe_dispatch", "moe_combine", "moe_dispatch", "all_gather_matmul"]))
         sizes = tuple(draw(st.lists(st.integers(0, 5), min_size=w, max_size=w)))
         width = draw(st.integers(1, 5))
         chunk, programs = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([(1, 1), (1, 2), (2, 2)]))
         routing = draw(st.sampled_from(ROUTINGS))
-        calls.append(
-            Call(operation, sizes, (width,), k=width, chunk=chunk, programs=programs, routing=routing)
-        )
+        calls.append(Call(operation, sizes, (width,), k=width, chunk=chunk, programs=programs, routing=routing))
     return calls
 
 

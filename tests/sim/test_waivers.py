@@ -125,9 +125,7 @@ BEHIND = {
     "one store": [f"read-write race {at('a of 0 alone')} {at(f'load of {r}')}" for r in (1, 2)],
     "helper": [f"write-write race {at('fills')} {at(f'{x} of {n}')}" for n, x in enumerate("ab", 1)]
     if BEFORE_3_8
-    else [
-        f"write-write race {at('fills')}@{at(f'call {n}')} {at(f'{x} of {n}')}" for n, x in enumerate("ab", 1)
-    ],
+    else [f"write-write race {at('fills')}@{at(f'call {n}')} {at(f'{x} of {n}')}" for n, x in enumerate("ab", 1)],
     "weak store": [f"write-write race {at('weak')} {at(f'strong of {r}')}" for r in (1, 2)],
     "weak load": [f"read-write race {at('weak load')} {at(f'strong of {r}')}" for r in (1, 2)],
     "strong": [f"read-write race {at('strong of 0')} {at(f'weak of {r}')}" for r in (1, 2)],
@@ -191,9 +189,7 @@ sites = st.builds(lambda f, n, m, g: Site(f, n, "k", m, g), files, lines, lines,
 @given(st.sampled_from(WAIVABLE), st.lists(sites, min_size=1, max_size=2), st.text("ab/", max_size=9))
 def test_a_name_holds_no_folder_and_no_order_and_can_be_waived(rule, ends, folder):
     moved = [
-        end._replace(
-            file=f"/{folder}/{end.file}", kernel_file=end.kernel_file and f"/{folder}/{end.kernel_file}"
-        )
+        end._replace(file=f"/{folder}/{end.file}", kernel_file=end.kernel_file and f"/{folder}/{end.kernel_file}")
         for end in ends
     ]
     name = finding(rule, ends)
@@ -264,9 +260,7 @@ def test_exhaust_takes_waivers_and_its_command_repeats_them(capsys):
     assert f"--exhaust 0 --target sm_90 --waive {shlex.quote(FIRST)}\n" in out
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("deadlock x.py:3", "no run goes on"), ("race x.py:3", "in quotes")]
-)
+@pytest.mark.parametrize(("name", "said"), [("deadlock x.py:3", "no run goes on"), ("race x.py:3", "in quotes")])
 def test_a_waiver_that_cannot_be_ends_the_command_with_two(name, said, capsys):
     code, out, err = check(capsys, name)
     assert code == 2 and out == "" and len(err.splitlines()) == 1

@@ -213,9 +213,7 @@ def die_on(group: Any, rank: int, phase: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "phase"), [(1, "planned"), (1, "data written"), (0, "data fsynced"), (0, "rename"), (0, "prune")]
 )
-def test_one_of_two_ranks_killed_in_a_save_leaves_a_checkpoint_that_loads(
-    tmp_path: Path, rank: int, phase: str
-):
+def test_one_of_two_ranks_killed_in_a_save_leaves_a_checkpoint_that_loads(tmp_path: Path, rank: int, phase: str):
     with pool.World(2) as ranks:
         outcomes = ranks.outcomes(die_on, rank, phase, tmp_path, grace=30)
     assert all(isinstance(each, Failure) for each in outcomes), outcomes
@@ -298,11 +296,7 @@ def test_what_stays_of_older_checkpoints(
     for step in sorted(steps):
         path_of(folder, step).mkdir()
         checkpoints._prune()
-        kept = [
-            s
-            for s in [*kept, step]
-            if s in [*kept, step][-keep_last:] or (keep_every and s % keep_every == 0)
-        ]
+        kept = [s for s in [*kept, step] if s in [*kept, step][-keep_last:] or (keep_every and s % keep_every == 0)]
         assert checkpoints.steps() == kept
 
 
@@ -343,9 +337,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], (
-        "what a full disk needs least is left"
-    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "what a full disk needs least is left"
     assert checkpoints.steps() == [1] and checkpoints.load(Numbers()).step == 1
     checkpoints.save(2, Numbers(2))
     assert checkpoints.steps() == [1, 2]
@@ -430,8 +422,7 @@ def own_folders(group, folder: Path) -> str:
 
 def test_a_folder_that_ranks_do_not_share_is_refused(worlds, tmp_path: Path):
     assert all(
-        "of rank 1 is another folder: it must be shared" in told
-        for told in worlds(2).run(own_folders, tmp_path)
+        "of rank 1 is another folder: it must be shared" in told for told in worlds(2).run(own_folders, tmp_path)
     )
 
 
@@ -514,15 +505,9 @@ if os.environ.get("FUSEDTP_ALL_MESHES") == "1":  # `make test-meshes`
 
 
 @pytest.mark.parametrize(("one", "other", "options"), PAIRS)
-def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(
-    worlds, tmp_path: Path, one: str, other: str, options: str
-):
+def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(worlds, tmp_path: Path, one: str, other: str, options: str):
     sizes = [ranks_of(mesh) for mesh in (one, other)]
-    want = {
-        name: x
-        for of_rank in worlds(sizes[0]).run(save_on, one, options, tmp_path)
-        for name, x in of_rank.items()
-    }
+    want = {name: x for of_rank in worlds(sizes[0]).run(save_on, one, options, tmp_path) for name, x in of_rank.items()}
     read: set[str] = set()
     for step, got in worlds(sizes[1]).run(load_on, other, options, tmp_path):
         assert step == 2 and [name for name in got if not torch.equal(got[name], want[name])] == []

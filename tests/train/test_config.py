@@ -34,9 +34,7 @@ def test_the_defaults_are_without_fault():
 
 
 def test_faults_are_reported_together():
-    arguments = (
-        "--heads 4 --width 10 --steps 0 --batch 7 --accumulate 2 --tp 3 --beta2 1 --name a/b --dropout 1"
-    )
+    arguments = "--heads 4 --width 10 --steps 0 --batch 7 --accumulate 2 --tp 3 --beta2 1 --name a/b --dropout 1"
     config = parse(arguments.split())
     found = faults(config, *layout(config, 3, 3))
     named = [
@@ -156,9 +154,7 @@ def test_linear_and_wsd_decays():
     assert rates[19:81] == [2.0] * 62 and rates[90] == pytest.approx(2 * 0.55)
     assert rates[100] == pytest.approx(0.2)
     assert all(later < earlier for earlier, later in pairwise(rates[80:]))
-    assert OptimOptions(decay_share=0.0).faults() == [
-        "--decay-share 0.0 is not in (0, 1]: it is a share of --steps"
-    ]
+    assert OptimOptions(decay_share=0.0).faults() == ["--decay-share 0.0 is not in (0, 1]: it is a share of --steps"]
 
 
 @given(
@@ -187,9 +183,7 @@ def test_what_another_version_wrote_is_named():
 def test_resume_takes_the_options_of_the_run_and_those_given_come_first(tmp_path):
     folder = tmp_path / "main"
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(TrainConfig(optim=OptimOptions(steps=7, lr=0.5)).to_dict())
-    )
+    (folder / "config.json").write_text(json.dumps(TrainConfig(optim=OptimOptions(steps=7, lr=0.5)).to_dict()))
     runs = ["--runs", str(tmp_path)]
     assert parse(runs).optim.steps == OptimOptions().steps
     resumed = parse([*runs, "--resume", "--lr", "0.25"])
@@ -234,9 +228,7 @@ def test_fused_and_foreach_take_the_same_step():
 @given(st.integers(1, 4096), st.integers(1, 4096))
 def test_the_learning_rate_follows_the_batch_as_asked(batch, base):
     options = OptimOptions(lr=0.5, base_batch=base)
-    rates = {
-        rule: for_batch(replace(options, batch_rule=rule), batch).lr for rule in ("none", "linear", "sqrt")
-    }
+    rates = {rule: for_batch(replace(options, batch_rule=rule), batch).lr for rule in ("none", "linear", "sqrt")}
     assert rates["none"] == 0.5
     assert rates["linear"] == pytest.approx(0.5 * batch / base)
     assert rates["sqrt"] == pytest.approx(0.5 * (batch / base) ** 0.5)

@@ -188,8 +188,7 @@ def test_steps_and_seeds_differ_and_repeat(tokens):
 def test_ranks_together_see_what_one_process_sees(tokens, accumulate, dp):
     whole = rows(Batches(tokens, length=32, batch=8), 5).flatten(0, 1)
     parts = [
-        rows(Batches(tokens, length=32, batch=8, accumulate=accumulate, dp=dp, dp_rank=rank), 5)
-        for rank in range(dp)
+        rows(Batches(tokens, length=32, batch=8, accumulate=accumulate, dp=dp, dp_rank=rank), 5) for rank in range(dp)
     ]
     assert torch.equal(torch.stack(parts, 1).flatten(0, 2), whole)
 
@@ -204,9 +203,7 @@ def test_a_microbatch_knows_the_place_of_its_first_token(tokens):
 
 @settings(max_examples=50)
 @given(data=st.data(), size=st.integers(2, 400), length=st.integers(1, 40), seed=st.integers(0, 9))
-def test_an_epoch_visits_every_window_once_whoever_takes_it(
-    tmp_path_factory, data, size: int, length: int, seed: int
-):
+def test_an_epoch_visits_every_window_once_whoever_takes_it(tmp_path_factory, data, size: int, length: int, seed: int):
     """On changing numbers of ranks, microbatches and batches, resumed in between."""
     length = min(length, size - 1)
     folder = write_tokens(tmp_path_factory.mktemp("epoch"), np.arange(size), [size])
@@ -303,9 +300,7 @@ def test_a_document_among_others_gets_the_logits_that_it_has_alone(tmp_path):
     ids = np.random.default_rng(1).integers(0, 11, 40)
     folder = write_tokens(tmp_path, ids, [9, 17, 40])
     (batch,) = Batches(folder, length=20, batch=1, documents="separate").step()
-    config = ModelConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
-    )
+    config = ModelConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     model = init_(CausalLM(config), 0, std=0.5)
     together = model(batch.input_ids, positions=batch.positions, document_ids=batch.document_ids).logits[0]
     for document in batch.document_ids.unique():
@@ -400,9 +395,7 @@ def test_ids_without_a_tokenizer_lie_below_the_size_that_is_given(tmp_path, size
     other = DataOptions(data=options.data, vocab_size=size + 1).vocabulary
     assert build_tokens(options.data, tmp_path / "cache", other) != folder, "another vocabulary, another run"
     smaller = DataOptions(data=options.data, vocab_size=int(ids.max())).vocabulary
-    with pytest.raises(
-        ValueError, match=f"ids.npy holds ids from 0 to {ids.max()}, of a vocabulary of {ids.max()}:"
-    ):
+    with pytest.raises(ValueError, match=f"ids.npy holds ids from 0 to {ids.max()}, of a vocabulary of {ids.max()}:"):
         build_tokens(options.data, tmp_path / "cache", smaller)
 
 
@@ -419,9 +412,7 @@ def test_ids_without_a_tokenizer_are_numbers_in_the_place_of_text(tmp_path):
             vocabulary.encode(f"3 {wrong}".encode())
     np.save(tmp_path / "ids.npy", np.arange(500))
     (tmp_path / "more.txt").write_text("3 499 0 " * 100)
-    with pytest.raises(
-        ValueError, match=r"--vocab-size takes token ids \(.npy\) only, and .*more.txt is text"
-    ):
+    with pytest.raises(ValueError, match=r"--vocab-size takes token ids \(.npy\) only, and .*more.txt is text"):
         build_tokens((tmp_path,), tmp_path / "cache", vocabulary)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == []
 

@@ -60,9 +60,7 @@ def configurations(draw: st.DrawFn) -> str:
     batch = dp * accumulate * draw(st.sampled_from([1, 2, 3, 4]))
     copies = draw(st.sampled_from([n for n in (1, 2, 3) if dp % n == 0]))
     schedule = draw(st.sampled_from(["1f1b", "interleaved_1f1b", "zbv_zero_bubble"]))
-    options = (
-        f"--tp {tp} --pp {pp} --dp {dp} --accumulate {accumulate} --batch {batch} --dp-replicate {copies}"
-    )
+    options = f"--tp {tp} --pp {pp} --dp {dp} --accumulate {accumulate} --batch {batch} --dp-replicate {copies}"
     return f"{options} --schedule {schedule}"
 
 
@@ -91,9 +89,7 @@ def test_on_any_number_of_ranks_a_step_is_the_same_or_a_mesh_that_fits_is_named(
     assert not faults(found, new.dp or 0, new.tp or 0) + shard_faults(found, new.dp or 0, new.tp or 0)
     assert (new.tp, new.pp) == (parallel.tp, parallel.pp) and ranks == (new.tp or 0) * new.pp * (new.dp or 0)
     if parallel.dp_replicate > 1:
-        assert (new.dp or 0) // new.dp_replicate == (parallel.dp or 0) // parallel.dp_replicate, (
-            "shards as large"
-        )
+        assert (new.dp or 0) // new.dp_replicate == (parallel.dp or 0) // parallel.dp_replicate, "shards as large"
     read, most = tokens_of_a_step(found, tokens)
     assert torch.equal(read, wanted) and most <= rows
     if new.dp == parallel.dp:
@@ -140,9 +136,7 @@ class Job:
         self.patch, self.folder = monkeypatch, runs / "main"
         monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "1")  # type: ignore[func-returns-value]
 
-    def start(
-        self, *options: str, job: str = "none", count: int = 0, until: int = 14
-    ) -> tuple[int, list[int]]:
+    def start(self, *options: str, job: str = "none", count: int = 0, until: int = 14) -> tuple[int, list[int]]:
         """Exit code, and the steps that were trained."""
         self.patch.setenv("TORCHELASTIC_RUN_ID", job)
         self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
@@ -174,9 +168,7 @@ def test_ranks_that_are_started_again_go_on_and_those_of_another_job_do_as_asked
     assert first == (0, [0, 1, 2, 3, 4] if "--replace" in more else [3, 4])
     capsys.readouterr()
     assert job.start(*more, job="this", until=8) == (0, [5, 6, 7])
-    assert (
-        "resumed at step 5, lost 0 steps, because torchrun started the ranks again" in capsys.readouterr().out
-    )
+    assert "resumed at step 5, lost 0 steps, because torchrun started the ranks again" in capsys.readouterr().out
     assert job.start(*more, job="this") == (0, list(range(8, 14)))
     assert job.steps() == list(range(14))
     assert json.loads((job.folder / "config.json").read_text())["run"]["replace"] is False
@@ -188,10 +180,7 @@ def test_what_ended_the_ranks_is_told_even_if_no_step_was_lost(job, capsys):
     capsys.readouterr()
     assert job.start(until=5, count=1) == (0, [3, 4])
     again = "torchrun started the ranks again"
-    assert (
-        f"resumed at step 3, lost 0 steps, because {again}; rank 1, killed by SIGKILL\n"
-        in capsys.readouterr().out
-    )
+    assert f"resumed at step 3, lost 0 steps, because {again}; rank 1, killed by SIGKILL\n" in capsys.readouterr().out
     assert job.start(until=6, count=2) == (0, [5])
     assert f"resumed at step 5, lost 0 steps, because {again}\n" in capsys.readouterr().out  # ended in order
 
@@ -201,9 +190,7 @@ def test_without_a_name_torchruns_count_tells_a_restart(job):
     assert job.start(until=5)[0] == launch.WRONG_USAGE
     assert job.start(until=5, count=1) == (0, [3, 4])
     assert job.start("--resume", "--step", "3", until=6, job="a") == (0, [3, 4, 5])
-    assert job.start("--resume", "--step", "3", until=8, job="a") == (0, [6, 7]), (
-        "that was for the first ranks"
-    )
+    assert job.start("--resume", "--step", "3", until=8, job="a") == (0, [6, 7]), "that was for the first ranks"
 
 
 def test_elastic_says_what_it_needs_of_torchrun(job, monkeypatch, capsys):
@@ -358,19 +345,15 @@ def test_a_run_goes_on_when_a_node_is_killed_and_when_it_is_back(book, tokens, t
     # Rank 0 says it: the node whose agent has the lower process id, so not always the first, as they wrap.
     told = " ".join(" ".join(node.output.read_text() for node in nodes).split())
     assert (
-        "resumed at step 4, lost 2 steps, because 4 ranks became 2; now on 2 ranks, dp 1, tp 2, accumulate 2"
-        in told
+        "resumed at step 4, lost 2 steps, because 4 ranks became 2; now on 2 ranks, dp 1, tp 2, accumulate 2" in told
     ), told
     assert (
-        "resumed at step 11, lost 0 steps, because 2 ranks became 4; now on 4 ranks, dp 2, tp 2, accumulate 1"
-        in told
+        "resumed at step 11, lost 0 steps, because 2 ranks became 4; now on 4 ranks, dp 2, tp 2, accumulate 1" in told
     ), told
     records = [record for record in records_of(folder) if "loss" in record]
     assert [record["step"] for record in records] == list(range(14))
     config = parse(options)
-    one, shaken = (
-        reference_steps(config, tokens, 14, torch.device("cpu"), shaken) for shaken in (False, True)
-    )
+    one, shaken = (reference_steps(config, tokens, 14, torch.device("cpu"), shaken) for shaken in (False, True))
     found = compare(config, records, one, shaken)
     assert found.passed and found.steps == 14, found.in_words()
     other = compare(config, [*records[1:], records[0]], one, shaken)

@@ -15,8 +15,7 @@ from tests.train.support import meshes_of
 from tests.train.test_run import TINY, command, summary_of
 
 EXPERTS = (
-    "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001 "
-    "--recv-capacity 0.9"
+    "--experts 4 --top-k 2 --expert-width 12 --shared-width 10 --capacity 1.1 --balance-bias 0.001 --recv-capacity 0.9"
 )
 
 

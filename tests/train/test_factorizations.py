@@ -30,14 +30,10 @@ from fusedtp.train.mesh import World
 from fusedtp.train.stages import SCHEDULES, stage_count
 from tests.train.support import assert_gradients, meshes_of
 
-SIZES = (
-    "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --length 8 --batch 8 --dropout 0.1 --documents separate"
-)
+SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --length 8 --batch 8 --dropout 0.1 --documents separate"
 EXPERTS = "--experts 4 --top-k 2 --expert-width 8 --shared-width 7 --dense-layers 1 --balance 0.1"
 Axes = tuple[int, int, int, int]  # pp, dp-replicate, dp-shard, tp
-AXES: list[Axes] = [
-    axes for axes in product((1, 2, 4), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 4
-]
+AXES: list[Axes] = [axes for axes in product((1, 2, 4), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 4]
 CASES = {
     "tp4 tied": "--tp 4 --tie-embeddings --accumulate 2",
     "dp2 tp2 zero2": "--dp 2 --tp 2 --tie-embeddings --accumulate 2 --data-parallel zero2",

@@ -15,9 +15,7 @@ from .test_run import command
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 TINY = ["--steps", "3", "--batch", "2", "--length", "16", "--verify", "--verify-steps", "3"]
-SHAPE = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-)
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +39,7 @@ def folder(tmp_path_factory) -> Path:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(
-        models.WordLevel({c: i for i, c in enumerate("?0123456789 .imes\nt")}, unk_token="?")
-    )
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?0123456789 .imes\nt")}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
     torch.manual_seed(1)
@@ -105,9 +101,7 @@ def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, 
         return build(replace(config, run=replace(config.run, seed=next(seeds))), world)
 
     monkeypatch.setattr(verify, "build", other)
-    assert (
-        cli.main([*arguments(corpus, tmp_path, "--tp", "1", "--model", "qwen2"), "--verify-steps", "1"]) == 1
-    )
+    assert cli.main([*arguments(corpus, tmp_path, "--tp", "1", "--model", "qwen2"), "--verify-steps", "1"]) == 1
     captured = capsys.readouterr()
     assert "NOT EQUAL: loss differs" in captured.out
     assert captured.err.startswith("fusedtp finetune: error: the parallel run is not the run of one process")
@@ -155,10 +149,7 @@ def refusing(monkeypatch, corpus, tmp_path):
 
 def test_no_such_model_is_refused(refusing, capsys):
     found = error_of(capsys, *refusing, "--model", "no/such/folder")
-    assert (
-        found
-        == "--model no/such/folder is no folder and no causal language model of transformers, such as llama"
-    )
+    assert found == "--model no/such/folder is no folder and no causal language model of transformers, such as llama"
 
 
 def test_a_folder_without_a_model_is_refused(refusing, capsys, tmp_path):

@@ -88,9 +88,7 @@ def stepped(group: Any, mesh: str, options: str, tokens: Path) -> Step:
     from fusedtp.parallel import clip_grad_norm_
 
     here, config = world_on(group, mesh), parse(f"{SIZES} {options}".split())
-    batches = Batches(
-        tokens, length=16, batch=8, accumulate=2, dp=here.dp, dp_rank=here.dp_rank, documents="separate"
-    )
+    batches = Batches(tokens, length=16, batch=8, accumulate=2, dp=here.dp, dp_rank=here.dp_rank, documents="separate")
     model, pipeline = build_stages(config, here)
     loss = backward(model, batches, 0, ExpertLoad(model, here, 0.0), 0, pipeline)
     own = {} if pipeline is None else {"others": pipeline.group, "uncounted": pipeline.uncounted}
@@ -162,8 +160,7 @@ def start(group: Any, mesh: str, options: str) -> dict[str, Tensor]:
     """Every parameter that this rank has some of, whole."""
     model, _ = build_stages(parse(f"{SIZES} {options}".split()), world_on(group, mesh))
     return {
-        name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
-        for name, p in model.named_parameters()
+        name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for name, p in model.named_parameters()
     }
 
 
@@ -200,9 +197,7 @@ class _Alone:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "more"), [("pp2 tp2", ""), ("pp2 dp2", "--lora 2")])
-def test_a_resumed_run_equals_one_that_never_stopped(
-    worlds, tokens: Path, tmp_path: Path, mesh: str, more: str
-):
+def test_a_resumed_run_equals_one_that_never_stopped(worlds, tokens: Path, tmp_path: Path, mesh: str, more: str):
     ranks = worlds(4)
     options = f"--pp 2 --accumulate 2 --model {config_file(tmp_path, tie_word_embeddings=True)} {more}"
     at_once = ranks.run(trained, mesh, options, tokens, tmp_path / "one")
@@ -340,11 +335,7 @@ def test_blocks_inside_of_blocks_are_gathered_with_them():
 
 def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
     ids = "--vocab-size 500 --data ids.npy"
-    assert (
-        refusals(f"--model llama {ids}")
-        == refusals(f"--model {config_file(tmp_path, vocab_size=500)} {ids}")
-        == []
-    )
+    assert refusals(f"--model llama {ids}") == refusals(f"--model {config_file(tmp_path, vocab_size=500)} {ids}") == []
     path = config_file(tmp_path, vocab_size=499)
     assert refusals(f"--model {path} {ids}") == [f"{path} has 499 tokens, fewer than --vocab-size 500"]
 
@@ -360,9 +351,7 @@ def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch
         return found
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", doubled)
-    assert foreign_faults(config, 1, 1) == [
-        "--pp: LlamaForCausalLM, cut into stages, computes something else"
-    ]
+    assert foreign_faults(config, 1, 1) == ["--pp: LlamaForCausalLM, cut into stages, computes something else"]
     monkeypatch.undo()
     whole = transformers.LlamaForCausalLM.forward
 

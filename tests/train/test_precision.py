@@ -153,30 +153,22 @@ def test_a_run_whose_first_steps_overflow_is_that_of_one_process(worlds, tokens:
     skipped = [record["grad_norm"] == math.inf for record in records]
     assert 2 <= sum(skipped) <= 11 and skipped == sorted(skipped, reverse=True)
     theirs = [
-        reference_steps(config, tokens, len(records), torch.device("cpu"), shaken, records)
-        for shaken in (False, True)
+        reference_steps(config, tokens, len(records), torch.device("cpu"), shaken, records) for shaken in (False, True)
     ]
     for own in (records, others):
         found = compare(config, own, *theirs)
         assert found.passed and found.steps > sum(skipped) + 1, found
 
 
-def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights_in_fp32(
-    worlds, tokens: Path
-):
+def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights_in_fp32(worlds, tokens: Path):
     options = "--dtype bf16 --param-dtype bf16 --data-parallel zero2 --steps 8"
     config = parse(f"{SIZES} {options}".split())
     ranks = worlds(2).run(trained, "dp2", options, tokens)
-    theirs = [
-        reference_steps(config, tokens, 8, torch.device("cpu"), shaken, ranks[0][0])
-        for shaken in (False, True)
-    ]
+    theirs = [reference_steps(config, tokens, 8, torch.device("cpu"), shaken, ranks[0][0]) for shaken in (False, True)]
     for records, seen, _ in ranks:
         found = compare(config, records, *theirs)
         assert found.passed and found.steps == 8, found
-        held = seen[
-            -2
-        ]  # before the last update; a validation, which comes after it, leaves parameters gathered
+        held = seen[-2]  # before the last update; a validation, which comes after it, leaves parameters gathered
         assert {each.dtype for each in held} == {torch.float32}
         assert any(not torch.equal(each, each.bfloat16().float()) for each in held)
 
@@ -219,9 +211,7 @@ def norm_with_nan(group: Any, kind: float) -> float:
         DTensor.from_local(torch.ones(3), mesh["dp"], [torch.distributed.tensor.Shard(0)], run_check=False)
     )
     of_rank = torch.tensor([1.0, math.nan if group.rank() else 2.0, 3.0])
-    parameter.grad = DTensor.from_local(
-        of_rank, mesh["dp"], [torch.distributed.tensor.Shard(0)], run_check=False
-    )
+    parameter.grad = DTensor.from_local(of_rank, mesh["dp"], [torch.distributed.tensor.Shard(0)], run_check=False)
     return clip_grad_norm_([parameter], 1.0, kind).item()
 
 

@@ -90,9 +90,7 @@ def written(folder: Path) -> Path:
     ]
     recorded = {"step": 2, "schedule": "1f1b", "idle": 0.5, "ideal": 0.25, "actions": passes}
     (folder / "pipeline.json").write_text(json.dumps(recorded))
-    (folder / "config.json").write_text(
-        json.dumps({"optim": {"steps": 50, "lr": 0.125}, "run": {"dtype": "bf16"}})
-    )
+    (folder / "config.json").write_text(json.dumps({"optim": {"steps": 50, "lr": 0.125}, "run": {"dtype": "bf16"}}))
     (folder / "versions.json").write_text(json.dumps({"packages": {"torch": "2.99"}}))
     return folder
 
@@ -114,9 +112,7 @@ def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
     assert "<b>it began</b>" in found.text and found.text.count("it began") == 1  # escaped, and said once
 
 
-@pytest.mark.parametrize(
-    "missing", ["metrics.jsonl", "ranks.jsonl", "pipeline.json", "config.json", "versions.json"]
-)
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "ranks.jsonl", "pipeline.json", "config.json", "versions.json"])
 def test_what_a_run_has_not_written_is_left_out(tmp_path, missing):
     folder = written(tmp_path / "run")
     (folder / missing).unlink()
@@ -171,11 +167,7 @@ def test_ticks_are_few_and_inside_their_range(a, b):
     assert all(low - slack <= tick <= high + slack for tick in found)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 10**6), st.floats(-1e6, 1e6) | st.just(math.nan) | st.none()), max_size=50
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e6, 1e6) | st.just(math.nan) | st.none()), max_size=50))
 def test_every_curve_is_drawn_inside_its_picture(points):
     source = chart("a < b", [Curve("x & y", points), Curve("z", points, dots=True)])
     Outline(source)
@@ -198,8 +190,7 @@ def test_boxes_of_a_gantt_picture_lie_where_their_times_are():
     source = gantt({"step": 0, "schedule": "gpipe", "actions": actions})
     Outline(source)
     boxes = [
-        tuple(map(float, box))
-        for box in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*rx', source)
+        tuple(map(float, box)) for box in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*rx', source)
     ]
     assert len(boxes) == len(actions)
     scale = boxes[0][2] / 0.08

@@ -132,9 +132,7 @@ def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
         assert [record["step"] for record in records] == [2, 3]
         for record, wanted in zip(records, wanted_records[MIDDLE:], strict=True):
             assert record["lr"] == wanted["lr"]
-            assert record["loss"] == pytest.approx(
-                wanted["loss"], rel=4 * bound
-            )  # two steps' roundings and more
+            assert record["loss"] == pytest.approx(wanted["loss"], rel=4 * bound)  # two steps' roundings and more
             before = wanted_records[MIDDLE - 1]["loss"]
             assert abs(record["loss"] / before - 1) > 100 * bound, "other tokens, other loss"
     draws = [draws for _, _, draws, _ in then]
@@ -248,17 +246,12 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "new", "--resume"]) == launch.WRONG_USAGE
     assert "holds no checkpoint" in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
-    assert (
-        "holds checkpoints up to step 6: --resume goes on from there, --replace removes"
-        in capsys.readouterr().err
-    )
+    assert "holds checkpoints up to step 6: --resume goes on from there, --replace removes" in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path, "--replace", "--steps", "2")) == 0
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2]
 
 
-def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(
-    book, tmp_path, monkeypatch, capsys
-):
+def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):
     """Of a newer version, of another program, damaged or empty: each is named, together with what else is wrong."""
 
     def refuse(*args, **kwargs):
@@ -416,9 +409,7 @@ sys.exit(cli.main(["train", *sys.argv[3:]]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("phase", "by"), [("forward", "SIGKILL"), ("backward", "SIGSEGV"), ("send", "SIGABRT")]
-)
+@pytest.mark.parametrize(("phase", "by"), [("forward", "SIGKILL"), ("backward", "SIGSEGV"), ("send", "SIGABRT")])
 def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_path, capsys, phase, by):
     """The second stage dies in step 5, in each kind of its work; one process goes on from step 4."""
     script = tmp_path / "killed.py"

@@ -43,11 +43,7 @@ def corpus(tmp_path_factory) -> Path:
 
 def environment() -> dict[str, str]:
     """This environment without what an outer torchrun may have put there, one thread a rank."""
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    }
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -112,9 +108,7 @@ def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
     assert summary["loss_last"] < summary["loss_first"]
     assert summary["val_loss"] == records[-1]["val_loss"]
     assert summary["world_size"] == 1 and summary["dtype"] == "fp32" and summary["engines"] == {}
-    assert summary["tokens_per_second"] == pytest.approx(
-        8 * 32 * 5 / sum(record["seconds"] for record in steps[1:])
-    )
+    assert summary["tokens_per_second"] == pytest.approx(8 * 32 * 5 / sum(record["seconds"] for record in steps[1:]))
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").iterdir())
     assert json.loads((folder / "config.json").read_text())["model"]["width"] == 32
@@ -273,12 +267,8 @@ def test_a_failing_rank_ends_the_job_with_its_message(corpus, tmp_path):
     done = broken("raise", "--data", str(corpus), "--runs", str(tmp_path), folder=tmp_path)
     assert done.returncode != 0
     assert "the disk of rank 1 is full" in done.stderr
-    own = [
-        line for line in done.stderr.splitlines() if line.startswith('  File "') and "in train_step" in line
-    ]
-    assert len(own) == 1, (
-        own
-    )  # not of rank 0, which fails because rank 1 died; torchrun's report is indented more
+    own = [line for line in done.stderr.splitlines() if line.startswith('  File "') and "in train_step" in line]
+    assert len(own) == 1, own  # not of rank 0, which fails because rank 1 died; torchrun's report is indented more
     assert [path for path in Path("/proc").glob("[0-9]*/cwd") if _target(path) == tmp_path] == []
 
 

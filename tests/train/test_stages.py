@@ -153,9 +153,7 @@ def steps_of_pipeline(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "tp", "tied"), [(2, 1, False), (2, 1, True), (2, 2, True)])
-def test_every_schedule_gives_the_gradients_of_one_process(
-    worlds, schedule: str, pp: int, tp: int, tied: bool
-):
+def test_every_schedule_gives_the_gradients_of_one_process(worlds, schedule: str, pp: int, tp: int, tied: bool):
     every_change = ((4, 8), (4, 5), (6, 5))  # of length, then of the number of microbatches
     compare(worlds, schedule, pp, tp, tied, ((4, 8), (6, 5)) if tied else every_change)
 
@@ -211,9 +209,7 @@ def with_flex_attention(
     with pytest.MonkeyPatch.context() as patch:
         # On a CPU torch has this backward, by its definition, and refuses to be asked for it.
         patch.setattr(flex_attention, "_validate_device", lambda *qkv: None)
-        patch.setattr(
-            attention, "attention_mask", lambda *given: mask.attention_mask(*given[:4], use_flex=True)
-        )
+        patch.setattr(attention, "attention_mask", lambda *given: mask.attention_mask(*given[:4], use_flex=True))
         patch.setattr(attention, "flex", counted)
         return steps_of_pipeline(schedule, 2, tp, False, steps, recompute=recompute), taken
 
@@ -266,9 +262,7 @@ def messages_of(
 
 @pytest.mark.parametrize("engine", ["auto", "collective"])
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
-def test_weight_gradients_that_come_later_repeat_no_communication(
-    worlds, recompute: Recompute | None, engine: str
-):
+def test_weight_gradients_that_come_later_repeat_no_communication(worlds, recompute: Recompute | None, engine: str):
     whole, later = (
         worlds(4).run(messages_of, schedule, recompute, engine)
         for schedule in ("interleaved_1f1b", "interleaved_zero_bubble")
@@ -352,9 +346,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(layers: list[float], head: int,
 
 
 def test_the_first_layer_has_the_embedding_and_the_last_stage_the_head():
-    config = ModelConfig(
-        vocab_size=50, hidden_size=8, intermediate_size=6, num_hidden_layers=3, num_attention_heads=2
-    )
+    config = ModelConfig(vocab_size=50, hidden_size=8, intermediate_size=6, num_hidden_layers=3, num_attention_heads=2)
     layers, head = costs(config, 4)
     assert (layers[0] - layers[1], layers[1] - layers[2], head) == (8, 0, 50 * 8)
     assert stage_costs(layers, head, [range(1), range(1, 3)]) == [layers[0], 2 * layers[1] + head]

@@ -28,9 +28,7 @@ def shapes_of(config: Any, tokens: Path, here: World) -> set[tuple[str, tuple[in
     def note(module: nn.Module, given: tuple[Any, ...], _: Any) -> None:
         weight = getattr(module, "weight", None)
         rows = tuple(tuple(x.shape) for x in given if isinstance(x, torch.Tensor))
-        seen.add(
-            (type(module).__name__.removeprefix("FSDP"), rows, () if weight is None else tuple(weight.shape))
-        )
+        seen.add((type(module).__name__.removeprefix("FSDP"), rows, () if weight is None else tuple(weight.shape)))
 
     for module in model.modules():
         if not list(module.children()):

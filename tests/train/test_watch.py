@@ -204,11 +204,7 @@ class Slow:
 
 def first_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Of what this rank has of the model."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if name.startswith("layers.") and name.count(".") == 1
-    ][:1]
+    return [module for name, module in model.named_modules() if name.startswith("layers.") and name.count(".") == 1][:1]
 
 
 class Poison:
@@ -448,9 +444,7 @@ def test_a_rank_that_hangs_is_named_by_the_others_with_its_last_call(tokens, tmp
     with pool.World(2) as ranks:
         first, _ = ranks.outcomes(hang, mesh, tokens, tmp_path, grace=30)
     assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
-    assert re.search(
-        r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", first.message
-    )
+    assert re.search(r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", first.message)
     report = json.loads((tmp_path / HANG).read_text())
     zero, one = report["ranks"]
     assert zero["gave_up"] and zero["kind"] == f"{mesh}_wait" and zero["step"] == 2
@@ -519,9 +513,7 @@ def test_ranks_whose_collectives_are_out_of_order_are_named_with_their_last_call
     for each in found:
         assert isinstance(each, Failure) and each.kinds[0] == "RankHung", each
         assert each.message.startswith("all ranks wait, in different calls: rank 0 on ")
-        assert re.search(
-            r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", each.message
-        )
+        assert re.search(r"rank 1 on \S+ has been in compute of step 3 for \d+ s; its last call was ", each.message)
 
 
 def leaving(group: Any, mesh: str, tokens: Path, *said: str) -> tuple[str, str]:
@@ -595,12 +587,8 @@ def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Posit
 def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
     waits, gave_up = place(0, kind="dp_wait"), place(1, gave_up=True)
     told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up, place(2, 8)], 3)
-    assert hung == {2} and told.startswith(
-        "rank 2 on box has been in compute of step 8 for 9 s; its last call was"
-    )
-    told, hung = judge(
-        [place(2)], [gave_up, place(2, kind="tp_wait")], 3
-    )  # rank 2 stands still, rank 0 never spoke
+    assert hung == {2} and told.startswith("rank 2 on box has been in compute of step 8 for 9 s; its last call was")
+    told, hung = judge([place(2)], [gave_up, place(2, kind="tp_wait")], 3)  # rank 2 stands still, rank 0 never spoke
     assert (
         hung == {0, 2}
         and "rank 2 on box answers no more; it was last heard of in tp_wait of step 8" in told

@@ -110,9 +110,7 @@ def of_fp8(config: Config, machine: Machine) -> Config:
     return replace(config, block_n=min(config.block_n, 128), max_registers=ALL_REGISTERS)
 
 
-def _cuda_tiles(
-    machine: Machine, dtype: torch.dtype, rows: int, cols: int, block_m: int, even: bool
-) -> Config:
+def _cuda_tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, block_m: int, even: bool) -> Config:
     every = ALL_REGISTERS
     if dtype == torch.float32:  # a thread holds all of BLOCK_K of its rows and columns
         return Config(min(block_m, 64), 64, 16, num_warps=8, num_stages=4, max_registers=every)

@@ -35,13 +35,9 @@ def plan_logit_stats(logits: Tensor, labels: Tensor, start: int, machine: Machin
     return Launch(logit_stats_kernel, -(-rows // height), args, _config(height * lanes)), stats
 
 
-def logit_gradient(
-    logits: Tensor, gradient: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor
-) -> None:
+def logit_gradient(logits: Tensor, gradient: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor) -> None:
     """gradient = (exp(logits - lse) - onehot) * scale; `gradient` may be `logits`. lse, scale: fp32 [T], contiguous."""
-    plan_logit_gradient(logits, gradient, labels, start, lse, scale, machine_of(logits.device)).start(
-        logits.device
-    )
+    plan_logit_gradient(logits, gradient, labels, start, lse, scale, machine_of(logits.device)).start(logits.device)
 
 
 def plan_logit_gradient(
@@ -69,9 +65,7 @@ def _shared_args(logits: Tensor, labels: Tensor, start: int, machine: Machine) -
 def _aligned(logits: Tensor) -> bool:
     """Whether the compiler sees that a thread can load ACCESS bytes at once: what it knows of a number is that 16
     divides it."""
-    return logits.data_ptr() % ACCESS == 0 and all(
-        n % VECTOR == 0 for n in (logits.stride(0), logits.shape[1])
-    )
+    return logits.data_ptr() % ACCESS == 0 and all(n % VECTOR == 0 for n in (logits.stride(0), logits.shape[1]))
 
 
 def _config(accesses: int) -> Config:

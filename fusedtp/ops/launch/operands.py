@@ -63,9 +63,7 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-def local_operands(
-    config: Config, xs: Sequence[Tensor], weights: Sequence[Tensor], batch: int = 1
-) -> dict[str, Any]:
+def local_operands(config: Config, xs: Sequence[Tensor], weights: Sequence[Tensor], batch: int = 1) -> dict[str, Any]:
     """Strides, TMA, X_TMA and ACROSS of a kernel whose operands [T, K_i] and [N, K_i] no peer writes.
 
     TMA takes rows that are contiguous: those of the weights, or of all of them transposed, as a gradient has them

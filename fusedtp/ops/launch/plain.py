@@ -28,9 +28,7 @@ from .operands import (
 )
 from .run import DTYPES, check_tensors, require_triton
 
-Scales = tuple[
-    Tensor | None, Tensor | None
-]  # of x's rows and of w's: fp32, [M, 1] and [N, 1], or one element each
+Scales = tuple[Tensor | None, Tensor | None]  # of x's rows and of w's: fp32, [M, 1] and [N, 1], or one element each
 
 
 def matmul(
@@ -152,9 +150,7 @@ def _check_fp8(
                 f"got {name} {tuple(scale.shape)} {scale.dtype}, wanted one element or [{count}, 1] of float32"
             )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != dtype):
-        raise ValueError(
-            f"got bias {tuple(bias.shape)} {bias.dtype}, wanted {tuple(weight.shape[:1])} of {dtype}"
-        )
+        raise ValueError(f"got bias {tuple(bias.shape)} {bias.dtype}, wanted {tuple(weight.shape[:1])} of {dtype}")
     if any(t is not None and t.device != x.device for t in (weight, x_scale, w_scale, bias)):
         raise ValueError(f"got tensors on other devices than x's {x.device}")
     require_triton(x.device)

@@ -132,9 +132,7 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Ten
     return grads
 
 
-def plan_swiglu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, act: str
-) -> tuple[Launch, tuple[Tensor, Tensor]]:
+def plan_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """The launch of swiglu_backward, not yet run, and its outputs."""
     from fusedtp.kernels.swiglu import swiglu_backward_kernel
 
@@ -150,9 +148,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[T
     return outs
 
 
-def plan_rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int
-) -> tuple[Launch, tuple[Tensor, Tensor]]:
+def plan_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Launch, tuple[Tensor, Tensor]]:
     """The launch of rotate, not yet run, and its outputs."""
     from fusedtp.kernels.rope import rope_kernel
 

@@ -25,9 +25,7 @@ PROGRAMS = 4  # that look for the largest magnitude on a multiprocessor
 def packed_rows(x: Tensor, kind: torch.dtype, filled: int) -> Tensor:
     """x [M, K] -> uint8 [M, filled + 16]: fp8 of each row, zeros from K on, and the row's scale, SCALES times."""
     packed = x.new_empty(x.shape[0], filled + SCALE_BYTES, dtype=torch.uint8)
-    plan_quantize(x, None, packed.view(kind)[:, :filled], packed[:, filled:].view(torch.float32)).start(
-        x.device
-    )
+    plan_quantize(x, None, packed.view(kind)[:, :filled], packed[:, filled:].view(torch.float32)).start(x.device)
     return packed
 
 
@@ -124,9 +122,7 @@ def plan_largest(x: Tensor, machine: Machine) -> tuple[Launch, Tensor]:
     rows, block, warps = _tile(x, min(k, ELEMENTS))
     programs = max(1, min(PROGRAMS * machine.programs, -(-m // rows)))
     parts = x.new_empty(programs, dtype=torch.float32)
-    args = dict(
-        x=x, stride_xm=x.stride(0), stride_xk=x.stride(1), parts=parts, M=m, K=k, ROWS=rows, BLOCK=block
-    )
+    args = dict(x=x, stride_xm=x.stride(0), stride_xk=x.stride(1), parts=parts, M=m, K=k, ROWS=rows, BLOCK=block)
     return _launch(largest_kernel, programs, args, warps), parts
 
 

@@ -14,9 +14,7 @@ from torch import Tensor
 from .config import Machine, machine_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST = (
-    2**31 - 2**16
-)  # rows or columns: kernels number them by 32 bits, a tile past the end; addresses have 64
+MOST = 2**31 - 2**16  # rows or columns: kernels number them by 32 bits, a tile past the end; addresses have 64
 
 
 def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -50,16 +48,12 @@ def check_tensors(
     require_triton(x.device)
     longest = max(rows, *(n for t in (x, *others) if t is not None for n in t.shape))
     if longest > MOST:
-        raise ValueError(
-            f"engine='triton' takes at most {MOST} rows or columns, not {longest}: use 'chunked'"
-        )
+        raise ValueError(f"engine='triton' takes at most {MOST} rows or columns, not {longest}: use 'chunked'")
     if x.dtype not in dtypes:
         raise ValueError(f"engine='triton' computes in {', '.join(map(str, dtypes))}, not in {x.dtype}")
     for other in others:
         if other is not None and (other.dtype != x.dtype or other.device != x.device):
-            raise ValueError(
-                f"got {other.dtype} on {other.device} beside {x.dtype} on {x.device}: one is wanted"
-            )
+            raise ValueError(f"got {other.dtype} on {other.device} beside {x.dtype} on {x.device}: one is wanted")
 
 
 def require_triton(device: torch.device) -> None:
@@ -67,9 +61,7 @@ def require_triton(device: torch.device) -> None:
     try:
         from fusedtp.kernels.tiles import INTERPRETED
     except ImportError as error:
-        raise RuntimeError(
-            "engine='triton' needs the triton package, which cannot be imported here"
-        ) from error
+        raise RuntimeError("engine='triton' needs the triton package, which cannot be imported here") from error
     if device.type == "cpu" and not INTERPRETED.value:
         raise RuntimeError(
             "engine='triton' runs on CPU tensors only under Triton's interpreter: set TRITON_INTERPRET=1 before "

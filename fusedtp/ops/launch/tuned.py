@@ -127,9 +127,7 @@ def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine
     lanes = 32 * values["num_warps"]
     registers = values.get("max_registers", 0)
     if machine.clock == "cuda" and lanes * max(registers, m * n // lanes) > REGISTERS:
-        found.append(
-            f"max_registers {registers}: {lanes} threads with a tile of {m} x {n} have {REGISTERS} registers"
-        )
+        found.append(f"max_registers {registers}: {lanes} threads with a tile of {m} x {n} have {REGISTERS} registers")
     if machine.clock != "cuda" and registers:
         found.append(f"max_registers {registers} is an option of CUDA only")
     if machine.clock == "cuda" and 0 < registers < 32:
@@ -144,9 +142,7 @@ def _switch_faults(values: Mapping[str, Any], dtype: str, machine: Machine) -> F
         found.append(f"tma needs sm_90 or later and 16 bits; this is sm_{machine.capability}, {dtype}")
     if values.get("specialized"):
         if not values.get("tma") or machine.capability // 10 != 10:
-            found.append(
-                "specialized needs tma and sm_100: see Note [Warp specialisation] in kernels/matmul.py"
-            )
+            found.append("specialized needs tma and sm_100: see Note [Warp specialisation] in kernels/matmul.py")
         if values.get("max_registers"):
             found.append("max_registers is a limit of all warps alike, which those of specialized are not")
     return found
@@ -234,9 +230,7 @@ def _lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) -
     return found
 
 
-def _miss(
-    machine: Machine, found: Mapping[str, int], where: str, key: tuple[str, str, tuple[int, ...]]
-) -> None:
+def _miss(machine: Machine, found: Mapping[str, int], where: str, key: tuple[str, str, tuple[int, ...]]) -> None:
     """Say once that a default is used; the interpreter has no speed to lose."""
     if found or machine.clock == "host" or _told:
         return
@@ -249,9 +243,7 @@ def _miss(
 
 def described(kernel: str, dtype: str, at: tuple[int, ...]) -> str:
     """One line that names an entry."""
-    return f"{kernel} {dtype} " + " ".join(
-        f"{axis} {n}" for axis, n in zip(KERNELS[kernel].axes, at, strict=True)
-    )
+    return f"{kernel} {dtype} " + " ".join(f"{axis} {n}" for axis, n in zip(KERNELS[kernel].axes, at, strict=True))
 
 
 def report() -> list[str]:

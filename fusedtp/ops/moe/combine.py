@@ -299,9 +299,7 @@ def _sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
-def local(
-    call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange
-) -> Tensor:
+def local(call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> Tensor:
     """All experts are here. Nothing waits for the device."""
     choices = torch.arange(at.tokens * at.top_k, device=y.device)[:, None]
     parts = F.pad(y, (0, 0, 0, choices.shape[0] - at.max_rows))
@@ -326,9 +324,7 @@ def collective(
     return weighted_sum(mine, places, weights)
 
 
-def chunked(
-    call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange
-) -> Tensor:
+def chunked(call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> Tensor:
     """On CPU: every owner writes rows where their tokens' ranks sum them."""
     return _pushed(call, y.new_empty(0, y.shape[1]), [(0, y)], places, weights, plan, at)
 
@@ -365,9 +361,7 @@ def _pushed(
         return weighted_sum(mine, places, weights)
 
 
-def triton(
-    call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange
-) -> Tensor:
+def triton(call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> Tensor:
     """One launch, which reads the plan on the device."""
     with call.call() as running:
         view = running.kernel_view()
@@ -515,9 +509,7 @@ matmul_op = Operation(
 # -- the launchers of the kernels --------------------------------------------------------------------------------------
 
 
-def prepare_combine(
-    view: Any, y: Tensor, top_k: int, at: Exchange, config: Config | None, machine: Machine
-) -> Launch:
+def prepare_combine(view: Any, y: Tensor, top_k: int, at: Exchange, config: Config | None, machine: Machine) -> Launch:
     """The launch of moe_combine_kernel without its pointers. y [max_rows, N], any strides."""
     from fusedtp.kernels.moe_exchange import moe_combine_kernel
 

@@ -123,9 +123,7 @@ def dispatch(x: Tensor, weights: Tensor, plan: RoutingPlan, at: Exchange) -> tup
     return rows, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
 
 
-def dispatch_rows(
-    x: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange
-) -> tuple[Tensor, Tensor]:
+def dispatch_rows(x: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> tuple[Tensor, Tensor]:
     """x [T_r, K] -> rows [max_rows, K], with their gradient; weights [T_r, k] -> those of the rows [max_rows]."""
     if needs_grad(x):
         made: tuple[Tensor, Tensor] = _Dispatch.apply(at, x, weights, *plan)
@@ -219,19 +217,13 @@ def _with_matmul(
         plan, where = make_plan(x, expert_ids, weights, num_experts, at, **options)
         where = known_room(plan, where)
         offsets = offsets_of(plan, where)
-        check_grouped(
-            x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True))
-        )
+        check_grouped(x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True)))
         weights = without_dropped(weights, expert_ids, x)
         scalars = weights.detach()
         if needs_grad(x, *matrices):
-            y, row_weights = _DispatchMatmul.apply(
-                where, act, main_grads, x, scalars, offsets, *plan, *matrices
-            )
+            y, row_weights = _DispatchMatmul.apply(where, act, main_grads, x, scalars, offsets, *plan, *matrices)
         else:
-            _, row_weights, y = matmul_op(
-                where.spec, x, scalars, matrices, offsets, act, False, *plan, where.max_rows
-            )
+            _, row_weights, y = matmul_op(where.spec, x, scalars, matrices, offsets, act, False, *plan, where.max_rows)
     return y, offsets, MoEHandle(weights, row_weights, plan, where, offsets)
 
 
@@ -256,9 +248,7 @@ class _DispatchMatmul(Function):
         )
         need_x, need_matrices = ctx.needs_input_grad[3], any(ctx.needs_input_grad[9:])
         # what no gradient reads is neither kept nor guarded against changes
-        ctx.save_for_backward(
-            rows if need_matrices else None, offsets, *plan, *products, *(matrices if need_x else ())
-        )
+        ctx.save_for_backward(rows if need_matrices else None, offsets, *plan, *products, *(matrices if need_x else ()))
         ctx.at, ctx.act, ctx.main_grads, ctx.products, ctx.kept = at, act, main_grads, len(products), None
         ctx.mark_non_differentiable(row_weights)
         return y, row_weights
@@ -424,9 +414,7 @@ def triton_matmul(
         launch = call.launches.get(key)
         if launch is None:
             check(view, call.slot_bytes, x, matrices)
-            launch = prepare_dispatch_matmul(
-                view, x, matrices, at, act, keep, None, precision, machine_for(view, x)
-            )
+            launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, None, precision, machine_for(view, x))
             call.launches[key] = launch
         outs = matmul_outputs(x, matrices, at, keep)
         tokens = orders[at.choices_of(at.rank)] // at.top_k
@@ -476,9 +464,7 @@ def dispatch_matmul_bytes(at: Exchange, k: int, dtype: torch.dtype) -> int:
 
 def _slot_bytes(rows: Rows, shared: Shared, top_k: int, num_experts: int, bound: int, comm_dtype: int) -> int:
     """Published tokens, and scalars behind them or in a launch of their own."""
-    row = (
-        fp8.row_bytes(shared.features) if COMM_DTYPES[comm_dtype] else shared.features * shared.dtype.itemsize
-    )
+    row = fp8.row_bytes(shared.features) if COMM_DTYPES[comm_dtype] else shared.features * shared.dtype.itemsize
     scalars = top_k * accumulator(shared.dtype).itemsize if shared.with_bias else 0
     return _aligned(rows.longest * row) + rows.longest * scalars
 
@@ -506,9 +492,7 @@ matmul_op = Operation(
     "Tensor index, SymInt max_rows",
     "Tensor[]",
     fake=_fake_matmul,
-    shared=lambda x, scalars, matrices, *_: Shared(
-        x.dtype, x.shape[1], len(matrices), int(scalars is not None)
-    ),
+    shared=lambda x, scalars, matrices, *_: Shared(x.dtype, x.shape[1], len(matrices), int(scalars is not None)),
     engines={
         **{move.__name__: _then_matmul(move) for move in (local, collective, chunked)},
         "triton": triton_matmul,
@@ -546,9 +530,7 @@ def prepare_dispatch(
     return Launch(moe_dispatch_kernel, config.send_programs + config.other_programs, args, config)
 
 
-def dispatch_pointers(
-    peers: Any, x: Tensor, orders: Tensor, index: PackedIndex, rows: Tensor
-) -> dict[str, Any]:
+def dispatch_pointers(peers: Any, x: Tensor, orders: Tensor, index: PackedIndex, rows: Tensor) -> dict[str, Any]:
     """The arguments that a prepared dispatch lacks: orders of all ranks, rows [max_rows, K] is the output."""
     return dict(
         peers=peers,
@@ -598,9 +580,7 @@ def prepare_dispatch_matmul(
     assert len(matrices) == 1 + (act != "") and (act or not keep)
     e, n, k = matrices[0].shape
     moved = moving(machine, at, x, view.flags_per_source)
-    config = config or _matmul_config(
-        machine, moved, x.dtype, precision, at.max_rows, e, n, len(matrices), keep
-    )
+    config = config or _matmul_config(machine, moved, x.dtype, precision, at.max_rows, e, n, len(matrices), keep)
     config, taken = group_tiles(config, machine, [x], matrices, by_index=True, transposed=not act)
     args = dict(
         stride_xm=x.stride(0),
@@ -650,9 +630,7 @@ def dispatch_matmul_pointers(
     offsets   [E + 1]   int32, where the rows of each expert begin
     """
     rows, y, *products = outs
-    w, *w2 = (
-        grouped_descriptors(launch.config, launch.args, [], matrices)[1] if launch.args["TMA"] else matrices
-    )
+    w, *w2 = grouped_descriptors(launch.config, launch.args, [], matrices)[1] if launch.args["TMA"] else matrices
     return dict(
         peers=peers,
         x=x,
@@ -684,9 +662,7 @@ def plan_dispatch_matmul(
     launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, config, precision, machine)
     outs = matmul_outputs(x, matrices, at, keep)
     peers = peers_of(view, rank, at.world_size, sig, machine.clock)
-    return launch.given(
-        dispatch_matmul_pointers(launch, peers, x, tokens, matrices, offsets, index, outs)
-    ), outs
+    return launch.given(dispatch_matmul_pointers(launch, peers, x, tokens, matrices, offsets, index, outs)), outs
 
 
 def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:

@@ -237,9 +237,7 @@ def check_grouped(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:
     """Raises ValueError for shapes, dtypes or devices that do not fit."""
     for name, w in weights.items():
         if rows.dim() != 2 or w.dim() != 3 or w.shape[2] != rows.shape[1]:
-            raise ValueError(
-                f"got rows {tuple(rows.shape)} and {name} {tuple(w.shape)}, wanted [R, K] and [E, N, K]"
-            )
+            raise ValueError(f"got rows {tuple(rows.shape)} and {name} {tuple(w.shape)}, wanted [R, K] and [E, N, K]")
         if offsets.dtype != torch.int32 or offsets.shape != (w.shape[0] + 1,) or not w.shape[0]:
             raise ValueError(
                 f"got offsets {tuple(offsets.shape)} of {offsets.dtype} for {name} {tuple(w.shape)}, wanted [E + 1] of "
@@ -317,9 +315,7 @@ def matmul_engine(
     return y
 
 
-def matmul_by_expert(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor
-) -> Iterator[tuple[int, Tensor]]:
+def matmul_by_expert(xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
     """`matmul_engine` on a CPU, expert by expert: its first row and its y [R_e, N], until the next one."""
     each = list(_experts(offsets))
     windows = [cpu.window(rows, xs[0].shape[0], xs[0]) for _, rows in each]
@@ -332,9 +328,7 @@ def matmul_by_expert(
         yield rows.start, y[rows.start - wide.start : rows.stop - wide.start]
 
 
-def wgrad_engine(
-    engine: str, dys: Sequence[Tensor], x: Tensor, offsets: Tensor, dtype: torch.dtype
-) -> list[Tensor]:
+def wgrad_engine(engine: str, dys: Sequence[Tensor], x: Tensor, offsets: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """dys[i] [R, N_i], x [R, K] -> [E, N_i, K] of dtype: dys[i][rows of e].T @ x[rows of e], summed in fp32."""
     if choose(engine, x) == "triton":
         return [_launch_wgrad(dy, x, offsets, dtype, fp32_precision()) for dy in dys]
@@ -353,9 +347,7 @@ def wgrad_engine(
     return dws
 
 
-def _launch_wgrad(
-    dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, precision: str = "ieee"
-) -> Tensor:
+def _launch_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, precision: str = "ieee") -> Tensor:
     check_tensors(x, [dy])
     launch, dw = plan_wgrad(dy, x, offsets, dtype, None, precision, machine_of(x.device))
     launch.start(x.device)
@@ -402,9 +394,7 @@ def gated_engine(
     return made
 
 
-def gated_backward_engine(
-    engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets: Tensor, act: str
-) -> list[Tensor]:
+def gated_backward_engine(engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets: Tensor, act: str) -> list[Tensor]:
     """dy, g, u [R, N] -> the gradients of g and u in act(g) * u."""
     if choose(engine, g) == "triton":
         dy = dy.contiguous()
@@ -438,9 +428,7 @@ def _matmul(
     return matmul_engine(engine, xs, weights, offsets, bias)
 
 
-def _gated(
-    x: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, engine: str, keep: bool
-) -> list[Tensor]:
+def _gated(x: Tensor, gate: Tensor, up: Tensor, offsets: Tensor, act: str, engine: str, keep: bool) -> list[Tensor]:
     _check_offsets(offsets, x.shape[0])
     return gated_engine(engine, x, gate, up, offsets, act, keep)
 
@@ -493,9 +481,7 @@ gated_backward_op = LocalOperation(
 # -- grouped_mm --------------------------------------------------------------------------------------------------------
 
 
-def _vendor_matmul(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None
-) -> Tensor:
+def _vendor_matmul(xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None) -> Tensor:
     """Rounds after each product and after the bias, which grouped_mm does not take."""
     r, (_, n, k) = xs[0].shape[0], weights[0].shape
     _check_vendor(xs[0], n, k)

@@ -215,9 +215,7 @@ def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
             return Choice("chunked", "CPU ranks read their peers' tokens in place")
         if runs_kernels(comm.device) and dtype in KERNEL_DTYPES:
             return Choice("triton", "kernels read on the device what goes where")
-        return Choice(
-            "collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where"
-        )
+        return Choice("collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where")
     if engine == "triton":
         engines.check_triton(comm, dtype)
     elif engine == "chunked" and not on_cpu:
@@ -285,9 +283,7 @@ def _gathered(call: Call, words: Tensor, at: Exchange) -> Parts:
 
 def _plan_of(gathered: Tensor, lengths: Sequence[int], at: Exchange) -> Parts:
     if min(lengths) == max(lengths):
-        table, orders = gathered.view(len(lengths), -1).split(
-            [at.num_experts, lengths[0] - at.num_experts], 1
-        )
+        table, orders = gathered.view(len(lengths), -1).split([at.num_experts, lengths[0] - at.num_experts], 1)
         return table.contiguous(), orders.reshape(-1), gathered.new_empty(0)
     parts = gathered.split(lengths)
     table = torch.stack([part[: at.num_experts] for part in parts])
@@ -309,12 +305,8 @@ moe_plan = Operation(
     "(Tensor, Tensor, Tensor)",
     fake=_fake_plan,
     shared=lambda expert_ids, max_rows: Shared(torch.int32, 0),
-    engines=dict(
-        local=_plan_alone, collective=_plan_by_collective, chunked=_plan_in_place, triton=_plan_for_kernels
-    ),
-    slot_bytes=dict(
-        chunked=lambda rows, shared, top_k, num_experts, *_: 4 * (num_experts + rows.longest * top_k)
-    ),
+    engines=dict(local=_plan_alone, collective=_plan_by_collective, chunked=_plan_in_place, triton=_plan_for_kernels),
+    slot_bytes=dict(chunked=lambda rows, shared, top_k, num_experts, *_: 4 * (num_experts + rows.longest * top_k)),
     choose=as_chosen,
 )
 
@@ -540,9 +532,7 @@ def plan_sort(expert_ids: Tensor, num_experts: int, block: int = SORT_BLOCK) -> 
 
     ids = expert_ids.reshape(-1).contiguous()
     count = ids.shape[0]
-    words, places = (
-        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (num_experts + count, count)
-    )
+    words, places = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (num_experts + count, count))
     block = min(block, max(16, power_of_two(count)))
     args = dict(ids=ids, words=words, places=places, count=count, NUM_EXPERTS=num_experts, BLOCK=block)
     config = Config(0, 0, 0, num_warps=max(1, min(8, block // 256)))
@@ -578,9 +568,7 @@ def check_choices(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: i
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"{who}x is {x.dtype} {tuple(x.shape)}; wanted floating-point tokens [T_r, K]")
     if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] < 1:
-        raise ValueError(
-            f"{who}expert_ids has shape {tuple(expert_ids.shape)}; wanted [{x.shape[0]}, k >= 1]"
-        )
+        raise ValueError(f"{who}expert_ids has shape {tuple(expert_ids.shape)}; wanted [{x.shape[0]}, k >= 1]")
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{who}expert_ids is {expert_ids.dtype}; wanted int32 or int64")
     if weights.shape != expert_ids.shape or not weights.is_floating_point():
@@ -624,9 +612,7 @@ def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
     bad = ((sums - wanted).abs() > explained) & (ids >= 0).all(1)
     if bad.any():
         t = int(bad.nonzero()[0])
-        raise ValueError(
-            f"rank {at.rank}: the weights of token {t} sum to {float(sums[t]):.9g}, wanted {wanted:.9g}"
-        )
+        raise ValueError(f"rank {at.rank}: the weights of token {t} sum to {float(sums[t]):.9g}, wanted {wanted:.9g}")
 
 
 def check_outputs(y: Tensor, at: Exchange, name: str = "y", width: str = "N") -> None:

@@ -78,9 +78,7 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
         return [
             line
             for n, x in enumerate(targets)
-            for line in e.put(
-                x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})"
-            )
+            for line in e.put(x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})")
         ]
     if len(targets) != counted(i):
         raise i.unsupported("registers")
@@ -148,9 +146,7 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
             call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
         else:
             reads = operation != "exch" or d not in e.unread
-            how = (
-                f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}, {i.root == 'atom'}, {reads}"
-            )
+            how = f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}, {i.root == 'atom'}, {reads}"
             call = f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {how})"
         lines.append(f"v = {call}")
         if isinstance(targets[min(n, len(targets) - 1)], Reg):
@@ -254,9 +250,7 @@ def _active(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(i.args[0], "b32", f"S.vote('ballot', np.bool_(True), {e.mask})")
 
 
-@handles(
-    "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "pragma", "setmaxnreg", "griddepcontrol"
-)
+@handles("nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "pragma", "setmaxnreg", "griddepcontrol")
 def _nothing(e: Emitter, i: Instruction) -> list[str] | None:
     """Changes no value. griddepcontrol: launches of a stream run one after another here."""
     return []

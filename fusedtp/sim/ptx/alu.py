@@ -188,9 +188,7 @@ def number(text: str, t: str) -> Any:
     dtype = np.dtype(TYPES[t][1])
     if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
         single = np.array(int(found[1], 16), np.uint32)
-        return (
-            single.view(np.float32)[()].astype(dtype) if dtype.kind == "f" else dtype.type(int(found[1], 16))
-        )
+        return single.view(np.float32)[()].astype(dtype) if dtype.kind == "f" else dtype.type(int(found[1], 16))
     if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
         return np.array(int(found[1], 16), np.uint64).view(np.float64)[()].astype(dtype)
     if dtype.kind == "b":
@@ -301,9 +299,7 @@ def _halves(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(i.args[0], t, f"halves({i.root!r}, {t!r}, {relu}, {i.has('NaN')}, {given})")
 
 
-@handles(
-    "neg", "abs", "not", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "popc", "clz", "brev"
-)
+@handles("neg", "abs", "not", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "popc", "clz", "brev")
 def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     r, t, (d, a) = i.root, typed(i), i.args
     if r in ("popc", "clz", "brev"):
@@ -322,9 +318,7 @@ def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     if r == "rcp":
         return e.call("divide", d, t, e.const(TYPES[t][1](1)), e.read(a, t))
     if r == "rsqrt":
-        return e.put(
-            d, t, f"(1 / np.sqrt({e.read(a, t)}.astype(np.float64))).astype(np.{np.dtype(TYPES[t][1])})"
-        )
+        return e.put(d, t, f"(1 / np.sqrt({e.read(a, t)}.astype(np.float64))).astype(np.{np.dtype(TYPES[t][1])})")
     names = dict(neg="negative", abs="absolute", ex2="exp2", lg2="log2")
     return e.call(names.get(r, r), d, t, e.read(a, t))
 

@@ -18,9 +18,7 @@ from .shadow import Event, Operation, Word
 Events = list[Event | None]
 
 
-def cause(
-    words: list[Word], events: Events, known: Known, first: int, by: int, tick: int, second: Event
-) -> str:
+def cause(words: list[Word], events: Events, known: Known, first: int, by: int, tick: int, second: Event) -> str:
     """In words.
 
     first, by, tick   event of the earlier access, its thread's coordinate, and the tick at which it happened
@@ -44,17 +42,13 @@ def cause(
     carrying = [source for source, clock in carried if by < clock.shape[1] and clock[GENERIC, by] >= tick]
     if not carrying:
         if _releases(wrote):
-            alone = (
-                "releases what its own thread did, and no barrier came before it that both threads reached"
-            )
+            alone = "releases what its own thread did, and no barrier came before it that both threads reached"
             return f"the {wrote.what} at {wrote.site} {alone}"
         return f"the {wrote.what} at {wrote.site} does not release what came before it"
     if not any(source.reaches(read.source) for source in carrying):
         ends = f"the {wrote.what} at {wrote.site} and the {saw.what} at {saw.site}"
         return f"the scopes of {ends} do not reach each other"
-    if (
-        known.ticks(known.now(), np.arange(known.threads), np.full(known.threads, by), GENERIC) >= tick
-    ).any():
+    if (known.ticks(known.now(), np.arange(known.threads), np.full(known.threads, by), GENERIC) >= tick).any():
         return f"the {saw.what} at {saw.site} acquires it for its own thread, and no barrier lets the others know"
     if not _acquires(saw):
         return f"the {saw.what} at {saw.site} does not acquire what it saw"
@@ -88,9 +82,7 @@ def _broken(words: list[Word], events: Events, first: int, by: int, tick: int, s
     return ""
 
 
-def _signals(
-    words: list[Word], events: Events, where: Any, after: int
-) -> Iterator[tuple[Word, Event, Event, int]]:
+def _signals(words: list[Word], events: Events, where: Any, after: int) -> Iterator[tuple[Word, Event, Event, int]]:
     """Words that a program wrote after an event and some program read later: write, read and the read's number."""
     for word in words:
         for write in _of(word, events, where, True, after):

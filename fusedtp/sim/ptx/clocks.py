@@ -200,9 +200,7 @@ class Known:
         """These threads know what `clock` does."""
         width = clock.shape[1]
         whose = self.which[threads]
-        if width <= self.rows.shape[2] and all(
-            (clock <= self.rows[at, :, :width]).all() for at in set(whose.tolist())
-        ):
+        if width <= self.rows.shape[2] and all((clock <= self.rows[at, :, :width]).all() for at in set(whose.tolist())):
             return  # as in a poll that sees what the last one saw
         self._fit()
         whose = self.which[threads]

@@ -87,9 +87,7 @@ class Copies:
         self.groups = np.zeros(threads, np.int64)
         self.issued: list[_Copy] = []
 
-    def issue(
-        self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site
-    ) -> None:
+    def issue(self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site) -> None:
         chosen = lanes.chosen(mask)
         read = np.broadcast_to(read, (lanes.count,))[chosen]
         issued = lanes.window.known.frozen()
@@ -201,14 +199,10 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
         bytes_ = e.read(rest[0], "u32") if i.has("expect_tx") else "np.uint32(0)"
         count = e.read(rest[0], "u32") if rest and not i.has("expect_tx") else "np.uint32(1)"
         arrivals = count if what == "arrive" else "np.uint32(0)"
-        return [
-            f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"
-        ]
+        return [f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"]
     if what in ("try_wait", "test_wait") and i.has("parity"):
         d, where, parity = i.args[:3]
-        call = (
-            f"S.mbarrier_wait({e.address(where, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
-        )
+        call = f"S.mbarrier_wait({e.address(where, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
         return [f"t = {call}", *e.put(d, "pred", "t")]
     return None
 
@@ -246,9 +240,7 @@ class BulkCopies:
         self.groups = np.zeros(threads, np.int64)
         self.stores: list[tuple[int, int, TensorStore]] = []  # lane, group
 
-    def load(
-        self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site
-    ) -> None:
+    def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
             described = lanes.program.tensor_map(_of(tensor, lane), lanes.first + lane, site)
             copy = TensorLoad(
@@ -262,9 +254,7 @@ class BulkCopies:
             else:
                 copy.land(lanes.program)
 
-    def store(
-        self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site
-    ) -> None:
+    def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
             thread = lanes.first + lane
             described = lanes.program.tensor_map(_of(tensor, lane), thread, site)

@@ -67,8 +67,7 @@ class Kernel:
     def specialized(self) -> bool:
         """Whether its warps do different things, and meet at barriers of some of them."""
         return any(
-            i.root == "setmaxnreg" or (i.root in BARRIERS and not _is_first(i))
-            for i in self.listing.instructions
+            i.root == "setmaxnreg" or (i.root in BARRIERS and not _is_first(i)) for i in self.listing.instructions
         )
 
     @cached_property
@@ -100,8 +99,7 @@ def translated(text: str, shared: int, maps: str = "()", scratch: int = 0) -> Ke
     ordered = sorted(start for start in starts if start < len(instructions))
     numbered = {start: number for number, start in enumerate(ordered)}
     labels = {
-        name: next((numbered[s] for s in ordered if s >= at), len(ordered))
-        for name, at in listing.labels.items()
+        name: next((numbered[s] for s in ordered if s >= at), len(ordered)) for name, at in listing.labels.items()
     }
     bodies, parts = [], []
     for start, stop in zip(ordered, [*ordered[1:], len(instructions)], strict=True):
@@ -136,9 +134,7 @@ def _unread(listing: Listing) -> frozenset[Operand]:
     written, read = set[Operand](), set[Operand]()
 
     def collect(x: Operand, to: set[Operand]) -> None:
-        inner = (
-            x.items if isinstance(x, Vector) else (x.base, *x.coordinates) if isinstance(x, Address) else ()
-        )
+        inner = x.items if isinstance(x, Vector) else (x.base, *x.coordinates) if isinstance(x, Address) else ()
         for each in inner:
             collect(each, read if isinstance(x, Address) else to)
         if isinstance(x, Reg):

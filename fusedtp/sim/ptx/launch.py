@@ -56,9 +56,7 @@ class Compiler:
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
         kernel: Any = launch.kernel
         if launch.options.get("num_ctas", 1) > 1:
-            raise UnsupportedPtx(
-                f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}"
-            )
+            raise UnsupportedPtx(f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}")
         if launch.options.get("launch_pdl"):
             raise UnsupportedPtx(f"{launch.name} may start before the launch before it has ended: launch_pdl")
         try:
@@ -72,17 +70,13 @@ class Compiler:
         except Exception as error:
             if isinstance(error, UnsupportedKernel | MemoryError):
                 raise
-            raise UnsupportedKernel(
-                f"{launch.name} does not compile for {self.target}: {_said(error)}"
-            ) from error
+            raise UnsupportedKernel(f"{launch.name} does not compile for {self.target}: {_said(error)}") from error
         made = translated(*self._made[key])
         if made.shared > chosen.shared_limit:
             most = f"a program of {self.target} has {chosen.shared_limit}"
             raise UnsupportedKernel(f"{launch.name} needs {made.shared} bytes of shared memory, {most}")
         maps = iter(made.maps)
-        given = [
-            bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)
-        ]
+        given = [bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)]
         memory = {}
         if made.scratch:
             memory[SCRATCH] = _aligned(made.scratch * int(np.prod(launch.shape)))
@@ -97,9 +91,7 @@ class Compiler:
         registers = enumerate(getattr(launch, "environment", ()))
         return made, {**parameters, **{f"%envreg{n}": value for n, value in registers}, **memory}
 
-    def _compile(
-        self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]
-    ) -> tuple[str, int, str, int]:
+    def _compile(self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]) -> tuple[str, int, str, int]:
         """PTX, bytes of shared memory, what the compiler says of TMA descriptors, and bytes of scratch memory."""
         made = compiled_to_ptx(source, options, gpu, replace)
         text = made.asm["ptx"]

@@ -38,9 +38,7 @@ HOST = Site("host", 0, "host", 0)
 class Actor:
     """A program, or a copy, signal or wait of a stream."""
 
-    def __init__(
-        self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork
-    ) -> None:
+    def __init__(self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork) -> None:
         self.stream, self.slot, self.order, self.window, self.does = stream, slot, order, window, does
         self.rank = stream.rank
         self.resident = isinstance(does, Program)
@@ -140,9 +138,7 @@ class Machine:
     ) -> None:
         self.rng = random.Random(seed)
         given = [[copy(each) for each in work] for work in run.work]  # one that is given twice is two
-        launches = [
-            (rank, each) for rank, work in enumerate(given) for each in work if isinstance(each, Launch)
-        ]
+        launches = [(rank, each) for rank, work in enumerate(given) for each in work if isinstance(each, Launch)]
         self.compiled = {id(each): compiler.compiled(each) for _, each in launches}
         held = []
         for rank, each in launches:
@@ -345,6 +341,4 @@ class Machine:
             if s.todo
         ]
         more = f"; not started yet: {', '.join(queued)}" if queued else ""
-        return Fault(
-            "deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits)
-        )
+        return Fault("deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits))

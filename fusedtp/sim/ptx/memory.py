@@ -438,11 +438,7 @@ class Window:
             own = places if chosen is None else places[chosen]
             cells = shadow.cells(own, width)
             past: list[int] = []
-            alike = (
-                None
-                if values is None
-                else partial(self._alike, own, values if chosen is None else values[chosen])
-            )
+            alike = None if values is None else partial(self._alike, own, values if chosen is None else values[chosen])
             while found := shadow.conflict(part, cells, event.writes, self._again(event), past, alike):
                 past.append(self._race(shadow, found, event))
             near = shadow.strong[cells].reshape(len(own), -1).any(1)
@@ -703,8 +699,6 @@ class Window:
         rank, launch, program = self.where
         return f"rank {rank}, {launch}, program {program}"
 
-    def _fault(
-        self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]
-    ) -> SimulationFault:
+    def _fault(self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]) -> SimulationFault:
         access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))
         return SimulationFault(Fault(rule, f"{self._who()}: {said}", (access,)))

@@ -102,12 +102,8 @@ def permute(a: Array, b: Array, selector: Array) -> Array:
     out = np.zeros(a.shape, np.uint32)
     for n in range(4):
         pick = (selector >> np.uint32(4 * n)) & np.uint32(15)
-        byte = ((both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(0xFF)).astype(
-            np.uint32
-        )
-        byte = np.where(pick & np.uint32(8), np.where(byte & np.uint32(0x80), 0xFF, 0), byte).astype(
-            np.uint32
-        )
+        byte = ((both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(0xFF)).astype(np.uint32)
+        byte = np.where(pick & np.uint32(8), np.where(byte & np.uint32(0x80), 0xFF, 0), byte).astype(np.uint32)
         out |= byte << np.uint32(8 * n)
     return out
 
@@ -137,9 +133,7 @@ def brev(a: Array) -> Array:
 
 def saturate(a: Array, dtype: Any) -> Array:
     limits = np.iinfo(dtype)
-    wide = (
-        np.asarray(a).astype(object) if np.asarray(a).dtype == np.uint64 else np.asarray(a).astype(np.int64)
-    )
+    wide = np.asarray(a).astype(object) if np.asarray(a).dtype == np.uint64 else np.asarray(a).astype(np.int64)
     return np.clip(wide, limits.min, limits.max).astype(dtype)
 
 
@@ -158,9 +152,7 @@ def limited(x: Array) -> Array:
 def xorsign(operation: str, a: Array, b: Array) -> Array:
     """min or max of the sizes, with the product's sign: PTX ISA 9.7.3.11, .xorsign.abs."""
     function = np.fmin if operation == "min" else np.fmax
-    return np.copysign(
-        function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype)
-    )
+    return np.copysign(function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype))
 
 
 def exact_fma(a: Array, b: Array, c: Array) -> Array:

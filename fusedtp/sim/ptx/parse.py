@@ -102,9 +102,7 @@ class Instruction:
 
     def unsupported(self, why: str = "") -> UnsupportedPtx:
         reason = f" ({why})" if why else ""
-        return UnsupportedPtx(
-            f"the PTX machine does not know `{self.op}`{reason}\n    {self.text}\n    at {self.site}"
-        )
+        return UnsupportedPtx(f"the PTX machine does not know `{self.op}`{reason}\n    {self.text}\n    at {self.site}")
 
 
 @dataclass(frozen=True)
@@ -254,14 +252,10 @@ class _Reader:
         self.labels: dict[str, int] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
         self.scopes: list[dict[str, Reg | Vector | Imm]] = [{}]
-        self.families: list[dict[str, tuple[int, int]]] = [
-            {}
-        ]  # of a scope: "%r" -> width, index of its first
+        self.families: list[dict[str, tuple[int, int]]] = [{}]  # of a scope: "%r" -> width, index of its first
         self.numbers = [0]  # of the open scopes
         self.opened = 0
-        self.jumps: list[
-            tuple[int, tuple[int, ...]]
-        ] = []  # instructions that name a label, and the scopes around it
+        self.jumps: list[tuple[int, tuple[int, ...]]] = []  # instructions that name a label, and the scopes around it
         self.callers: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.site = Site("", 0, name, 0)
 
@@ -325,8 +319,7 @@ class _Reader:
         parts = tuple(part for part in made.parts if part not in ("v2", "v4"))
         sources = a.items if isinstance(a, Vector) else (a,) * len(d.items)
         return [
-            replace(made, op=".".join(parts), parts=parts, args=pair)
-            for pair in zip(d.items, sources, strict=True)
+            replace(made, op=".".join(parts), parts=parts, args=pair) for pair in zip(d.items, sources, strict=True)
         ]
 
     def _locate(self, statement: str) -> None:

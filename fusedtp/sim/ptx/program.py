@@ -254,9 +254,7 @@ class Lanes:
             return self.window.load(at, nb, count, self.ids, order, scope, site)
         return self.window.load(at[mask], nb, count, self.ids[mask], order, scope, site)
 
-    def store(
-        self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
-    ) -> None:
+    def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site) -> None:
         words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
         self.window.store(self.part(at, mask), words, threads, order, scope, site)
 
@@ -325,16 +323,12 @@ class Lanes:
         size = self.program.kernel.listing.local
         return np.full((self.count, -(-size // 16) * 2), 0x7F7F7F7F7F7F7F7F, np.uint64)
 
-    def _local_at(
-        self, at: Array, nb: int, count: int, mask: Any, site: Site
-    ) -> tuple[Array, tuple[Array, Array]]:
+    def _local_at(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> tuple[Array, tuple[Array, Array]]:
         """Words of nb bytes, and which of them each lane means [n, count]."""
         places, size = self.part(at, mask) & 0xFFFFFFFF, self.program.kernel.listing.local
         if int(places.max()) + nb * count > size:
             far = int(places.max())
-            raise self.program.fault(
-                "out of bounds", f"local memory ends at {size}", "access", site, LOCALLY, (far,)
-            )
+            raise self.program.fault("out of bounds", f"local memory ends at {size}", "access", site, LOCALLY, (far,))
         if (places & (nb * count - 1)).any():
             said = f"an access to local memory of {nb * count} bytes"
             wrong = int(places[places & (nb * count - 1) != 0][0])
@@ -362,9 +356,7 @@ class Lanes:
             raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
         return int(high[0]) << 56
 
-    def load_generic(
-        self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site
-    ) -> Array:
+    def load_generic(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
         window = self._window(at, mask, site)
         if window == LOCAL:
             return self.load_local(at - LOCAL, nb, count, mask, site)
@@ -401,9 +393,7 @@ class Lanes:
         if self.program.generic is not None:
             self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
-    def atomic_shared(
-        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site
-    ) -> Array:
+    def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         at = self.part(at, mask)
         given = [self.part(value, mask) if value.ndim else np.full(len(at), value) for value in values]
         new, dtype = updated(operation, t, given)
@@ -628,12 +618,7 @@ class Program:
     def _meet(self, everyone: bool) -> bool:
         """Those who wait at a barrier that is complete go on; whether there are any. everyone: waits, or has ended."""
         first = self.vectors[0].groups[0] if self.vectors[0].groups else None
-        if (
-            everyone
-            and first is not None
-            and first.size == self.threads == first.expected
-            and not self.arrived
-        ):
+        if everyone and first is not None and first.size == self.threads == first.expected and not self.arrived:
             self.window.known.meet(self.vectors[0].ids)
             first.barrier = None
             self.met()
@@ -731,9 +716,7 @@ class Program:
             said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
             raise self.fault("missing proxy fence", said, "tensor copy", site)
         if wrong := misaligned(words):
-            raise self.fault(
-                "misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site
-            )
+            raise self.fault("misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site)
         return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:

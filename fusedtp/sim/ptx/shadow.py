@@ -129,9 +129,7 @@ class Shadow:
         alike   which threads write what stands there: those of one program may store copies of a value
         """
         if self.written:
-            found = self._unseen(
-                who, cells, self.writes, self.write_events, writes, False, again, past, alike
-            )
+            found = self._unseen(who, cells, self.writes, self.write_events, writes, False, again, past, alike)
             if found is not None:
                 return found
         if writes:

@@ -158,9 +158,7 @@ def _matrix(e: Emitter, i: Instruction) -> list[str] | None:
     if len(rows) != count:
         return None
     name = "load_matrix" if i.root == "ldmatrix" else "store_matrix"
-    return [
-        f"S.{name}({e.address(at, True)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"
-    ]
+    return [f"S.{name}({e.address(at, True)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"]
 
 
 def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
@@ -232,9 +230,7 @@ class Product(NamedTuple):
         for descriptors, rows, transposed in ((self.right, self.n, 1), (self.left, 64, 0)):
             if descriptors is not None:
                 for descriptor in {*descriptors.tolist()}:
-                    yield operand_places(
-                        descriptor, rows, self.k, 32 // self.k, bool(self.transposed[transposed])
-                    )
+                    yield operand_places(descriptor, rows, self.k, 32 // self.k, bool(self.transposed[transposed]))
 
 
 PENDING = np.uint32(0x7FC0DEAD)  # a NaN: what stands in D until the wait
@@ -302,11 +298,7 @@ class Products:
                 a = shared_elements(lanes.shared, places, product.a).reshape(4, 16, k)
                 a = a[[(lanes.first // 32 + w) % 4 for w in own]]
             made = a @ b.T * total.dtype.type(product.signs[0] * product.signs[1])
-            made = (
-                made.reshape(len(own), 2, 8, n // 8, 4, 2)
-                .transpose(3, 1, 5, 0, 2, 4)
-                .reshape(n // 2, len(own), 32)
-            )
+            made = made.reshape(len(own), 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, len(own), 32)
             sums = total.reshape(n // 2, warps, 32)
             sums[:, own] = made + (sums[:, own] if scale else 0)
 

@@ -193,16 +193,12 @@ class Language(Shapes):
         dtype = acc.dtype if isinstance(acc, Tile) else self._tl.float32
         return Tile((*batch, m, n), dtype, known=False)
 
-    def make_tensor_descriptor(
-        self, base: Tile, shape: Any, strides: Any, block_shape: Any, **_: Any
-    ) -> Descriptor:
+    def make_tensor_descriptor(self, base: Tile, shape: Any, strides: Any, block_shape: Any, **_: Any) -> Descriptor:
         return Descriptor(self, base, tuple(shape), tuple(strides), tuple(block_shape))
 
     # -- atomics ---------------------------------------------------------------------------------------------------
 
-    def _atomic(
-        self, name: str, pointer: Tile, value: Any, change: Callable, mask: Any, options: dict
-    ) -> Any:
+    def _atomic(self, name: str, pointer: Tile, value: Any, change: Callable, mask: Any, options: dict) -> Any:
         releases = (options.get("sem") or "acq_rel") in ("release", "acq_rel")
         posted = bool(options.get("_posted"))
         element = pointer.dtype.element_ty

@@ -81,9 +81,7 @@ def read_node(name: str, text: str) -> Node:
     wanted = {f.name for f in fields(Node)} - {"name"}
     faults = [f"{key} is missing" for key in sorted(wanted - entries.keys())]
     faults += [f"{key} is not known" for key in sorted(entries.keys() - wanted)]
-    faults += [
-        f"{key} {fault}" for key in sorted(wanted & entries.keys()) if (fault := _fault(key, entries[key]))
-    ]
+    faults += [f"{key} {fault}" for key in sorted(wanted & entries.keys()) if (fault := _fault(key, entries[key]))]
     if faults:
         raise ValueError(f"machine {name}: {'; '.join(faults)}")
     return Node(name=name, **{key: entries[key]["value"] for key in wanted})

@@ -58,9 +58,7 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
             self.generic_visit(node)
-            return ast.copy_location(
-                _call("__to__", node.func.value, *node.args, keywords=node.keywords), node
-            )
+            return ast.copy_location(_call("__to__", node.func.value, *node.args, keywords=node.keywords), node)
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -85,11 +83,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
-        return (
-            ast.copy_location(_call("__inverted__", node.operand), node)
-            if isinstance(node.op, ast.Invert)
-            else node
-        )
+        return ast.copy_location(_call("__inverted__", node.operand), node) if isinstance(node.op, ast.Invert) else node
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
@@ -117,8 +111,7 @@ class _Rewriter(ast.NodeTransformer):
             [_call("locals"), ast.Tuple([ast.Constant(n) for n in carried], ast.Load())], [],
         )  # fmt: skip
         resume: list[ast.stmt] = [
-            ast.Assign([ast.Name(n, ast.Store())], ast.Subscript(load(), ast.Constant(n), ast.Load()))
-            for n in carried
+            ast.Assign([ast.Name(n, ast.Store())], ast.Subscript(load(), ast.Constant(n), ast.Load())) for n in carried
         ]
         active = ast.Attribute(load(), "active", ast.Load())
         node.body.append(ast.If(ast.BoolOp(ast.And(), [active, turn]), resume or [ast.Pass()], []))

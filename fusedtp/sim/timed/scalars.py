@@ -42,13 +42,7 @@ def converted(value: Any, dtype: Any, **_: Any) -> Any:
         return value.to(dtype)
     if dtype.is_ptr():
         return Tile((), dtype, int(value))
-    return (
-        float(value)
-        if dtype.is_floating()
-        else value
-        if isinstance(value, bool)
-        else wrapped(int(value), dtype)
-    )
+    return float(value) if dtype.is_floating() else value if isinstance(value, bool) else wrapped(int(value), dtype)
 
 
 def dtype_of(value: Any) -> Any:

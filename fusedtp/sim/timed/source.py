@@ -72,10 +72,7 @@ class Program:
         if original.__closure__:
             names = original.__code__.co_freevars
             space.update(
-                {
-                    n: self._converted(c.cell_contents)
-                    for n, c in zip(names, original.__closure__, strict=True)
-                }
+                {n: self._converted(c.cell_contents) for n, c in zip(names, original.__closure__, strict=True)}
             )
         exec(code, space, local)
         made = local[original.__name__]

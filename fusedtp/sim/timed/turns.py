@@ -75,9 +75,7 @@ class Turns:
         """The running actor's latest stretch, up to now."""
         me = self.me
         if self.now > begin:
-            self.segments.append(
-                Segment(me.rank, me.name, me.program, me.sm, what, begin, self.now, cause, me.site)
-            )
+            self.segments.append(Segment(me.rank, me.name, me.program, me.sm, what, begin, self.now, cause, me.site))
             me.last = len(self.segments) - 1
 
     def stop(self) -> None:

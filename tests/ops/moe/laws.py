@@ -117,9 +117,7 @@ def conserves_rows(group, case: Case) -> None:
     if case.room is None and case.device == "cpu" and handle.at.engine != "triton":
         assert len(rows) == count, "on CPU there is room for what came"
     each = case.num_experts // len(case.sizes)
-    factors = (
-        data.factors[rank * each : (rank + 1) * each].repeat_interleave(want_offsets.diff()).to(case.device)
-    )
+    factors = data.factors[rank * each : (rank + 1) * each].repeat_interleave(want_offsets.diff()).to(case.device)
     y = _Experts.apply(rows, factors)
     poison(group)
     out = fusedtp.moe_combine(y, handle)

@@ -122,9 +122,7 @@ def experts_law(group: Any, layer: Layer, numbers: range) -> None:
     for number in numbers:
         given = drawn(layer, number, (number % 3) / 2, 0.1 if number % 4 else 1.0)
         x, weights, _up, _down, dy, ids = on_device(layer, rank, given)
-        experts = Experts(
-            layer.dim, layer.hidden, layer.num_experts, act="relu", gated=False, dtype=layer.dtype
-        )
+        experts = Experts(layer.dim, layer.hidden, layer.num_experts, act="relu", gated=False, dtype=layer.dtype)
         experts.load_state_dict({"up_proj": given.up, "down_proj": given.down})
         style = fusedtp.FusedExperts(sizes=layer.sizes, engine=layer.engine)
         fusedtp.parallelize(experts, mesh, plan={"": style})

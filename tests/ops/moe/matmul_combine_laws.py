@@ -89,16 +89,12 @@ def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
 
 def dense(data: Data, every: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """(out, dx, dweights, dexperts) of all tokens and experts, by autograd of the definition in fp64."""
-    leaves = [
-        t.double().nan_to_num(0.0).requires_grad_() for t in (data.x, data.weights, every)
-    ]  # what nobody sees
+    leaves = [t.double().nan_to_num(0.0).requires_grad_() for t in (data.x, data.weights, every)]  # what nobody sees
     x, weights, w = leaves
     out = x.new_zeros(x.shape[0], every.shape[1])
     for j in range(weights.shape[1]):
         kept = (data.ids[:, j : j + 1] >= 0).double()
-        out = out + kept * weights[:, j : j + 1] * torch.einsum(
-            "tk,tnk->tn", x, w[data.ids[:, j].clamp(min=0)]
-        )
+        out = out + kept * weights[:, j : j + 1] * torch.einsum("tk,tnk->tn", x, w[data.ids[:, j].clamp(min=0)])
     out.backward(dout.double())
     return out.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)
 

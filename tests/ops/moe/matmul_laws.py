@@ -81,9 +81,7 @@ def computed(group, law: Matmul, inputs: Inputs, fused: bool, backward: bool = T
     with torch.set_grad_enabled(backward):
         if not fused:
             rows, offsets, handle = moe_dispatch(*given, case.num_experts, group, **how)
-            by = (
-                case.engine if len(case.sizes) > 1 else "auto"
-            )  # of one rank there is no kernel that does both
+            by = case.engine if len(case.sizes) > 1 else "auto"  # of one rank there is no kernel that does both
             if law.act:
                 y = grouped_gated(rows, *own, offsets, act=law.act, engine=by)
             else:
@@ -164,11 +162,7 @@ def layer(group, law: Matmul) -> None:
         out.sum().backward()
         assert all(w.grad is None for w in own)
         results.append([out.detach(), x.grad, weights.grad, *(w.main_grad for w in own)])
-        calls = {
-            name: n
-            for (name, by), n in communicator(group).engine_calls.items()
-            if by == engine != "collective"
-        }
+        calls = {name: n for (name, by), n in communicator(group).engine_calls.items() if by == engine != "collective"}
         # Forward and backward, each one for the rows' way there and one for the way back; and a weight's for itself.
         wanted = {"moe_plan": 1, "moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
         assert calls == (wanted if engine != "collective" else {}), calls
@@ -185,9 +179,7 @@ def compiled(group, law: Matmul) -> None:
     def compute(x: Tensor, weights: Tensor, *own: Tensor) -> Tensor:
         how = dict(sizes=case.sizes, engine=case.engine)
         if law.act:
-            y, _, handle = moe_dispatch_gated(
-                x, ids, weights, *own, case.num_experts, group, act=law.act, **how
-            )
+            y, _, handle = moe_dispatch_gated(x, ids, weights, *own, case.num_experts, group, act=law.act, **how)
         else:
             y, _, handle = moe_dispatch_matmul(x, ids, weights, *own, case.num_experts, group, **how)
         return moe_combine(y, handle)

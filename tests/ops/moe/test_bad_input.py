@@ -35,9 +35,7 @@ def exchange(group, changes: dict, engine: str) -> list[int]:
             fusedtp.moe_combine(rows, handle)
         except Exception as error:
             found = error
-    assert torch.equal(
-        offsets.diff(), torch.tensor([4, 4] if group.rank() == 0 else [2, 2], dtype=torch.int32)
-    )
+    assert torch.equal(offsets.diff(), torch.tensor([4, 4] if group.rank() == 0 else [2, 2], dtype=torch.int32))
     if found is not None:
         raise found
     return offsets.tolist()

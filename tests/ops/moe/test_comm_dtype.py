@@ -79,9 +79,7 @@ def test_what_is_not_finite_is_seen_and_touches_nothing_else(tokens, width, dtyp
     g = torch.Generator().manual_seed(seed)
     x = torch.randint(-8, 9, (tokens, width), generator=g).to(dtype)
     at = torch.rand(tokens, width, generator=g) < 0.1
-    bad = torch.tensor([float("inf"), float("-inf"), float("nan")])[
-        torch.randint(3, (tokens, width), generator=g)
-    ]
+    bad = torch.tensor([float("inf"), float("-inf"), float("nan")])[torch.randint(3, (tokens, width), generator=g)]
     want = torch.where(at, torch.nan, x.float()).to(dtype)
     assert_same("x", through(torch.where(at, bad, x.float()).to(dtype)), want)
 
@@ -120,9 +118,7 @@ def engines_agree(group, case: Case, engines: tuple[str, ...], rough: bool) -> N
         found[engine] = exchanged(group, of_engine, "fp8", rough)
     plain = exchanged(group, case, "", rough)
     for engine, got in found.items():
-        for name, one, first, bare in zip(
-            ("rows", "y", "dx", "dweights"), got, found[engines[0]], plain, strict=True
-        ):
+        for name, one, first, bare in zip(("rows", "y", "dx", "dweights"), got, found[engines[0]], plain, strict=True):
             assert_same(f"{engine}: {name}", one, first)
             if name == "rows":
                 assert_same(f"{engine}: rounded {name}", one, through(bare))
@@ -180,9 +176,7 @@ def test_half_the_bytes_travel():
 
 def dispatch(group, comm_dtype: str, dtype: torch.dtype) -> None:
     ids = torch.tensor([[0], [1]])
-    fusedtp.moe_dispatch(
-        torch.ones(2, 3, dtype=dtype), ids, torch.ones(2, 1), 2, group, comm_dtype=comm_dtype
-    )
+    fusedtp.moe_dispatch(torch.ones(2, 3, dtype=dtype), ids, torch.ones(2, 1), 2, group, comm_dtype=comm_dtype)
 
 
 def test_ranks_of_another_wire_are_told():

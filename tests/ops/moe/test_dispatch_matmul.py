@@ -50,9 +50,7 @@ def case(
     return Case(engine, sizes, experts, top_k, width, dtype, skew, dropped, 3, room)
 
 
-LARGE = Matmul(
-    case((150, 40), 4, 2, 70, room=5), 80, "silu"
-)  # several tiles an expert, chunks across experts
+LARGE = Matmul(case((150, 40), 4, 2, 70, room=5), 80, "silu")  # several tiles an expert, chunks across experts
 
 
 @needs_triton

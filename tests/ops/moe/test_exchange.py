@@ -94,7 +94,5 @@ def test_rows_are_conserved_by_kernels(case):
 def test_rounds_never_look_at_the_weight_of_a_dropped_choice(max_rows):
     ids = torch.tensor([[0, -1], [-1, 1], [0, 1], [-1, -1]])
     weights = torch.full(ids.shape, 0.5).masked_fill(ids < 0, torch.nan)
-    y, _room = fusedtp.moe_rounds(
-        torch.ones(4, 3), ids, weights, 2, None, lambda rows, _: rows, max_rows=max_rows
-    )
+    y, _room = fusedtp.moe_rounds(torch.ones(4, 3), ids, weights, 2, None, lambda rows, _: rows, max_rows=max_rows)
     assert y[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0]

@@ -62,9 +62,7 @@ def check_combine(group, sizes: tuple[int, ...], engine: str) -> None:
     def everything(y: Tensor, weights: Tensor) -> Tensor:
         y, weights = Enter.apply(y, group)[begin : begin + rows_here], Enter.apply(weights, group)[here]
         x = torch.ones(len(IDS[here]), 1, dtype=torch.float64)
-        _rows, _offsets, handle = fusedtp.moe_dispatch(
-            x, IDS[here], weights, 4, group, sizes=sizes, engine=engine
-        )
+        _rows, _offsets, handle = fusedtp.moe_dispatch(x, IDS[here], weights, 4, group, sizes=sizes, engine=engine)
         return Leave.apply(fusedtp.moe_combine(y, handle), group)
 
     assert gradcheck(everything, inputs((6, 3), (5, 2)))

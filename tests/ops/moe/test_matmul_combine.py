@@ -93,9 +93,7 @@ def test_on_a_cpu_the_bits_are_those_of_two_calls_and_gradients_within_a_roundin
 
 
 SIZES, EXPERTS = (2, 0, 4), 6
-IDS = torch.tensor(
-    [[2 * (t % 3), 2 * ((t + 1) % 3) + 1] for t in range(6)]
-)  # 4 rows for every rank: none undefined
+IDS = torch.tensor([[2 * (t % 3), 2 * ((t + 1) % 3) + 1] for t in range(6)])  # 4 rows for every rank: none undefined
 
 
 def check_op(group, engine: str) -> None:
@@ -151,8 +149,7 @@ def experts_by_kernels(group) -> None:
     rank, g = group.rank(), torch.Generator().manual_seed(0)
     layer = Experts(3, 4, EXPERTS, gated=False, act="relu")
     x, weights, up, down = (
-        torch.randint(-2, 3, shape, generator=g).float()
-        for shape in ((6, 3), (6, 2), (EXPERTS, 4, 3), (EXPERTS, 3, 4))
+        torch.randint(-2, 3, shape, generator=g).float() for shape in ((6, 3), (6, 2), (EXPERTS, 4, 3), (EXPERTS, 3, 4))
     )
     of_rank = [t.split(list(SIZES))[rank] for t in (x, IDS, weights)]
     own = [None, up[2 * rank : 2 * rank + 2], down[2 * rank : 2 * rank + 2]]
@@ -170,12 +167,9 @@ def test_experts_take_the_one_kernel():
 def split(group, engine: str) -> None:
     """A layer's backward in an input pass and a weight pass, see tests/ops/test_split_backward.py."""
     rank, g, comm = group.rank(), torch.Generator().manual_seed(0), communicator(group)
-    x, weights = (
-        torch.randint(-2, 3, (6, n), generator=g).float().split(list(SIZES))[rank].clone() for n in (3, 2)
-    )
+    x, weights = (torch.randint(-2, 3, (6, n), generator=g).float().split(list(SIZES))[rank].clone() for n in (3, 2))
     gate, up, down = own = [
-        nn.Parameter(torch.randint(-2, 3, shape, generator=g).float())
-        for shape in ((2, 4, 3), (2, 4, 3), (2, 3, 4))
+        nn.Parameter(torch.randint(-2, 3, shape, generator=g).float()) for shape in ((2, 4, 3), (2, 4, 3), (2, 3, 4))
     ]
 
     def layer() -> torch.Tensor:
@@ -197,9 +191,7 @@ def split(group, engine: str) -> None:
     assert calls() == {"moe_dispatch_matmul": 1, "moe_matmul_combine": 1}
     stage_backward_weight(iter(own), groups)
     assert calls() == {"moe_dispatch_matmul": 1, "moe_matmul_combine": 1}, "the weight pass is local"
-    for name, one, other in zip(
-        ("dx", "gate", "up", "down"), (dx, *(w.grad for w in own)), whole, strict=True
-    ):
+    for name, one, other in zip(("dx", "gate", "up", "down"), (dx, *(w.grad for w in own)), whole, strict=True):
         assert torch.equal(one, other), name
 
 
@@ -259,9 +251,7 @@ def test_homes_are_where_a_combine_looks():
         for expert in (2 * rank, 2 * rank + 1):
             for source, ids in enumerate(IDS.split(list(SIZES))):
                 order = parts[source][1].tolist()
-                wanted += [
-                    (source, at) for at, slot in enumerate(order) if ids[slot // 2, slot % 2] == expert
-                ]
+                wanted += [(source, at) for at, slot in enumerate(order) if ids[slot // 2, slot % 2] == expert]
         assert [*zip(found.to.tolist(), found.to_places.tolist(), strict=True)] == wanted
         assert found.counts[:EXPERTS].tolist() == torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist()
 

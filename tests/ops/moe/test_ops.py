@@ -63,8 +63,7 @@ def compiled(group) -> None:
     for compute in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         generator = torch.Generator().manual_seed(1)
         x, weights = (
-            torch.randint(-3, 4, (len(ids), n), generator=generator).float().requires_grad_()
-            for n in (4, TOP_K)
+            torch.randint(-3, 4, (len(ids), n), generator=generator).float().requires_grad_() for n in (4, TOP_K)
         )
         y = compute(x, weights)
         y.backward(torch.ones_like(y))

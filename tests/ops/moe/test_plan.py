@@ -35,9 +35,7 @@ def exchanges(draw):
     st.sampled_from([16, 64]),
     st.integers(0, 99),
 )
-@example(
-    ([7, 0, 5], 3, 4), torch.int32, 0.2, True, 0.5, 16, 0
-)  # more than a block, no tokens, too little room
+@example(([7, 0, 5], 3, 4), torch.int32, 0.2, True, 0.5, 16, 0)  # more than a block, no tokens, too little room
 @example(([0], 1, 1), torch.int64, 0.0, False, 1.0, 16, 0)
 def test_kernels_make_the_plan_of_the_formula(exchange, dtype, dropped, skewed, bound, block, seed):
     pytest.importorskip("triton")

@@ -28,9 +28,7 @@ class Room:
 
 
 @st.composite
-def rooms(
-    draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto"), rounds: int = 24
-) -> Room:
+def rooms(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto"), rounds: int = 24) -> Room:
     """At most so many rounds."""
     case = draw(cases(engines))
     most = sum(case.sizes) * min(case.top_k, case.num_experts // len(case.sizes))
@@ -66,9 +64,7 @@ def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fused
     x, weights, factors, dy = data.x, data.weights, data.factors, data.gradients
     if room.rough:
         g = torch.Generator().manual_seed(case.seed)
-        x, dy, factors, rough = (
-            torch.randn(t.shape, generator=g).to(t.dtype) for t in (x, dy, factors, weights)
-        )
+        x, dy, factors, rough = (torch.randn(t.shape, generator=g).to(t.dtype) for t in (x, dy, factors, weights))
         if case.engine != "triton":  # with powers of two it does not matter how a product joins its sum
             weights = rough
     x, weights = x[here].clone().requires_grad_(), weights[here].clone().requires_grad_()
@@ -81,9 +77,7 @@ def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fused
             x, data.ids[here], weights, case.num_experts, group, seen, max_rows=room.rows, **how
         )
     else:
-        rows, offsets, handle = fusedtp.moe_dispatch(
-            x, data.ids[here], weights, case.num_experts, group, **how
-        )
+        rows, offsets, handle = fusedtp.moe_dispatch(x, data.ids[here], weights, case.num_experts, group, **how)
         y = fusedtp.moe_combine(seen(rows, offsets), handle)
         del rows
     assert seen.held() <= 1, f"{seen.held()} rounds' rows are kept for backward"
@@ -107,9 +101,7 @@ def equals_the_unbounded(group, room: Room) -> None:
     assert_same(who + "used", used.used, counts.int())
     rounds = -(-int(counts.max()) // room.rows)
     assert (used.bound, int(used.rounds)) == (room.rows, rounds)
-    assert len(seen.rows) == max(1, 2 * rounds - 1), (
-        f"{who}{len(seen.rows)} calls: later rounds are repeated once"
-    )
+    assert len(seen.rows) == max(1, 2 * rounds - 1), f"{who}{len(seen.rows)} calls: later rounds are repeated once"
 
 
 def also_full(law):
@@ -146,17 +138,13 @@ def refused(group, max_rows: int) -> None:
     try:
         fusedtp.moe_rounds(torch.ones(2, 3), ids, weights, 2, group, lambda rows, _: rows, max_rows=max_rows)
     finally:
-        y, _ = fusedtp.moe_rounds(
-            torch.ones(2, 3), ids, weights, 2, group, lambda rows, _: 2 * rows, max_rows=1
-        )
+        y, _ = fusedtp.moe_rounds(torch.ones(2, 3), ids, weights, 2, group, lambda rows, _: 2 * rows, max_rows=1)
         assert torch.equal(y, torch.full((2, 3), 2.0))
 
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_no_room_is_refused(rows):
-    with pytest.raises(
-        WorldError, match=rf"rank \d: max_rows is {rows}; a round moves at least 1 row"
-    ) as raised:
+    with pytest.raises(WorldError, match=rf"rank \d: max_rows is {rows}; a round moves at least 1 row") as raised:
         world(2).run(refused, rows)
     assert str(raised.value).count("ValueError: rank") == 2
 
@@ -174,9 +162,7 @@ def test_ranks_with_other_room_are_told():
 def test_outputs_of_another_number_of_rows_are_refused():
     ids = torch.tensor([[0], [1], [0]])
     with pytest.raises(ValueError, match=r"y has shape \(1, 4\), wanted \[2, N\]"):
-        fusedtp.moe_rounds(
-            torch.ones(3, 4), ids, torch.ones(3, 1), 2, None, lambda rows, _: rows[:1], max_rows=2
-        )
+        fusedtp.moe_rounds(torch.ones(3, 4), ids, torch.ones(3, 1), 2, None, lambda rows, _: rows[:1], max_rows=2)
 
 
 def compiled(group) -> None:

@@ -80,9 +80,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 
 @settings(max_examples=20)
 @given(st.sampled_from([2, 3]).flatmap(cases), st.booleans(), st.sampled_from(["", "fp8"]))
-@example(
-    Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8"
-)  # ids that fp8 has not
+@example(Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8")  # ids that fp8 has not
 def test_nodes_of_one_rank_and_one_node_equal_the_loop(case, between, comm_dtype):
     world(len(case.sizes)).run(along_one_way, between, case, comm_dtype)
 
@@ -134,9 +132,7 @@ def test_two_nodes_of_two_ranks_equal_the_loop_and_send_a_token_once():
 def refused(group, between: bool, experts: int, sizes) -> None:
     ids = torch.tensor([[0], [1]])
     groups = (group, None) if between else (None, group)
-    fusedtp.moe_in_stages(
-        torch.ones(2, 3), ids, torch.ones(2, 1), experts, *groups, lambda rows, _: rows, sizes=sizes
-    )
+    fusedtp.moe_in_stages(torch.ones(2, 3), ids, torch.ones(2, 1), experts, *groups, lambda rows, _: rows, sizes=sizes)
 
 
 @pytest.mark.parametrize("between", [True, False])

@@ -26,9 +26,7 @@ def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
 
 # What the rules of the small configuration do not give, or what their values contradict.
 MORE: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
@@ -47,9 +45,7 @@ MORE: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }
     },
-    **dict.fromkeys(
-        ("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"), _rotary(2, 1, 1)
-    ),
+    **dict.fromkeys(("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"), _rotary(2, 1, 1)),
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -123,9 +119,7 @@ def class_of(name: str) -> type[PreTrainedModel]:
         for _, each in inspect.getmembers(module, inspect.isclass)
         if issubclass(each, PreTrainedModel) and getattr(each, "config_class", None) is config
     ]
-    return next(
-        each for each in classes if each.__name__.endswith("Model") and "PreTrained" not in each.__name__
-    )
+    return next(each for each in classes if each.__name__.endswith("Model") and "PreTrained" not in each.__name__)
 
 
 def config_of(name: str, **changes: Any) -> Any:

@@ -61,9 +61,7 @@ def compared(group: Any, name: str) -> None:
     want, got = (maps_of(model, inputs) for model in (plain, parallel))
     assert want.keys() == got.keys() and sum(map(len, want.values())) > 0
     for key in want:
-        torch.testing.assert_close(
-            got[key], want[key], rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
-        )
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
     assert parallel._fusedtp.gathered["attention maps"] > 0
     gradients = {key: p.grad for key, p in parallel.named_parameters()}
     largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
@@ -72,15 +70,12 @@ def compared(group: Any, name: str) -> None:
         parameter,
     ) in plain.named_parameters():  # no maps depend on the last layer's values: None, or zeros
         want_grad, grad = (
-            torch.zeros(parameter.shape) if each is None else full(each)
-            for each in (parameter.grad, gradients[key])
+            torch.zeros(parameter.shape) if each is None else full(each) for each in (parameter.grad, gradients[key])
         )
         torch.testing.assert_close(grad, want_grad, rtol=1e-3, atol=1e-4 * largest, msg=key)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"), [("llama", 2), ("llama", 4), ("gpt2", 2), ("bart", 2), ("lora", 2)]
-)
+@pytest.mark.parametrize(("name", "world_size"), [("llama", 2), ("llama", 4), ("gpt2", 2), ("bart", 2), ("lora", 2)])
 def test_maps_of_all_heads(name: str, world_size: int):
     world(world_size).run(compared, name, timeout=120)
 
@@ -123,9 +118,7 @@ def generated(group: Any) -> None:
     parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
     ids = batch()["input_ids"]
     want, got = (
-        model.generate(
-            ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_attentions=True
-        )
+        model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_attentions=True)
         for model in (plain, parallel)
     )
     torch.testing.assert_close(got.attentions, want.attentions, rtol=1e-4, atol=1e-5)

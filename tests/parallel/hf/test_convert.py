@@ -48,9 +48,7 @@ def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
     more = EXPERTS if "num_local_experts" in convert.FAMILIES[name].reads else {}
     more = more | ({"moe_intermediate_size": 10} if name == "qwen3_moe" else {})
     config = AutoConfig.for_model(name, **{**SMALL, **more, **changes})
-    model = AutoModelForCausalLM.from_config(
-        config, experts_implementation="eager"
-    )  # the others need widths of 4 n
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # the others need widths of 4 n
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -141,9 +139,7 @@ def assert_same_model(got: nn.Module, want: nn.Module) -> None:
 
 def loaded(folder: Any) -> Any:
     """What transformers loads there, if nothing is missing or unexpected."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, experts_implementation="eager"
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, experts_implementation="eager")
     assert not any(info.values()), info
     return model.eval()
 
@@ -165,9 +161,7 @@ def test_computes_the_same(case: tuple[str, dict[str, Any]]) -> None:
 
 @given(case=cases())
 @settings(max_examples=12)
-def test_there_and_back_is_bitwise(
-    case: tuple[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_there_and_back_is_bitwise(case: tuple[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
     """folder -> CausalLM -> folder: the same tensors, configuration and generation configuration.
 
     Without the configuration that it was read with, a CausalLM finds one that computes the same.
@@ -205,9 +199,7 @@ OWN = {
     "mistral": dict(sliding_window=5),
     "qwen3": dict(qk_norm=True, tie_word_embeddings=True, rope_scaling=RopeScaling("linear", 2.0)),
     "mixtral": dict(moe=MoEConfig(hidden=10, balance_loss=0.0, score_after_topk=True)),
-    "qwen3_moe": dict(
-        qk_norm=True, moe=MoEConfig(hidden=10, balance_loss=0.0, normalize=False, first_dense=1)
-    ),
+    "qwen3_moe": dict(qk_norm=True, moe=MoEConfig(hidden=10, balance_loss=0.0, normalize=False, first_dense=1)),
 }
 
 
@@ -224,9 +216,7 @@ def test_a_model_made_here_goes_there_and_comes_back(name: str, tmp_path: Path) 
     assert_same_model(again, model)
     assert convert._flat(again.config) == convert._flat(config)
     wide = fusedtp.from_transformers(tmp_path, dtype="float32", param_dtype=torch.float32)
-    assert (
-        wide.config.dtype == wide.config.param_dtype == "float32" and wide.norm.weight.dtype == torch.float32
-    )
+    assert wide.config.dtype == wide.config.param_dtype == "float32" and wide.norm.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -404,9 +394,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma", **SMALL))
     gemma.save_pretrained(tmp_path)
     for source in (gemma, tmp_path):
-        with pytest.raises(
-            ValueError, match="CausalLM does not compute GemmaForCausalLM, only LlamaForCausalLM"
-        ):
+        with pytest.raises(ValueError, match="CausalLM does not compute GemmaForCausalLM, only LlamaForCausalLM"):
             fusedtp.from_transformers(source)
 
     class Other(transformers.LlamaForCausalLM):
@@ -503,9 +491,7 @@ def test_what_transformers_does_not_compute_is_not_written(name: str, tmp_path: 
 
 
 def test_options_without_a_place_are_not_lost_silently(tmp_path: Path) -> None:
-    config = ModelConfig(
-        **SMALL, residual_dropout=0.1, attention_dropout=0.2, moe=MoEConfig(hidden=8, z_loss=0.1)
-    )
+    config = ModelConfig(**SMALL, residual_dropout=0.1, attention_dropout=0.2, moe=MoEConfig(hidden=8, z_loss=0.1))
     with pytest.warns(UserWarning, match=r"not written.*balance_loss=0.01, residual_dropout=0.1, z_loss=0.1"):
         fusedtp.to_transformers(init_(CausalLM(config), 0), tmp_path)
     assert loaded(tmp_path).config.attention_dropout == 0.2

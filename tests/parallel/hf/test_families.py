@@ -47,9 +47,7 @@ NO_LINEAR_SPLIT = {"nemotron_h"}  # its plan names its embedding and its experts
 
 def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
     found = world(world_size, strangers=True).run(parity.compare, name, options, timeout=300)[0]
-    assert found["excess"] <= 1, (
-        f"{found['worst']} is off by {found['excess']:.1f} times what roundoff explains"
-    )
+    assert found["excess"] <= 1, f"{found['worst']} is off by {found['excess']:.1f} times what roundoff explains"
     assert found.get("generate", True), "other tokens"
     assert name in NOT_ALL_SPLIT or not found["whole"], found["whole"]
     return found

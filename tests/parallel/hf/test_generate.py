@@ -40,15 +40,11 @@ def prompts(lengths: list[int]) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def generated(model: Any, lengths: list[int], choice: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(7)  # sampling draws the same on every rank
-    tokens: torch.Tensor = model.generate(
-        **prompts(lengths), **{"do_sample": False, "max_new_tokens": 10, **choice}
-    )
+    tokens: torch.Tensor = model.generate(**prompts(lengths), **{"do_sample": False, "max_new_tokens": 10, **choice})
     return tokens
 
 
-def same_tokens(
-    group: Any, name: str, changes: dict[str, Any], lengths: list[int], choices: dict[str, Any]
-) -> None:
+def same_tokens(group: Any, name: str, changes: dict[str, Any], lengths: list[int], choices: dict[str, Any]) -> None:
     plain = model_of(name, **changes)
     parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
     for title, choice in choices.items():

@@ -227,9 +227,7 @@ def compiled_with_parameters_that_no_plan_names(group: Any) -> None:
         torch._dynamo.reset()
         model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
         compile_(model)
-        with pytest.raises(
-            RuntimeError, match="which no plan names, is learned in a first forward and backward"
-        ):
+        with pytest.raises(RuntimeError, match="which no plan names, is learned in a first forward and backward"):
             results(model, batch())
         torch._dynamo.reset()
         model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
@@ -541,9 +539,7 @@ def with_a_penalty(group: Any) -> None:
     wanted = dict(plain.named_parameters())
     for copied in (parallel, copy.deepcopy(parallel)):
         for name, parameter in copied.named_parameters():
-            torch.testing.assert_close(
-                full(parameter.grad), wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name
-            )
+            torch.testing.assert_close(full(parameter.grad), wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_penalty_on_parameters_and_a_copy_after_the_backward():

@@ -78,9 +78,7 @@ def split(group: Any, kind: str) -> tuple[nn.Module, Any]:
     return plain, fully_shard(fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"]), mesh=mesh["dp"])
 
 
-def assert_first_uploads(
-    group: Any, hub: Hub, wanted: dict[str, torch.Tensor], upload: str, file: str
-) -> None:
+def assert_first_uploads(group: Any, hub: Hub, wanted: dict[str, torch.Tensor], upload: str, file: str) -> None:
     assert hub.calls == (["create_repo", upload] if group.rank() == 0 else [])
     if group.rank() == 0:
         got = load(hub.files[file])

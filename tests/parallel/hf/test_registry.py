@@ -34,17 +34,13 @@ def loaded(group: Any, name: str, folder: str, options: dict[str, Any], operatio
     rank, size = str(group.rank()), str(group.size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     plain = model_of(name)
-    split = AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(**options)
-    ).eval()
+    split = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**options)).eval()
     want = results(plain, batch())
     explained = errors(results(perturbed(plain), batch()), want)
     for key, error in errors(results(split, batch()), want).items():
         assert error <= max(LEAST, MARGIN * explained.get(key, 0.0)), f"{key} is off by {error:.1e}"
     mesh = split._device_mesh
-    assert any(
-        made == operation for made, _ in communicator(mesh if mesh.ndim == 1 else mesh["tp"]).engine_calls
-    )
+    assert any(made == operation for made, _ in communicator(mesh if mesh.ndim == 1 else mesh["tp"]).engine_calls)
 
 
 def test_styles_in_a_tp_plan(tmp_path: Path):

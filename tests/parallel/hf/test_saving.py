@@ -165,9 +165,7 @@ def save_badly(group, folder: str, what: str, message: str) -> None:
             del state["lm_head.weight"]
     try:
         with pytest.raises(Exception, match=message) as caught:
-            parallel.save_pretrained(
-                Path(folder, "file", "below") if what == "folder" else folder, state_dict=state
-            )
+            parallel.save_pretrained(Path(folder, "file", "below") if what == "folder" else folder, state_dict=state)
         assert isinstance(caught.value, ValueError if what == "states" else OSError)
     finally:
         if what == "disk":
@@ -213,9 +211,7 @@ def state_dicts(group, name: str, changes: dict) -> None:
                 parameter.zero_()
 
     assert_whole(parallel)
-    got = get_model_state_dict(
-        parallel, options=StateDictOptions(full_state_dict=True, cpu_offload=group.rank() == 2)
-    )
+    got = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True, cpu_offload=group.rank() == 2))
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
     clear(parallel)
     set_model_state_dict(parallel, copy.deepcopy(want), options=StateDictOptions(full_state_dict=True))
@@ -411,9 +407,7 @@ def differently_tied(group, folder: str) -> None:
 
     config = dict(json.loads(Path(folder, "config.json").read_text()))
     assert not config["tie_word_embeddings"]
-    want = fusedtp.parallelize(
-        AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True), tp_mesh(group)
-    )
+    want = fusedtp.parallelize(AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True), tp_mesh(group))
     got = fusedtp.from_pretrained(folder, tp_mesh(group), tie_word_embeddings=True)
     assert got.lm_head.weight is not got.model.embed_tokens.weight
     assert_same_model(got, want)

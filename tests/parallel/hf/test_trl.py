@@ -31,9 +31,7 @@ def tokenizer() -> Any:
     words = ["<pad>", "<unk>", "</s>", *(f"w{i}" for i in range(WORDS))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def trained(model: nn.Module, folder: str) -> list[dict[str, float]]:
@@ -76,9 +74,7 @@ def with_trl(group: Any, folder: str) -> None:
         assert len(want) == 3 and got == pytest.approx(want, rel=1e-3), name
     wanted = dict(plain.named_parameters())
     for name, parameter in parallel.named_parameters():
-        torch.testing.assert_close(
-            full(parameter.detach()), wanted[name].detach(), rtol=0, atol=1e-3, msg=name
-        )
+        torch.testing.assert_close(full(parameter.detach()), wanted[name].detach(), rtol=0, atol=1e-3, msg=name)
 
 
 def test_supervised_fine_tuning(tmp_path: Path):

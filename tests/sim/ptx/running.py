@@ -60,9 +60,7 @@ class Given:
         return kernel, dict(zip((p.name for p in kernel.listing.parameters), values, strict=True))
 
 
-def run_text(
-    body: str, *tensors: Any, threads: int = 32, shared: int = 0, grid: int = 1, **options: Any
-) -> None:
+def run_text(body: str, *tensors: Any, threads: int = 32, shared: int = 0, grid: int = 1, **options: Any) -> None:
     """One launch of one rank; tensors are changed in place."""
     args = {f"a{n}": t for n, t in enumerate(tensors)}
     run_all([[Launch(Text(body, len(tensors), threads, shared), grid, args)]], **options)
@@ -83,9 +81,7 @@ def once(
     """What a schedule of a case of compiled kernels shows. edit: of the PTX."""
     run = case.make()
     compiler = compiler_of(target, edit)
-    machine = Machine(
-        run, STRATEGIES[DEFAULT[seed % len(DEFAULT)]], compiler, seed=seed, weak=weak, fine=fine
-    )
+    machine = Machine(run, STRATEGIES[DEFAULT[seed % len(DEFAULT)]], compiler, seed=seed, weak=weak, fine=fine)
     try:
         machine.run()
     except SimulationFault as error:

@@ -79,9 +79,7 @@ def test_a_copy_goes_by_the_fields_that_the_kernel_has_set(data: st.DataObject) 
     size = dtype.itemsize
     dims = data.draw(st.integers(1, 3))
     shape = [data.draw(st.integers(1, 9)) for _ in range(dims)]
-    box = [data.draw(st.integers(1, 6)) for _ in range(dims - 1)] + [
-        16 // size * data.draw(st.integers(1, 2))
-    ]
+    box = [data.draw(st.integers(1, 6)) for _ in range(dims - 1)] + [16 // size * data.draw(st.integers(1, 2))]
     start = [data.draw(st.integers(-4, 8)) for _ in range(dims)]
     row = -(-shape[-1] * size // 16) * 16 // size  # the strides of a descriptor are multiples of 16 bytes
     whole = (torch.arange(1000 * row) % 100 + 1).to(dtype)[: row * int(np.prod(shape[:-1]))]
@@ -122,9 +120,7 @@ def test_a_descriptor_is_seen_after_its_fence() -> None:
         small(f"{acquire}; {copy};")
 
 
-@pytest.mark.parametrize(
-    "field, value", [("fill_mode", 1), ("interleave_layout", 1), ("elemtype", 13), ("rank", 5)]
-)
+@pytest.mark.parametrize("field, value", [("fill_mode", 1), ("interleave_layout", 1), ("elemtype", 13), ("rank", 5)])
 def test_descriptors_of_other_layouts_are_refused(field: str, value: int) -> None:
     more = f"@%p1 tensormap.replace.tile.{field}.shared::cta.b1024.b32 [%r1], {value};"
     with pytest.raises(UnsupportedPtx, match="a tensor descriptor"):
@@ -167,9 +163,7 @@ SUMS = [(dtype, "add") for dtype in KINDS]
 COMPARED = [(dtype, operation) for dtype in (torch.int32, torch.bfloat16) for operation in ("min", "max")]
 
 
-@pytest.mark.parametrize(
-    "dtype, operation", SUMS + COMPARED + [(torch.int32, each) for each in ("and", "or", "xor")]
-)
+@pytest.mark.parametrize("dtype, operation", SUMS + COMPARED + [(torch.int32, each) for each in ("and", "or", "xor")])
 def test_reductions(dtype: torch.dtype, operation: str) -> None:
     """PTX ISA 8.8, 9.7.9.25.5.4: the tensor's elements become operation(they, the box's); of two programs."""
     reduced(dtype, operation)
@@ -236,9 +230,7 @@ def without_copies(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    "edit, rule", [(without_fences, "missing proxy fence"), (without_copies, "never written")]
-)
+@pytest.mark.parametrize("edit, rule", [(without_fences, "missing proxy fence"), (without_copies, "never written")])
 def test_what_a_compiled_kernel_lacks_is_found(edit: Callable[[str], str], rule: str) -> None:
     fault = once(Case("made", cases.case_products_by_descriptors_of_the_kernel), "sm_90", edit=edit)
     assert fault is not None and fault.rule == rule

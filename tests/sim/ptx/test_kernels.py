@@ -77,9 +77,7 @@ no_barrier_after_copies = without_barriers_after(r"cp\.async\.wait_group")
 no_barrier_after_acquire = without_barriers_after(r"\.sys\.acquire")
 
 GATHER = Call("all_gather_matmul", (40, 24), (40,), k=144, dtype=torch.float16, tile=32, block_k=32)
-SCATTER = Call(
-    "matmul_reduce_scatter", (24, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32, chunk=1
-)
+SCATTER = Call("matmul_reduce_scatter", (24, 24), (40,), k=136, dtype=torch.float16, tile=32, block_k=32, chunk=1)
 WIDE = Call("all_gather_wgrad", (72, 56), (64,), k=64, dtype=torch.float16, tile=64, block_k=32)
 
 
@@ -170,9 +168,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
                 for n in range(k // chunk):
                     for row in range(m):
                         part = slice(n * chunk, n * chunk + chunk)
-                        work[rank].append(
-                            Copy(inbox.tensors[peer][row, part], src[rank][row, part], stream="copy")
-                        )
+                        work[rank].append(Copy(inbox.tensors[peer][row, part], src[rank][row, part], stream="copy"))
                     work[rank].append(Signal(flags.tensors[peer][n : n + 1], 1, "copy"))
             want = [src[1 - rank].float() @ w.float().T for rank in ranks]
             return Run(work, [inbox, flags], lambda: compare("y", y, want))
@@ -199,9 +195,7 @@ def test_a_wait_for_a_lost_peer_ends(name: str, monkeypatch: pytest.MonkeyPatch)
         for each in launches:
             if "peers" in each.args:
                 each.args["peers"] = each.args["peers"]._replace(timeout_ns=1)
-        garbage = [
-            replace(each, poisoned=False) for each in run.memory
-        ]  # after a timeout anything may be read
+        garbage = [replace(each, poisoned=False) for each in run.memory]  # after a timeout anything may be read
         return replace(run, work=[[], launches], memory=garbage)
 
     fault = once(Case(name, alone), "sm_80")
@@ -250,9 +244,7 @@ def test_a_tensor_store_has_landed_when_its_flag_is_released() -> None:
 
 
 @triton.jit
-def product(
-    x, w, y, K, SX: tl.constexpr, SW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
-):
+def product(x, w, y, K, SX: tl.constexpr, SW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """y [M, N] = x [M, K] @ w [K, N]; S: strides of rows and columns."""
     ms, ns, ks = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK)
     acc = tl.zeros((M, N), tl.float32)
@@ -299,9 +291,7 @@ def flat_case(k: int, programs: int) -> Case:
     config = Config(64, 64, 64, num_warps=4, num_stages=3, group=2, tma=True, halves=True)
 
     def make() -> Run:
-        launch, y = plan_matmul(
-            x, w, bias, torch.bfloat16, config, "ieee", Gpu("cuda", 9, 232448, capability=90)
-        )
+        launch, y = plan_matmul(x, w, bias, torch.bfloat16, config, "ieee", Gpu("cuda", 9, 232448, capability=90))
         assert launch.args["FLAT"]
         y.fill_(torch.nan)
         wanted = (x.float() @ w.float().t() + bias.float()).bfloat16()
@@ -334,9 +324,7 @@ def tiles_case(k: int) -> Case:
     config = Config(16, 16, 16, num_warps=4, num_stages=3)
 
     def make() -> Run:
-        launch, y = plan_matmul(
-            x, w, None, torch.float32, config, "ieee", Gpu("cuda", 1, 160 * 1024, capability=80)
-        )
+        launch, y = plan_matmul(x, w, None, torch.float32, config, "ieee", Gpu("cuda", 1, 160 * 1024, capability=80))
         y.fill_(torch.nan)
         work = [[Launch(launch.kernel, 1, launch.args, options=launch.options)]]
         return Run(work, (), lambda: compare("y", [y], [x @ w.t()]))

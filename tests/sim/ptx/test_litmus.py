@@ -107,9 +107,7 @@ def test_message_passing_is_forbidden_by_release_and_acquire(apart: str, scope: 
     """r10 = 1 and r11 = 0 by no pair of patterns."""
     for n, release in enumerate(releases(scope).values()):
         for m, acquire in enumerate(acquires(scope).values()):
-            shown = outcomes(
-                f"{st('x', 1)} {release}", f"{acquire} {ld(B, 'x')}", apart=apart, seeds=8 + (n + m) % 2
-            )
+            shown = outcomes(f"{st('x', 1)} {release}", f"{acquire} {ld(B, 'x')}", apart=apart, seeds=8 + (n + m) % 2)
             assert (-1, -1, 1, 0) not in shown, (release, acquire)
             assert len(shown) >= 2
 
@@ -119,9 +117,7 @@ def test_message_passing_is_forbidden_by_release_and_acquire(apart: str, scope: 
 def test_message_passing_by_relaxed_operations_shows(apart: str, scope: str, weaker: str) -> None:
     release = st("y", 1, "relaxed" if weaker != "acquire" else "release", scope)
     acquire = ld(A, "y", "relaxed" if weaker != "release" else "acquire", scope)
-    shown = outcomes(
-        f"{st('x', 1, scope=scope)} {release}", f"{acquire} {ld(B, 'x', scope=scope)}", apart=apart
-    )
+    shown = outcomes(f"{st('x', 1, scope=scope)} {release}", f"{acquire} {ld(B, 'x', scope=scope)}", apart=apart)
     assert shown == {(-1, -1, 0, 0), (-1, -1, 0, 1), (-1, -1, 1, 0), (-1, -1, 1, 1)}
 
 
@@ -260,9 +256,7 @@ def test_coherence(apart: str, scope: str) -> None:
 
     shown = outcomes(f"{w(1)} {w(2)}", f"{r(A)} {r(B)}", apart=apart)  # CoRR, CoWW
     assert {o[2:] for o in shown} == {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
-    shown = outcomes(
-        w(1), f"{w(2)} {r(A)}", f"{r(A)} {r(B)}", apart=apart
-    )  # CoWR: what follows one's own write
+    shown = outcomes(w(1), f"{w(2)} {r(A)}", f"{r(A)} {r(B)}", apart=apart)  # CoWR: what follows one's own write
     assert {o[2] for o in shown} == {1, 2}
     assert all((o[2], *o[4:]) not in {(1, 1, 2), (1, 2, 0), (1, 1, 0)} for o in shown)
     shown = outcomes(f"{r(A)} {w(1)}", f"{r(A)} {w(2)}", apart=apart)  # CoRW
@@ -357,9 +351,7 @@ def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(pa
         run_all(work)
     said = caught.value.fault.cause
     assert said.startswith("a signal goes by way of rank 1,"), said
-    what = {"sends": "the store (", "sees": "the load (", "passes on": "the store (", "ends": "the load ("}[
-        part
-    ]
+    what = {"sends": "the store (", "sees": "the load (", "passes on": "the store (", "ends": "the load ("}[part]
     assert what in said
     assert ("does not release" if part in ("sends", "passes on") else "does not acquire") in said
 

@@ -95,9 +95,7 @@ def message(release: str, acquire: str, seed: int, barrier: str = "bar.sync 0;",
 
 
 RELEASES = {
-    "red.release": "red.global.release.sys.exch.b32 [%rd1], 1;".replace("red", "atom").replace(
-        " [", " %r2, ["
-    ),
+    "red.release": "red.global.release.sys.exch.b32 [%rd1], 1;".replace("red", "atom").replace(" [", " %r2, ["),
     "st.release": "st.global.release.sys.b32 [%rd1], 1;",
     "fence": "bra $send; ret; $send: fence.acq_rel.sys; st.global.relaxed.sys.b32 [%rd1], 1;",
 }
@@ -263,9 +261,7 @@ def test_functions_that_use_local_memory_and_tables_run() -> None:
         assert torch.allclose(y.double(), x.double().sin() + x.double().cos(), atol=1e-5)
 
     for target in ("sm_80", "sm_90"):
-        run = Run(
-            [[Launch(sine_and_cosine, 1, dict(x=x, y=y.fill_(0)), options=dict(num_warps=1))]], (), near
-        )
+        run = Run([[Launch(sine_and_cosine, 1, dict(x=x, y=y.fill_(0)), options=dict(num_warps=1))]], (), near)
         run_schedule(run, Schedule(fine=True, target=target))
 
 
@@ -431,9 +427,7 @@ def test_a_program_sleeps_until_a_word_that_it_polls_changes(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("at", [0, 4, 12])
-def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(
-    at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
     waits = f"""$spin: ld.global.relaxed.gpu.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd0];
         setp.eq.b32 %p2, %r{2 + at // 4}, 0; @%p2 bra $spin; st.global.relaxed.gpu.b32 [%rd2], 1;"""
@@ -452,9 +446,7 @@ def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch
 
 
 @pytest.mark.parametrize("words, at", [(12, 9), (40, 5)])
-def test_who_waits_for_any_of_many_words_wakes_by_each(
-    words: int, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_any_of_many_words_wakes_by_each(words: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Program 0 polls for long before it sets one of the words that program 1 reads one by one, and waits for it."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 20)
     monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
@@ -511,9 +503,7 @@ def test_a_program_that_only_looks_at_what_never_changes_goes_on(monkeypatch: py
 
 
 @pytest.mark.parametrize("between", ["", "mov.b32 %r1, 0;"])
-def test_a_program_that_wakes_polls_before_it_sleeps_again(
-    between: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_wakes_polls_before_it_sleeps_again(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warp by warp, its first turn may go to a warp that does not poll. `between` the barrier and the poll."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 3)  # no second chance once all sleep
     waits = f"""setp.eq.b32 %p1, %r0, 0; mov.b32 %r5, 0;

@@ -101,9 +101,7 @@ def test_a_store_reaches_every_rank(order: str) -> None:
     body = f"""{AT.format(16, 0)} mov.u32 %r1, 7; add.s32 %r2, %r0, 1; mov.u32 %r3, 0; setp.ge.u32 %p1, %r0, 8;
         @%p1 multimem.st{order}.global.v4.f32 [%rd8], {{%r0, %r1, %r2, %r3}};"""
     kept = [torch.full((32, 4), -1, dtype=torch.int32) for _ in range(W)]
-    want = torch.stack(
-        [torch.tensor([n, 7, n + 1, 0]) if n >= 8 else torch.full((4,), -1) for n in range(32)]
-    )
+    want = torch.stack([torch.tensor([n, 7, n + 1, 0]) if n >= 8 else torch.full((4,), -1) for n in range(32)])
     for tensor in on_rank_0(body, kept, torch.zeros(1)):
         assert torch.equal(tensor, want.int())
 
@@ -180,9 +178,7 @@ def test_what_is_stored_by_the_multicast_address_needs_the_fence_to_be_read_by_i
     body = "add.s32 %r1, %r0, 5; {} multimem.st.weak.global.f32 [%rd8], %r1; {} {} ld.global.b32 %r2, [%rd8]; {} {}"
     for fence in (NOTHING, ALIAS):
         x, out = symmetric("x", 1, (32,), torch.int32), torch.zeros(32, dtype=torch.int32)
-        text = body.format(
-            AT.format(4, 1), fence, AT.format(4, 0), AT.format(4, 2), "st.global.b32 [%rd8], %r2;"
-        )
+        text = body.format(AT.format(4, 1), fence, AT.format(4, 0), AT.format(4, 2), "st.global.b32 [%rd8], %r2;")
         launch = Launch(Text(text, 3), 1, dict(x=x.tensors[0], many=x.multicast, out=out))
         if fence:
             run_all([[launch]], [x])
@@ -277,9 +273,7 @@ def test_each_memory_has_its_own_multicast_address() -> None:
         for n in range(3)
     )
     given = {memory.name: memory.multicast for memory in kept}
-    run_all(
-        [[Launch(Text(f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; {body}", 4), 1, dict(**given, out=out))], []], kept
-    )
+    run_all([[Launch(Text(f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; {body}", 4), 1, dict(**given, out=out))], []], kept)
     assert out.tolist() == [2, 20, 200]
 
 
@@ -318,9 +312,7 @@ def test_memory_that_nobody_wrote_is_not_reduced() -> None:
 
 
 @triton.jit
-def _all_reduce(
-    own, many, flags, out, RANK: tl.constexpr, WORLD: tl.constexpr, N: tl.constexpr, FENCE: tl.constexpr
-):
+def _all_reduce(own, many, flags, out, RANK: tl.constexpr, WORLD: tl.constexpr, N: tl.constexpr, FENCE: tl.constexpr):
     """Each rank sums its part of a tile by the switch and stores the sum at all: two-shot, bf16 pairs."""
     lane = tl.arange(0, N)
     tl.store(own + lane, lane + 1)
@@ -334,9 +326,7 @@ def _all_reduce(
             pass
         tl.debug_barrier()
         if FENCE:
-            tl.inline_asm_elementwise(
-                "fence.proxy.alias; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
+            tl.inline_asm_elementwise("fence.proxy.alias; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         if step == 0:
             PART: tl.constexpr = N // WORLD
             at = many + (RANK * PART + tl.arange(0, PART)) * 4

@@ -97,9 +97,7 @@ FENCE = "fence.proxy.async.shared::cta;"
     ],
     ids=["none", "before the write", "of the writers", "behind the meeting", "one way", "the other way"],
 )
-def test_where_a_fence_counts(
-    before: str, writers: str, behind: str, enough: bool, meet: str, write: str
-) -> None:
+def test_where_a_fence_counts(before: str, writers: str, behind: str, enough: bool, meet: str, write: str) -> None:
     """A warp writes 32 words and meets; its first thread stores them by TMA."""
     y = torch.zeros(32, dtype=torch.int32)
     described = TensorMap(y.data_ptr(), (32,), (1,), (32,), "s32", 0)

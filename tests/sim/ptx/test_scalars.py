@@ -271,9 +271,7 @@ def towards(how: str, x: Fraction | float) -> int:
 
 def halves_where(holds: Callable[[float, float], bool], a: tuple[float, ...], b: tuple[float, ...]) -> int:
     """set: PTX ISA 9.7.7.1, 1.0 where it holds, of both halves."""
-    low, high = (
-        0x3C00 if holds(F32(np.float16(F32(x))), F32(np.float16(F32(y)))) else 0 for x, y in zip(a, b)
-    )
+    low, high = (0x3C00 if holds(F32(np.float16(F32(x))), F32(np.float16(F32(y)))) else 0 for x, y in zip(a, b))
     return high << 16 | low
 
 

@@ -216,9 +216,7 @@ def test_two_threads_of_one_store_that_write_different_values_race(target: str):
     values = torch.arange(128.0)
     fault = tried(scattered(values, values[1::2]), target, 1).fault
     assert fault.rule == "write-write race" and "two threads of one store" in fault.message
-    assert (
-        "tl.store(out + tl.load(index" in open(__file__).read().splitlines()[fault.accesses[0].site.line - 1]
-    )
+    assert "tl.store(out + tl.load(index" in open(__file__).read().splitlines()[fault.accesses[0].site.line - 1]
 
 
 def test_directed_roundings():
@@ -253,9 +251,7 @@ def test_an_exchange_of_which_nobody_reads_the_old_value_is_a_write():
 
 def test_inline_ptx_is_named_by_the_line_of_its_call():
     """Its text begins with lines that are no instructions."""
-    fault = tried(
-        case(far_store, dict(x=torch.zeros(128, dtype=I32), N=128), torch.zeros(1)), "sm_80", 1
-    ).fault
+    fault = tried(case(far_store, dict(x=torch.zeros(128, dtype=I32), N=128), torch.zeros(1)), "sm_80", 1).fault
     site = fault.accesses[0].site
     assert fault.rule == "out of bounds" and site.function == "far_store"
     lines = open(__file__).read().splitlines()

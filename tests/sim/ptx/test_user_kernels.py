@@ -39,9 +39,7 @@ from tests.sim.ptx import user_cases as cases
 BOTH = ("sm_80", "sm_90")
 
 
-def tried(
-    make: Callable[[], Run], count: int = 4, target: str = "sm_90", seconds: float | None = None
-) -> Outcome:
+def tried(make: Callable[[], Run], count: int = 4, target: str = "sm_90", seconds: float | None = None) -> Outcome:
     chosen = list(schedules(count, target=target))
     return explore(Case("user", make), chosen, seconds=seconds)
 
@@ -106,14 +104,10 @@ def test_a_config_that_is_wrong_is_found_and_named() -> None:
     """The schedule's seed chooses the config, so that its replay has the same."""
     seen = []
     for seed in range(2):
-        outcome = explore(
-            Case("one", cases.case_wrong_in_one_config), [Schedule("random", seed, target="sm_80")]
-        )
+        outcome = explore(Case("one", cases.case_wrong_in_one_config), [Schedule("random", seed, target="sm_80")])
         seen.append(outcome.fault)
     assert seen[0] is None and seen[1] is not None and seen[1].rule == "wrong value"
-    named = explore(
-        Case("named", lambda: cases.case_tuned(config=2)), [Schedule("random", 0, target="sm_80")]
-    )
+    named = explore(Case("named", lambda: cases.case_tuned(config=2)), [Schedule("random", 0, target="sm_80")])
     assert named.passed
 
 
@@ -267,9 +261,7 @@ def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
     with pytest.raises(UnsupportedKernel, match="plain function"):
         assert_no_finding(cases.case_plain_function)
     for seconds in (4, 40):  # compiling is a part of them
-        with pytest.raises(
-            AssertionError, match=rf"no schedule ended in {seconds} s; the first stood at "
-        ) as told:
+        with pytest.raises(AssertionError, match=rf"no schedule ended in {seconds} s; the first stood at ") as told:
             assert_no_finding(cases.case_polls_and_stores, seconds=seconds, targets="sm_80")
         if "before its kernels ran" not in str(told.value):
             break
@@ -299,9 +291,7 @@ def test_a_finding_in_a_test_gives_a_command_that_finds_its_case() -> None:
         ("nor", -2, (0, 2), (1, 3)),
     ],
 )
-def test_streams_wait_by_any_comparison(
-    by: str, value: int, ends: tuple[int, ...], goes_on: tuple[int, ...]
-) -> None:
+def test_streams_wait_by_any_comparison(by: str, value: int, ends: tuple[int, ...], goes_on: tuple[int, ...]) -> None:
     wait = Await(torch.zeros(1, dtype=torch.int32), value, by=by)
     assert all(wait.over(seen) for seen in ends) and not any(wait.over(seen) for seen in goes_on)
 

@@ -46,9 +46,7 @@ def test_votes_and_reductions() -> None:
         elect.sync %r2|%p3, -1; selp.b32 %r15, 1, 0, %p3;
         {AT.format(0)} {stores}"""
     run_text(body, out, threads=64)
-    assert (
-        set(out[0].tolist()) == {0x11111111} and set(out[1].tolist()) == {1} and set(out[2].tolist()) == {0}
-    )
+    assert set(out[0].tolist()) == {0x11111111} and set(out[1].tolist()) == {1} and set(out[2].tolist()) == {0}
     for warp in range(2):
         lanes = range(32 * warp, 32 * warp + 32)
         own = slice(32 * warp, 32 * warp + 32)
@@ -77,9 +75,7 @@ def test_match(half: bool) -> None:
 
 def fragments_of_a(e: int) -> list[list[tuple[int, int]]]:
     """9.7.14.5: row and first column of each register of A, by lane; e elements in a register."""
-    return [
-        [(lane // 4 + 8 * (r % 2), 4 * e * (r // 2) + lane % 4 * e) for lane in range(32)] for r in range(4)
-    ]
+    return [[(lane // 4 + 8 * (r % 2), 4 * e * (r // 2) + lane % 4 * e) for lane in range(32)] for r in range(4)]
 
 
 def packed(x: torch.Tensor) -> np.ndarray:
@@ -196,18 +192,12 @@ def test_wgmma_of_integers(kind: str, low: int, weak: bool) -> None:
         torch.randint(low, low + 256, (72, 32)),
         torch.zeros(256, dtype=torch.uint8),
     )  # A, then B by columns
-    units = (
-        (x & 255).to(torch.uint8).view(9, 8, 2, 16).transpose(1, 2).flatten()
-    )  # a row of units is 256 bytes
+    units = (x & 255).to(torch.uint8).view(9, 8, 2, 16).transpose(1, 2).flatten()  # a row of units is 256 bytes
     given, out = torch.cat([units, pad]).view(torch.int32), torch.zeros(4, 128, dtype=torch.int32)
-    copies = "".join(
-        f"ld.global.b32 %r1, [%rd8+{512 * n}]; st.shared.b32 [%r2+{512 * n}], %r1; " for n in range(5)
-    )
+    copies = "".join(f"ld.global.b32 %r1, [%rd8+{512 * n}]; st.shared.b32 [%r2+{512 * n}], %r1; " for n in range(5))
     stores = "".join(f"st.global.b32 [%rd9+{512 * n}], %r{10 + n}; " for n in range(4))
     strides = 128 >> 4 << 16 | 256 >> 4 << 32
-    product = (
-        f"wgmma.mma_async.sync.aligned.m64n8k32.s32.{kind}.{kind} {{%r10, %r11, %r12, %r13}}, %rd2, %rd3,"
-    )
+    product = f"wgmma.mma_async.sync.aligned.m64n8k32.s32.{kind}.{kind} {{%r10, %r11, %r12, %r13}}, %rd2, %rd3,"
     body = f"""{AT.format(0).replace("%rd9", "%rd8")} {AT.format(1).replace("%rd8", "%rd9")}
         shl.b32 %r2, %r0, 2; {copies} fence.proxy.async; bar.sync 0;
         mov.b64 %rd2, {strides}; mov.b64 %rd3, {strides | 2048 >> 4}; mov.b32 %r3, 1; setp.eq.b32 %p1, %r3, 1;

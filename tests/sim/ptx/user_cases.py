@@ -116,9 +116,7 @@ def double_by_descriptor(x, out, B: tl.constexpr):
 
 def case_descriptors():
     x, out = torch.arange(16 * 16, dtype=torch.float16).view(16, 16), torch.zeros(16, 16, dtype=torch.float16)
-    args = dict(
-        x=TensorDescriptor.from_tensor(x, [8, 16]), out=TensorDescriptor.from_tensor(out, [8, 16]), B=8
-    )
+    args = dict(x=TensorDescriptor.from_tensor(x, [8, 16]), out=TensorDescriptor.from_tensor(out, [8, 16]), B=8)
     return one(double_by_descriptor, args, out, x * 2, 2)
 
 
@@ -135,9 +133,7 @@ def case_does_not_compile():
 
 @triton.jit
 def unknown_opcode(out):
-    got = tl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, 1, 2, 3;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    got = tl.inline_asm_elementwise("dp4a.s32.s32 $0, 1, 2, 3;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.store(out, got)
 
 
@@ -193,9 +189,7 @@ def dot_in_bf16(x, y, out, M: tl.constexpr):
 def case_dot_in_bf16():
     """Small integers: exact however a tensor core sums."""
     m = 16
-    x, y = (
-        torch.randint(-8, 9, (m, m), generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2)
-    )
+    x, y = (torch.randint(-8, 9, (m, m), generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
     out = torch.full((m, m), -1.0)
     return one(dot_in_bf16, dict(x=x, y=y, out=out, M=m), out, x.float() @ y.float())
 
@@ -395,9 +389,7 @@ def by_bounded_polls(boxes, flags, src, dst, rank, N: tl.constexpr):
 
 @triton.jit
 def clock():
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-    )
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -520,9 +512,7 @@ def case_message_without_acquire():
 def their_put(dest, source, nbytes, pe, _semantic=None):
     kinds = (*(tl.core.dtype("int64"),) * 3, tl.core.dtype("int32"))
     symbol = {kinds: ("their_put", tl.core.dtype("int32"))}
-    return tl.core.extern_elementwise(
-        "", "", [dest, source, nbytes, pe], symbol, is_pure=False, _semantic=_semantic
-    )
+    return tl.core.extern_elementwise("", "", [dest, source, nbytes, pe], symbol, is_pure=False, _semantic=_semantic)
 
 
 @triton.jit

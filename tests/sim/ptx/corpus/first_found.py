@@ -52,9 +52,7 @@ def main() -> int:
     options = tyro.cli(Options, prog="python -m tests.sim.ptx.corpus.first_found")
     seeds, console = [1000 * n for n in range(options.seeds)], Console()
     tasks = [(number, seed, options.target) for number in range(len(wrong.WRONG)) for seed in seeds]
-    with ProcessPoolExecutor(
-        options.workers or cores(), get_context("spawn"), torch.set_num_threads, (1,)
-    ) as pool:
+    with ProcessPoolExecutor(options.workers or cores(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         done = pool.map(first_found, *zip(*tasks, strict=True))
         done = track(done, "mistakes", len(tasks), console=console)
         found = dict(zip(tasks, done, strict=True))

@@ -50,9 +50,7 @@ class Options:
 def kernels() -> dict[str, tuple[bool, Callable[[], Run]]]:
     """Name -> whether it is wrong, and what makes a run of it."""
     found: dict[str, tuple[bool, Callable[[], Run]]] = {
-        name.removeprefix("case_"): (False, make)
-        for name, make in vars(right).items()
-        if name.startswith("case_")
+        name.removeprefix("case_"): (False, make) for name, make in vars(right).items() if name.startswith("case_")
     }
     for each in wrong.WRONG:
         make: Any = each.make
@@ -150,9 +148,7 @@ def verdict(code: int | None, said: str) -> str:
         return "race"
     if code == UNABLE and not said.strip():
         return "not run"
-    return {None: "deadlock", 0: "ok", 1: "crashed" if "Traceback" in said else "wrong value"}.get(
-        code, "crashed"
-    )
+    return {None: "deadlock", 0: "ok", 1: "crashed" if "Traceback" in said else "wrong value"}.get(code, "crashed")
 
 
 def by_gsan(name: str, seconds: float) -> str:
@@ -188,9 +184,7 @@ def main() -> int:
     console.print(table)
     for (bad, ours, theirs), count in sorted(counts.items()):
         found = [who for who, does in (("the machine", ours), ("GSan", theirs)) if does]
-        console.print(
-            f"{count} {'wrong' if bad else 'right'} kernels: found by {' and '.join(found) or 'neither'}"
-        )
+        console.print(f"{count} {'wrong' if bad else 'right'} kernels: found by {' and '.join(found) or 'neither'}")
     return 0
 
 

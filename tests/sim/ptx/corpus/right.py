@@ -94,9 +94,7 @@ def relaxed_polls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.con
     while tl.atomic_add(mine, 0, sem="relaxed", scope="sys") != 1:
         pass
     if BUG != "no acquire":
-        while (
-            tl.atomic_add(mine, 0, sem="acquire", scope="sys") != 1
-        ):  # Triton 3.7 removes it if nothing uses it
+        while tl.atomic_add(mine, 0, sem="acquire", scope="sys") != 1:  # Triton 3.7 removes it if nothing uses it
             pass
     tl.debug_barrier()
     tl.store(dst + at, tl.load(floats(boxes, rank) + at))  # BUG
@@ -152,9 +150,7 @@ def case_fenced_flag(bug=""):
 
 
 @kernel
-def acquire_in_every_thread(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def acquire_in_every_thread(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """Polls by ld.acquire in every thread: no barrier is needed."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
@@ -696,9 +692,7 @@ def case_chain(bug=""):
 
 
 @kernel
-def one_flag_for_all_programs(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def one_flag_for_all_programs(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """Programs push rows to the peer and meet at gpu scope; the last one tells the peer at system scope, and waits."""
     at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     tl.store(floats(boxes, 1 - rank) + row * N + at, tl.load(src + row * N + at))  # BUG
@@ -1128,9 +1122,7 @@ def case_queue(bug=""):
 
 
 @kernel
-def flags_as_a_vector(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def flags_as_a_vector(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """Polls the flags of all peers by one volatile vector load, then fences."""
     at, peers = tl.arange(0, N), tl.arange(0, W)
     tl.store(floats(boxes, rank) + at, tl.load(src + at))  # BUG
@@ -1266,8 +1258,7 @@ def case_barrier_launches(bug=""):
     work = [[made.launch(each, r, c) for c in range(2) for each in row] for r in made.ranks]
     if bug == "barrier on another stream":
         work = [
-            [made.launch(e, r, c, stream="1" if e is meets else "0") for c in range(2) for e in row]
-            for r in made.ranks
+            [made.launch(e, r, c, stream="1" if e is meets else "0") for c in range(2) for e in row] for r in made.ranks
         ]
     return made.run(work, following)
 

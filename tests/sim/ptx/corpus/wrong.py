@@ -158,9 +158,7 @@ def case_no_modulo(bug=""):
 
 
 @kernel
-def bytes_for_elements(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def bytes_for_elements(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """An offset in elements is added to an address in bytes."""
     at = tl.arange(0, N)
     begin = (tl.load(boxes + rank) + call * 2 + 1).to(tl.pointer_type(tl.float32))
@@ -173,9 +171,7 @@ def case_bytes_for_elements(bug=""):
 
 
 @kernel
-def mask_one_too_long(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def mask_one_too_long(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """Two programs a rank, each with half of the row and the first number of the other half."""
     half = N // 2
     at = tl.program_id(0) * half + tl.arange(0, N)
@@ -189,9 +185,7 @@ def case_mask_one_too_long(bug=""):
 
 
 @kernel
-def barrier_of_programs(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def barrier_of_programs(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """All programs of a rank meet: they need not all be there at once."""
     at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     tl.store(floats(boxes, rank) + row * N + at, tl.load(src + row * N + at))
@@ -330,9 +324,7 @@ def case_replayed(bug=""):
 
 
 @kernel
-def waits_for_the_grid(
-    boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr
-):
+def waits_for_the_grid(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
     """Each program sends a row, then waits for those of all programs of the peer, which need not have started."""
     at, row = tl.arange(0, N), tl.program_id(0)
     tl.store(floats(boxes, 1 - rank) + row * N + at, tl.load(src + row * N + at))
