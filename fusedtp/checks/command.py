@@ -72,8 +72,8 @@ class CheckOptions:
     """Find races, deadlocks and wrong results of multi-rank Triton kernels, on simulated ranks."""
 
     cases: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Fused kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default: every
-    fused kernel of the library."""
+    """The library's kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default:
+    every fused kernel of the library."""
     module: tuple[str, ...] = ()
     """Cases of modules: PKG.MODULE:case is one, PKG.MODULE all that it defines."""
     world_size: tuple[int, ...] = ()

@@ -56,7 +56,7 @@ DIED = "a worker process died; the kernel may have used up memory (try --workers
 
 
 def names_of(name: str = "", world_size: int | None = None, target: str = TARGET) -> list[str]:
-    """Full names of the cases that `name` stands for; "" for all of the library's own.
+    """Full names of the cases that `name` stands for; "" for all fused kernels of the library.
 
     target: they are compiled for. Raises ValueError where it stands for none. What importing the user's
     code raises passes.
@@ -135,15 +135,20 @@ def _import(name: str) -> ModuleType:
 
 @lru_cache
 def _own(name: str, world_size: int | None, target: str) -> tuple[Case, ...]:
+    """The library's: of fused kernels, and by name alone those of one rank."""
     from .cases import compiled_cases
+    from .local import local_cases
 
-    cases = {case.name: case for case in compiled_cases(world_size or WORLD_SIZE, target)}
-    if name and name not in cases:
+    fused = compiled_cases(world_size or WORLD_SIZE, target)
+    if not name:
+        return tuple(fused)
+    cases = {case.name: case for case in (*fused, *local_cases(target))}
+    if name not in cases:
         raise ValueError(
-            f"no fused kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case, "
+            f"no kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case, "
             "or package.module:case"
         )
-    return (cases[name],) if name else tuple(cases.values())
+    return (cases[name],)
 
 
 @lru_cache

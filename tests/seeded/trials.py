@@ -8,40 +8,30 @@ strangers  two ranks in calls of different signatures: each must notice, and say
 overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
 fp8        of the kernels that multiply it, the first and the last call, on sm_90
-local      kernels of one rank: matmuls whole and by halves, by pointers and by TMA; with tails
+local      kernels of one rank in every variant, see checks/local.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
 from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launched, meeting
 from fusedtp.checks.experts import OPERATIONS as EXPERTS
 from fusedtp.checks.experts import routed
-from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch import cross_entropy, plain, pointwise, quantize
-from fusedtp.ops.launch.config import Config, Machine
-from fusedtp.ops.moe import fp8 as rows_to_experts
-from fusedtp.ops.moe import grouped
-from fusedtp.ops.moe import plan as exchange
-from fusedtp.sim import Case, Launch, Run, Schedule, compare, run_schedule
+from fusedtp.checks.local import KERNELS as LOCAL
+from fusedtp.checks.local import MAKES_FP8, PRODUCTS, local_case, variants
+from fusedtp.ops.launch.config import Machine
+from fusedtp.sim import Case, Run, Schedule, compare
 from fusedtp.sim.case import Work
 
 FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not kernel.in_fp8}
 FUSED |= {f"{name}_kernel": name for name in EXPERTS}
 IN_FP8 = {kernel.function: name for name, (_, kernel) in DECLARED.items() if kernel.in_fp8}  # of functions in FUSED
-PRODUCTS = ("grouped_matmul", "grouped_gated", "grouped_wgrad", "matmul")
-ROWS = "grouped_gated_backward rms_norm rms_norm_wide rms_norm_backward rms_norm_wide_backward swiglu swiglu_backward"
-OTHERS = "rope logit_stats logit_gradient moe_sort moe_index largest"
-KS_OF_FP8 = {"quantize": (40, 70, 71), "pack": (1100, 1152), "unpack": (1100, 1152)}  # which sm_80 has not
-LOCAL = (*PRODUCTS, *ROWS.split(), *OTHERS.split(), *KS_OF_FP8)
 KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 
@@ -81,15 +71,8 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     """What tries these kernels. only: this target, and of fused kernels strangers, then pipelined, then other calls."""
     chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
     for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
-        for target in targets if name in PRODUCTS else (first,):
-            if name in KS_OF_FP8:
-                continue
-            yield Trial(local(name, target), target)
-            if name.startswith("grouped") and target == "sm_90":
-                # by TMA; wgrad's K ends in the other half of a tile
-                yield Trial(local(name, target, k=8 if name == "grouped_wgrad" else 40), target)
-    for name in [name for name in KS_OF_FP8 if f"{name}_kernel" in chosen and "sm_90" in targets]:
-        yield from (Trial(local(name, "sm_90", k=k), "sm_90") for k in KS_OF_FP8[name])
+        for target in targets if name in (*PRODUCTS, *MAKES_FP8) else (first,):
+            yield from (Trial(local_case(name, each), target) for each in variants(name, gpu(target)))
     if "meet_kernel" in chosen:
         yield Trial(strangers("meet", first), first, fails=True)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
@@ -204,106 +187,3 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
         return Run(work, memory, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
 
     return Case(what, make)
-
-
-# -- kernels of one rank -----------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def local(name: str, target: str, k: int = 20) -> Case:
-    """What the kernel gives now must come out later."""
-
-    def made() -> tuple[Launch, list[Tensor]]:
-        launch, given = plan_local(name, k, gpu(target))
-        outs = [y for y in ([given] if isinstance(given, Tensor) else given) if y is not None]
-        for y in outs:
-            y.fill_(torch.nan if y.is_floating_point() else -7)
-        return Launch(launch.kernel, launch.programs, launch.args, options=launch.options), outs
-
-    launch, wanted = made()
-    run_schedule(Run([[launch]]), Schedule(target=target))
-
-    def make() -> Run:
-        launch, outs = made()
-        pairs = [*zip(outs, wanted)]
-        return Run([[launch]], check=lambda: [m for y, want in pairs for m in compare("out", [y], [want])])
-
-    return Case(f"{name}_kernel", make)
-
-
-def plan_local(name: str, k: int, machine: Machine) -> tuple[Planned, Any]:
-    """The launch and its outputs: tails everywhere, an expert without rows, rows behind the last expert's.
-
-    On sm_90 with tiles that end by halves, and by TMA where the kernel can.
-    """
-    generator, halves = torch.Generator().manual_seed(0), machine.capability == 90
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randint(-2, 3, shape, generator=generator).float()
-
-    config = Config(16, 32 if halves else 16, 16, group=2, tma=halves, halves=halves, num_stages=3)
-    if name == "matmul":
-        precision, scales = "tf32" if halves else "ieee", (draw(36, 1), draw(40, 1))
-        given = draw(36, 56), draw(40, 56), draw(40), torch.float32, config, precision, machine
-        return plain.plan_matmul(*given, scales)
-    if name.startswith("grouped"):
-        offsets = torch.tensor([0, 17, 17, 20, 56], dtype=torch.int32)
-        x, dy, w, up, bias = draw(59, k), draw(59, 40), draw(4, 40, k), draw(4, 40, k), draw(4, 40)
-        if halves and k % 8 == 0:  # what wgmma and TMA take
-            x, dy, w, up, bias = (each.half() for each in (x, dy, w, up, bias))
-            config = replace(config, block_m=64)
-        how = config, "ieee", machine
-        if name == "grouped_matmul":
-            return grouped.plan_matmul([x] * (1 + halves), [w, up][: 1 + halves], offsets, bias, *how)
-        if name == "grouped_gated":
-            return grouped.plan_gated(x, w, up, offsets, "silu", True, *how)
-        if name == "grouped_wgrad":  # pads its result to multiples of 16, so that tiles of 16 have no tails
-            config = replace(config, block_m=max(32, config.block_m), block_n=64)
-            return grouped.plan_wgrad(dy, x, offsets, torch.float32, config, "ieee", machine)
-        return grouped.plan_gated_backward(dy, draw(59, 40), draw(59, 40), offsets, "silu", machine)
-    if name == "moe_sort":  # blocks of 16, some choices dropped
-        launch, *outs = exchange.plan_sort(torch.randint(-1, 6, (13, 3), generator=generator), 6, 16)
-        return launch, outs
-    if name == "moe_index":  # of the second of three ranks, with room for all rows but two
-        table = torch.randint(0, 20, (3, 9), generator=generator, dtype=torch.int32)
-        at = exchange.Exchange("", 1, (20, 20, 20), 9, 3, int(table[:, 3:6].sum()) - 2, "triton")
-        index = torch.empty(exchange.index_size(at), dtype=torch.int32)
-        return exchange.plan_index(table, index, at, 16)[0], index
-    if name == "quantize":  # rows that a program holds; columns, which it does not; these by a scale that is given
-        x, filled = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2), 16 * -(-k // 16)
-        x[1::2] = x[1::2].flip(1)
-        x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
-        x, one = x if k == 40 else x.t().contiguous().t(), torch.tensor([0.25]) if k == 71 else None
-        packed = torch.empty(37, filled + 16, dtype=torch.uint8)
-        values, of_rows = packed.view(torch.float8_e4m3fn)[:, :filled], packed[:, filled:].view(torch.float32)
-        launch = quantize.plan_quantize(x, one, values, of_rows if one is None else None)
-        return launch, packed.view(torch.int32)
-    if name.endswith("pack"):  # in two parts, the last block cut off
-        x = draw(9, k) * 2.0 ** (torch.arange(k) // 128)
-        x[::3, ::50], x[1::3, 3::50] = torch.inf, torch.nan
-        packed = rows_to_experts.pack(x)
-        if name == "unpack":
-            return quantize.plan_unpack(packed, k, torch.float32)
-        packed = torch.empty_like(packed)
-        return quantize.plan_pack(x, packed), packed.view(torch.int32)
-    if name == "largest":  # of columns, by four programs: the first has two parts, the largest of each elsewhere
-        x = torch.ones(70, 300)
-        x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, 6.0, 7.0, torch.nan
-        return quantize.plan_largest(x.t(), replace(machine, programs=1))
-    t, h = (5, 9000) if "wide" in name else (70, 40)  # the first in three parts
-    x, other, dy, weight, r = draw(t, h), draw(t, h), draw(t, h), draw(h), draw(t)
-    if name in ("rms_norm", "rms_norm_wide"):
-        return pointwise.plan_rms_norm(x, other, weight, 1e-5, machine)
-    if name.startswith("rms_norm"):  # one program walks all rows
-        return pointwise.plan_rms_norm_backward(dy, other, x, weight, r, replace(machine, programs=0))
-    if name == "swiglu":
-        return pointwise.plan_swiglu(x, dy, "silu")
-    if name == "swiglu_backward":
-        return pointwise.plan_swiglu_backward(other, x, dy, "silu")
-    if name == "rope":
-        q, kv, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
-        return pointwise.plan_rotate(q, kv, cos, sin, 1)
-    labels, y = torch.arange(t), torch.empty_like(x)  # one in every column, some in none
-    if name == "logit_stats":
-        return cross_entropy.plan_logit_stats(x, labels, 3, machine)
-    return cross_entropy.plan_logit_gradient(x, y, labels, 3, r, dy[:, 0].contiguous(), machine), y

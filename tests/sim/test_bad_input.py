@@ -141,7 +141,7 @@ def test_a_kernel_that_does_not_compile_is_refused_with_the_compilers_words(tmp_
     ("name", "words"),
     [
         ("nowhere.py", "no such file: nowhere.py"),
-        ("all_gather", "no fused kernel is called 'all_gather': it must be one of all_gather_matmul, "),
+        ("all_gather", "no kernel is called 'all_gather': it must be one of all_gather_matmul, "),
     ],
 )
 def test_a_name_that_stands_for_nothing_says_so(name, words):

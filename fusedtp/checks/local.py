@@ -1,0 +1,334 @@
+"""The library's kernels of one rank as cases of the simulator: small shapes with tails, against the formula of each.
+
+    local_cases    every kernel, in the variants that its launcher chooses, one launch after another
+    local_case     one of them
+
+Sums are of small integers, exact in any order. What has gone through exp or rsqrt may differ from torch's by rounding.
+Elements that no kernel writes, such as rows behind the last expert's, must stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedtp.ops import fp8
+from fusedtp.ops.launch import Launch as Planned
+from fusedtp.ops.launch import cross_entropy, plain, pointwise, quantize
+from fusedtp.ops.launch.config import Config, Machine
+from fusedtp.ops.moe import fp8 as rows_to_experts
+from fusedtp.ops.moe import grouped, plan
+from fusedtp.sim.case import Case, Launch, Mismatch, Run, compare
+
+from .dense import GPU
+
+F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+UNWRITTEN = -7  # of integers; floats are NaN
+UNITS = 2  # in the last place, by which a result that is not exact may be off
+
+
+class Local(NamedTuple):
+    """A launch, its outputs, and what they must be once rounded to their dtypes. exact: bit for bit."""
+
+    launch: Planned
+    outs: Sequence[Tensor]
+    wanted: Sequence[Tensor]
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is planned for.
+
+    k       columns of x
+    dtype   of operands
+    """
+
+    machine: Machine
+    k: int
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> Config:
+        """Three stages; on sm_90 by TMA where a kernel can, and tiles that end by halves."""
+        halves = self.machine.capability == 90
+        tall = 64 if halves and self.dtype.itemsize < 4 else 16  # rows that wgmma takes
+        return Config(tall, 32 if halves else 16, 16, group=2, tma=halves, halves=halves, num_stages=3)
+
+
+def drawn() -> Callable[..., Tensor]:
+    """shape -> integers from -2 to 2 in fp32, the same each time that a case is made."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randint(-2, 3, shape, generator=generator).float()
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def _matmul(v: Variant) -> Local:
+    """Scales of rows and columns, which fp8 has; fp32 by tf32 where there is wgmma."""
+    draw = drawn()
+    scales, x, w, bias = (draw(36, 1), draw(40, 1)), draw(36, v.k), draw(40, v.k), draw(40)
+    out = F32 if v.dtype == E4M3 else v.dtype
+    config = replace(v.config, block_k=32) if v.dtype == E4M3 else v.config
+    precision = "tf32" if v.config.tma and v.dtype == F32 else "ieee"
+    given = x.to(v.dtype), w.to(v.dtype), bias.to(out), out, config, precision, v.machine, scales
+    launch, y = plain.plan_matmul(*given)
+    return Local(launch, [y], [x @ w.t() * scales[0] * scales[1].t() + bias])
+
+
+OFFSETS = (0, 17, 17, 20, 104)  # the second expert has no rows; the last three of R rows are no expert's
+R, N = 107, 40
+
+
+def _by_expert(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[R, N]: each row times its expert's weights; rows of no expert are not written."""
+    made = [x[i:j] @ w.t() for w, (i, j) in zip(weights, pairwise(OFFSETS))]
+    made = made if bias is None else [y + b for y, b in zip(made, bias)]
+    return F.pad(torch.cat(made), (0, 0, 0, R - OFFSETS[-1]), value=torch.nan)
+
+
+def _grouped(name: str, v: Variant) -> Local:
+    draw, offsets = drawn(), torch.tensor(OFFSETS, dtype=torch.int32)
+    x, dy, w, up, bias = draw(R, v.k), draw(R, N), draw(4, N, v.k), draw(4, N, v.k), draw(4, N)
+    x_low, dy_low, w_low, up_low, bias_low = (each.to(v.dtype) for each in (x, dy, w, up, bias))
+    how = v.config, "ieee", v.machine
+    if name == "grouped_matmul":  # on sm_90 the sum of two products
+        pair = 1 + (v.machine.capability == 90)
+        launch, y = grouped.plan_matmul([x_low] * pair, [w_low, up_low][:pair], offsets, bias_low, *how)
+        return Local(launch, [y], [_by_expert(x, w + up if pair > 1 else w, bias)])
+    if name == "grouped_gated":
+        launch, (y, *products) = grouped.plan_gated(x_low, w_low, up_low, offsets, "silu", True, *how)
+        g, u = _by_expert(x, w), _by_expert(x, up)
+        return Local(launch, [y, *(each for each in products if each is not None)], [F.silu(g) * u, g, u], False)
+    # pads its result to multiples of 16, so that tiles of 16 have no tails
+    config = replace(v.config, block_m=max(32, v.config.block_m), block_n=64)
+    launch, dw = grouped.plan_wgrad(dy_low, x_low, offsets, F32, config, "ieee", v.machine)
+    return Local(launch, [dw], [torch.stack([dy[i:j].t() @ x[i:j] for i, j in pairwise(OFFSETS)])])
+
+
+# -- gated activations and norms ---------------------------------------------------------------------------------------
+
+
+def _swiglu(v: Variant) -> Local:
+    draw = drawn()
+    gate, up = draw(70, 40), draw(70, 40)
+    launch, y = pointwise.plan_swiglu(gate.to(v.dtype), up.to(v.dtype), "silu")
+    return Local(launch, [y], [F.silu(gate) * up], False)
+
+
+def _swiglu_backward(v: Variant, grouped_rows: bool = False) -> Local:
+    """Of rows of experts too: those of none are not written."""
+    draw, rows = drawn(), R if grouped_rows else 70
+    dy, gate, up = draw(rows, N), draw(rows, N), draw(rows, N)
+    given = dy.to(v.dtype), gate.to(v.dtype), up.to(v.dtype)
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    wanted = torch.autograd.grad(F.silu(gate) * up, (gate, up), dy)
+    if not grouped_rows:
+        return Local(*pointwise.plan_swiglu_backward(*given, "silu"), wanted, False)
+    made = grouped.plan_gated_backward(*given, torch.tensor(OFFSETS, dtype=torch.int32), "silu", v.machine)
+    unwritten = torch.arange(R)[:, None] >= OFFSETS[-1]
+    return Local(*made, [each.masked_fill(unwritten, torch.nan) for each in wanted], False)
+
+
+def _norm(v: Variant, rows: int, width: int) -> Local:
+    draw = drawn()
+    x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
+    made = pointwise.plan_rms_norm(x.to(v.dtype), residual.to(v.dtype), weight, 1e-5, v.machine)
+    total = x + residual
+    inverse_rms = torch.rsqrt(total.square().mean(1) + 1e-5)
+    return Local(*made, [total * inverse_rms[:, None] * weight, total, inverse_rms], False)
+
+
+def _norm_backward(v: Variant, rows: int, width: int) -> Local:
+    """One program walks all rows. x and its inverse_rms r are drawn each by itself."""
+    draw = drawn()
+    x, residual, dy, weight, r = draw(rows, width), draw(rows, width), draw(rows, width), draw(width), draw(rows)
+    low_dy, low_residual, low_x = (each.to(v.dtype) for each in (dy, residual, x))
+    alone = replace(v.machine, programs=0)
+    made = pointwise.plan_rms_norm_backward(low_dy, low_residual, low_x, weight, r, alone)
+    scaled, r = dy * weight, r[:, None]
+    dx = r * scaled - x * r**3 * (scaled * x).sum(1, keepdim=True) / width + residual
+    return Local(*made, [dx, (dy * x * r).sum(0, keepdim=True)], False)
+
+
+# -- rotary embedding and cross-entropy --------------------------------------------------------------------------------
+
+
+def _rope(v: Variant) -> Local:
+    draw = drawn()
+    q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
+    launch, outs = pointwise.plan_rotate(q.to(v.dtype), k.to(v.dtype), cos, sin, 1)
+    halves = (each.chunk(2, -1) for each in (q, k))
+    return Local(launch, outs, [torch.cat([a * cos - b * sin, b * cos + a * sin], -1) for a, b in halves])
+
+
+def _logits(name: str, v: Variant) -> Local:
+    """Columns from the third on; a label in every column, some in none."""
+    draw = drawn()
+    t, width, start = 70, 40, 3
+    x, scale, lse, labels = draw(t, width), draw(t), draw(t), torch.arange(t)
+    low, of_label = x.to(v.dtype), F.one_hot(labels, t + width)[:, start : start + width]
+    if name == "logit_stats":
+        launch, stats = cross_entropy.plan_logit_stats(low, labels, start, v.machine)
+        return Local(launch, [stats], [torch.stack([x.logsumexp(1), (x * of_label).sum(1)], 1)], False)
+    y = torch.empty_like(low)
+    launch = cross_entropy.plan_logit_gradient(low, y, labels, start, lse, scale, v.machine)
+    return Local(launch, [y], [((x - lse[:, None]).exp() - of_label) * scale[:, None]], False)
+
+
+# -- fp8 ---------------------------------------------------------------------------------------------------------------
+
+
+def _quantize(v: Variant) -> Local:
+    """Rows that a program holds; columns, which it does not (k not 40); these by a scale that is given (k = 71)."""
+    draw = drawn()
+    k, filled = v.k, 16 * -(-v.k // 16)
+    x = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2)
+    x[1::2] = x[1::2].flip(1)
+    x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
+    x, one = x if k == 40 else x.t().contiguous().t(), torch.tensor([[0.25]]) if k == 71 else None
+    packed, wanted = (
+        torch.full((37, filled // 4 + 4), UNWRITTEN, dtype=torch.int32).view(torch.uint8) for _ in range(2)
+    )
+    values, scales = packed.view(E4M3)[:, :filled], packed[:, filled:].view(F32)
+    launch = quantize.plan_quantize(x, one, values, scales if one is None else None)
+    made, scale = fp8.quantize(x) if one is None else (fp8.values_of(x, one, E4M3), one)
+    wanted[:, :filled] = F.pad(made.view(torch.uint8), (0, filled - k))
+    if one is None:
+        wanted[:, filled:].view(F32)[:] = scale
+    return Local(launch, [packed.view(torch.int32)], [wanted.view(torch.int32)])
+
+
+def _pack(name: str, v: Variant) -> Local:
+    """In two parts, the last block cut off."""
+    draw = drawn()
+    x = draw(9, v.k) * 2.0 ** (torch.arange(v.k) // 128)
+    x[::3, ::50], x[1::3, 3::50] = torch.inf, torch.nan
+    packed = rows_to_experts.pack(x)
+    if name == "unpack":
+        launch, y = quantize.plan_unpack(packed, v.k, F32)
+        return Local(launch, [y], [rows_to_experts.unpack(packed, v.k, F32)])
+    made = torch.empty_like(packed)
+    return Local(quantize.plan_pack(x, made), [made.view(torch.int32)], [packed.view(torch.int32)])
+
+
+def _largest(v: Variant) -> Local:
+    """Of columns, by four programs: the first has two parts, the largest of each elsewhere."""
+    x = torch.ones(70, 300)
+    x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, 6.0, 7.0, torch.nan
+    launch, parts = quantize.plan_largest(x.t(), replace(v.machine, programs=1))
+    in_parts = [x[:, i : i + 64] for i in range(0, 300, 64)]
+    of_parts = torch.stack([each[each.isfinite()].max() for each in in_parts])
+    return Local(launch, [parts], [torch.stack([of_parts[n::4].max() for n in range(4)])])
+
+
+# -- plans of experts --------------------------------------------------------------------------------------------------
+
+
+def _sort(v: Variant) -> Local:
+    """Blocks of 16, some choices dropped."""
+    ids = torch.randint(-1, 6, (13, 3), generator=torch.Generator().manual_seed(0))
+    launch, *outs = plan.plan_sort(ids, 6, 16)
+    return Local(launch, outs, plan.sorted_words(ids, 6))
+
+
+def _index(v: Variant) -> Local:
+    """Of the second of three ranks, with room for all rows but two."""
+    table = torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    at = plan.Exchange("", 1, (20, 20, 20), 9, 3, int(table[:, 3:6].sum()) - 2, "triton")
+    index = torch.empty(plan.index_size(at), dtype=torch.int32)
+    launch, made = plan.plan_index(table, index, at, 16)
+    parts = plan.unpacked(plan.index_formula(table, torch.zeros(60, dtype=torch.int64), at), at)
+    names, lengths = [name for name in parts._fields if name != "places"], plan.index_lengths(at)
+    pairs = [(getattr(made, name)[:n], getattr(parts, name)[:n]) for name, n in zip(names, lengths)]  # without padding
+    outs, wanted = zip(*pairs)
+    return Local(launch, outs, [each.masked_fill(each == plan.UNDEFINED, UNWRITTEN) for each in wanted])
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+HELD, WIDER = (70, 40), (5, 9000)  # rows and width of a norm: a program holds a row, or does not
+PRODUCTS = ("matmul", "grouped_matmul", "grouped_gated", "grouped_wgrad")
+KERNELS: dict[str, Callable[[Variant], Local]] = {
+    "matmul": _matmul,
+    **{name: partial(_grouped, name) for name in PRODUCTS[1:]},
+    "grouped_gated_backward": partial(_swiglu_backward, grouped_rows=True),
+    "rms_norm": lambda v: _norm(v, *HELD),
+    "rms_norm_wide": lambda v: _norm(v, *WIDER),
+    "rms_norm_backward": lambda v: _norm_backward(v, *HELD),
+    "rms_norm_wide_backward": lambda v: _norm_backward(v, *WIDER),
+    "swiglu": _swiglu,
+    "swiglu_backward": _swiglu_backward,
+    "rope": _rope,
+    **{name: partial(_logits, name) for name in ("logit_stats", "logit_gradient")},
+    "moe_sort": _sort,
+    "moe_index": _index,
+    "largest": _largest,
+    "quantize": _quantize,
+    **{name: partial(_pack, name) for name in ("pack", "unpack")},
+}
+OF_INTEGERS = ("moe_sort", "moe_index")
+MAKES_FP8 = ("quantize", "pack", "unpack")  # of fp32 here; for targets that have fp8
+
+
+def variants(name: str, machine: Machine) -> list[Variant]:
+    """Those that a launcher of this machine chooses among: by TMA and by pointers, of each width of an element."""
+    if name == "quantize":
+        chosen = [(40, F32), (70, F32), (71, F32)]
+    elif name in ("pack", "unpack"):
+        chosen = [(1100, F32), (1152, F32)]
+    elif name in PRODUCTS:  # aligned, of more steps than stages; unaligned
+        deep = 8 if name == "grouped_wgrad" else 104  # on sm_90 wgrad's K ends in the other half of a tile
+        chosen = [(56 if name == "matmul" else 20, F32), (deep, F16), (41, BF16)]
+        chosen += [(104, E4M3)] if name == "matmul" and machine.capability >= 89 else []
+    elif name in (*OF_INTEGERS, "largest"):
+        chosen = [(0, F32)]
+    else:
+        chosen = [(0, F32), (0, BF16)] if "wide" in name else [(0, F32), (0, F16), (0, BF16)]
+    fits = machine.capability >= 89 or name not in MAKES_FP8
+    return [Variant(machine, *each) for each in chosen if fits]
+
+
+def local_case(name: str, *chosen: Variant) -> Case:
+    """The kernel's launches for these variants, one after another, on one rank."""
+
+    def make() -> Run:
+        made = [KERNELS[name](variant) for variant in chosen]
+        for each in made:
+            for out in each.outs:
+                out.fill_(torch.nan if out.is_floating_point() else UNWRITTEN)
+        work = [Launch(m.launch.kernel, m.launch.programs, m.launch.args, options=m.launch.options) for m in made]
+
+        return Run([work], check=lambda: [wrong for each in made for wrong in mismatches(each)])
+
+    return Case(name, make, (f"{name}_kernel",))
+
+
+def mismatches(made: Local) -> list[Mismatch]:
+    """Where the outputs are not what they must be."""
+    found = []
+    for n, (out, want) in enumerate(zip(made.outs, made.wanted, strict=True)):
+        want = want.to(out.dtype)
+        found += compare(f"output {n}", [out], [want if made.exact else _rounded(out, want)])
+    return found
+
+
+def _rounded(got: Tensor, want: Tensor) -> Tensor:
+    """What is wanted, but for elements that differ by rounding alone."""
+    off = UNITS * torch.finfo(got.dtype).eps
+    return torch.where(torch.isclose(got, want, rtol=off, atol=off), got, want)
+
+
+def local_cases(target: str) -> list[Case]:
+    """Every kernel of one rank that a GPU of this kind has, in all its variants."""
+    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
+    chosen = {name: variants(name, machine) for name in KERNELS}
+    return [local_case(name, *each) for name, each in chosen.items() if each]
