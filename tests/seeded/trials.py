@@ -149,11 +149,7 @@ def strangers(name: str, target: str) -> Case:
     sizes = [(0, 5), (5, 0)]
     if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
         sizes = [(5, 0), (0, 5)]
-    elif name in (
-        "one_shot_all_reduce",
-        "two_shot_all_reduce",
-        "moe_combine",
-    ):  # whose ranks send in any case
+    elif name in ("one_shot_all_reduce", "two_shot_all_reduce", "moe_combine"):  # whose ranks send in any case
         sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each, k=16) for each in sizes]
     said = [[2, 1 - rank, -1, 7 + rank, 8 - rank] for rank in range(2)]

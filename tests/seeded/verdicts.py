@@ -9,10 +9,8 @@ without comments. A change of one kernel makes its own verdicts stale, and a sta
 from __future__ import annotations
 
 import ast
-import fcntl
 import hashlib
 import json
-import os
 import tomllib
 from collections.abc import Iterable
 from functools import cache
@@ -88,14 +86,8 @@ def load(file: Path) -> dict[str, Kept]:
     return {task: Kept(key, triton, [Verdict(*v) for v in made]) for task, key, triton, made in lines}
 
 
-def save(file: Path, new: dict[str, Kept]) -> None:
-    """Add these lines, atomically, to those that other processes have written meanwhile."""
-    folder = os.open(file.absolute().parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # not the file, which is replaced
-        lines = [json.dumps([task, *kept]) + "\n" for task, kept in sorted((load(file) | new).items())]
-        written = file.with_suffix(".new")
-        written.write_text("".join(lines))
-        written.replace(file)
-    finally:
-        os.close(folder)
+def save(file: Path, kept: dict[str, Kept]) -> None:
+    """Write the file anew, at once."""
+    written = file.with_suffix(".new")
+    written.write_text("".join(json.dumps([task, *made]) + "\n" for task, made in sorted(kept.items())))
+    written.replace(file)
