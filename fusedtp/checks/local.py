@@ -108,8 +108,10 @@ def _grouped(name: str, v: Variant) -> Local:
         launch, (y, *products) = grouped.plan_gated(x_low, w_low, up_low, offsets, "silu", True, *how)
         g, u = _by_expert(x, w), _by_expert(x, up)
         return Local(launch, [y, *(each for each in products if each is not None)], [F.silu(g) * u, g, u], False)
-    # pads its result to multiples of 16, so that tiles of 16 have no tails
+    # pads its result to multiples of 16, so that tiles of 16 have no tails; in fp32 nothing lies behind the last row
     config = replace(v.config, block_m=max(32, v.config.block_m), block_n=64)
+    if v.dtype == F32:
+        dy_low, x_low = (each[: OFFSETS[-1]].clone() for each in (dy_low, x_low))
     launch, dw = grouped.plan_wgrad(dy_low, x_low, offsets, F32, config, "ieee", v.machine)
     return Local(launch, [dw], [torch.stack([dy[i:j].t() @ x[i:j] for i, j in pairwise(OFFSETS)])])
 
