@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,11 +49,13 @@ class Variant:
 
     k       columns of x
     dtype   of operands
+    apart   rows of x lie an odd number of elements apart, so that no TMA takes them
     """
 
     machine: Machine
     k: int
     dtype: torch.dtype
+    apart: bool = False
 
     @property
     def config(self) -> Config:
@@ -61,6 +63,11 @@ class Variant:
         halves = self.machine.capability == 90
         tall = 64 if halves and self.dtype.itemsize < 4 else 16  # rows that wgmma takes
         return Config(tall, 32 if halves else 16, 16, group=2, tma=halves, halves=halves, num_stages=3)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x as its rows lie."""
+        x = x.to(self.dtype)
+        return F.pad(x, (0, 1 + x.shape[1] % 2))[:, : x.shape[1]] if self.apart else x
 
 
 def drawn() -> Callable[..., Tensor]:
@@ -79,7 +86,7 @@ def _matmul(v: Variant) -> Local:
     out = F32 if v.dtype == E4M3 else v.dtype
     config = replace(v.config, block_k=32) if v.dtype == E4M3 else v.config
     precision = "tf32" if v.config.tma and v.dtype == F32 else "ieee"
-    given = x.to(v.dtype), w.to(v.dtype), bias.to(out), out, config, precision, v.machine, scales
+    given = v.rows(x), w.to(v.dtype), bias.to(out), out, config, precision, v.machine, scales
     launch, y = plain.plan_matmul(*given)
     return Local(launch, [y], [x @ w.t() * scales[0] * scales[1].t() + bias])
 
@@ -98,7 +105,7 @@ def _by_expert(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor
 def _grouped(name: str, v: Variant) -> Local:
     draw, offsets = drawn(), torch.tensor(OFFSETS, dtype=torch.int32)
     x, dy, w, up, bias = draw(R, v.k), draw(R, N), draw(4, N, v.k), draw(4, N, v.k), draw(4, N)
-    x_low, dy_low, w_low, up_low, bias_low = (each.to(v.dtype) for each in (x, dy, w, up, bias))
+    x_low, (dy_low, w_low, up_low, bias_low) = v.rows(x), (each.to(v.dtype) for each in (dy, w, up, bias))
     how = v.config, "ieee", v.machine
     if name == "grouped_matmul":  # on sm_90 the sum of two products
         pair = 1 + (v.machine.capability == 90)
@@ -283,6 +290,7 @@ MAKES_FP8 = ("quantize", "pack", "unpack")  # of fp32 here; for targets that hav
 
 def variants(name: str, machine: Machine) -> list[Variant]:
     """Those that a launcher of this machine chooses among: by TMA and by pointers, of each width of an element."""
+    chosen: list[tuple[Any, ...]]
     if name == "quantize":
         chosen = [(40, F32), (70, F32), (71, F32)]
     elif name in ("pack", "unpack"):
@@ -290,7 +298,8 @@ def variants(name: str, machine: Machine) -> list[Variant]:
     elif name in PRODUCTS:  # aligned, of more steps than stages; unaligned
         deep = 8 if name == "grouped_wgrad" else 104  # on sm_90 wgrad's K ends in the other half of a tile
         chosen = [(56 if name == "matmul" else 20, F32), (deep, F16), (41, BF16)]
-        chosen += [(104, E4M3)] if name == "matmul" and machine.capability >= 89 else []
+        chosen += [(104, F16, True)] if name in ("grouped_matmul", "grouped_gated") else []
+        chosen += [(104, E4M3), (112, E4M3)] if name == "matmul" and machine.capability >= 89 else []
     elif name in (*OF_INTEGERS, "largest"):
         chosen = [(0, F32)]
     else:
