@@ -9,11 +9,10 @@ exhaust    every schedule of a small case with few preemptions, one after anothe
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from .memory import Memory
 from .ptx import TARGETS
 from .ptx.launch import Compiler
 from .ptx.machine import Machine
-from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
+from .strategies import DEFAULT, STRATEGIES, Replay, Strategy, Switch
 
 TARGET = "sm_90"  # the default
 SHRINK_SCHEDULES = 8
@@ -360,15 +359,9 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
 
 
 def exhaust(
-    case: Case,
-    preemptions: int = 1,
-    *,
-    limit: int = 10_000,
-    resident: int | str | None = None,
-    weak: bool = False,
-    target: str = TARGET,
-    waive: Sequence[str] = (),
-) -> Outcome:
+    case: Case, preemptions: int = 1, *, limit: int = 10_000, resident: int | str | None = None, weak: bool = False,
+    target: str = TARGET, waive: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
     """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
 
     Programs switch before what may see others' doing. weak: late effects too, drawn from one seed, not all of them.
@@ -380,13 +373,11 @@ def exhaust(
     todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
     while todo and outcome.schedules < limit:
         choices, left = todo.pop()
-        replays: list[Replay] = []
-        fault = attempt(case, schedule, outcome, _replayed(choices, replays))
+        seen: list[Switch] = []
+        outcome.fault = attempt(case, schedule, outcome, partial(Replay, choices=choices, seen=seen))
         outcome.schedules += 1
-        if fault is not None:
-            outcome.fault = fault
+        if outcome.fault is not None:
             break
-        seen = replays[-1].seen
         for step in range(len(choices), len(seen)):
             chosen, options = seen[step]
             cost = 1 if step > 0 and seen[step - 1][0] in options else 0  # it could have gone on
@@ -395,11 +386,3 @@ def exhaust(
                 todo.extend(((*before, other), left - cost) for other in options if other != chosen)
     outcome.seconds = time.monotonic() - begin
     return outcome
-
-
-def _replayed(choices: Sequence[int], made: list[Replay]) -> Callable[..., Strategy]:
-    def replay(rng: random.Random, world_size: int) -> Strategy:
-        made.append(Replay(rng, world_size, choices))
-        return made[-1]
-
-    return replay
