@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import NamedTuple
 
 
@@ -59,21 +60,20 @@ class Access:
     step: int
     value: str = ""
 
+    @property
+    def said(self) -> str:
+        return f"{self.what} {place_of(self.tensor, self.first, self.last)}".rstrip()
+
     def __str__(self) -> str:
         value = f" = {self.value}" if self.value else ""
-        place = f" {place_of(self.tensor, self.first, self.last)}".rstrip()
-        return f"rank {self.rank}, {self.launch}, program {self.program}: {self.what}{place}{value}\n    at {self.site}"
+        return f"rank {self.rank}, {self.launch}, program {self.program}: {self.said}{value}\n    at {self.site}"
 
 
 def place_of(tensor: str, first: tuple[int, ...], last: tuple[int, ...]) -> str:
     """Elements of a tensor in words; "" for none."""
     if not first or tensor in ("", "memory"):
         return f"address {first[0]:#x}" if first else tensor
-    return f"{tensor} {_index(first)}" + ("" if first == last else f" to {_index(last)}")
-
-
-def _index(at: tuple[int, ...]) -> str:
-    return "[" + ", ".join(str(i) for i in at) + "]"
+    return f"{tensor} {[*map(int, first)]}" + ("" if first == last else f" to {[*map(int, last)]}")
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,13 @@ class Wait:
     seen: str
     last_writer: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def said(self) -> str:
         written = self.last_writer or "nobody wrote it during this run"
-        return (
-            f"rank {self.rank}, {self.launch}, program {self.program} waits for {self.tensor} {_index(self.index)}, "
-            f"sees {self.seen} ({written})\n    at {self.site}"
-        )
+        return f"waits for {place_of(self.tensor, self.index, self.index)}, sees {self.seen} ({written})"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.launch}, program {self.program} {self.said}\n    at {self.site}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,12 @@ class Moment(NamedTuple):
     tensor: str = ""
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
+
+    def shows(self, access: Access) -> bool:
+        """Whether it is this access."""
+        return (self.step, self.rank, self.program, self.site, self.tensor) == (
+            access.step, access.rank, access.program, access.site, access.tensor
+        )  # fmt: skip
 
 
 RULES = {
@@ -219,6 +226,11 @@ class Fault:
     trace: tuple[Moment, ...] = field(default=(), repr=False)
 
     @property
+    def ends(self) -> tuple[Access | Wait, ...]:
+        """Where the programs stand that it names."""
+        return *self.accesses, *self.waits
+
+    @property
     def wanted(self) -> str:
         """The right value; "" where the fault is no wrong value."""
         return self.mismatch.wanted if self.mismatch else ""
@@ -230,13 +242,12 @@ class Fault:
     @property
     def name(self) -> str:
         """Equal for the same fault in another schedule."""
-        return finding(self.rule, [a.site for a in self.accesses] or [w.site for w in self.waits])
+        return finding(self.rule, [end.site for end in self.ends])
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
         lines += [f"  cause: {self.cause}"] if self.cause else []
-        lines += [f"  {text}" for access in self.accesses for text in str(access).splitlines()]
-        lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
+        lines += [indent(str(end), "  ") for end in self.ends]
         if self.mismatch is not None:
             lines.append(f"  wanted {self.mismatch.wanted}, seen {self.mismatch.seen}")
         lines += [f"  name: {self.name}"] if self.rule in WAIVABLE else []
