@@ -156,16 +156,10 @@ def of_torch() -> Mapping[Any, Any]:
     if not hasattr(theirs, "signal_op"):
         with patch("torch.utils._triton.has_triton", lambda: True):
             importlib.reload(theirs)
-    bodies = {
-        "putmem_block_extern_wrapper": putmem,
-        "getmem_block_extern_wrapper": getmem,
-        "getmem_nbi_block_extern_wrapper": getmem,
-        "putmem_signal_block_extern_wrapper": putmem_signal,
-        "signal_wait_until_extern_wrapper": signal_wait_until,
-        "signal_op": signal_op,
-        "fence": fence,
-        "quiet": quiet,
-        "my_pe": my_pe,
-        "n_pes": n_pes,
-    }
+    wrapped = {
+        "putmem_block": putmem, "getmem_block": getmem, "getmem_nbi_block": getmem,
+        "putmem_signal_block": putmem_signal, "signal_wait_until": signal_wait_until,
+    }  # fmt: skip
+    plain = {"signal_op": signal_op, "fence": fence, "quiet": quiet, "my_pe": my_pe, "n_pes": n_pes}
+    bodies = {f"{name}_extern_wrapper": body for name, body in wrapped.items()} | plain
     return {getattr(theirs, name): body for name, body in bodies.items()}

@@ -37,17 +37,10 @@ class Finding(SimulationFault):
 
 
 def assert_no_finding(
-    case: Case | Callable[..., Any],
-    *,
-    world_size: int | None = None,
-    targets: str | Sequence[str] = TARGETS,
-    schedules: int = 20,
-    seconds: float | None = None,
-    seed: int = 0,
-    strategies: Sequence[str] = DEFAULT,
-    residents: Sequence[Any] | None = None,
-    waive: Sequence[str] = (),
-) -> None:
+    case: Case | Callable[..., Any], *, world_size: int | None = None, targets: str | Sequence[str] = TARGETS,
+    schedules: int = 20, seconds: float | None = None, seed: int = 0, strategies: Sequence[str] = DEFAULT,
+    residents: Sequence[Any] | None = None, waive: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Runs a case under many schedules on each target, until one shows a fault.
 
     case        a Case, or a function that returns a Run or a Case; it gets `world_size` if it takes one
