@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import shlex
 from bisect import insort_left
 from collections.abc import Iterable, Sequence
@@ -92,16 +93,15 @@ def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
     tensors = {end.tensor for end in fault.ends}
     if not programs:
         tensors = {m.tensor for m in fault.trace if m.tensor and f"{m.tensor} [" in fault.message}
-    low = min((each.first for each in fault.accesses), default=None)
-    high = max((each.last for each in fault.accesses), default=None)
+    low = min((each.first for each in fault.accesses), default=())
+    high = max((each.last for each in fault.accesses), default=(math.inf,))
 
     def concerns(moment: Moment) -> bool:
         who = moment.rank, moment.launch, moment.program
         if moment.kind in ("atomic", "wait"):
             return not programs or who in programs or moment.tensor in tensors
-        if moment.kind not in ("load", "store", "copy") or moment.tensor not in tensors:
-            return False
-        return low is None or high is None or (moment.first <= high and moment.last >= low)
+        near = moment.first <= high and moment.last >= low
+        return near and moment.kind in ("load", "store", "copy") and moment.tensor in tensors
 
     kept = _without_polls([m for m in fault.trace if concerns(m)])
     if fault.accesses:
