@@ -1,11 +1,4 @@
-"""Run a case under one schedule or many, and make a found fault small.
-
-run        one schedule; raises SimulationFault
-explore    many; returns what was tried and the fault, if any, with the shortest schedule found that shows it
-trace      one schedule, with all that every program did
-attempt    one, its fault or exception as a value
-exhaust    every schedule of a small case with few preemptions, one after another
-"""
+"""Run a case under one schedule, under many, or under all with few preemptions, and make a found fault small."""
 
 from __future__ import annotations
 
@@ -32,6 +25,7 @@ TARGET = "sm_90"  # the default
 SHRINK_SCHEDULES = 8
 SHRINK_SECONDS = 120.0  # that a found fault is made smaller for, at most
 SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
+compiler_for = lru_cache(Compiler)  # one a target for all schedules of a process: each kernel is compiled once
 
 
 @dataclass(frozen=True)
@@ -184,12 +178,6 @@ def _shown(fault: Fault, schedule: Schedule) -> Fault:
     return replace(fault, **{**vars(schedule), "resident": str(schedule.resident)})
 
 
-@lru_cache
-def compiler_for(target: str) -> Compiler:
-    """One for all schedules of a process: each kernel is compiled once."""
-    return Compiler(target)
-
-
 def _recorded(run: Run) -> Fault | None:
     """A failure that kernels noticed themselves: what follows it in a schedule comes of it."""
     said = run.failures() if run.failures else ()
@@ -280,8 +268,7 @@ def attempt(
     made = case.make()
     if made.check is None:
         raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
-    if outcome.schedules == 0:
-        check_arguments(made)
+    check_arguments(made)
     try:
         outcome.switches += _execute(made, schedule, strategy, waived=outcome.waived).switches
         return None
@@ -303,8 +290,7 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
     try:
         with time_limit(seconds / 2):
             for seed in range(SHRINK_SCHEDULES):
-                name = ("run_to_block", "pct")[seed % 2]
-                other = replace(schedule, strategy=name, seed=seed)
+                other = replace(schedule, strategy=("run_to_block", "pct")[seed % 2], seed=seed)
                 again = attempt(case, other, Outcome(case.name))
                 alike = alike and again is not None and again.mismatch == fault.mismatch
                 if again is not None and again.name == fault.name and again.switches < found.switches:

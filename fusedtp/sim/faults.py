@@ -36,8 +36,7 @@ class Site(NamedTuple):
 
 def short_path(file: str) -> str:
     """Relative to the current folder if it lies below."""
-    below = os.path.join(os.getcwd(), "")
-    return file.removeprefix(below)
+    return file.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 @dataclass(frozen=True)
@@ -176,13 +175,12 @@ def finding(rule: str, sites: Iterable[Site]) -> str:
     def place(file: str, line: int) -> tuple[str, int]:
         return os.path.basename(file), line
 
+    def word(file: str, line: int) -> str:
+        return f"{file}:{line}" if line > 0 else "host"
+
     ends = sorted({(place(site.file, site.line), place(*site.kernel_place)) for site in sites})
-    words = [_word(*at) + ("" if at == kernel else f"@{_word(*kernel)}") for at, kernel in ends]
+    words = [word(*at) if at == kernel else f"{word(*at)}@{word(*kernel)}" for at, kernel in ends]
     return " ".join([rule, *words])
-
-
-def _word(file: str, line: int) -> str:
-    return f"{file}:{line}" if line > 0 else "host"
 
 
 def unwaivable(name: str) -> str:
@@ -248,15 +246,13 @@ class Fault:
         lines = [f"{self.rule}: {self.message}"]
         lines += [f"  cause: {self.cause}"] if self.cause else []
         lines += [indent(str(end), "  ") for end in self.ends]
-        if self.mismatch is not None:
-            lines.append(f"  wanted {self.mismatch.wanted}, seen {self.mismatch.seen}")
+        lines += [f"  wanted {self.wanted}, seen {self.seen}"] if self.mismatch else []
         lines += [f"  name: {self.name}"] if self.rule in WAIVABLE else []
         if self.strategy:
+            waive = f", waive={self.waive!r}" if self.waive else ""
             lines.append(
-                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "
-                f"weak={self.weak}, fine={self.fine}, target={self.target!r}"
-                f"{f', waive={self.waive!r}' if self.waive else ''}; "
-                f"{self.switches} context switches"
+                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, weak={self.weak}, "
+                f"fine={self.fine}, target={self.target!r}{waive}; {self.switches} context switches"
             )
         return "\n".join(lines)
 

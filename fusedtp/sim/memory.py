@@ -79,7 +79,7 @@ def symmetric(
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes of a tensor: all of them, or those from byte `first` on."""
+    """Bytes of a contiguous tensor: all of them, or those from byte `first` on."""
 
     name: str
     rank: int
@@ -101,9 +101,7 @@ class Allocation:
     def index_of(self, byte: int) -> tuple[int, ...]:
         """The element that holds this byte, as an index of the tensor (of its storage if strided)."""
         element = (byte + self.first) // self.tensor.element_size()
-        if not self.tensor.is_contiguous() or self.tensor.dim() == 0:
-            return (element,)
-        return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape)))
+        return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape) or (1,)))
 
 
 class Map:

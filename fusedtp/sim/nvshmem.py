@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-"""NVSHMEM's device functions as plain loads, stores and atomics, for `Launch(replace=...)`.
-
-    Launch(kernel, grid, args, replace={theirs.putmem: nvshmem.putmem, theirs.fence: nvshmem.fence})
-    Launch(kernel, grid, args, replace=nvshmem.of_torch())     # torch.distributed._symmetric_memory._nvshmem_triton
+"""NVSHMEM's device functions as plain loads, stores and atomics, for `Launch(replace=...)`: docs/checking-kernels.md.
 
 Each body takes what the C function of its name takes: addresses (pointers or int64) in symmetric memory, sizes in
 bytes. Symmetric is what the case lists in `Run(work, memory)`; another rank's copy of an address lies as far from the

@@ -33,8 +33,7 @@ def report(
     for end in fault.ends:
         value = f", {end.value} there at first" if isinstance(end, Access) and end.value else ""
         lines += ["", f"rank {end.rank}, {end.launch}, program {end.program}: {end.said}{value}", *_source(end.site)]
-    if fault.mismatch is not None:
-        lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"]
+    lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"] if fault.mismatch else []
     rows = relevant(fault)
     if rows:
         said = f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:"
@@ -85,15 +84,15 @@ def waivers(names: Iterable[str]) -> list[str]:
     return [word for name in names for word in ("--waive", name)]
 
 
-def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
-    """The last moments of a trace that touch what the fault is about, or order the programs that it names."""
+def relevant(fault: Fault) -> list[Moment]:
+    """The last ROWS moments of a trace that touch what the fault is about, or order the programs that it names."""
     if not fault.trace:
         return []
     programs = {(end.rank, end.launch, end.program) for end in fault.ends}
     tensors = {end.tensor for end in fault.ends}
     if not programs:
         tensors = {m.tensor for m in fault.trace if m.tensor and f"{m.tensor} [" in fault.message}
-    low = min((each.first for each in fault.accesses), default=())
+    low = min((each.first for each in fault.accesses), default=())  # without accesses: all elements
     high = max((each.last for each in fault.accesses), default=(math.inf,))
 
     def concerns(moment: Moment) -> bool:
@@ -104,16 +103,14 @@ def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
         return near and moment.kind in ("load", "store", "copy") and moment.tensor in tensors
 
     kept = _without_polls([m for m in fault.trace if concerns(m)])
+    before: list[Moment] = []
     if fault.accesses:
         kept.append(_now(fault.accesses[-1]))  # the trace ends before it
         first = fault.accesses[0]
         if not any(moment.shows(first) for moment in kept):  # the half of a copy that reads
             insort_left(kept, _now(first), key=lambda moment: moment.step)
-    if len(kept) <= rows:
-        return kept
-    last = kept[-rows:]
-    before = next((m for m in reversed(kept[:-rows]) if fault.accesses and m.shows(fault.accesses[0])), None)
-    return [before, *last[1:]] if before is not None else last
+        before = [moment for moment in kept[:-ROWS] if moment.shows(first)][-1:]
+    return [*before, *kept[len(before) - ROWS :]]
 
 
 def _now(access: Access) -> Moment:

@@ -40,9 +40,8 @@ class Strategy:
 
 class RoundRobin(Strategy):
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
-        if current is None:
-            return 0
-        return next((i for i, each in enumerate(runnable) if each.order > current.order), 0)
+        last = -1 if current is None else current.order
+        return next((i for i, each in enumerate(runnable) if each.order > last), 0)
 
 
 class RunToBlock(Strategy):
