@@ -174,7 +174,7 @@ def _execute(
 
 
 def _shown(fault: Fault, schedule: Schedule) -> Fault:
-    """The fault with the schedule that shows it."""
+    """The fault with the schedule that shows it, whose fields it has."""
     return replace(fault, **{**vars(schedule), "resident": str(schedule.resident)})
 
 

@@ -109,7 +109,7 @@ def relevant(fault: Fault) -> list[Moment]:
         first = fault.accesses[0]
         if not any(moment.shows(first) for moment in kept):  # the half of a copy that reads
             insort_left(kept, _now(first), key=lambda moment: moment.step)
-        before = [moment for moment in kept[:-ROWS] if moment.shows(first)][-1:]
+        before = [moment for moment in kept[:-ROWS] if moment.shows(first)][-1:]  # in place of the earliest row
     return [*before, *kept[len(before) - ROWS :]]
 
 
