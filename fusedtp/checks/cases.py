@@ -104,7 +104,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Mach
             outs.append((inputs, issue(work, call, inputs, world, 101 + i)))
         return Run(work, world.memory, checker(outs), world.recorded)
 
-    return Case(name, make, tuple(dict.fromkeys(call.operation for call in calls)))
+    return Case(name, make)
 
 
 def _chunks(call: Call) -> int:
@@ -240,7 +240,7 @@ def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = GPU) -> C
 
         return Run(work, world.memory, check, world.recorded)
 
-    return Case("meet", make, ("meet",))
+    return Case("meet", make)
 
 
 def _gather(
@@ -338,7 +338,7 @@ def replayed_case(
                 results.append((inputs, issue(work, call, inputs, world, 201 + number)))
         return Run(work, world.memory, checker(results), world.recorded)
 
-    return Case("replays", make, tuple(dict.fromkeys(call.operation for call in every)))
+    return Case("replays", make)
 
 
 def _refreshed(call: Call, made: Planned, inputs: Given, world: SimulatedWorld, rank: int) -> Iterator[Work]:

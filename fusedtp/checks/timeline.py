@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from string import Template
 
-from fusedtp.sim.faults import Access, Fault, Moment
+from fusedtp.sim.faults import Fault, Moment, place_of
 
 KINDS = {
     "alive": "ready, or not chosen to run",
@@ -73,7 +73,8 @@ def segments(moments: Sequence[Moment], fault: Fault | None = None) -> list[Segm
                 found.append(_segment(moment, "alive", born.pop(lane, 0.0), end))
         else:
             born.setdefault(lane, begin)
-            found.append(replace(_segment(moment, _kind(moment), begin, end), faulty=_at_fault(moment, fault)))
+            faulty = fault is not None and any(moment.shows(access) for access in fault.accesses)
+            found.append(replace(_segment(moment, _kind(moment), begin, end), faulty=faulty))
     for lane in list(asleep):
         close(lane, final)
     for (rank, program, launch), begin in born.items():
@@ -82,12 +83,9 @@ def segments(moments: Sequence[Moment], fault: Fault | None = None) -> list[Segm
 
 
 def _segment(moment: Moment, kind: str, begin: float, end: float) -> Segment:
-    span = ""
-    if moment.tensor:
-        last = f" to {list(moment.last)}" if moment.last != moment.first else ""
-        span = f" {moment.tensor} {list(moment.first)}{last}"
+    done = f"{moment.what} {place_of(moment.tensor, moment.first, moment.last)}".rstrip()
     at = f", {moment.site}" if moment.site is not None and moment.site.line > 0 else ""
-    return Segment(moment.rank, moment.launch, moment.program, kind, begin, end, f"{moment.what}{span}{at}")
+    return Segment(moment.rank, moment.launch, moment.program, kind, begin, end, done + at)
 
 
 def _kind(moment: Moment) -> str:
@@ -97,16 +95,6 @@ def _kind(moment: Moment) -> str:
         return "signalled"
     away = moment.tensor and not moment.tensor.endswith(f" of rank {moment.rank}")
     return "copied" if away else "computed"
-
-
-def _at_fault(moment: Moment, fault: Fault | None) -> bool:
-    return fault is not None and any(_same(moment, access) for access in fault.accesses)
-
-
-def _same(moment: Moment, access: Access) -> bool:
-    return (moment.step, moment.rank, moment.program, moment.site, moment.tensor) == (
-        access.step, access.rank, access.program, access.site, access.tensor
-    )  # fmt: skip
 
 
 def _merged(found: Sequence[Segment]) -> list[Segment]:

@@ -174,13 +174,13 @@ def _case(full_name: str, value: Any, world_size: int | None) -> Case:
     if isinstance(value, Case):
         if world_size is not None:
             raise ValueError(f"{full_name} is a Case: its world size is its own, --world-size does not apply")
-        return Case(full_name, value.make, value.kernels)
+        return Case(full_name, value.make)
     if not inspect.isfunction(value):
         raise ValueError(f"{full_name} is {type(value).__name__}; it must be a Case or return a Case or a Run")
     call = _bound(full_name, value, world_size)
     made = call()
     if isinstance(made, Case):
-        return Case(full_name, made.make, made.kernels)
+        return Case(full_name, made.make)
     if not isinstance(made, Run):
         raise ValueError(f"{full_name} returned {type(made).__name__}; it must return a Case or a Run")
     return Case(full_name, call)

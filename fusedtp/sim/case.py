@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,7 +169,6 @@ class Case:
 
     name: str
     make: Callable[[], Run]
-    kernels: tuple[str, ...] = field(default=())
 
 
 def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[Mismatch]:
@@ -178,14 +176,12 @@ def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[Mi
     found = []
     for rank, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape or g.dtype != w.dtype:
-            raise ValueError(
-                f"{name} of rank {rank} is {tuple(g.shape)} {g.dtype}, its reference {tuple(w.shape)} {w.dtype}"
-            )
+            shapes = f"{tuple(g.shape)} {g.dtype}, its reference {tuple(w.shape)} {w.dtype}"
+            raise ValueError(f"{name} of rank {rank} is {shapes}")
         differ = ~((g == w) | ((g != g) & (w != w)))
         if bool(differ.any()):
-            at = int(torch.argmax(differ.flatten().to(torch.uint8)))
-            index = tuple(int(i) for i in np.unravel_index(at, tuple(g.shape) or (1,)))
-            wanted, seen = w.flatten()[at].item(), g.flatten()[at].item()
-            address = g.data_ptr() + g.element_size() * sum(i * n for i, n in zip(index, g.stride()))
-            found.append(Mismatch(name, rank, index, str(wanted), str(seen), int(differ.sum()), address))
+            index = tuple(torch.atleast_1d(differ).nonzero()[0].tolist())
+            seen, wanted = torch.atleast_1d(g)[index], torch.atleast_1d(w)[index]
+            count, address = int(differ.sum()), seen.data_ptr()
+            found.append(Mismatch(name, rank, index, str(wanted.item()), str(seen.item()), count, address))
     return found

@@ -1,37 +1,31 @@
-"""Run a case under one schedule or many, and make a found fault small.
-
-run        one schedule; raises SimulationFault
-explore    many; returns what was tried and the fault, if any, with the shortest schedule found that shows it
-trace      one schedule, with all that every program did
-attempt    one, its fault or exception as a value
-exhaust    every schedule of a small case with few preemptions, one after another
-"""
+"""Run a case under one schedule, under many, or under all with few preemptions, and make a found fault small."""
 
 from __future__ import annotations
 
-import random
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from .case import Case, Launch, Run
-from .faults import Fault, Mismatch, Moment, SimulationFault, Site, UnsupportedKernel, unwaivable
+from .faults import Fault, Mismatch, Moment, SimulationFault, Site, unwaivable
 from .launching import plain
 from .limits import OutOfTime, time_limit
 from .memory import Memory
 from .ptx import TARGETS
 from .ptx.launch import Compiler
 from .ptx.machine import Machine
-from .strategies import DEFAULT, STRATEGIES, Replay, Strategy
+from .strategies import DEFAULT, STRATEGIES, Replay, Strategy, Switch
 
 TARGET = "sm_90"  # the default
 SHRINK_SCHEDULES = 8
 SHRINK_SECONDS = 120.0  # that a found fault is made smaller for, at most
 SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
+compiler_for = lru_cache(Compiler)  # one a target for all schedules of a process: each kernel is compiled once
 
 
 @dataclass(frozen=True)
@@ -54,10 +48,9 @@ class Schedule:
     waive: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy is {self.strategy!r}; it must be one of {', '.join(STRATEGIES)}")
-        if self.target not in TARGETS:
-            raise ValueError(f"target is {self.target!r}; it must be one of {', '.join(TARGETS)}")
+        for name, value, known in (("strategy", self.strategy, STRATEGIES), ("target", self.target, TARGETS)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         number = self.resident if isinstance(self.resident, int) else 1
         if self.resident not in (None, "varying", number) or number < 1:
             raise ValueError(f"resident is {self.resident!r}; it must be None, 'varying' or at least 1")
@@ -91,20 +84,10 @@ class Outcome:
 
 
 def run(
-    kernel: Any,
-    grid: int | tuple[int, ...],
-    args_of_rank: Callable[[int], dict[str, Any]] | Sequence[dict[str, Any]],
-    world_size: int,
-    *,
-    seed: int = 0,
-    resident: int | str | None = None,
-    strategy: str = "random",
-    weak: bool = False,
-    fine: bool = False,
-    target: str = TARGET,
-    waive: Sequence[str] = (),
-    memory: Sequence[Memory] = (),
-) -> int:
+    kernel: Any, grid: int | tuple[int, ...], args_of_rank: Callable[[int], dict[str, Any]] | Sequence[dict[str, Any]],
+    world_size: int, *, seed: int = 0, resident: int | str | None = None, strategy: str = "random", weak: bool = False,
+    fine: bool = False, target: str = TARGET, waive: Sequence[str] = (), memory: Sequence[Memory] = (),
+) -> int:  # fmt: skip
     """One schedule of one launch a rank; returns the number of context switches.
 
         kernel         a triton.jit function
@@ -117,37 +100,36 @@ def run(
     outside every allocation; ValueError where ranks' arguments do not fit together; UnsupportedKernel.
     """
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
-    check_arguments(given, world_size)
-    work = [[Launch(kernel, grid, args)] for args in given]
-    return run_schedule(Run(work, memory), Schedule(strategy, seed, resident, weak, fine, target, tuple(waive)))
-
-
-def check_arguments(given: Sequence[dict[str, Any]], world_size: int) -> None:
-    """Every rank gives the same arguments by name, of one kind or None. Raises ValueError naming the rank."""
     if len(given) != world_size:
         raise ValueError(f"arguments for {len(given)} ranks, the world has {world_size}")
-    for rank, args in enumerate(given[1:], start=1):
-        if set(args) != set(given[0]):
-            odd = sorted(set(args) ^ set(given[0]))
-            raise ValueError(f"rank {rank} and rank 0 differ in arguments {odd}")
-        for name, value in args.items():
-            mine, first = _kind(value), _kind(given[0][name])
-            if mine != first and "NoneType" not in (mine, first):
-                raise ValueError(f"argument {name!r} is {mine} on rank {rank}, {first} on 0")
+    made = Run([[Launch(kernel, grid, args)] for args in given], memory)
+    check_arguments(made)
+    return run_schedule(made, Schedule(strategy, seed, resident, weak, fine, target, tuple(waive)))
 
 
-def _kind(value: Any) -> str:
-    """What a kernel is specialised on: a tensor's dtype, the type of anything else."""
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+def check_arguments(run: Run) -> None:
+    """Launches of one kernel that all ranks make in the same place have the same arguments, of one kind or None.
 
-
-def check_run(run: Run) -> None:
-    """`check_arguments` of every launch that all ranks make in the same place. Raises ValueError."""
+    Raises ValueError naming the rank.
+    """
     launches = [[each for each in work if isinstance(each, Launch)] for work in run.work]
-    if len({len(each) for each in launches}) == 1:
-        for together in zip(*launches, strict=True):
-            if len({id(each.kernel) for each in together}) == 1:
-                check_arguments([each.args for each in together], len(run.work))
+    if len({len(each) for each in launches}) != 1:
+        return
+    for first, *others in zip(*launches, strict=True):
+        if any(each.kernel is not first.kernel for each in others):
+            continue
+        wanted = _kinds(first.args)
+        for rank, kinds in enumerate((_kinds(each.args) for each in others), start=1):
+            if kinds.keys() != wanted.keys():
+                raise ValueError(f"rank {rank} and rank 0 differ in arguments {sorted(kinds.keys() ^ wanted.keys())}")
+            for name, kind in kinds.items():
+                if kind != wanted[name] and "NoneType" not in (kind, wanted[name]):
+                    raise ValueError(f"argument {name!r} is {kind} on rank {rank}, {wanted[name]} on 0")
+
+
+def _kinds(args: dict[str, Any]) -> dict[str, str]:
+    """What a kernel is specialised on: a tensor's dtype, the type of anything else."""
+    return {key: str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for key, x in args.items()}
 
 
 def run_schedule(run: Run, schedule: Schedule) -> int:
@@ -181,29 +163,19 @@ def _execute(
         fault = _recorded(run) or _wrong(run)
         if fault is not None and fault.mismatch is not None:
             fault = replace(fault, accesses=machine.last_write(fault.mismatch.address))
-        moments = machine.moments
     except SimulationFault as error:
         cause = error  # with the way to the kernel's line
-        moments = machine.moments
         machine.land()  # what a kernel wrote down may be on its way
         fault = _recorded(run) or error.fault
     if fault is None:
         return machine
-    raise SimulationFault(replace(_shown(fault, schedule), switches=machine.switches, trace=moments)) from cause
+    fault = replace(_shown(fault, schedule), switches=machine.switches, trace=machine.moments)
+    raise SimulationFault(fault) from cause
 
 
 def _shown(fault: Fault, schedule: Schedule) -> Fault:
-    """The fault with the schedule that shows it."""
-    return replace(
-        fault, strategy=schedule.strategy, seed=schedule.seed, resident=str(schedule.resident), weak=schedule.weak,
-        fine=schedule.fine, target=schedule.target, waive=schedule.waive,
-    )  # fmt: skip
-
-
-@lru_cache
-def compiler_for(target: str) -> Compiler:
-    """One for all schedules of a process: each kernel is compiled once."""
-    return Compiler(target)
+    """The fault with the schedule that shows it, whose fields it has."""
+    return replace(fault, **{**vars(schedule), "resident": str(schedule.resident)})
 
 
 def _recorded(run: Run) -> Fault | None:
@@ -225,37 +197,25 @@ def _wrong(run: Run) -> Fault | None:
 
 
 def schedules(
-    count: int,
-    strategies: Sequence[str] = DEFAULT,
-    *,
-    first_seed: int = 0,
-    residents: Sequence[Any] | None = None,
+    count: int, strategies: Sequence[str] = DEFAULT, *, first_seed: int = 0, residents: Sequence[Any] | None = None,
     target: str = TARGET,
-) -> Iterator[Schedule]:
+) -> Iterator[Schedule]:  # fmt: skip
     """`count` schedules: strategies in turn; all resident, one, a varying number and two in turn.
 
     Three of four are weak and one of three goes warp by warp, in turn for each strategy and residency.
     """
     residents = (None, 1, "varying", 2) if residents is None else residents
     for i in range(count):
-        name = strategies[i % len(strategies)]
-        turn = i // len(strategies)
-        resident, at = residents[turn % len(residents)], i % len(strategies)
+        turn, at = divmod(i, len(strategies))
         weak, fine = (at + turn // len(residents)) % 4 != 0, (at + turn) % 3 == 2
-        yield Schedule(name, first_seed + i, resident, weak, fine, target)
+        yield Schedule(strategies[at], first_seed + i, residents[turn % len(residents)], weak, fine, target)
 
 
 def explore(
-    case: Case,
-    schedules: int | Iterable[Schedule] = 200,
-    strategies: Sequence[str] = DEFAULT,
-    *,
-    seconds: float | None = None,
-    first_seed: int = 0,
-    progress: Callable[[int], None] | None = None,
-    shrink: bool = True,
-    waive: Sequence[str] = (),
-) -> Outcome:
+    case: Case, schedules: int | Iterable[Schedule] = 200, strategies: Sequence[str] = DEFAULT, *,
+    seconds: float | None = None, first_seed: int = 0, progress: Callable[[int], None] | None = None,
+    shrink: bool = True, waive: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
     """Many schedules of a case, until one shows a fault.
 
     schedules   how many, or which
@@ -296,15 +256,9 @@ _schedules = schedules
 
 def _place(error: OutOfTime) -> str:
     """The kernel's line at which a schedule stood when its time was over, if a machine was running it."""
-    at = error.__traceback__
-    found = ""
-    while at is not None:
-        holder = at.tb_frame.f_locals.get("self")
-        site = getattr(holder, "site", None)
-        if isinstance(site, Site) and site.line > 0:
-            found = str(site)
-        at = at.tb_next
-    return found or "before its kernels ran"
+    holders = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    sites = [site for each in holders if isinstance(site := getattr(each, "site", None), Site) and site.line > 0]
+    return str(sites[-1]) if sites else "before its kernels ran"
 
 
 def attempt(
@@ -314,14 +268,13 @@ def attempt(
     made = case.make()
     if made.check is None:
         raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
-    if outcome.schedules == 0:
-        check_run(made)
+    check_arguments(made)
     try:
         outcome.switches += _execute(made, schedule, strategy, waived=outcome.waived).switches
         return None
     except SimulationFault as error:
         return error.fault
-    except (UnsupportedKernel, ValueError):
+    except ValueError:  # UnsupportedKernel is one
         raise
     except Exception as error:
         outcome.raised = error
@@ -337,8 +290,7 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
     try:
         with time_limit(seconds / 2):
             for seed in range(SHRINK_SCHEDULES):
-                name = ("run_to_block", "pct")[seed % 2]
-                other = replace(schedule, strategy=name, seed=seed)
+                other = replace(schedule, strategy=("run_to_block", "pct")[seed % 2], seed=seed)
                 again = attempt(case, other, Outcome(case.name))
                 alike = alike and again is not None and again.mismatch == fault.mismatch
                 if again is not None and again.name == fault.name and again.switches < found.switches:
@@ -351,24 +303,15 @@ def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> F
         return replace(found, message=f"{found.message}, the same in every schedule that was tried", trace=())
     try:
         with time_limit(seconds / 2):
-            _execute(case.make(), best, trace=True)
-    except SimulationFault as error:
-        return error.fault
+            return trace(case.make(), best)[1] or found
     except (Exception, OutOfTime):
-        pass
-    return found
+        return found
 
 
 def exhaust(
-    case: Case,
-    preemptions: int = 1,
-    *,
-    limit: int = 10_000,
-    resident: int | str | None = None,
-    weak: bool = False,
-    target: str = TARGET,
-    waive: Sequence[str] = (),
-) -> Outcome:
+    case: Case, preemptions: int = 1, *, limit: int = 10_000, resident: int | str | None = None, weak: bool = False,
+    target: str = TARGET, waive: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
     """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
 
     Programs switch before what may see others' doing. weak: late effects too, drawn from one seed, not all of them.
@@ -380,13 +323,11 @@ def exhaust(
     todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
     while todo and outcome.schedules < limit:
         choices, left = todo.pop()
-        replays: list[Replay] = []
-        fault = attempt(case, schedule, outcome, _replayed(choices, replays))
+        seen: list[Switch] = []
+        outcome.fault = attempt(case, schedule, outcome, partial(Replay, choices=choices, seen=seen))
         outcome.schedules += 1
-        if fault is not None:
-            outcome.fault = fault
+        if outcome.fault is not None:
             break
-        seen = replays[-1].seen
         for step in range(len(choices), len(seen)):
             chosen, options = seen[step]
             cost = 1 if step > 0 and seen[step - 1][0] in options else 0  # it could have gone on
@@ -395,11 +336,3 @@ def exhaust(
                 todo.extend(((*before, other), left - cost) for other in options if other != chosen)
     outcome.seconds = time.monotonic() - begin
     return outcome
-
-
-def _replayed(choices: Sequence[int], made: list[Replay]) -> Callable[..., Strategy]:
-    def replay(rng: random.Random, world_size: int) -> Strategy:
-        made.append(Replay(rng, world_size, choices))
-        return made[-1]
-
-    return replay

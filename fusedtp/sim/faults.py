@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import NamedTuple
 
 
@@ -35,8 +36,7 @@ class Site(NamedTuple):
 
 def short_path(file: str) -> str:
     """Relative to the current folder if it lies below."""
-    below = os.path.join(os.getcwd(), "")
-    return file.removeprefix(below)
+    return file.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,20 @@ class Access:
     step: int
     value: str = ""
 
+    @property
+    def said(self) -> str:
+        return f"{self.what} {place_of(self.tensor, self.first, self.last)}".rstrip()
+
     def __str__(self) -> str:
         value = f" = {self.value}" if self.value else ""
-        place = f" {place_of(self.tensor, self.first, self.last)}".rstrip()
-        return f"rank {self.rank}, {self.launch}, program {self.program}: {self.what}{place}{value}\n    at {self.site}"
+        return f"rank {self.rank}, {self.launch}, program {self.program}: {self.said}{value}\n    at {self.site}"
 
 
 def place_of(tensor: str, first: tuple[int, ...], last: tuple[int, ...]) -> str:
     """Elements of a tensor in words; "" for none."""
     if not first or tensor in ("", "memory"):
         return f"address {first[0]:#x}" if first else tensor
-    return f"{tensor} {_index(first)}" + ("" if first == last else f" to {_index(last)}")
-
-
-def _index(at: tuple[int, ...]) -> str:
-    return "[" + ", ".join(str(i) for i in at) + "]"
+    return f"{tensor} {[*map(int, first)]}" + ("" if first == last else f" to {[*map(int, last)]}")
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,13 @@ class Wait:
     seen: str
     last_writer: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def said(self) -> str:
         written = self.last_writer or "nobody wrote it during this run"
-        return (
-            f"rank {self.rank}, {self.launch}, program {self.program} waits for {self.tensor} {_index(self.index)}, "
-            f"sees {self.seen} ({written})\n    at {self.site}"
-        )
+        return f"waits for {place_of(self.tensor, self.index, self.index)}, sees {self.seen} ({written})"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.launch}, program {self.program} {self.said}\n    at {self.site}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,12 @@ class Moment(NamedTuple):
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
 
+    def shows(self, access: Access) -> bool:
+        """Whether it is this access."""
+        return (self.step, self.rank, self.program, self.site, self.tensor) == (
+            access.step, access.rank, access.program, access.site, access.tensor
+        )  # fmt: skip
+
 
 RULES = {
     "write-write race": "two programs write the same bytes and nothing orders them",
@@ -169,13 +175,12 @@ def finding(rule: str, sites: Iterable[Site]) -> str:
     def place(file: str, line: int) -> tuple[str, int]:
         return os.path.basename(file), line
 
+    def word(file: str, line: int) -> str:
+        return f"{file}:{line}" if line > 0 else "host"
+
     ends = sorted({(place(site.file, site.line), place(*site.kernel_place)) for site in sites})
-    words = [_word(*at) + ("" if at == kernel else f"@{_word(*kernel)}") for at, kernel in ends]
+    words = [word(*at) if at == kernel else f"{word(*at)}@{word(*kernel)}" for at, kernel in ends]
     return " ".join([rule, *words])
-
-
-def _word(file: str, line: int) -> str:
-    return f"{file}:{line}" if line > 0 else "host"
 
 
 def unwaivable(name: str) -> str:
@@ -219,6 +224,11 @@ class Fault:
     trace: tuple[Moment, ...] = field(default=(), repr=False)
 
     @property
+    def ends(self) -> tuple[Access | Wait, ...]:
+        """Where the programs stand that it names."""
+        return *self.accesses, *self.waits
+
+    @property
     def wanted(self) -> str:
         """The right value; "" where the fault is no wrong value."""
         return self.mismatch.wanted if self.mismatch else ""
@@ -230,22 +240,19 @@ class Fault:
     @property
     def name(self) -> str:
         """Equal for the same fault in another schedule."""
-        return finding(self.rule, [a.site for a in self.accesses] or [w.site for w in self.waits])
+        return finding(self.rule, [end.site for end in self.ends])
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.message}"]
         lines += [f"  cause: {self.cause}"] if self.cause else []
-        lines += [f"  {text}" for access in self.accesses for text in str(access).splitlines()]
-        lines += [f"  {text}" for wait in self.waits for text in str(wait).splitlines()]
-        if self.mismatch is not None:
-            lines.append(f"  wanted {self.mismatch.wanted}, seen {self.mismatch.seen}")
+        lines += [indent(str(end), "  ") for end in self.ends]
+        lines += [f"  wanted {self.wanted}, seen {self.seen}"] if self.mismatch else []
         lines += [f"  name: {self.name}"] if self.rule in WAIVABLE else []
         if self.strategy:
+            waive = f", waive={self.waive!r}" if self.waive else ""
             lines.append(
-                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, "
-                f"weak={self.weak}, fine={self.fine}, target={self.target!r}"
-                f"{f', waive={self.waive!r}' if self.waive else ''}; "
-                f"{self.switches} context switches"
+                f"  replay: strategy={self.strategy!r}, seed={self.seed}, resident={self.resident}, weak={self.weak}, "
+                f"fine={self.fine}, target={self.target!r}{waive}; {self.switches} context switches"
             )
         return "\n".join(lines)
 

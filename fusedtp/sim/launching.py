@@ -62,10 +62,7 @@ def plain(run: Run, turn: int = 0) -> Run:
 
 def _table(memory: Sequence[Memory], world_size: int) -> Memory:
     """int64 [memories, 1 + W] a rank: bytes of each memory, and its address on every rank."""
-    rows = [
-        [each.tensors[0].numel() * each.tensors[0].element_size(), *(t.data_ptr() for t in each.tensors)]
-        for each in memory
-    ]
+    rows = [[each.nbytes, *each.pointers.tolist()] for each in memory]
     tensors = tuple(torch.tensor(rows, dtype=torch.int64).view(-1, 1 + world_size) for _ in range(world_size))
     return Memory("table of symmetric memory", tensors)
 
@@ -89,8 +86,7 @@ def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
             raise UnsupportedKernel(f"{name_of(kernel)!r} is {kind}: decorate it with triton.jit")
         kernel = inside(kernel)
     options |= {key: args.pop(key) for key in OPTIONS if key in args and key not in kernel.arg_names}
-    for key in NOT_COMPILED:
-        options.pop(key, None)
+    options = {key: value for key, value in options.items() if key not in NOT_COMPILED}
     bound = _bound(kernel, args)
     grid = _grid(launch.grid, {**bound, **options}, name_of(kernel))
     return Plain(kernel, grid, bound, launch.stream, options, launch.tuned, launch.replace, config, environment)
@@ -136,10 +132,8 @@ def _bound(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 def _grid(grid: Any, meta: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """1 to 3 numbers. Triton launches no other grid."""
     made = grid(dict(meta)) if callable(grid) else grid
-    if isinstance(made, int):
-        made = (made,)
     try:
-        sizes = tuple(operator.index(size) for size in made)
+        sizes = tuple(operator.index(size) for size in ((made,) if isinstance(made, int) else made))
     except TypeError:
         raise ValueError(f"the grid of {name!r} is {made!r}; it must be 1 to 3 integers") from None
     if not 1 <= len(sizes) <= 3:

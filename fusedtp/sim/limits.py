@@ -17,14 +17,14 @@ class OutOfTime(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raises OutOfTime inside the body after so many seconds. None: no limit.
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime inside the body after so many seconds.
 
     By the process's timer, which interrupts any loop of Python; again and again, since Python drops what is raised in a
     callback of its garbage collector. Limits may be nested: the shorter one holds. A thread other than the main one has
     no such timer, and no limit.
     """
-    if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     begin, inside = time.monotonic(), True

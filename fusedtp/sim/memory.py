@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,37 +60,26 @@ class Memory:
         first = int(self._window.ctypes.data)
         return first + GUARD - first % LINE
 
-    @property
-    def has_multicast(self) -> bool:
-        """Whether somebody asked for that address."""
-        return "_window" in self.__dict__
-
 
 def symmetric(
-    name: str,
-    world_size: int,
-    shape: Iterable[int],
-    dtype: torch.dtype = torch.float32,
-    *,
-    poisoned: bool = True,
+    name: str, world_size: int, shape: Iterable[int], dtype: torch.dtype = torch.float32, *, poisoned: bool = True
 ) -> Memory:
     """Memory of the same shape on every rank; every byte 0xFF (NaN for floats) where poisoned, else zero.
 
     A guard on both sides of each tensor keeps out-of-bounds accesses out of other tensors.
     """
-    fill = 0xFF if poisoned else 0
     shape = tuple(shape)
     size = int(np.prod(shape)) * dtype.itemsize
     tensors = []
     for _ in range(world_size):
         inside = np.empty(size + 2 * GUARD, np.uint8)[GUARD : GUARD + size]  # a storage of its own to torch
-        tensors.append(torch.from_numpy(inside).fill_(fill).view(dtype).view(shape))
+        tensors.append(torch.from_numpy(inside).fill_(0xFF if poisoned else 0).view(dtype).view(shape))
     return Memory(name, tuple(tensors), poisoned)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes of a tensor: all of them, or those from byte `first` on."""
+    """Bytes of a contiguous tensor: all of them, or those from byte `first` on."""
 
     name: str
     rank: int
@@ -111,9 +101,7 @@ class Allocation:
     def index_of(self, byte: int) -> tuple[int, ...]:
         """The element that holds this byte, as an index of the tensor (of its storage if strided)."""
         element = (byte + self.first) // self.tensor.element_size()
-        if not self.tensor.is_contiguous() or self.tensor.dim() == 0:
-            return (element,)
-        return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape)))
+        return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape) or (1,)))
 
 
 class Map:
@@ -125,7 +113,7 @@ class Map:
         self._spans: list[tuple[int, int]] = []  # of arguments that lie in no slice
         self.borders: list[int] = []  # between slices, which no access runs over: Note [Slices]
         self.multicasts: list[tuple[int, int, list[int]]] = []  # address, bytes, addresses of the ranks' tensors
-        self._sorted: list[Allocation] = []
+        self.allocations: list[Allocation] = []  # sorted by address
         self._bases = self._ends = np.zeros(0, np.int64)
 
     def add(self, name: str, rank: int, tensor: Tensor) -> None:
@@ -138,10 +126,7 @@ class Map:
             return
         self._spans.append((begin, end))
         if storage.nbytes() and base not in self._wholes:
-            whole = tensor
-            if tensor.numel() * tensor.element_size() != storage.nbytes() or not tensor.is_contiguous():
-                whole = _flat(tensor, 0, storage.nbytes() // tensor.element_size())
-            self._wholes[base] = Allocation(name, rank, whole, False, base, storage.nbytes())
+            self._wholes[base] = _allocation(name, rank, tensor, False, base, base + storage.nbytes())
 
     def add_slice(self, name: str, rank: int, tensor: Tensor, poisoned: bool) -> None:
         """Register a memory's tensor, before all arguments. Raises ValueError where it overlaps another one."""
@@ -157,16 +142,12 @@ class Map:
                 raise ValueError(
                     f"{name} of rank {rank} overlaps {other.label} or interleaves with it: one memory is enough"
                 )
-        if not tensor.is_contiguous():
-            size = tensor.element_size()
-            tensor = _flat(tensor, int(tensor.storage_offset()), (end - begin) // size)
-        others.append(Allocation(name, rank, tensor, poisoned, begin, end - begin))
+        others.append(_allocation(name, rank, tensor, poisoned, begin, end))
 
     def add_multicast(self, memory: Memory) -> None:
         """Its multicast address, where somebody asked for it."""
-        if memory.has_multicast:
-            bases = [tensor.data_ptr() for tensor in memory.tensors]
-            self.multicasts.append((memory.multicast, memory.nbytes, bases))
+        if "_window" in vars(memory):
+            self.multicasts.append((memory.multicast, memory.nbytes, memory.pointers.tolist()))
 
     def add_arguments(self, name: str, rank: int, value: Any) -> None:
         """Register every tensor in an argument of a kernel, tuples and named tuples included."""
@@ -183,18 +164,20 @@ class Map:
         """After the last `add`. Tables of addresses get names that tell them from the memory that they point to."""
         found = [each for slices in self._slices.values() for each in slices]
         for base, whole in self._wholes.items():
-            at = base
-            for each in sorted(self._slices.get(base, ()), key=lambda a: a.base):
-                found += _part(whole, at, each.base)
-                at = each.end
-            found += _part(whole, at, whole.end)
-        self._sorted = sorted(found, key=lambda a: a.base)
-        self._bases = np.array([a.base for a in self._sorted], np.int64)
-        self._ends = np.array([a.end for a in self._sorted], np.int64)
-        pairs = zip(self._sorted, self._sorted[1:])
-        touching = [b.base for a, b in pairs if a.end == b.base and a.name != b.name]
+            slices = sorted(self._slices.get(base, ()), key=lambda a: a.base)
+            gaps = zip([base, *(a.end for a in slices)], [*(a.base for a in slices), whole.end])
+            flat = _elements(whole.tensor, base, whole.end)
+            parts = [
+                replace(whole, tensor=flat, base=begin, nbytes=end - begin, first=begin - base)
+                for begin, end in gaps if begin < end
+            ]  # fmt: skip
+            found += parts if slices else [whole]
+        self.allocations = sorted(found, key=lambda a: a.base)
+        self._bases = np.array([a.base for a in self.allocations], np.int64)
+        self._ends = np.array([a.end for a in self.allocations], np.int64)
+        touching = [b.base for a, b in pairwise(self.allocations) if a.end == b.base and a.name != b.name]
         self.borders = [at for at in touching if not any(b < at < e for b, e in self._spans)]
-        self._sorted = [replace(a, name=self._name_of_table(a)) for a in self._sorted]
+        self.allocations = [replace(a, name=self._name_of_table(a)) for a in self.allocations]
 
     def _name_of_table(self, a: Allocation) -> str:
         """`boxes (table of box)` where all that the tensor holds are addresses of allocations."""
@@ -207,20 +190,15 @@ class Map:
             at = np.searchsorted(self._bases, address, side="right") - 1
             if ((at < 0) | (address >= self._ends[at])).any():
                 return a.name
-            targets |= dict.fromkeys(self._sorted[i].name for i in at.tolist())
+            targets |= dict.fromkeys(self.allocations[i].name for i in at.tolist())
         return f"{a.name} (table of {', '.join(targets)})"
-
-    @property
-    def allocations(self) -> list[Allocation]:
-        """Sorted by address."""
-        return self._sorted
 
     def nearest(self, address: int) -> str:
         """Words for an address outside: how far past which allocation."""
-        if not self._sorted:
+        if not self.allocations:
             return f"address {address:#x}; the case names no memory"
         # an address in the next slice is past the end of the one before
-        best = min(self._sorted, key=lambda a: (min(abs(address - a.base), abs(address - a.end)), a.base))
+        best = min(self.allocations, key=lambda a: (min(abs(address - a.base), abs(address - a.end)), a.base))
         if address >= best.base:
             return f"{address - best.end + 1} bytes past the end of {best.label}"
         return f"{best.base - address} bytes before {best.label}"
@@ -235,16 +213,14 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * size
 
 
-def _flat(tensor: Tensor, first: int, count: int) -> Tensor:
-    """Elements of its storage."""
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), first, (count,), (1,))
+def _allocation(name: str, rank: int, tensor: Tensor, poisoned: bool, begin: int, end: int) -> Allocation:
+    """Of the bytes between two addresses of a tensor's storage: flat, where the tensor is not just these in order."""
+    whole = tensor.is_contiguous() and _span(tensor) == (begin, end)
+    return Allocation(name, rank, tensor if whole else _elements(tensor, begin, end), poisoned, begin, end - begin)
 
 
-def _part(whole: Allocation, begin: int, end: int) -> list[Allocation]:
-    """What lies between two addresses of it: one allocation, or none."""
-    if (begin, end) == (whole.base, whole.end):
-        return [whole]
-    flat = _flat(whole.tensor, 0, whole.tensor.numel())
-    first = begin - whole.base
-    part = replace(whole, tensor=flat, base=begin, nbytes=end - begin, first=first)
-    return [part] if begin < end else []
+def _elements(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Those of its storage between two addresses."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    first, count = (begin - storage.data_ptr()) // size, (end - begin) // size
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, first, (count,), (1,))

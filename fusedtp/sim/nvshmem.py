@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-"""NVSHMEM's device functions as plain loads, stores and atomics, for `Launch(replace=...)`.
-
-    Launch(kernel, grid, args, replace={theirs.putmem: nvshmem.putmem, theirs.fence: nvshmem.fence})
-    Launch(kernel, grid, args, replace=nvshmem.of_torch())     # torch.distributed._symmetric_memory._nvshmem_triton
+"""NVSHMEM's device functions as plain loads, stores and atomics, for `Launch(replace=...)`: docs/checking-kernels.md.
 
 Each body takes what the C function of its name takes: addresses (pointers or int64) in symmetric memory, sizes in
 bytes. Symmetric is what the case lists in `Run(work, memory)`; another rank's copy of an address lies as far from the
@@ -156,16 +153,10 @@ def of_torch() -> Mapping[Any, Any]:
     if not hasattr(theirs, "signal_op"):
         with patch("torch.utils._triton.has_triton", lambda: True):
             importlib.reload(theirs)
-    bodies = {
-        "putmem_block_extern_wrapper": putmem,
-        "getmem_block_extern_wrapper": getmem,
-        "getmem_nbi_block_extern_wrapper": getmem,
-        "putmem_signal_block_extern_wrapper": putmem_signal,
-        "signal_wait_until_extern_wrapper": signal_wait_until,
-        "signal_op": signal_op,
-        "fence": fence,
-        "quiet": quiet,
-        "my_pe": my_pe,
-        "n_pes": n_pes,
-    }
+    wrapped = {
+        "putmem_block": putmem, "getmem_block": getmem, "getmem_nbi_block": getmem,
+        "putmem_signal_block": putmem_signal, "signal_wait_until": signal_wait_until,
+    }  # fmt: skip
+    plain = {"signal_op": signal_op, "fence": fence, "quiet": quiet, "my_pe": my_pe, "n_pes": n_pes}
+    bodies = {f"{name}_extern_wrapper": body for name, body in wrapped.items()} | plain
     return {getattr(theirs, name): body for name, body in bodies.items()}

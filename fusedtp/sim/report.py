@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import math
 import shlex
+from bisect import insort_left
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
@@ -12,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .faults import RULES, WAIVABLE, Access, Fault, Moment, Site, Wait, place_of
+from .faults import RULES, WAIVABLE, Access, Fault, Moment, Site, place_of
 
 ROWS = 15
 WIDTH = 110
 
 
 def report(
-    fault: Fault, *, name: str = "", world_size: int | None = None, width: int = WIDTH, command: str = "",
-) -> str:  # fmt: skip
+    fault: Fault, *, name: str = "", world_size: int | None = None, width: int = WIDTH, command: str = ""
+) -> str:
     """Everything known of a fault, as text.
 
     name, world_size   of the case, as `fusedtp check` takes them
@@ -28,40 +30,19 @@ def report(
     """
     lines = [f"{fault.rule}: {fault.message}", f"({RULES.get(fault.rule, '')})"]
     lines += ["", f"Cause: {fault.cause}"] if fault.cause else []
-    for access in fault.accesses:
-        lines += ["", *_access(access)]
-    for wait in fault.waits:
-        lines += ["", *_wait(wait)]
-    if fault.mismatch is not None:
-        lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"]
+    for end in fault.ends:
+        value = f", {end.value} there at first" if isinstance(end, Access) and end.value else ""
+        lines += ["", f"rank {end.rank}, {end.launch}, program {end.program}: {end.said}{value}", *_source(end.site)]
+    lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"] if fault.mismatch else []
     rows = relevant(fault)
     if rows:
-        lines += [
-            "",
-            f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:",
-        ]
-        lines += interleaving(rows, width).splitlines()
+        said = f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:"
+        lines += ["", said, interleaving(rows, width)]
     if fault.strategy:
         lines += ["", "Replay:", *(f"  {line}" for line in replay(fault, name, world_size, command))]
     if fault.rule in WAIVABLE:
         lines += ["", "To go past it and see what lies behind:", f"  --waive {shlex.quote(fault.name)}"]
     return "\n".join(lines)
-
-
-def _access(access: Access) -> list[str]:
-    value = f", {access.value} there at first" if access.value else ""
-    what = f"{access.what} {place_of(access.tensor, access.first, access.last)}".rstrip() + value
-    return [_who(access.rank, access.launch, access.program) + what, *_source(access.site)]
-
-
-def _wait(wait: Wait) -> list[str]:
-    written = wait.last_writer or "nobody wrote it during this run"
-    what = f"waits for {place_of(wait.tensor, wait.index, wait.index)}, sees {wait.seen} ({written})"
-    return [_who(wait.rank, wait.launch, wait.program) + what, *_source(wait.site)]
-
-
-def _who(rank: int, launch: str, program: int) -> str:
-    return f"rank {rank}, {launch}, program {program}: "
 
 
 def _source(site: Site) -> list[str]:
@@ -73,28 +54,26 @@ def _source(site: Site) -> list[str]:
 
 def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -> list[str]:
     """A command line and a Python call that show the fault again; the call alone for a case without a name."""
+    if fault.strategy == "replay":
+        return [command] if command else []
     resident = "all" if fault.resident in ("None", "") else fault.resident
     size = [] if world_size is None else ["--world-size", str(world_size)]
     words = ["fusedtp", "check", name, *size, "--schedules", "1", "--strategies", fault.strategy]
     words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
     words += ["--fine"] if fault.fine else []
     words += ["--target", fault.target, *waivers(fault.waive)]
-    if fault.strategy == "replay":
-        return [command] if command else []
     value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
     target = f"target={fault.target!r}"
     more = target + (f", waive={fault.waive!r}" if fault.waive else "")
     schedule = f"Schedule({fault.strategy!r}, {fault.seed}, {value}, weak={fault.weak}, fine={fault.fine}, {more})"
+    names = "from fusedtp.sim import Schedule, run_schedule"
     if not name:
-        return [
-            "from fusedtp.sim import Schedule, run_schedule",
-            f"run_schedule(a_run_of_the_case, {schedule})",
-        ]
+        return [names, f"run_schedule(a_run_of_the_case, {schedule})"]
     case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}, {target})"
     return [
         shlex.join(words),
         "or in Python:",
-        "  from fusedtp.sim import Schedule, run_schedule",
+        f"  {names}",
         "  from fusedtp.checks.workers import case_of",
         f"  run_schedule({case}.make(), {schedule})",
     ]
@@ -105,38 +84,33 @@ def waivers(names: Iterable[str]) -> list[str]:
     return [word for name in names for word in ("--waive", name)]
 
 
-def relevant(fault: Fault, rows: int = ROWS) -> list[Moment]:
-    """The last moments of a trace that touch what the fault is about, or order the programs that it names."""
+def relevant(fault: Fault) -> list[Moment]:
+    """The last ROWS moments of a trace that touch what the fault is about, or order the programs that it names."""
     if not fault.trace:
         return []
-    ends: tuple[Access | Wait, ...] = (*fault.accesses, *fault.waits)
-    programs = {(each.rank, each.launch, each.program) for each in ends}
-    tensors = {each.tensor for each in ends}
+    programs = {(end.rank, end.launch, end.program) for end in fault.ends}
+    tensors = {end.tensor for end in fault.ends}
     if not programs:
         tensors = {m.tensor for m in fault.trace if m.tensor and f"{m.tensor} [" in fault.message}
-    low = min((each.first for each in fault.accesses), default=None)
-    high = max((each.last for each in fault.accesses), default=None)
+    low = min((each.first for each in fault.accesses), default=())  # without accesses: all elements
+    high = max((each.last for each in fault.accesses), default=(math.inf,))
 
     def concerns(moment: Moment) -> bool:
         who = moment.rank, moment.launch, moment.program
         if moment.kind in ("atomic", "wait"):
             return not programs or who in programs or moment.tensor in tensors
-        if moment.kind not in ("load", "store", "copy") or moment.tensor not in tensors:
-            return False
-        return low is None or high is None or (moment.first <= high and moment.last >= low)
+        near = moment.first <= high and moment.last >= low
+        return near and moment.kind in ("load", "store", "copy") and moment.tensor in tensors
 
     kept = _without_polls([m for m in fault.trace if concerns(m)])
+    before: list[Moment] = []
     if fault.accesses:
         kept.append(_now(fault.accesses[-1]))  # the trace ends before it
         first = fault.accesses[0]
-        if not any(_is(m, first) for m in kept):  # the half of a copy that reads
-            at = next(i for i, m in enumerate(kept) if m.step >= first.step)
-            kept.insert(at, _now(first))
-    if len(kept) <= rows:
-        return kept
-    last = kept[-rows:]
-    before = next((m for m in reversed(kept[:-rows]) if fault.accesses and _is(m, fault.accesses[0])), None)
-    return [before, *last[1:]] if before is not None else last
+        if not any(moment.shows(first) for moment in kept):  # the half of a copy that reads
+            insort_left(kept, _now(first), key=lambda moment: moment.step)
+        before = [moment for moment in kept[:-ROWS] if moment.shows(first)][-1:]  # in place of the earliest row
+    return [*before, *kept[len(before) - ROWS :]]
 
 
 def _now(access: Access) -> Moment:
@@ -146,34 +120,25 @@ def _now(access: Access) -> Moment:
     )  # fmt: skip
 
 
-def _is(moment: Moment, access: Access) -> bool:
-    return moment.site == access.site and (moment.step, moment.rank, moment.program, moment.tensor) == (
-        access.step, access.rank, access.program, access.tensor
-    )  # fmt: skip
-
-
 def _without_polls(moments: Sequence[Moment]) -> list[Moment]:
     """Reads of a word that end in a wait for it become the wait; a wait taken up again in vain is one wait."""
-    kept: list[Moment | None] = []
+    kept: dict[int, Moment] = {}
     mine: dict[tuple[int, str, int], list[int]] = {}
-    for moment in moments:
+    for number, moment in enumerate(moments):
         own = mine.setdefault((moment.rank, moment.launch, moment.program), [])
         if moment.kind == "wait":
             while own and _polls(kept[own[-1]], moment):
-                kept[own.pop()] = None
-            before = kept[own[-1]] if own else None
-            if before is not None and before.kind == "wait" and before._replace(step=0) == moment._replace(step=0):
+                del kept[own.pop()]
+            if own and kept[own[-1]]._replace(step=moment.step) == moment:
                 continue
-        own.append(len(kept))
-        kept.append(moment)
-    return [moment for moment in kept if moment is not None]
+        own.append(number)
+        kept[number] = moment
+    return list(kept.values())
 
 
-def _polls(before: Moment | None, wait: Moment) -> bool:
-    return (
-        before is not None and before.kind == "atomic" and " reads " in before.what
-        and (before.tensor, before.first) == (wait.tensor, wait.first)
-    )  # fmt: skip
+def _polls(before: Moment, wait: Moment) -> bool:
+    same = (before.tensor, before.first) == (wait.tensor, wait.first)
+    return same and before.kind == "atomic" and " reads " in before.what
 
 
 def interleaving(moments: Sequence[Moment], width: int = WIDTH) -> str:

@@ -8,7 +8,7 @@ starve_program    one program only when no other can run
 pct               fixed priorities, lowered at d random points (Burckhardt et al. 2010, "A Randomized Scheduler
                   with Probabilistic Guarantees of Finding Bugs"): finds a bug of depth d with probability
                   at least 1 / (n k^(d-1)) for n programs and k steps
-replay            a list of choices, then run_to_block: what `exhaustive` and minimisation use
+replay            a list of choices, then run_to_block: what `exhaust` uses
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from typing import Protocol
+
+Switch = tuple[int, list[int]]  # the choice and all that could have been chosen, each by its order
 
 
 class Runnable(Protocol):
@@ -29,38 +31,25 @@ class Runnable(Protocol):
 class Strategy:
     """`pick` returns an index into `runnable`, which is never empty and sorted by `order`."""
 
-    name = "random"
-
     def __init__(self, rng: random.Random, world_size: int) -> None:
         self.rng = rng
-        self.world_size = world_size
 
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
         return self.rng.randrange(len(runnable))
 
 
 class RoundRobin(Strategy):
-    name = "round_robin"
-
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
-        if current is None:
-            return 0
-        return next((i for i, each in enumerate(runnable) if each.order > current.order), 0)
+        last = -1 if current is None else current.order
+        return next((i for i, each in enumerate(runnable) if each.order > last), 0)
 
 
 class RunToBlock(Strategy):
-    name = "run_to_block"
-
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
-        for i, each in enumerate(runnable):
-            if each is current:
-                return i
-        return self.rng.randrange(len(runnable))
+        return runnable.index(current) if current in runnable else self.rng.randrange(len(runnable))
 
 
 class StarveRank(Strategy):
-    name = "starve_rank"
-
     def __init__(self, rng: random.Random, world_size: int) -> None:
         super().__init__(rng, world_size)
         self.victim = rng.randrange(world_size)
@@ -71,8 +60,6 @@ class StarveRank(Strategy):
 
 
 class StarveProgram(Strategy):
-    name = "starve_program"
-
     def __init__(self, rng: random.Random, world_size: int) -> None:
         super().__init__(rng, world_size)
         self.number = rng.randrange(1 << 16)
@@ -84,7 +71,6 @@ class StarveProgram(Strategy):
 
 
 class Pct(Strategy):
-    name = "pct"
     CHANGES = 3
     STEPS = 600  # among so many first switches the change points are drawn
 
@@ -106,29 +92,24 @@ class Pct(Strategy):
 
 
 class Replay(Strategy):
-    """The given choices (`order` of a program), then run_to_block; notes what was runnable at each switch."""
+    """The given choices (`order` of a program), then run_to_block; notes in `seen` what was runnable at each switch."""
 
-    name = "replay"
-
-    def __init__(self, rng: random.Random, world_size: int, choices: Sequence[int] = ()) -> None:
+    def __init__(
+        self, rng: random.Random, world_size: int, choices: Sequence[int] = (), seen: list[Switch] | None = None
+    ) -> None:
         super().__init__(rng, world_size)
-        self.choices = list(choices)
-        self.seen: list[tuple[int, list[int]]] = []  # the choice and all that could have been chosen
+        self.choices, self.seen = choices, [] if seen is None else seen
 
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
-        step = len(self.seen)
         orders = [each.order for each in runnable]
-        if step < len(self.choices) and self.choices[step] in orders:
-            chosen = orders.index(self.choices[step])
-        elif current is not None and current.order in orders:
-            chosen = orders.index(current.order)
-        else:
-            chosen = 0
-        self.seen.append((orders[chosen], orders))
-        return chosen
+        wanted = [*self.choices[len(self.seen) :][:1], *([current.order] if current else [])]
+        chosen = next((order for order in wanted if order in orders), orders[0])
+        self.seen.append((chosen, orders))
+        return orders.index(chosen)
 
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    each.name: each for each in (Strategy, RoundRobin, RunToBlock, StarveRank, StarveProgram, Pct, Replay)
-}
+    "random": Strategy, "round_robin": RoundRobin, "run_to_block": RunToBlock, "starve_rank": StarveRank,
+    "starve_program": StarveProgram, "pct": Pct, "replay": Replay,
+}  # fmt: skip
 DEFAULT = ("random", "pct", "starve_rank", "starve_program", "run_to_block", "round_robin")

@@ -1,13 +1,4 @@
-"""A case in a test: runs its schedules and raises for a finding.
-
-    from fusedtp.sim.testing import assert_no_finding
-    from ring import case_ring
-
-    def test_ring():
-        assert_no_finding(case_ring, world_size=3, schedules=50)
-
-What Triton compiles for sm_80 and sm_90 runs, in a process without TRITON_INTERPRET.
-"""
+"""A case in a test: runs its schedules and raises for a finding. See "In a test" in docs/checking-kernels.md."""
 
 from __future__ import annotations
 
@@ -19,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .case import Case, Run
-from .explore import Outcome, explore
+from .explore import explore
 from .explore import schedules as schedules_of
-from .faults import SimulationFault
+from .faults import Fault, SimulationFault
 from .ptx import TARGETS
 from .report import report
 from .strategies import DEFAULT
@@ -30,24 +21,16 @@ from .strategies import DEFAULT
 class Finding(SimulationFault):
     """A fault, told as `fusedtp check` tells it. `fault` holds it."""
 
-    def __init__(self, outcome: Outcome, path: str, world_size: int | None) -> None:
-        assert outcome.fault is not None
-        super().__init__(outcome.fault)
-        self.args = (report(outcome.fault, name=path, world_size=world_size),)
+    def __init__(self, fault: Fault, path: str, world_size: int | None) -> None:
+        super().__init__(fault)
+        self.args = (report(fault, name=path, world_size=world_size),)
 
 
 def assert_no_finding(
-    case: Case | Callable[..., Any],
-    *,
-    world_size: int | None = None,
-    targets: str | Sequence[str] = TARGETS,
-    schedules: int = 20,
-    seconds: float | None = None,
-    seed: int = 0,
-    strategies: Sequence[str] = DEFAULT,
-    residents: Sequence[Any] | None = None,
-    waive: Sequence[str] = (),
-) -> None:
+    case: Case | Callable[..., Any], *, world_size: int | None = None, targets: str | Sequence[str] = TARGETS,
+    schedules: int = 20, seconds: float | None = None, seed: int = 0, strategies: Sequence[str] = DEFAULT,
+    residents: Sequence[Any] | None = None, waive: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Runs a case under many schedules on each target, until one shows a fault.
 
     case        a Case, or a function that returns a Run or a Case; it gets `world_size` if it takes one
@@ -67,7 +50,7 @@ def assert_no_finding(
         if outcome.raised is not None:
             raise outcome.raised
         if outcome.fault is not None:
-            raise Finding(outcome, _path_of(case), world_size)
+            raise Finding(outcome.fault, _path_of(case), world_size)
         if not outcome.passed:
             raise AssertionError(f"{made.name}: no schedule ended in {seconds} s; the first stood at {outcome.late}")
     for name in waive:
@@ -80,20 +63,16 @@ def _case(case: Case | Callable[..., Any], world_size: int | None) -> Case:
         if world_size is not None:
             raise ValueError(f"{case.name} is a Case: its world size is its own")
         return case
-    takes = "world_size" in inspect.signature(case).parameters
-    if world_size is not None and not takes:
-        raise ValueError(f"{_called(case)} takes no world_size")
+    called = str(getattr(case, "__name__", "the case"))
+    if world_size is not None and "world_size" not in inspect.signature(case).parameters:
+        raise ValueError(f"{called} takes no world_size")
     given = {} if world_size is None else {"world_size": world_size}
     made = case(**given)
     if isinstance(made, Case):
         return made
     if not isinstance(made, Run):
-        raise ValueError(f"{_called(case)} returned {type(made).__name__}; it must return a Case or a Run")
-    return Case(_called(case), lambda: case(**given))
-
-
-def _called(case: Callable[..., Any]) -> str:
-    return str(getattr(case, "__name__", "the case"))
+        raise ValueError(f"{called} returned {type(made).__name__}; it must return a Case or a Run")
+    return Case(called, lambda: case(**given))
 
 
 def _path_of(case: Any) -> str:
