@@ -148,18 +148,12 @@ class Known:
         """How far each thread knows a coordinate. coordinates [n] or [n, k] of n threads."""
         rows = at.rows if at.rows.shape[2] >= self.space.count else self.space.fitted(at.rows)
         if at.used == 1:
-            found: Array = rows[0, proxy].take(coordinates)
-            return found
+            return rows[0, proxy].take(coordinates)
         which = at.which[threads]
-        found = rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
-        return found
-
-    def clock(self, thread: int) -> Clock:
-        """All that a thread knows, itself included; what it does from here on is not in it."""
-        return self.together(np.array([thread]))
+        return rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
 
     def together(self, threads: Array) -> Clock:
-        """All that these threads know, themselves included."""
+        """All that these threads know, themselves included; what they do from here on is not in it."""
         held = list(set(self.which[threads].tolist()))
         clock: Clock = self.rows[held].max(0) if len(held) > 1 else self.rows[held[0]].copy()
         clock[GENERIC, self.first + threads] = self._over()
@@ -227,7 +221,7 @@ class Known:
         if order == "sc":
             for thread in threads.tolist():
                 self.acquire([thread], self.space.fences, scope)
-                carry(self.space.fences, {self.scoped[scope]: self.clock(thread)})
+                carry(self.space.fences, {self.scoped[scope]: self.together(np.array([thread]))})
         if order != "acquire":
             published = self.frozen(), self._over()
             for thread in threads.tolist():
@@ -249,7 +243,7 @@ class Known:
         """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
         carried: Carried = {}
         if order in ("release", "acq_rel"):
-            carried[self.scoped[scope]] = self.clock(thread)
+            carried[self.scoped[scope]] = self.together(np.array([thread]))
         for of, (at, tick) in self.fenced.get(thread, {}).items():
             if carried and WIDER[of] <= WIDER[scope]:
                 continue  # the release carries more, and as far

@@ -93,10 +93,10 @@ class Line:
             size += each.nbytes
         self.bytes = np.zeros((size // WIDEST + 2) * WIDEST, np.uint8)
         self.views = rows_of_words(self.bytes)
-        self.shadows: list[Shadow] = []
-        for each, start in zip(self.allocations, self.starts, strict=True):
-            self.bytes[start : start + each.nbytes] = _bytes_of(each)
-            self.shadows.append(Shadow(start, each.nbytes, each.poisoned))
+        for theirs, own in self._bytes_of_tensors():
+            own[:] = theirs
+        placed = zip(self.starts, self.allocations, strict=True)
+        self.shadows = [Shadow(start, each.nbytes, each.poisoned) for start, each in placed]
         self.bases = np.array([each.base for each in self.allocations], np.int64)
         self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.end for each in self.allocations], np.int64)
@@ -115,8 +115,16 @@ class Line:
     def land(self) -> None:
         """Copy the line back into the tensors; nobody waits for a change any more."""
         self.sleepers.clear()
+        for theirs, own in self._bytes_of_tensors():
+            theirs[:] = own
+
+    def _bytes_of_tensors(self) -> Iterator[tuple[Words, Words]]:
+        """Of each tensor, in its storage and on the line."""
         for each, start in zip(self.allocations, self.starts, strict=True):
-            _bytes_of(each)[:] = self.bytes[start : start + each.nbytes]
+            storage = each.tensor.untyped_storage()
+            first, size = each.base - storage.data_ptr(), (each.nbytes,)
+            theirs = torch.empty(0, dtype=torch.uint8).set_(storage, first, size, (1,))
+            yield theirs.numpy(), self.bytes[start : start + each.nbytes]
 
     def locate(self, addresses: Words, nbytes: int) -> tuple[Words, int]:
         """int64 addresses -> places, and the allocation if it is one; else -1.
@@ -156,6 +164,10 @@ class Line:
         """The first and the last that hold places of one tensor, behind its name."""
         return (*self.element(int(places.min())), self.element(int(places.max()))[1])
 
+    def access(self, event: Event, places: Words, number: int = 0) -> Access:
+        """number: of the event; that of one that happens now, 0, is higher than all."""
+        return Access(*event.where, event.site, event.what, *self.elements(places), number or len(self.events))
+
     def value(self, place: int) -> Any:
         """The element that holds a place, as its tensor has it."""
         allocation, byte = self._holder(place)
@@ -167,8 +179,7 @@ class Line:
         """Rows of words, values [n, count], at [n] places."""
         nb, count = values.dtype.itemsize, values.shape[1]
         rows, at = self.views[nb, count], places >> ((nb * count).bit_length() - 1)
-        if (rows[at] != values).any():
-            self.changes += 1
+        self.changes += int((rows[at] != values).any())
         rows[at] = values
 
     def set(self, place: int, nb: int, value: Any) -> None:
@@ -237,10 +248,7 @@ class Line:
         words = self.overlapping(place, 1)  # a weak write ends them
         number = self._last_strong(words[0]) if words else 0
         number = number or int(shadow.write_events[(place >> shadow.shift) - shadow.begin])
-        if not number:
-            return ()
-        event, (name, index) = self.events[number], self.element(place)
-        return (Access(*event.where, event.site, event.what, name, index, index, len(self.events)),)
+        return (self.access(self.events[number], places),) if number else ()
 
     def _last_strong(self, word: Word | None) -> int:
         """Number of the event; 0 where there is none."""
@@ -249,14 +257,6 @@ class Line:
     def overlapping(self, place: int, nbytes: int) -> list[Word]:
         found = [self.words[at] for at in range(place - 7, place + nbytes) if at in self.words]
         return [word for word in found if word.place + word.nb > place]
-
-
-def _bytes_of(allocation: Allocation) -> Words:
-    """Its bytes of its tensor's storage."""
-    storage = allocation.tensor.untyped_storage()
-    first, size = allocation.base - storage.data_ptr(), (allocation.nbytes,)
-    own: Words = torch.empty(0, dtype=torch.uint8).set_(storage, first, size, (1,)).numpy()
-    return own
 
 
 class Window:
@@ -272,7 +272,7 @@ class Window:
         self, line: Line, number: int, where: tuple[int, str, int], slot: Slot, start: Clock | None = None,
         words: tuple[str, str] = ("load", "store"),
     ) -> None:  # fmt: skip
-        self.line, self.number, self.where, self.words = line, number, where, words
+        self.line, self.where, self.words = line, where, words
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
         self.by_warp = False  # whether its warps run one at a time
         self.seen: dict[int, int] = {}  # unit that it has polled -> the last change that it saw
@@ -327,23 +327,21 @@ class Window:
         engine   the copy is not these threads' but their program's
         """
         places, within = self.places(addresses, nb * count, "load", site)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
         if order == "weak":
-            who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             self._weak(who, places, within, nb * count, Event(self.where, site, self.words[0], False))
             return self.line.newest(places, nb, count)
-        every = places[:, None] + np.arange(0, nb * count, nb)
         self._polls(places, nb * count, site)
         event = Event(self.where, site, f"load ({order}, {scope})", False)
-        number = self._beside_weak(places, within, nb * count, threads, event, proxy)
-        values = np.empty(every.shape, UNSIGNED[nb])
+        number = self._beside_weak(who, places, within, nb * count, event)
+        values = np.empty((len(places), count), UNSIGNED[nb])
         together = len(threads) > 1 and (places == places[0]).all() and self.known.same(threads)
         for lanes in [slice(None)] if together else [slice(n, n + 1) for n in range(len(threads))]:
-            own, at = threads[lanes], every[lanes.start or 0].tolist()
-            words = [self._used(place, nb, own, scope, event, number) for place in at]
+            own, first = threads[lanes], int(places[lanes.start or 0])
+            words = [self._used(at, nb, own, scope, event, number) for at in range(first, first + nb * count, nb)]
             per = max(ATOMIC_BYTES // nb, 1)
-            for first in range(0, count, per):
-                unit = words[first : first + per]
-                values[lanes, first : first + per] = self._read(unit, own, order, scope)
+            for n in range(0, count, per):
+                values[lanes, n : n + per] = self._read(words[n : n + per], own, order, scope)
         self.line.note(event, number, places[:1], "atomic", reads=values[0, 0])
         return values
 
@@ -354,26 +352,25 @@ class Window:
         """values [n, count] at [n] addresses."""
         nb, count = values.dtype.itemsize, values.shape[1]
         places, within = self.places(addresses, nb * count, "store", site)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
         self.vain = 0  # it gets on
         self.touched.clear()
         self.counted.clear()
         if order == "weak":
-            who = Accessor(self.known, issued or self.known.now(), threads, proxy)
             event = Event(self.where, site, self.words[1], True)
             self._weak(who, places, within, nb * count, event, values)
             self.line.put(places, values)
             if len(places) > 1 and not (kept := self._alike(places, values)).all():
-                access = self._described(event, places[~kept])
+                access = self.line.access(event, places[~kept])
                 where = f"{access.tensor} {list(access.first)}"
                 said = f"{program_name(self.where)}: two threads of one store write different values to {where}"
                 self._end(Fault("write-write race", said, (access, access)))
             return
-        every = places[:, None] + np.arange(0, nb * count, nb)
         event = Event(self.where, site, f"store ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb * count, threads, event, proxy, reads=False)
-        for lane, thread in enumerate(threads.tolist()):
+        number = self._beside_weak(who, places, within, nb * count, event, reads=False)
+        for lane, (first, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             carried = self.known.released(thread, order, scope)
-            for at, value in zip(every[lane].tolist(), values[lane], strict=True):
+            for at, value in zip(range(first, first + nb * count, nb), values[lane], strict=True):
                 word = self._used(at, nb, threads[lane : lane + 1], scope, event, number)
                 self._write(word, thread, order, dict(carried), value)
         self.line.note(event, number, places[:1], "atomic", writes=values[0, 0])
@@ -393,7 +390,8 @@ class Window:
         if issued is None:
             self._polls(places, nb, site)
         event = Event(self.where, site, f"{what} ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb, threads, event, proxy, reads, issued)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
+        number = self._beside_weak(who, places, within, nb, event, reads)
         old = np.empty(len(places), dtype)
         for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             own = threads[lane : lane + 1]
@@ -420,11 +418,9 @@ class Window:
         for shadow, part, chosen in self._by_tensor(who, places, within):
             own = places[chosen]
             cells = shadow.cells(own, width)
-            excused: Callable[[Words], Words] | None = None
+            excused = partial(self._loaded, shadow, event) if self.by_warp else None
             if values is not None:
-                excused = partial(self._copies, own, values[chosen])
-            elif self.by_warp:
-                excused = partial(self._loaded, shadow, event)
+                excused = partial(self._alike, own, values[chosen])
             for found in shadow.conflicts(part, cells, event.writes, excused):
                 self._race(shadow, found, event)
             near = shadow.strong[cells].reshape(len(own), -1).any(1)
@@ -445,15 +441,10 @@ class Window:
             chosen = np.flatnonzero(each == n)
             yield self.line.shadows[n], who._replace(threads=who.threads[chosen]), chosen
 
-    def _alike(self, places: Words, values: Words) -> Words:
-        """Whether each row of words is what stands there."""
-        same: Words = (self.line.newest(places, values.dtype.itemsize, values.shape[1]) == values).all(1)
-        return same
-
-    def _copies(self, places: Words, values: Words, cells: Words) -> Words:
-        """Cells where a store changes nothing."""
-        alike = self._alike(places, values)
-        return alike if cells.ndim == 1 else alike[:, None]
+    def _alike(self, places: Words, values: Words, cells: Words | None = None) -> Words:
+        """Whether each row of words is what stands there: [n], or [n, 1] where cells are [n, k]."""
+        there = self.line.newest(places, values.dtype.itemsize, values.shape[1])
+        return (there == values).all(1, keepdims=cells is not None and cells.ndim == 2)
 
     def _loaded(self, shadow: Shadow, event: Event, cells: Words) -> Any:
         """Cells that the program last read by the line that loads now."""
@@ -473,11 +464,9 @@ class Window:
                     del self.line.words[word.place]
 
     def _beside_weak(
-        self, places: Words, within: int, width: int, threads: Words, event: Event, proxy: int, reads: bool = True,
-        issued: Rows | None = None,
-    ) -> int:  # fmt: skip
+        self, who: Accessor, places: Words, within: int, width: int, event: Event, reads: bool = True
+    ) -> int:
         """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
-        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
         for shadow, part, chosen in self._by_tensor(who, places, within):
             cells = shadow.cells(places[chosen], width)
             shadow.strong[cells] = True
@@ -538,29 +527,29 @@ class Window:
             self.known.acquire(first, write.carried, scope)
 
     def _write(
-        self, word: Word, thread: int, order: str, carried: Carried, value: Any, before: Write | None = None
+        self, word: Word, thread: int, order: str, carried: Carried, value: Any, read: Write | None = None
     ) -> None:
-        """The newest write of a word. before: of an atomic, which carries on what it read."""
+        """The newest write of a word. read: by an atomic, which carries it on."""
         line, by = self.line, self.known.first + thread
         if order in ("release", "acq_rel"):
             word.released[by] = dict(carried)
         elif by in word.released:
             carry(carried, word.released[by])
-        if before is not None:
-            carry(carried, before.carried)
+        if read is not None:
+            carry(carried, read.carried)
         line.sequence += 1
         word.writes.append(Write(line.sequence, value, carried))
         unit, changes = word.place // UNIT, line.changes
         last = line.changed.get(unit, 0)
         line.set(word.place, word.nb, value)
-        if before is not None and line.changes != changes:  # Note [Heartbeats]
+        if read is not None and line.changes != changes:  # Note [Heartbeats]
             self.counted.add(unit)
             self.vain = max(self.vain - 1, 0)
             if self.seen.get(unit) == last:  # else others have changed it too
                 self.seen[unit] = line.changes
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
-    # -- order -------------------------------------------------------------------------------------------------------
+    # -- polls -------------------------------------------------------------------------------------------------------
 
     def _polls(self, places: Words, nbytes: int, site: Site) -> None:
         self.polled = int(places[0]), site
@@ -586,8 +575,7 @@ class Window:
 
     def sleep(self) -> None:
         """Until a word of its loop changes, which one may have done since it was polled."""
-        units = {unit for unit, number in self.last.items() if number > self.polls - self.vain}
-        self.watched = units - self.counted
+        self.watched = {unit for unit, number in self.last.items() if number > self.polls - self.vain} - self.counted
         self.woken = any(self.line.changed.get(unit, 0) != self.seen[unit] for unit in self.watched)
         for unit in self.watched:
             self.line.sleepers.setdefault(unit, {})[self] = None
@@ -605,7 +593,7 @@ class Window:
     def _never(self, shadow: Shadow, cells: Words, event: Event) -> None:
         fresh = shadow.unwritten[cells]
         if fresh.any():
-            access = self._described(event, shadow.places(cells[fresh]))
+            access = self.line.access(event, shadow.places(cells[fresh]))
             said = f"{program_name(self.where)} loads {access.tensor} {list(access.first)}, which nobody wrote"
             self._end(Fault("never written", said, (access,)))
 
@@ -625,15 +613,10 @@ class Window:
     ) -> None:
         """Ends the run, or goes past a race that is waived. lacks: a key of LACKS."""
         before = self.line.events[earlier]
-        a, b = self._described(before, places, earlier), self._described(event, places)
+        a, b = self.line.access(before, places, earlier), self.line.access(event, places)
         rule = "write-write race" if before.writes and event.writes else "read-write race"
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {LACKS[lacks]}"
         self._end(Fault("scope" if lacks == SCOPE else rule, said, (a, b)), why)
-
-    def _described(self, event: Event, places: Words, number: int | None = None) -> Access:
-        """number: of the event; that of one that happens now is higher than all."""
-        step = len(self.line.events) if number is None else number
-        return Access(*event.where, event.site, event.what, *self.line.elements(places), step)
 
     def _fault(self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]) -> SimulationFault:
         access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))

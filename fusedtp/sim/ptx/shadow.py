@@ -77,7 +77,7 @@ class Accessor(NamedTuple):
     def stamps(self, tick: int, cells: Array) -> Array:
         """For each of the cells, or for each row of them."""
         who = np.full(1, self.known.engine) if self.engine else self.known.first + self.threads
-        stamps: Array = who | (tick << 32) | ALIASED * (self.proxy == ALIAS)
+        stamps = who | (tick << 32) | ALIASED * (self.proxy == ALIAS)
         return stamps if cells.ndim == 1 else stamps[:, None]
 
 
@@ -92,7 +92,9 @@ class Shadow:
         self.unwritten = np.full(size, poisoned)
         self.strong = np.zeros(size, bool)  # cells that strong operations have used
         self.poisoned, self.written = poisoned, False
-        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads before the first write
+        self.log: list[
+            tuple[Accessor, int, Array, int]
+        ] = []  # reads that have left no stamps yet
         self.logged = 0
 
     def _extent(self) -> tuple[int, int]:
@@ -135,43 +137,37 @@ class Shadow:
         excused   of cells that a thread of the same program wrote last: where that is no race. Loads: Note [Loads in
                   every thread], None in lockstep. Stores: of what stands there, as threads may store copies of a value
         """
-        if self.written:
-            yield from self._unseen(who, cells, self.writes, self.write_events, writes, False, excused)
+        lasts = [(self.writes, self.write_events, False)] if self.written else []
         if writes:
             self._settle()
-            for stamps, events in self.reads.values():
-                yield from self._unseen(who, cells, stamps, events, True, True, None)
-
-    def _unseen(
-        self, who: Accessor, cells: Array, last: Array, events: Array, writes: bool, reads: bool,
-        excused: Callable[[Array], Array] | None,
-    ) -> Iterator[Conflict]:  # fmt: skip
-        """Of the last accesses to the cells, reads or writes, those by others that this access is not ordered after."""
-        known, stamps = who.known, last[cells]
-        by, ticks = stamps & THREAD, stamps >> 32
-        unseen = known.ticks(who.rows, who.threads, by, GENERIC) < ticks
-        unfenced: Any = np.False_
-        if who.proxy == ASYNC and not reads:
-            unfenced = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
-        elif known.space.proxies > ALIAS and not reads:  # between two addresses of the same memory
-            across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)
-            unfenced = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
-        if not np.count_nonzero(unseen) and not np.count_nonzero(unfenced):
-            return
-        own = known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
-        same = by == own
-        if reads or excused is not None:
-            inside = (by >= known.first) & (by < known.engine)
-            if excused is not None and inside.any():
-                inside &= excused(cells)
-                unfenced = unfenced if writes else unfenced & ~inside
-            same |= inside
-        unseen &= ~same
-        while (racing := unseen if unseen.any() else unfenced).any():
-            numbers, one = events[cells], int(np.argmax(racing))
-            event, proxy = int(numbers.flat[one]), GENERIC if racing is unseen else who.proxy or ALIAS
-            yield Conflict(event, cells[racing & (numbers == event)], int(by.flat[one]), int(ticks.flat[one]), proxy)
-            unseen, unfenced = unseen & (numbers != event), unfenced & (numbers != event)
+            lasts += [(*last, True) for last in self.reads.values()]
+        known = who.known
+        for last, events, reads in lasts:
+            stamps = last[cells]
+            by, ticks = stamps & THREAD, stamps >> 32
+            unseen = known.ticks(who.rows, who.threads, by, GENERIC) < ticks
+            unfenced: Any = np.False_
+            if who.proxy == ASYNC and not reads:
+                unfenced = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
+            elif known.space.proxies > ALIAS and not reads:  # between two addresses of the same memory
+                across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)
+                unfenced = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
+            if not np.count_nonzero(unseen) and not np.count_nonzero(unfenced):
+                continue
+            same = by == known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
+            if reads or excused is not None:
+                inside = (by >= known.first) & (by < known.engine)
+                if excused is not None and not reads and inside.any():
+                    inside &= excused(cells)
+                    unfenced = unfenced if writes else unfenced & ~inside
+                same |= inside
+            unseen &= ~same
+            while (racing := unseen if unseen.any() else unfenced).any():
+                numbers, one = events[cells], int(np.argmax(racing))
+                event, thread, tick = (int(each.flat[one]) for each in (numbers, by, ticks))
+                proxy = GENERIC if racing is unseen else who.proxy or ALIAS
+                yield Conflict(event, cells[racing & (numbers == event)], thread, tick, proxy)
+                unseen, unfenced = unseen & (numbers != event), unfenced & (numbers != event)
 
     def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
         """This access has happened."""
@@ -182,25 +178,20 @@ class Shadow:
             self.writes[cells], self.write_events[cells] = who.stamps(tick, cells), event
             if self.poisoned:
                 self.unwritten[cells] = False
-        elif self.written:
-            self._read(who, tick, cells, event)
         else:
             self.log.append((who, tick, cells, event))
             self.logged += cells.size
-            if self.logged > 4 * len(self.writes) + 4096:
+            if self.written or self.logged > 4 * len(self.writes) + 4096:
                 self._settle()
 
-    def _read(self, who: Accessor, tick: int, cells: Array, event: int) -> None:
-        slot = who.known.first
-        if slot not in self.reads:
-            size = len(self.writes)
-            self.reads[slot] = np.zeros(size, np.int64), np.zeros(size, np.int32)
-        last, events = self.reads[slot]
-        last[cells], events[cells] = who.stamps(tick, cells), event
-
     def _settle(self) -> None:
-        for each in self.log:
-            self._read(*each)
+        """Readers leave their stamps."""
+        for who, tick, cells, event in self.log:
+            if who.known.first not in self.reads:
+                size = len(self.writes)
+                self.reads[who.known.first] = np.zeros(size, np.int64), np.zeros(size, np.int32)
+            last, events = self.reads[who.known.first]
+            last[cells], events[cells] = who.stamps(tick, cells), event
         self.log.clear()
         self.logged = 0
 
