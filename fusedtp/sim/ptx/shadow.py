@@ -92,9 +92,7 @@ class Shadow:
         self.unwritten = np.full(size, poisoned)
         self.strong = np.zeros(size, bool)  # cells that strong operations have used
         self.poisoned, self.written = poisoned, False
-        self.log: list[
-            tuple[Accessor, int, Array, int]
-        ] = []  # reads that have left no stamps yet
+        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads that have left no stamps yet
         self.logged = 0
 
     def _extent(self) -> tuple[int, int]:
