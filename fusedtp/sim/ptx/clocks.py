@@ -152,9 +152,15 @@ class Known:
         which = at.which[threads]
         return rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
 
+    def clock(self, thread: int) -> Clock:
+        """All that a thread knows, itself included; what it does from here on is not in it."""
+        clock: Clock = self.rows[self.which[thread]].copy()
+        clock[GENERIC, self.first + thread] = self._over()
+        return clock
+
     def together(self, threads: Array) -> Clock:
-        """All that these threads know, themselves included; what they do from here on is not in it."""
-        held = list(set(self.which[threads].tolist()))
+        """All that these threads know, themselves included."""
+        held = list(set(self.which[threads].tolist())) if self.used > 1 else [0]
         clock: Clock = self.rows[held].max(0) if len(held) > 1 else self.rows[held[0]].copy()
         clock[GENERIC, self.first + threads] = self._over()
         return clock
@@ -177,7 +183,7 @@ class Known:
             return  # as in a poll that sees what the last one saw
         self._fit()
         for at in lacking():
-            own = self._own(threads, at)
+            own = self._own(at, threads[self.which[threads] == at])
             row = self.rows[own, :, :width]
             np.maximum(row, clock, out=row)
 
@@ -202,7 +208,7 @@ class Known:
         """Threads that know the same have read or written this write of a word."""
         if self.now().newest(int(threads[0]), word) < number:
             self._fit()
-            own = self._own(threads, int(self.which[threads[0]]))
+            own = self._own(int(self.which[threads[0]]), threads)
             self.rows[own, GENERIC, word] = number
 
     def acquire(self, threads: Sequence[int], carried: Carried, scope: str) -> None:
@@ -221,7 +227,7 @@ class Known:
         if order == "sc":
             for thread in threads.tolist():
                 self.acquire([thread], self.space.fences, scope)
-                carry(self.space.fences, {self.scoped[scope]: self.together(np.array([thread]))})
+                carry(self.space.fences, {self.scoped[scope]: self.clock(thread)})
         if order != "acquire":
             published = self.frozen(), self._over()
             for thread in threads.tolist():
@@ -234,16 +240,17 @@ class Known:
         self._fit()
         tick = self._over()
         for at in set(self.which[threads].tolist()):
-            own = self._own(threads, at)
+            members = threads[self.which[threads] == at]
+            own = self._own(at, members)
             row = self.rows[own]
             np.maximum(row[proxy], row[GENERIC], out=row[proxy])
-            row[proxy, self.first + threads[self.which[threads] == own]] = tick
+            row[proxy, self.first + members] = tick
 
     def released(self, thread: int, order: str, scope: str) -> Carried:
         """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
         carried: Carried = {}
         if order in ("release", "acq_rel"):
-            carried[self.scoped[scope]] = self.together(np.array([thread]))
+            carried[self.scoped[scope]] = self.clock(thread)
         for of, (at, tick) in self.fenced.get(thread, {}).items():
             if carried and WIDER[of] <= WIDER[scope]:
                 continue  # the release carries more, and as far
@@ -279,9 +286,8 @@ class Known:
             if 2 * self.used > len(self.rows):  # else the next ones come here again soon
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
 
-    def _own(self, threads: Array, at: int) -> int:
-        """A row that those of the threads which have row `at` have alone: the same, or a copy."""
-        members = threads[self.which[threads] == at]
+    def _own(self, at: int, members: Array) -> int:
+        """A row that these threads, which have row `at`, have alone: the same, or a copy where others have it too."""
         if np.count_nonzero(self.which == at) == len(members):
             return at
         self.which[members] = new = self._free()

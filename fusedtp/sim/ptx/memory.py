@@ -95,8 +95,7 @@ class Line:
         self.views = rows_of_words(self.bytes)
         for theirs, own in self._bytes_of_tensors():
             own[:] = theirs
-        placed = zip(self.starts, self.allocations, strict=True)
-        self.shadows = [Shadow(start, each.nbytes, each.poisoned) for start, each in placed]
+        self.shadows = [Shadow(at, each.nbytes, each.poisoned) for at, each in zip(self.starts, self.allocations)]
         self.bases = np.array([each.base for each in self.allocations], np.int64)
         self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.end for each in self.allocations], np.int64)
@@ -360,8 +359,8 @@ class Window:
             event = Event(self.where, site, self.words[1], True)
             self._weak(who, places, within, nb * count, event, values)
             self.line.put(places, values)
-            if len(places) > 1 and not (kept := self._alike(places, values)).all():
-                access = self.line.access(event, places[~kept])
+            if len(places) > 1 and (self.line.newest(places, nb, count) != values).any():
+                access = self.line.access(event, places[~self._alike(places, values)])
                 where = f"{access.tensor} {list(access.first)}"
                 said = f"{program_name(self.where)}: two threads of one store write different values to {where}"
                 self._end(Fault("write-write race", said, (access, access)))

@@ -451,7 +451,7 @@ class Lanes:
         for lane in self.chosen(mask).tolist():
             barrier = self.program.barrier_at(int(at[lane]), site)
             if arrivals[lane]:
-                barrier.arrive(self.window.known.together(self.ids[lane : lane + 1]))
+                barrier.arrive(self.window.known.clock(self.first + lane))
             barrier.bytes += int(nbytes[lane])
             barrier.pending -= int(arrivals[lane])
             barrier.check()

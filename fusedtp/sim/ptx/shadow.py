@@ -143,29 +143,30 @@ class Shadow:
         for last, events, reads in lasts:
             stamps = last[cells]
             by, ticks = stamps & THREAD, stamps >> 32
-            unseen = known.ticks(who.rows, who.threads, by, GENERIC) < ticks
-            unfenced: Any = np.False_
+            missing = {GENERIC: known.ticks(who.rows, who.threads, by, GENERIC) < ticks}
             if who.proxy == ASYNC and not reads:
-                unfenced = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
+                missing[ASYNC] = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
             elif known.space.proxies > ALIAS and not reads:  # between two addresses of the same memory
                 across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)
-                unfenced = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
-            if not np.count_nonzero(unseen) and not np.count_nonzero(unfenced):
+                missing[ALIAS] = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
+            if not any(map(np.count_nonzero, missing.values())):
                 continue
             same = by == known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
             if reads or excused is not None:
                 inside = (by >= known.first) & (by < known.engine)
-                if excused is not None and not reads and inside.any():
+                if excused is not None and not reads and np.count_nonzero(inside):
                     inside &= excused(cells)
-                    unfenced = unfenced if writes else unfenced & ~inside
+                    if not writes:
+                        missing = {proxy: racing & ~inside for proxy, racing in missing.items()}
                 same |= inside
-            unseen &= ~same
-            while (racing := unseen if unseen.any() else unfenced).any():
-                numbers, one = events[cells], int(np.argmax(racing))
-                event, thread, tick = (int(each.flat[one]) for each in (numbers, by, ticks))
-                proxy = GENERIC if racing is unseen else who.proxy or ALIAS
-                yield Conflict(event, cells[racing & (numbers == event)], thread, tick, proxy)
-                unseen, unfenced = unseen & (numbers != event), unfenced & (numbers != event)
+            missing[GENERIC] &= ~same
+            for proxy, racing in missing.items():
+                while np.count_nonzero(racing):
+                    numbers, one = events[cells], int(np.argmax(racing))
+                    event, thread, tick = (int(each.flat[one]) for each in (numbers, by, ticks))
+                    yield Conflict(event, cells[racing & (numbers == event)], thread, tick, proxy)
+                    for each in missing.values():
+                        each &= numbers != event
 
     def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
         """This access has happened."""
