@@ -21,8 +21,9 @@ and a barrier costs one maximum over a few rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,10 +50,8 @@ class Space:
         return first
 
     def fitted(self, clock: Array) -> Array:
-        """With as many coordinates as there are now."""
+        """With as many coordinates as there are now, which is more than it has."""
         missing = self.capacity - clock.shape[-1]
-        if not missing:
-            return clock
         return np.concatenate([clock, np.zeros((*clock.shape[:-1], missing), np.int32)], axis=-1)
 
 
@@ -83,9 +82,9 @@ def joined(a: Clock, b: Clock) -> Clock:
 Carried = dict[Source, Clock]
 
 
-def carry(carried: Carried, more: Iterable[tuple[Source, Clock]]) -> None:
+def carry(carried: Carried, more: Carried) -> None:
     """Let a value carry more clocks."""
-    for source, clock in more:
+    for source, clock in more.items():
         known = carried.get(source)
         carried[source] = clock if known is None or known is clock else joined(known, clock)
 
@@ -106,52 +105,33 @@ class Rows(NamedTuple):
     which: Array  # [threads]
     used: int
 
-
-@dataclass
-class Published:
-    """The last fence that a thread executed, by scope."""
-
-    rows: Rows
-    tick: int
+    def newest(self, thread: int, coordinate: int) -> int:
+        """How far a thread knows another one or a word: the tick, or the number of the newest write; else 0."""
+        row = self.rows[self.which[thread], GENERIC]
+        return int(row[coordinate]) if coordinate < len(row) else 0
 
 
-@dataclass
 class Known:
     """What each thread of a program knows.
 
-    pending    thread -> word -> what its relaxed reads of the word carried: a fence may acquire it later
-    fenced     thread -> scope -> its last fence that releases
+    engine    the coordinate of its asynchronous copies
+    scoped    who its threads are to others, by scope
+    pending   thread -> word -> what its relaxed reads of the word carried: a fence may acquire it later
+    fenced    thread -> scope -> its last fence that releases: what all threads knew, and the tick
     """
 
-    space: Space
-    slot: Slot
-    source: Source
-    start: Clock | None = None
-    pending: dict[int, dict[int, Carried]] = field(default_factory=dict)
-    fenced: dict[int, dict[str, Published]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.first, self.threads = self.slot.first, self.slot.threads
-        self.slot.tick += 1
-        self.rows = np.zeros((2, self.space.proxies, self.space.capacity), np.int32)
-        if self.start is not None:
-            self.rows[0, :, : self.start.shape[1]] = self.start
+    def __init__(self, space: Space, slot: Slot, source: Source, start: Clock | None = None) -> None:
+        self.space, self.slot, self.first, self.threads = space, slot, slot.first, slot.threads
+        self.engine = slot.first + slot.threads
+        self.scoped = {scope: source._replace(scope=scope) for scope in WIDER}
+        self.pending: dict[int, dict[int, Carried]] = {}
+        self.fenced: dict[int, dict[str, tuple[Rows, int]]] = {}
+        slot.tick += 1
+        self.rows = np.zeros((2, space.proxies, space.capacity), np.int32)
+        if start is not None:
+            self.rows[0, :, : start.shape[1]] = start
         self.which, self.used = np.zeros(self.threads, np.intp), 1
         self._frozen: Rows | None = None
-        self._scoped = {scope: self.source._replace(scope=scope) for scope in ("cta", "gpu", "sys")}
-
-    def at(self, scope: str) -> Source:
-        """Who these threads are to others, at a scope."""
-        return self._scoped[scope]
-
-    @property
-    def tick(self) -> int:
-        return self.slot.tick
-
-    @property
-    def engine(self) -> int:
-        """The coordinate of its asynchronous copies."""
-        return self.first + self.threads
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -168,74 +148,57 @@ class Known:
         """How far each thread knows a coordinate. coordinates [n] or [n, k] of n threads."""
         rows = at.rows if at.rows.shape[2] >= self.space.count else self.space.fitted(at.rows)
         if at.used == 1:
-            found: Array = rows[0, proxy].take(coordinates)
-            return found
+            return rows[0, proxy].take(coordinates)
         which = at.which[threads]
-        found = rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
-        return found
-
-    def sees(self, at: Rows, thread: int, coordinate: int, tick: int) -> bool:
-        """Whether what another thread did up to a tick happened before."""
-        rows = at.rows[at.which[thread] if at.used > 1 else 0, GENERIC]
-        return coordinate < len(rows) and bool(rows[coordinate] >= tick)
+        return rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
 
     def clock(self, thread: int) -> Clock:
         """All that a thread knows, itself included; what it does from here on is not in it."""
         clock: Clock = self.rows[self.which[thread]].copy()
-        clock[GENERIC, self.first + thread] = self.slot.tick
-        self.slot.tick += 1
+        clock[GENERIC, self.first + thread] = self._over()
         return clock
 
     def together(self, threads: Array) -> Clock:
         """All that these threads know, themselves included."""
-        held = sorted(set(self.which[threads].tolist())) if self.used > 1 else [0]
+        held = list(set(self.which[threads].tolist())) if self.used > 1 else [0]
         clock: Clock = self.rows[held].max(0) if len(held) > 1 else self.rows[held[0]].copy()
-        clock[GENERIC, self.first + threads] = self.slot.tick
-        self.slot.tick += 1
+        clock[GENERIC, self.first + threads] = self._over()
         return clock
+
+    def _over(self) -> int:
+        """The tick that ends now: what threads do from here on has a later one."""
+        self.slot.tick += 1
+        return self.slot.tick - 1
 
     # -- edges -------------------------------------------------------------------------------------------------------
 
     def join(self, threads: Array, clock: Clock) -> None:
         """These threads know what `clock` does."""
         width = clock.shape[1]
-        whose = self.which[threads]
-        if width <= self.rows.shape[2] and all((clock <= self.rows[at, :, :width]).all() for at in set(whose.tolist())):
+
+        def lacking() -> list[int]:
+            return [at for at in set(self.which[threads].tolist()) if (clock > self.rows[at, :, :width]).any()]
+
+        if width <= self.rows.shape[2] and not lacking():
             return  # as in a poll that sees what the last one saw
         self._fit()
-        whose = self.which[threads]
-        for at in set(whose.tolist()):
-            row = self.rows[at, :, :width]
-            new = np.maximum(row, clock)
-            if np.array_equal(new, row):
-                continue
-            members = threads[whose == at]
-            if np.count_nonzero(self.which == at) > len(members):
-                at = self._copied(at)
-                self.which[members] = at
-            self.rows[at, :, :width] = new
+        for at in lacking():
+            own = self._own(at, threads[self.which[threads] == at])
+            row = self.rows[own, :, :width]
+            np.maximum(row, clock, out=row)
 
     def meet(self, threads: Array, others: Sequence[Clock] = ()) -> None:
         """A barrier of these threads. others: of threads that have only arrived."""
         self._fit()
         if self.used == 1 and not others and len(threads) == self.threads:
-            self.rows[0, GENERIC, self.first : self.engine] = self.slot.tick
-            self.slot.tick += 1
+            self.rows[0, GENERIC, self.first : self.engine] = self._over()
             return
-        clock = self.together(threads)
-        for other in others:
-            row = clock[:, : other.shape[1]]
-            np.maximum(row, other, out=row)
+        clock = reduce(joined, others, self.together(threads))
         if len(threads) == self.threads:
             self.rows[0], self.which[:], self.used = clock, 0, 1
         else:
             self.which[threads] = at = self._free()
             self.rows[at] = clock
-
-    def newest(self, thread: int, word: int) -> int:
-        """Number of the newest write of a word that a thread knows."""
-        row = self.rows[self.which[thread], GENERIC]
-        return int(row[word]) if word < len(row) else 0
 
     def same(self, threads: Array) -> bool:
         """Whether these threads know the same, but for themselves."""
@@ -243,34 +206,30 @@ class Known:
 
     def observe(self, threads: Array, word: int, number: int) -> None:
         """Threads that know the same have read or written this write of a word."""
-        if self.newest(int(threads[0]), word) < number:
+        if self.now().newest(int(threads[0]), word) < number:
             self._fit()
-            at = int(self.which[threads[0]])
-            if np.count_nonzero(self.which == at) > len(threads):
-                self.which[threads] = at = self._copied(at)
-            self.rows[at, GENERIC, word] = number
+            own = self._own(int(self.which[threads[0]]), threads)
+            self.rows[own, GENERIC, word] = number
 
     def acquire(self, threads: Sequence[int], carried: Carried, scope: str) -> None:
         """What a value carries, as far as scopes reach."""
-        me = self._scoped[scope]
+        me = self.scoped[scope]
         for source, clock in carried.items():
             if source.reaches(me):
                 self.join(np.array(threads), clock)
 
     def fence(self, threads: Array, order: str, scope: str) -> None:
         """order: "sc", "acq_rel", "acquire" or "release"."""
-        me = self._scoped[scope]
         if order != "release":
-            for thread in [t for t in threads.tolist() if t in self.pending]:
-                for carried in self.pending[thread].values():
+            for thread in threads.tolist():
+                for carried in self.pending.get(thread, {}).values():
                     self.acquire([thread], carried, scope)
         if order == "sc":
             for thread in threads.tolist():
                 self.acquire([thread], self.space.fences, scope)
-                carry(self.space.fences, [(me, self.clock(thread))])
+                carry(self.space.fences, {self.scoped[scope]: self.clock(thread)})
         if order != "acquire":
-            published = Published(self.frozen(), self.slot.tick)
-            self.slot.tick += 1
+            published = self.frozen(), self._over()
             for thread in threads.tolist():
                 self.fenced.setdefault(thread, {})[scope] = published
 
@@ -279,42 +238,37 @@ class Known:
         if proxy >= self.space.proxies:
             return
         self._fit()
+        tick = self._over()
         for at in set(self.which[threads].tolist()):
             members = threads[self.which[threads] == at]
-            if np.count_nonzero(self.which == at) > len(members):
-                at = self._copied(at)
-                self.which[members] = at
-            row = self.rows[at]
+            own = self._own(at, members)
+            row = self.rows[own]
             np.maximum(row[proxy], row[GENERIC], out=row[proxy])
-            row[proxy, self.first + members] = self.slot.tick
-        self.slot.tick += 1
+            row[proxy, self.first + members] = tick
 
     def released(self, thread: int, order: str, scope: str) -> Carried:
         """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
         carried: Carried = {}
         if order in ("release", "acq_rel"):
-            carried[self._scoped[scope]] = self.clock(thread)
-        for of, published in self.fenced.get(thread, {}).items():
+            carried[self.scoped[scope]] = self.clock(thread)
+        for of, (at, tick) in self.fenced.get(thread, {}).items():
             if carried and WIDER[of] <= WIDER[scope]:
                 continue  # the release carries more, and as far
-            at = published.rows
             clock = at.rows[at.which[thread]].copy()
-            clock[GENERIC, self.first + thread] = published.tick
-            carry(carried, [(self._scoped[of], clock)])
+            clock[GENERIC, self.first + thread] = tick
+            carry(carried, {self.scoped[of]: clock})
         return carried
 
     def copied(self) -> Clock:
         """What the end of an asynchronous copy publishes: that alone, 8.9.1.1."""
         clock = np.zeros((self.space.proxies, self.space.capacity), np.int32)
-        clock[:, self.engine] = self.slot.tick
-        self.slot.tick += 1
+        clock[:, self.engine] = self._over()
         return clock
 
     def end(self) -> Clock:
         """What the end of the program publishes to what its stream does next: all, for every proxy."""
         clock = self.together(np.arange(self.threads))
-        clock[GENERIC, self.engine] = self.slot.tick
-        self.slot.tick += 1
+        clock[GENERIC, self.engine] = self._over()
         clock[ASYNC:] = clock[GENERIC]
         return clock
 
@@ -332,8 +286,11 @@ class Known:
             if 2 * self.used > len(self.rows):  # else the next ones come here again soon
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
 
-    def _copied(self, at: int) -> int:
-        new = self._free()
+    def _own(self, at: int, members: Array) -> int:
+        """A row that these threads, which have row `at`, have alone: the same, or a copy where others have it too."""
+        if np.count_nonzero(self.which == at) == len(members):
+            return at
+        self.which[members] = new = self._free()
         self.rows[new] = self.rows[at]
         return new
 

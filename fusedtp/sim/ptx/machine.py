@@ -314,7 +314,7 @@ class Machine:
         self._note("end", "ends", actor)
         stream = actor.stream
         stream.alive -= 1
-        stream.end(actor.window.end())
+        stream.end(actor.window.known.end())
         if isinstance(actor.does, Program):
             self.executed += actor.does.executed
         if self.resident == "varying":

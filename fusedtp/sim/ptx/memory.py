@@ -29,7 +29,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from ..faults import Access, Fault, Moment, SimulationFault, Site, place_of
 from ..memory import LINE, Allocation, Map
 from .cause import cause
 from .clocks import ALIAS, ASYNC, GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
-from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write
+from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write, program_name
 
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
@@ -49,6 +49,13 @@ UNIT = 8  # bytes that are taken to change together for those who poll a part of
 LATEST = 8  # polls: a change of what one of them read is news
 MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
 WIDEST = 32  # bytes of an access
+SCOPE = ALIAS + 1
+LACKS = {  # what orders two accesses: nothing, or all but the fence of a proxy
+    GENERIC: "are not ordered",
+    ASYNC: "are ordered, but no proxy fence lets an asynchronous copy see the first",
+    ALIAS: "are ordered, but by two addresses, a multicast one and its own, without a fence.proxy.alias between",
+    SCOPE: "are not ordered, and their scopes do not reach each other",
+}
 Words = np.ndarray[Any, Any]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -73,9 +80,8 @@ class Line:
     """
 
     def __init__(
-        self, tensors: Map, rng: random.Random, weak: bool, trace: bool = False, waived: dict[str, int] | None = None,
-        by_tma: bool = True,
-    ) -> None:  # fmt: skip
+        self, tensors: Map, rng: random.Random, weak: bool, trace: bool, waived: dict[str, int] | None, by_tma: bool
+    ) -> None:
         self.waived = {} if waived is None else waived
         self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
         self.nearest, self.borders = tensors.nearest, np.array(tensors.borders, np.int64)
@@ -87,10 +93,9 @@ class Line:
             size += each.nbytes
         self.bytes = np.zeros((size // WIDEST + 2) * WIDEST, np.uint8)
         self.views = rows_of_words(self.bytes)
-        self.shadows: list[Shadow] = []
-        for each, start in zip(self.allocations, self.starts, strict=True):
-            self.bytes[start : start + each.nbytes] = _bytes_of(each)
-            self.shadows.append(Shadow(start, each.nbytes, each.poisoned))
+        for theirs, own in self._bytes_of_tensors():
+            own[:] = theirs
+        self.shadows = [Shadow(at, each.nbytes, each.poisoned) for at, each in zip(self.starts, self.allocations)]
         self.bases = np.array([each.base for each in self.allocations], np.int64)
         self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.end for each in self.allocations], np.int64)
@@ -98,7 +103,7 @@ class Line:
         self.multicasts = tensors.multicasts
         self.space = Space(1 + (ALIAS if self.multicasts else ASYNC if by_tma else GENERIC))
         self.words: dict[int, Word] = {}  # by place
-        self.events: list[Event | None] = [None]
+        self.events = [Event((-1, "", 0), Site("", 0, "", 0), "", False)]  # 0 is no one's
         self.sequence = 0  # of strong writes
         self.changes = 0  # writes that changed a value
         # by units of UNIT bytes: number of the last such write to a word of it, and who waits for one
@@ -109,8 +114,16 @@ class Line:
     def land(self) -> None:
         """Copy the line back into the tensors; nobody waits for a change any more."""
         self.sleepers.clear()
+        for theirs, own in self._bytes_of_tensors():
+            theirs[:] = own
+
+    def _bytes_of_tensors(self) -> Iterator[tuple[Words, Words]]:
+        """Of each tensor, in its storage and on the line."""
         for each, start in zip(self.allocations, self.starts, strict=True):
-            _bytes_of(each)[:] = self.bytes[start : start + each.nbytes]
+            storage = each.tensor.untyped_storage()
+            first, size = each.base - storage.data_ptr(), (each.nbytes,)
+            theirs = torch.empty(0, dtype=torch.uint8).set_(storage, first, size, (1,))
+            yield theirs.numpy(), self.bytes[start : start + each.nbytes]
 
     def locate(self, addresses: Words, nbytes: int) -> tuple[Words, int]:
         """int64 addresses -> places, and the allocation if it is one; else -1.
@@ -136,20 +149,6 @@ class Line:
             raise IndexError(int(np.argmax(wrong)))
         return addresses + self.shifts[each], -1
 
-    def replicas(self, addresses: Words, nbytes: int) -> list[Words]:
-        """Multicast addresses -> those of every rank. Raises IndexError(number of one that is not)."""
-        if not self.multicasts:
-            raise IndexError(0)
-        first, size = (np.array([each[n] for each in self.multicasts]) for n in range(2))
-        within = addresses[:, None] - first
-        inside = (within >= 0) & (within + nbytes <= size)
-        if not inside.any(1).all():
-            raise IndexError(int(np.argmin(inside.any(1))))
-        which = inside.argmax(1)
-        at = within[np.arange(len(which)), which]
-        bases = np.array([each[2] for each in self.multicasts])
-        return [bases[which, rank] + at for rank in range(bases.shape[1])]
-
     def _holder(self, place: int) -> tuple[Allocation, int]:
         """The allocation that holds a place, and the byte of it."""
         at = int(np.searchsorted(np.array(self.starts), place, "right")) - 1
@@ -159,6 +158,14 @@ class Line:
         """Name of the tensor and index of the element that holds a place."""
         allocation, byte = self._holder(place)
         return allocation.label, allocation.index_of(byte)
+
+    def elements(self, places: Words) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The first and the last that hold places of one tensor, behind its name."""
+        return (*self.element(int(places.min())), self.element(int(places.max()))[1])
+
+    def access(self, event: Event, places: Words, number: int = 0) -> Access:
+        """number: of the event; that of one that happens now, 0, is higher than all."""
+        return Access(*event.where, event.site, event.what, *self.elements(places), number or len(self.events))
 
     def value(self, place: int) -> Any:
         """The element that holds a place, as its tensor has it."""
@@ -171,8 +178,7 @@ class Line:
         """Rows of words, values [n, count], at [n] places."""
         nb, count = values.dtype.itemsize, values.shape[1]
         rows, at = self.views[nb, count], places >> ((nb * count).bit_length() - 1)
-        if (rows[at] != values).any():
-            self.changes += 1
+        self.changes += int((rows[at] != values).any())
         rows[at] = values
 
     def set(self, place: int, nb: int, value: Any) -> None:
@@ -193,16 +199,14 @@ class Line:
         self.events.append(event)
         return len(self.events) - 1
 
-    def note(self, event: Event, number: int, places: Words, kind: str, said: str = "") -> None:
-        """Keep a moment, where somebody asks for a trace. places: of one tensor."""
+    def note(self, event: Event, number: int, places: Words, kind: str, reads: Any = None, writes: Any = None) -> None:
+        """Keep a moment, where somebody asks for a trace. places: of one tensor; reads, writes: words at the first."""
         if self.trace is None:
             return
-        name, first = self.element(int(places.min()))
-        last = self.element(int(places.max()))[1]
-        what = event.what + said
-        self.trace.append(
-            Moment(number, *event.where, what, event.site, kind=kind, tensor=name, first=first, last=last)
-        )
+        words = {"reads": reads, "writes": writes}
+        said = [f" {does} {self.shown(int(places[0]), word)}" for does, word in words.items() if word is not None]
+        what = event.what + ",".join(said)
+        self.trace.append(Moment(number, *event.where, what, event.site, 0.0, 0.0, kind, *self.elements(places)))
 
     def shown(self, place: int, word: Any) -> str:
         """A word as the tensor there has its elements."""
@@ -220,22 +224,18 @@ class Line:
             return found
         word = Word(place, nb, self.space.take(1), self.newest(np.array([place]), nb)[0, 0])
         for other in self.overlapping(place, nb):
+            last = other.writes[-1]
             word.operations.update(other.operations)
-            carried = dict(word.writes[0].carried)
-            carry(carried, other.writes[-1].carried.items())
-            word.reset(other.writes[-1].number, word.writes[0].value)
-            word.writes[0] = word.writes[0]._replace(carried=carried)
+            carry(word.writes[0].carried, last.carried)
+            word.writes[0] = word.writes[0]._replace(number=last.number)
             del self.words[other.place]
         self.words[place] = word
         return word
 
     def last_writer(self, place: int) -> str:
         """In words, of a word that strong operations use; "" where no one wrote it by one."""
-        event = self._last_strong(self.words.get(place))
-        if event is None:
-            return ""
-        rank, launch, program = event.where
-        return f"last written by rank {rank}, {launch}, program {program}"
+        number = self._last_strong(self.words.get(place))
+        return f"last written by {program_name(self.events[number].where)}" if number else ""
 
     def last_write(self, address: int) -> tuple[Access, ...]:
         """Who wrote this byte last: one access, or none."""
@@ -245,31 +245,17 @@ class Line:
             return ()
         place, shadow = int(places[0]), self.shadows[within]
         words = self.overlapping(place, 1)  # a weak write ends them
-        event = self._last_strong(words[0]) if words else None
-        if event is None:
-            event = self.events[int(shadow.write_events[(place >> shadow.shift) - shadow.begin])]
-        if event is None:
-            return ()
-        name, index = self.element(place)
-        return (Access(*event.where, event.site, event.what, name, index, index, len(self.events)),)
+        number = self._last_strong(words[0]) if words else 0
+        number = number or int(shadow.write_events[(place >> shadow.shift) - shadow.begin])
+        return (self.access(self.events[number], places),) if number else ()
 
-    def _last_strong(self, word: Word | None) -> Event | None:
-        wrote = [o.event for (_, writes), o in word.operations.items() if writes] if word else []
-        return self.events[max(wrote)] if wrote else None
+    def _last_strong(self, word: Word | None) -> int:
+        """Number of the event; 0 where there is none."""
+        return max((o.event for (_, writes), o in word.operations.items() if writes), default=0) if word else 0
 
     def overlapping(self, place: int, nbytes: int) -> list[Word]:
         found = [self.words[at] for at in range(place - 7, place + nbytes) if at in self.words]
         return [word for word in found if word.place + word.nb > place]
-
-
-def _bytes_of(allocation: Allocation) -> Words:
-    """Its bytes of its tensor's storage."""
-    storage = allocation.tensor.untyped_storage()
-    own = torch.empty(0, dtype=torch.uint8).set_(
-        storage, allocation.base - storage.data_ptr(), (allocation.nbytes,), (1,)
-    )
-    found: Words = own.numpy()
-    return found
 
 
 class Window:
@@ -285,7 +271,7 @@ class Window:
         self, line: Line, number: int, where: tuple[int, str, int], slot: Slot, start: Clock | None = None,
         words: tuple[str, str] = ("load", "store"),
     ) -> None:  # fmt: skip
-        self.line, self.number, self.where, self.words = line, number, where, words
+        self.line, self.where, self.words = line, where, words
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
         self.by_warp = False  # whether its warps run one at a time
         self.seen: dict[int, int] = {}  # unit that it has polled -> the last change that it saw
@@ -319,12 +305,16 @@ class Window:
 
     def replicas(self, addresses: Words, nbytes: int, what: str, site: Site) -> list[Words]:
         """Where multicast addresses lie on each rank. Raises SimulationFault for one that is none."""
-        try:
-            return self.line.replicas(addresses, nbytes)
-        except IndexError as error:
-            wrong = int(addresses[error.args[0]])
+        multicasts = self.line.multicasts
+        within = addresses[:, None] - np.array([first for first, _, _ in multicasts], np.int64)
+        inside = (within >= 0) & (within + nbytes <= np.array([size for _, size, _ in multicasts]))
+        if not inside.any(1).all():
+            wrong = int(addresses[np.argmin(inside.any(1))])
             said = f"{what} of {nbytes} bytes at {wrong:#x}, outside of all multicast addresses"
-            raise self._fault("out of bounds", said, what, site, "memory", (wrong,)) from None
+            raise self._fault("out of bounds", said, what, site, "memory", (wrong,))
+        which = inside.argmax(1)
+        at = within[np.arange(len(which)), which]
+        return [np.array(bases)[which] + at for bases in zip(*(bases for _, _, bases in multicasts))]
 
     def load(
         self, addresses: Words, nb: int, count: int, threads: Words, order: str, scope: str, site: Site,
@@ -336,57 +326,53 @@ class Window:
         engine   the copy is not these threads' but their program's
         """
         places, within = self.places(addresses, nb * count, "load", site)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
         if order == "weak":
-            who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             self._weak(who, places, within, nb * count, Event(self.where, site, self.words[0], False))
             return self.line.newest(places, nb, count)
-        every = places[:, None] + np.arange(0, nb * count, nb)
         self._polls(places, nb * count, site)
         event = Event(self.where, site, f"load ({order}, {scope})", False)
-        number = self._beside_weak(places, within, nb * count, threads, event, proxy)
-        values = np.empty(every.shape, UNSIGNED[nb])
+        number = self._beside_weak(who, places, within, nb * count, event)
+        values = np.empty((len(places), count), UNSIGNED[nb])
         together = len(threads) > 1 and (places == places[0]).all() and self.known.same(threads)
         for lanes in [slice(None)] if together else [slice(n, n + 1) for n in range(len(threads))]:
-            own, at = threads[lanes], every[lanes.start or 0].tolist()
-            words = [self._used(place, nb, own, scope, event, number) for place in at]
+            own, first = threads[lanes], int(places[lanes.start or 0])
+            words = [self._used(at, nb, own, scope, event, number) for at in range(first, first + nb * count, nb)]
             per = max(ATOMIC_BYTES // nb, 1)
-            for first in range(0, count, per):
-                unit = words[first : first + per]
-                values[lanes, first : first + per] = self._read(unit, own, order, scope)
-        if self.line.trace is not None:
-            said = f" reads {self.line.shown(int(places[0]), values[0, 0])}"
-            self.line.note(event, number, places[:1], "atomic", said)
+            for n in range(0, count, per):
+                values[lanes, n : n + per] = self._read(words[n : n + per], own, order, scope)
+        self.line.note(event, number, places[:1], "atomic", reads=values[0, 0])
         return values
 
     def store(
         self, addresses: Words, values: Words, threads: Words, order: str, scope: str, site: Site,
-        issued: Rows | None = None, proxy: int = GENERIC, engine: bool = False,
+        issued: Rows | None = None, proxy: int = GENERIC,
     ) -> None:  # fmt: skip
         """values [n, count] at [n] addresses."""
         nb, count = values.dtype.itemsize, values.shape[1]
         places, within = self.places(addresses, nb * count, "store", site)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
         self.vain = 0  # it gets on
         self.touched.clear()
         self.counted.clear()
         if order == "weak":
-            who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
             event = Event(self.where, site, self.words[1], True)
             self._weak(who, places, within, nb * count, event, values)
             self.line.put(places, values)
             if len(places) > 1 and (self.line.newest(places, nb, count) != values).any():
-                self._apart(places, values, event)
+                access = self.line.access(event, places[~self._alike(places, values)])
+                where = f"{access.tensor} {list(access.first)}"
+                said = f"{program_name(self.where)}: two threads of one store write different values to {where}"
+                self._end(Fault("write-write race", said, (access, access)))
             return
-        every = places[:, None] + np.arange(0, nb * count, nb)
         event = Event(self.where, site, f"store ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb * count, threads, event, proxy, reads=False)
-        for lane, thread in enumerate(threads.tolist()):
+        number = self._beside_weak(who, places, within, nb * count, event, reads=False)
+        for lane, (first, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             carried = self.known.released(thread, order, scope)
-            for at, value in zip(every[lane].tolist(), values[lane], strict=True):
+            for at, value in zip(range(first, first + nb * count, nb), values[lane], strict=True):
                 word = self._used(at, nb, threads[lane : lane + 1], scope, event, number)
                 self._write(word, thread, order, dict(carried), value)
-        if self.line.trace is not None:
-            said = f" writes {self.line.shown(int(places[0]), values[0, 0])}"
-            self.line.note(event, number, places[:1], "atomic", said)
+        self.line.note(event, number, places[:1], "atomic", writes=values[0, 0])
 
     def atomic(
         self, addresses: Words, threads: Words, new: Callable[[int, Any], Any], dtype: np.dtype[Any], order: str,
@@ -403,7 +389,8 @@ class Window:
         if issued is None:
             self._polls(places, nb, site)
         event = Event(self.where, site, f"{what} ({order}, {scope})", True)
-        number = self._beside_weak(places, within, nb, threads, event, proxy, reads, issued)
+        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
+        number = self._beside_weak(who, places, within, nb, event, reads)
         old = np.empty(len(places), dtype)
         for lane, (place, thread) in enumerate(zip(places.tolist(), threads.tolist(), strict=True)):
             own = threads[lane : lane + 1]
@@ -418,13 +405,8 @@ class Window:
                 continue
             carried = {} if issued is not None else self.known.released(thread, order, scope)
             self._write(word, thread, order, carried, np.array(made, dtype).view(UNSIGNED[nb])[()], before)
-        if self.line.trace is not None:
-            place = int(places[0])
-            now, before = self.line.newest(places[:1], nb)[0, 0], old[:1].view(UNSIGNED[nb])[0]
-            said = f" reads {self.line.shown(place, before)}"
-            if now != before:
-                said += f", writes {self.line.shown(place, now)}"
-            self.line.note(event, number, places[:1], "atomic", said)
+        first, now = old.view(UNSIGNED[nb])[0], self.line.newest(places[:1], nb)[0, 0]
+        self.line.note(event, number, places[:1], "atomic", first, now if now != first else None)
         return old
 
     def _weak(
@@ -432,15 +414,14 @@ class Window:
     ) -> None:
         """Check a weak access against all earlier ones, and remember it. values: of a store."""
         number = self.line.event(event)
-        parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
-        for shadow, chosen in parts:
-            part = who if chosen is None else who._replace(threads=who.threads[chosen])
-            own = places if chosen is None else places[chosen]
+        for shadow, part, chosen in self._by_tensor(who, places, within):
+            own = places[chosen]
             cells = shadow.cells(own, width)
-            past: list[int] = []
-            alike = None if values is None else partial(self._alike, own, values if chosen is None else values[chosen])
-            while found := shadow.conflict(part, cells, event.writes, self._again(event), past, alike):
-                past.append(self._race(shadow, found, event))
+            excused = partial(self._loaded, shadow, event) if self.by_warp else None
+            if values is not None:
+                excused = partial(self._alike, own, values[chosen])
+            for found in shadow.conflicts(part, cells, event.writes, excused):
+                self._race(shadow, found, event)
             near = shadow.strong[cells].reshape(len(own), -1).any(1)
             if np.count_nonzero(near):
                 self._beside_strong(part._replace(threads=part.threads[near]), own[near], width, event)
@@ -449,62 +430,47 @@ class Window:
             shadow.note(part, cells, event.writes, number)
             self.line.note(event, number, own, event.what.partition(" ")[0])
 
-    def _alike(self, places: Words, values: Words) -> Words:
-        """Whether each row of words is what stands there."""
-        same: Words = (self.line.newest(places, values.dtype.itemsize, values.shape[1]) == values).all(1)
-        return same
-
-    def _apart(self, places: Words, values: Words, event: Event) -> None:
-        """Threads of one store have written different values to the same place."""
-        access = self._described(event, places[~self._alike(places, values)])
-        where = f"{access.tensor} {list(access.first)}"
-        said = f"{self._who()}: two threads of one store write different values to {where}"
-        self._end(Fault("write-write race", said, (access, access)))
-
-    def _again(self, event: Event) -> Callable[[Words], Words] | None:
-        if not self.by_warp:
-            return None
-
-        def again(numbers: Words) -> Words:
-            line = {n for n in set(numbers.reshape(-1).tolist()) if n and self._same(n, event)}
-            return np.isin(numbers, list(line))
-
-        return again
-
-    def _same(self, number: int, event: Event) -> bool:
-        earlier = self.line.events[number]
-        return earlier is not None and earlier.site == event.site and earlier.where == event.where
-
-    def _shadows(self, places: Words) -> list[tuple[Shadow, Words | None]]:
-        """Of each tensor, which of the places are its."""
+    def _by_tensor(self, who: Accessor, places: Words, within: int) -> Iterator[tuple[Shadow, Accessor, Any]]:
+        """Tensors, who accesses them, and which of the places are theirs."""
+        if within >= 0:
+            yield self.line.shadows[within], who, ...
+            return
         each = np.array(self.line.starts).searchsorted(places, "right") - 1
-        return [(self.line.shadows[n], np.flatnonzero(each == n)) for n in np.unique(each).tolist()]
+        for n in np.unique(each).tolist():
+            chosen = np.flatnonzero(each == n)
+            yield self.line.shadows[n], who._replace(threads=who.threads[chosen]), chosen
+
+    def _alike(self, places: Words, values: Words, cells: Words | None = None) -> Words:
+        """Whether each row of words is what stands there: [n], or [n, 1] where cells are [n, k]."""
+        there = self.line.newest(places, values.dtype.itemsize, values.shape[1])
+        return (there == values).all(1, keepdims=cells is not None and cells.ndim == 2)
+
+    def _loaded(self, shadow: Shadow, event: Event, cells: Words) -> Any:
+        """Cells that the program last read by the line that loads now."""
+        if self.known.first not in shadow.reads:
+            return False
+        numbers, events = shadow.reads[self.known.first][1][cells], self.line.events
+        of_line = [n for n in np.unique(numbers).tolist() if events[n][:2] == event[:2]]  # where and site
+        return np.isin(numbers, of_line)
 
     def _beside_strong(self, who: Accessor, places: Words, width: int, event: Event) -> None:
         """A weak access to words that strong operations use."""
         for place, thread in zip(places.tolist(), who.threads.tolist(), strict=True):
             for word in self.line.overlapping(place, width):
-                past: list[int] = []
-                known, rows = who.known, who.rows
-                while found := word.conflict(known, rows, thread, None, place, width, event.writes, past):
-                    past.append(self._race_of_word(word, found.event, event))
+                for found in word.conflicts(who.known, who.rows, thread, None, place, width, event.writes):
+                    self._unordered(np.array([word.place]), found.event, event)
                 if event.writes:
                     del self.line.words[word.place]
 
     def _beside_weak(
-        self, places: Words, within: int, width: int, threads: Words, event: Event, proxy: int, reads: bool = True,
-        issued: Rows | None = None,
-    ) -> int:  # fmt: skip
+        self, who: Accessor, places: Words, within: int, width: int, event: Event, reads: bool = True
+    ) -> int:
         """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
-        who = Accessor(self.known, issued or self.known.now(), threads, proxy)
-        parts = [(self.line.shadows[within], None)] if within >= 0 else self._shadows(places)
-        for shadow, chosen in parts:
-            part = who if chosen is None else who._replace(threads=threads[chosen])
-            cells = shadow.cells(places if chosen is None else places[chosen], width)
+        for shadow, part, chosen in self._by_tensor(who, places, within):
+            cells = shadow.cells(places[chosen], width)
             shadow.strong[cells] = True
-            past: list[int] = []
-            while found := shadow.conflict(part, cells, event.writes, None, past):
-                past.append(self._race(shadow, found, event))
+            for found in shadow.conflicts(part, cells, event.writes):
+                self._race(shadow, found, event)
             if shadow.poisoned and reads:
                 self._never(shadow, cells, event)
             if event.writes:
@@ -514,42 +480,32 @@ class Window:
     # -- strong accesses ---------------------------------------------------------------------------------------------
 
     def _used(
-        self,
-        place: int,
-        nb: int,
-        threads: Words,
-        scope: str,
-        event: Event,
-        number: int,
-        issued: Rows | None = None,
+        self, place: int, nb: int, threads: Words, scope: str, event: Event, number: int, issued: Rows | None = None
     ) -> Word:
         """The word that a strong access uses, checked against those of others. threads know the same."""
-        word, source = self.line.word(place, nb), self.known.at(scope)
-        thread = int(threads[0])
-        past: list[int] = []
-        now = issued or self.known.now()
-        while found := word.conflict(self.known, now, thread, source, place, nb, event.writes, past):
-            past.append(self._race_of_word(word, found.event, event, found.source.reaches(source)))
-        operation = Operation(self.known.tick, source, place, nb, number)
+        word, source, now = self.line.word(place, nb), self.known.scoped[scope], issued or self.known.now()
+        for found in word.conflicts(self.known, now, int(threads[0]), source, place, nb, event.writes):
+            lacks = GENERIC if found.source.reaches(source) else SCOPE
+            self._unordered(np.array([word.place]), found.event, event, lacks)
+        operation = Operation(self.known.slot.tick, source, place, nb, number)
         for own in threads.tolist():
             word.operations[self.known.first + own, event.writes] = operation
         return word
 
     def _read(self, words: list[Word], threads: Words, order: str, scope: str) -> list[Any]:
         """Values of words that are read at once: of one moment in the past that the threads may still see."""
-        line, known = self.line, self.known
-        first = [word.oldest(known.newest(int(threads[0]), word.coordinate)) for word in words]
-        values = []
+        line, thread, values = self.line, int(threads[0]), []
         moment = line.sequence
         if line.weak and line.rng.random() < STALE:
-            least = max(word.writes[at].number for word, at in zip(words, first, strict=True))
+            known = self.known.now()
+            least = max(word.at(known.newest(thread, word.coordinate)).number for word in words)
             moments = {w.number for word in words for w in word.writes if w.number >= least}
             moment = line.rng.choice(sorted(moments))
         for word in words:
             write = word.at(moment)
             if write is not word.writes[-1]:
                 self.vain, self.seen[word.place // UNIT] = 0, -1  # the next poll may see more
-            known.observe(threads, word.coordinate, write.number)
+            self.known.observe(threads, word.coordinate, write.number)
             self._acquire(word, threads, order, scope, write)
             values.append(write.value)
         return values
@@ -558,12 +514,10 @@ class Window:
         """What a read carries goes to the threads that acquire, else waits for a fence or an acquire of the word."""
         acquires, first = order in ("acquire", "acq_rel"), []  # threads that have not read the word before
         for thread in threads.tolist():
-            before = self.known.pending.get(thread, {}).get(word.place)
+            pending = self.known.pending.setdefault(thread, {})
+            before = pending.get(word.place)
             if write.carried:
-                carry(
-                    self.known.pending.setdefault(thread, {}).setdefault(word.place, {}),
-                    write.carried.items(),
-                )
+                carry(pending.setdefault(word.place, {}), write.carried)
             if before is None:
                 first.append(thread)
             elif acquires:
@@ -572,32 +526,29 @@ class Window:
             self.known.acquire(first, write.carried, scope)
 
     def _write(
-        self, word: Word, thread: int, order: str, carried: Carried, value: Any, before: Write | None = None
+        self, word: Word, thread: int, order: str, carried: Carried, value: Any, read: Write | None = None
     ) -> None:
-        """The newest write of a word. before: of an atomic, which carries on what it read."""
+        """The newest write of a word. read: by an atomic, which carries it on."""
         line, by = self.line, self.known.first + thread
         if order in ("release", "acq_rel"):
             word.released[by] = dict(carried)
         elif by in word.released:
-            carry(carried, word.released[by].items())
-        if before is not None:
-            carry(carried, before.carried.items())
+            carry(carried, word.released[by])
+        if read is not None:
+            carry(carried, read.carried)
         line.sequence += 1
-        word.write(Write(line.sequence, value, carried))
+        word.writes.append(Write(line.sequence, value, carried))
         unit, changes = word.place // UNIT, line.changes
         last = line.changed.get(unit, 0)
         line.set(word.place, word.nb, value)
-        if before is not None and line.changes != changes:  # Note [Heartbeats]
+        if read is not None and line.changes != changes:  # Note [Heartbeats]
             self.counted.add(unit)
             self.vain = max(self.vain - 1, 0)
             if self.seen.get(unit) == last:  # else others have changed it too
                 self.seen[unit] = line.changes
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
-    # -- order -------------------------------------------------------------------------------------------------------
-
-    def end(self) -> Clock:
-        return self.known.end()
+    # -- polls -------------------------------------------------------------------------------------------------------
 
     def _polls(self, places: Words, nbytes: int, site: Site) -> None:
         self.polled = int(places[0]), site
@@ -623,8 +574,7 @@ class Window:
 
     def sleep(self) -> None:
         """Until a word of its loop changes, which one may have done since it was polled."""
-        units = {unit for unit, number in self.last.items() if number > self.polls - self.vain}
-        self.watched = units - self.counted
+        self.watched = {unit for unit, number in self.last.items() if number > self.polls - self.vain} - self.counted
         self.woken = any(self.line.changed.get(unit, 0) != self.seen[unit] for unit in self.watched)
         for unit in self.watched:
             self.line.sleepers.setdefault(unit, {})[self] = None
@@ -642,8 +592,8 @@ class Window:
     def _never(self, shadow: Shadow, cells: Words, event: Event) -> None:
         fresh = shadow.unwritten[cells]
         if fresh.any():
-            access = self._described(event, shadow.places(cells[fresh]))
-            said = f"{self._who()} loads {access.tensor} {list(access.first)}, which nobody wrote"
+            access = self.line.access(event, shadow.places(cells[fresh]))
+            said = f"{program_name(self.where)} loads {access.tensor} {list(access.first)}, which nobody wrote"
             self._end(Fault("never written", said, (access,)))
 
     def _end(self, fault: Fault, why: Callable[[], str] = str) -> None:
@@ -652,53 +602,21 @@ class Window:
             raise SimulationFault(replace(fault, cause=why()))
         self.line.waived[fault.name] += 1
 
-    def _race(self, shadow: Shadow, found: Conflict, event: Event) -> int:
-        """Ends the run, or returns the earlier event of a race that is waived: the access may race with more."""
-
-        def why() -> str:
-            earlier = self.line.events[found.event]
-            if earlier is not None and earlier.where == event.where:
-                return "no barrier stands between what these threads of one program do"
-            words = list(self.line.words.values())
-            return cause(words, self.line.events, self.known, found.event, found.by, found.tick, event)
-
-        return self._unordered(
-            shadow.places(found.cells), found.event, event, proxy=found.proxy, why=str if found.proxy else why
-        )
-
-    def _race_of_word(self, word: Word, earlier: int, event: Event, reaches: bool = True) -> int:
-        return self._unordered(np.array([word.place]), earlier, event, "" if reaches else "scope")
+    def _race(self, shadow: Shadow, found: Conflict, event: Event) -> None:
+        words, events = self.line.words.values(), self.line.events
+        why = partial(cause, words, events, self.known, found.event, found.by, found.tick, event)
+        self._unordered(shadow.places(found.cells), found.event, event, found.proxy, str if found.proxy else why)
 
     def _unordered(
-        self, places: Words, earlier: int, event: Event, rule: str = "", proxy: int = GENERIC,
-        why: Callable[[], str] = str,
-    ) -> int:  # fmt: skip
+        self, places: Words, earlier: int, event: Event, lacks: int = GENERIC, why: Callable[[], str] = str
+    ) -> None:
+        """Ends the run, or goes past a race that is waived. lacks: a key of LACKS."""
         before = self.line.events[earlier]
-        assert before is not None
-        a, b = self._described(before, places, earlier), self._described(event, places)
-        how = "are not ordered"
-        if proxy == ASYNC:
-            how = "are ordered, but no proxy fence lets an asynchronous copy see the first"
-        if proxy == ALIAS:
-            how = "are ordered, but by two addresses, a multicast one and its own, without a fence.proxy.alias between"
-        if rule == "scope":
-            how = "are not ordered, and their scopes do not reach each other"
-        rule = rule or ("write-write race" if before.writes and event.writes else "read-write race")
-        said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {how}"
-        self._end(Fault(rule, said, (a, b)), why)
-        return earlier
-
-    def _described(self, event: Event, places: Words, number: int | None = None) -> Access:
-        """number: of the event; that of one that happens now is higher than all."""
-        name, first = self.line.element(int(places.min()))
-        last = self.line.element(int(places.max()))[1]
-        step = len(self.line.events) if number is None else number
-        return Access(*event.where, event.site, event.what, name, first, last, step)
-
-    def _who(self) -> str:
-        rank, launch, program = self.where
-        return f"rank {rank}, {launch}, program {program}"
+        a, b = self.line.access(before, places, earlier), self.line.access(event, places)
+        rule = "write-write race" if before.writes and event.writes else "read-write race"
+        said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {LACKS[lacks]}"
+        self._end(Fault("scope" if lacks == SCOPE else rule, said, (a, b)), why)
 
     def _fault(self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]) -> SimulationFault:
         access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))
-        return SimulationFault(Fault(rule, f"{self._who()}: {said}", (access,)))
+        return SimulationFault(Fault(rule, f"{program_name(self.where)}: {said}", (access,)))

@@ -18,7 +18,8 @@ Source: Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,14 @@ class Event(NamedTuple):
     site: Site
     what: str
     writes: bool
+
+    def __str__(self) -> str:
+        return f"the {self.what} at {self.site}"
+
+
+def program_name(where: tuple[int, str, int]) -> str:
+    rank, launch, program = where
+    return f"rank {rank}, {launch}, program {program}"
 
 
 class Conflict(NamedTuple):
@@ -68,7 +77,7 @@ class Accessor(NamedTuple):
     def stamps(self, tick: int, cells: Array) -> Array:
         """For each of the cells, or for each row of them."""
         who = np.full(1, self.known.engine) if self.engine else self.known.first + self.threads
-        stamps: Array = who | (tick << 32) | ALIASED * (self.proxy == ALIAS)
+        stamps = who | (tick << 32) | ALIASED * (self.proxy == ALIAS)
         return stamps if cells.ndim == 1 else stamps[:, None]
 
 
@@ -83,7 +92,7 @@ class Shadow:
         self.unwritten = np.full(size, poisoned)
         self.strong = np.zeros(size, bool)  # cells that strong operations have used
         self.poisoned, self.written = poisoned, False
-        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads before the first write
+        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads that have left no stamps yet
         self.logged = 0
 
     def _extent(self) -> tuple[int, int]:
@@ -118,103 +127,70 @@ class Shadow:
 
     # -- weak accesses -----------------------------------------------------------------------------------------------
 
-    def conflict(
-        self, who: Accessor, cells: Array, writes: bool, again: Callable[[Array], Array] | None = None,
-        past: Sequence[int] = (), alike: Callable[[], Array] | None = None,
-    ) -> Conflict | None:  # fmt: skip
-        """A weak access by others that this one races with, if any.
+    def conflicts(
+        self, who: Accessor, cells: Array, writes: bool, excused: Callable[[Array], Array] | None = None
+    ) -> Iterator[Conflict]:
+        """Weak accesses by others that this one races with, an event at a time.
 
-        again   of events: whether each is a load of the line that loads now; None in lockstep
-        past    events whose race with this access is waived
-        alike   which threads write what stands there: those of one program may store copies of a value
+        excused   of cells that a thread of the same program wrote last: where that is no race. Loads: Note [Loads in
+                  every thread], None in lockstep. Stores: of what stands there, as threads may store copies of a value
         """
-        if self.written:
-            found = self._unseen(who, cells, self.writes, self.write_events, writes, False, again, past, alike)
-            if found is not None:
-                return found
+        lasts = [(self.writes, self.write_events, False)] if self.written else []
         if writes:
             self._settle()
-            for stamps, events in self.reads.values():
-                found = self._unseen(who, cells, stamps, events, True, True, None, past)
-                if found is not None:
-                    return found
-        return None
-
-    def _unseen(
-        self, who: Accessor, cells: Array, last: Array, events: Array, writes: bool, reads: bool,
-        again: Callable[[Array], Array] | None = None, past: Sequence[int] = (),
-        alike: Callable[[], Array] | None = None,
-    ) -> Conflict | None:  # fmt: skip
-        """Of the last accesses of others to the cells, reads or writes, one that this access is not ordered after."""
-        known, stamps = who.known, last[cells]
-        by, ticks = stamps & THREAD, stamps >> 32
-        unseen = known.ticks(who.rows, who.threads, by, GENERIC) < ticks
-        proxy = None
-        if who.proxy == ASYNC:
-            proxy = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
-        elif known.space.proxies > ALIAS:  # between two addresses of the same memory
-            across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)
-            proxy = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
-        if not np.count_nonzero(unseen) and (proxy is None or not np.count_nonzero(proxy)):
-            return None
-        own = known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
-        same = by == own
-        if reads:  # Note [Loads in every thread]
-            same |= (by >= known.first) & (by < known.engine)
-        elif again is not None and not writes and known.first in self.reads:
-            inside = (by >= known.first) & (by < known.engine)
-            excused = inside & again(self.reads[known.first][1][cells])
-            same |= excused
-            proxy = None if proxy is None else proxy & ~excused
-        elif alike is not None:
-            inside = (by >= known.first) & (by < known.engine)
-            if inside.any():
-                same |= inside & (alike() if by.ndim == 1 else alike()[:, None])
-        unseen &= ~same
-        if past:
-            fresh = ~np.isin(events[cells], past)
-            unseen &= fresh
-            proxy = None if proxy is None else proxy & fresh
-        missing = GENERIC
-        if not unseen.any():
-            if proxy is None or reads:
-                return None
-            unseen, missing = proxy & (by != known.engine), who.proxy or ALIAS
-            if not unseen.any():
-                return None
-        event = int(events[cells[unseen][0]])
-        one = int(np.argmax(unseen))
-        racing = cells[unseen & (events[cells] == event)]
-        return Conflict(event, racing, int(by.flat[one]), int(ticks.flat[one]), missing)
+            lasts += [(*last, True) for last in self.reads.values()]
+        known = who.known
+        for last, events, reads in lasts:
+            stamps = last[cells]
+            by, ticks = stamps & THREAD, stamps >> 32
+            missing = {GENERIC: known.ticks(who.rows, who.threads, by, GENERIC) < ticks}
+            if who.proxy == ASYNC and not reads:
+                missing[ASYNC] = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
+            elif known.space.proxies > ALIAS and not reads:  # between two addresses of the same memory
+                across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)
+                missing[ALIAS] = across & (known.ticks(who.rows, who.threads, by, ALIAS) < ticks)
+            if not any(map(np.count_nonzero, missing.values())):
+                continue
+            same = by == known.first + (who.threads if by.ndim == 1 else who.threads[:, None])
+            if reads or excused is not None:
+                inside = (by >= known.first) & (by < known.engine)
+                if excused is not None and not reads and np.count_nonzero(inside):
+                    inside &= excused(cells)
+                    if not writes:
+                        missing = {proxy: racing & ~inside for proxy, racing in missing.items()}
+                same |= inside
+            missing[GENERIC] &= ~same
+            for proxy, racing in missing.items():
+                while np.count_nonzero(racing):
+                    numbers, one = events[cells], int(np.argmax(racing))
+                    event, thread, tick = (int(each.flat[one]) for each in (numbers, by, ticks))
+                    yield Conflict(event, cells[racing & (numbers == event)], thread, tick, proxy)
+                    for each in missing.values():
+                        each &= numbers != event
 
     def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
         """This access has happened."""
-        tick = who.known.tick
+        tick = who.known.slot.tick
         if writes:
             self._settle()
             self.written = True
             self.writes[cells], self.write_events[cells] = who.stamps(tick, cells), event
             if self.poisoned:
                 self.unwritten[cells] = False
-        elif self.written:
-            self._read(who, tick, cells, event)
         else:
             self.log.append((who, tick, cells, event))
             self.logged += cells.size
-            if self.logged > 4 * len(self.writes) + 4096:
+            if self.written or self.logged > 4 * len(self.writes) + 4096:
                 self._settle()
 
-    def _read(self, who: Accessor, tick: int, cells: Array, event: int) -> None:
-        slot = who.known.first
-        if slot not in self.reads:
-            size = len(self.writes)
-            self.reads[slot] = np.zeros(size, np.int64), np.zeros(size, np.int32)
-        last, events = self.reads[slot]
-        last[cells], events[cells] = who.stamps(tick, cells), event
-
     def _settle(self) -> None:
-        for each in self.log:
-            self._read(*each)
+        """Readers leave their stamps."""
+        for who, tick, cells, event in self.log:
+            if who.known.first not in self.reads:
+                size = len(self.writes)
+                self.reads[who.known.first] = np.zeros(size, np.int64), np.zeros(size, np.int32)
+            last, events = self.reads[who.known.first]
+            last[cells], events[cells] = who.stamps(tick, cells), event
         self.log.clear()
         self.logged = 0
 
@@ -252,48 +228,27 @@ class Word:
 
     def __init__(self, place: int, nb: int, coordinate: int, value: Any) -> None:
         self.place, self.nb, self.coordinate = place, nb, coordinate
-        self.writes = [Write(0, value, {})]
+        self.writes = deque([Write(0, value, {})], MOST_WRITES)
         self.operations: dict[tuple[int, bool], Operation] = {}
         self.released: dict[int, Carried] = {}
-
-    def write(self, write: Write) -> None:
-        self.writes.append(write)
-        if len(self.writes) > MOST_WRITES:
-            del self.writes[0]
-
-    def reset(self, number: int, value: Any) -> None:
-        """A weak write, which everything since is ordered after or races with."""
-        self.writes = [Write(number, value, {})]
-        self.released.clear()
-
-    def oldest(self, known: int) -> int:
-        """Index of the first write that a thread may read which knows the writes up to this number."""
-        for at in range(len(self.writes) - 1, 0, -1):
-            if self.writes[at].number <= known:
-                return at
-        return 0
 
     def at(self, number: int) -> Write:
         """The last write up to this number."""
         return next((w for w in reversed(self.writes) if w.number <= number), self.writes[0])
 
-    def conflict(
-        self, known: Known, at: Rows, thread: int, source: Source | None, place: int, nb: int, writes: bool,
-        past: Sequence[int] = (),
-    ) -> Operation | None:  # fmt: skip
-        """A strong operation of another thread that an access now races with.
-
-        source   None if it is weak
-        past     events whose race with this access is waived
-        """
+    def conflicts(
+        self, known: Known, at: Rows, thread: int, source: Source | None, place: int, nb: int, writes: bool
+    ) -> Iterator[Operation]:
+        """Strong operations of other threads that an access now races with, an event at a time. source: None if weak"""
+        told: set[int] = set()
         for (by, wrote), operation in self.operations.items():
-            if not (writes or wrote) or by == known.first + thread or operation.event in past:
+            if not (writes or wrote) or by == known.first + thread or operation.event in told:
                 continue
             whole = operation.place == place and operation.nb == nb
             if source is not None and whole and operation.source.reaches(source):
                 continue
             if operation.place + operation.nb <= place or place + nb <= operation.place:
                 continue
-            if not known.sees(at, thread, by, operation.tick):
-                return operation
-        return None
+            if at.newest(thread, by) < operation.tick:
+                told.add(operation.event)
+                yield operation
