@@ -137,11 +137,10 @@ class Copies:
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
         lanes.program.write_shared(copy.to, words, copy.size, copy.site)
-        generic = lanes.program.generic
-        if generic is not None and FENCES_COPIES:
-            generic.write(copy.to, copy.size, lanes.first + copy.lanes)
-        elif generic is not None:  # what was written there before is gone
-            generic.write_async(copy.to, copy.size)
+        if FENCES_COPIES:
+            lanes.program.generic.write(copy.to, copy.size, lanes.first + copy.lanes)
+        else:  # what was written there before is gone
+            lanes.program.generic.write_async(copy.to, copy.size)
 
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:
@@ -354,8 +353,7 @@ class TensorLoad(NamedTuple):
             )[:, 0]
         places = self.tensor.places(self.to).reshape(-1)
         program.write_shared(places, words.reshape(-1, 1), itemsize, self.site)
-        if program.generic is not None:
-            program.generic.write_async(places)
+        program.generic.write_async(places)
         barrier = program.barriers[self.barrier]
         barrier.bytes -= self.tensor.nbytes
         barrier.arrive(window.known.copied())

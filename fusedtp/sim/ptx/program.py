@@ -306,14 +306,13 @@ class Lanes:
             self.program.descriptors[address] = self.window.line.newest(places, 4).tobytes()
 
     def fence_shared(self, mask: Any) -> None:
-        if self.program.generic is not None:
-            self.program.generic.fence(self.part(self.ids, mask))
+        self.program.generic.fence(self.part(self.ids, mask))
 
     def meet_warps(self, mask: Any) -> None:
         threads = self.part(self.ids, mask)
         for warp in np.unique(threads // 32).tolist():
             self.window.known.meet(threads[threads // 32 == warp])
-        self.program.met()
+        self.program.generic.meet()
 
     # -- local memory, constants -------------------------------------------------------------------------------------
 
@@ -390,8 +389,7 @@ class Lanes:
         places = self.part(at, mask)
         rows = self.program.shared_at(places, nb * len(values), "access", site)
         self.program.shared_rows[nb, len(values)][rows] = self.words(values, nb, mask)
-        if self.program.generic is not None:
-            self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
+        self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         at = self.part(at, mask)
@@ -404,8 +402,7 @@ class Lanes:
             old[number] = view[place]
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
-        if self.program.generic is not None:
-            self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self.part(self.ids, mask))
+        self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self.part(self.ids, mask))
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
@@ -456,7 +453,7 @@ class Lanes:
             barrier.pending -= int(arrivals[lane])
             barrier.check()
             if not nbytes[lane]:  # else it is for TMA's bytes
-                self.program.met()
+                self.program.generic.meet()
         self.window.vain = 0
 
     def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
@@ -559,7 +556,7 @@ class Program:
         words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, 0x7F7F7F7F7F7F7F7F, np.uint64)
         self.shared = words.view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
-        self.generic = GenericWrites(len(self.shared), self.threads) if kernel.reads_async else None
+        self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
         self.barriers: dict[int, Barrier] = {}
         self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
         self.arrived: dict[int, int] = {}
@@ -621,7 +618,7 @@ class Program:
         if everyone and first is not None and first.size == self.threads == first.expected and not self.arrived:
             self.window.known.meet(self.vectors[0].ids)
             first.barrier = None
-            self.met()
+            self.generic.meet()
             return True
         waiting: dict[int, list[tuple[Lanes, Group]]] = {}
         for vector in self.vectors:
@@ -641,7 +638,7 @@ class Program:
             threads = np.concatenate([v.ids[g.mask] for v, g in groups])
             self.arrived.pop(number, None)
             self.window.known.meet(threads, self.arrivals.pop(number, []))
-            self.met()
+            self.generic.meet()
             for _, group in groups:
                 group.barrier = None
         if everyone and not met:
@@ -690,14 +687,9 @@ class Program:
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
 
-    def met(self) -> None:
-        """Threads have met: at a barrier, in a warp, or by an mbarrier."""
-        if self.generic is not None:
-            self.generic.meet()
-
     def read_async(self, at: Array, what: str, site: Site) -> None:
         """By the async proxy, at these addresses, soon."""
-        if self.generic is not None and self.generic.lacking(at):
+        if self.generic.lacking(at):
             said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
             raise self.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
 
