@@ -20,7 +20,7 @@ from ..faults import Access, Fault, SimulationFault, Site
 from .access import is_shared, updated
 from .alu import VIEWS
 from .clocks import ALIAS, ASYNC
-from .copies import Barrier, BulkCopies, Copies, TensorLoad
+from .copies import POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
@@ -317,33 +317,23 @@ class Lanes:
     # -- local memory, constants -------------------------------------------------------------------------------------
 
     @cached_property
-    def _local(self) -> Array:
-        """Words of 8 bytes of each lane."""
-        size = self.program.kernel.listing.local
-        return np.full((self.count, -(-size // 16) * 2), 0x7F7F7F7F7F7F7F7F, np.uint64)
+    def _local(self) -> dict[tuple[int, int], Array]:
+        """Local memory of all lanes, one after another, each padded to WIDEST bytes."""
+        words = -(-self.program.kernel.listing.local // WIDEST) * WIDEST // 8
+        return rows_of_words(np.full(self.count * words, POISON).view(np.uint8))
 
-    def _local_at(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> tuple[Array, tuple[Array, Array]]:
-        """Words of nb bytes, and which of them each lane means [n, count]."""
-        places, size = self.part(at, mask) & 0xFFFFFFFF, self.program.kernel.listing.local
-        if int(places.max()) + nb * count > size:
-            far = int(places.max())
-            raise self.program.fault("out of bounds", f"local memory ends at {size}", "access", site, LOCALLY, (far,))
-        if (places & (nb * count - 1)).any():
-            said = f"an access to local memory of {nb * count} bytes"
-            wrong = int(places[places & (nb * count - 1) != 0][0])
-            raise self.program.fault("misaligned", said, "access", site, LOCALLY, (wrong,))
-        return self._local.view(UNSIGNED[nb]), (
-            self.chosen(mask)[:, None],
-            places[:, None] // nb + np.arange(count),
-        )
+    def _local_at(self, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
+        """Numbers of the rows of nbytes bytes that each lane means."""
+        size, own = self.program.kernel.listing.local, self.part(at, mask) & 0xFFFFFFFF
+        rows = self.program.rows_at(own, nbytes, size, "access", site, LOCALLY)
+        return rows + self.chosen(mask) * (-(-size // WIDEST) * WIDEST // nbytes)
 
     def load_local(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        words, which = self._local_at(at, nb, count, mask, site)
-        return words[which]
+        return self._local[nb, count][self._local_at(at, nb * count, mask, site)]
 
     def store_local(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        words, which = self._local_at(at, nb, len(values), mask, site)
-        words[which] = self.words(values, nb, mask)
+        rows = self._local_at(at, nb * len(values), mask, site)
+        self._local[nb, len(values)][rows] = self.words(values, nb, mask)
 
     def _window(self, at: Array, mask: Any, site: Site) -> int:
         """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
@@ -553,7 +543,7 @@ class Program:
         self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
         state = rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
-        words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, 0x7F7F7F7F7F7F7F7F, np.uint64)
+        words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON)
         self.shared = words.view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
         self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
@@ -667,19 +657,21 @@ class Program:
 
     # -- what lanes share --------------------------------------------------------------------------------------------
 
-    def shared_at(self, at: Array, nbytes: int, what: str, site: Site) -> Array:
-        """Numbers of the rows of nbytes bytes at addresses."""
-        bits, size = int(np.bitwise_or.reduce(at, None)), self.kernel.shared
+    def rows_at(self, at: Array, nbytes: int, size: int, what: str, site: Site, memory: str) -> Array:
+        """Numbers of the rows of nbytes bytes at addresses of a memory of `size` bytes."""
+        bits = int(np.bitwise_or.reduce(at, None))
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
             wrong = int(at.min()) if int(at.min()) < 0 else int(at.max())
-            raise self.fault("out of bounds", f"shared memory ends at {size}", what, site, SHARED, (wrong,))
+            raise self.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
         if bits & (nbytes - 1):
             wrong = int(at[at & (nbytes - 1) != 0][0])
-            said = f"an access to shared memory of {nbytes} bytes"
-            raise self.fault("misaligned", said, what, site, SHARED, (wrong,))
+            raise self.fault("misaligned", f"an access to {memory} of {nbytes} bytes", what, site, memory, (wrong,))
         rows: Array = at >> (nbytes.bit_length() - 1)
         return rows
+
+    def shared_at(self, at: Array, nbytes: int, what: str, site: Site) -> Array:
+        return self.rows_at(at, nbytes, self.kernel.shared, what, site, SHARED)
 
     def write_shared(self, at: Array, words: Array | np.uint64, size: int, site: Site) -> None:
         """Words [n, size] in bytes at [n] addresses, of any kind; or one of 8 bytes, cut, everywhere."""
