@@ -19,11 +19,12 @@ import numpy as np
 from ..faults import Access, Fault, SimulationFault, Site
 from .access import is_shared, updated
 from .alu import VIEWS
-from .clocks import ALIAS, ASYNC
+from .clocks import ALIAS, ASYNC, Clock
 from .copies import POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
+from .multimem import FUNCTIONS
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
 from .proxies import GenericWrites
 from .tensor_core import Products, matrix_places, multiply, multiply_doubles
@@ -34,6 +35,9 @@ MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 SHARED, LOCALLY = "shared memory", "local memory"
 LOOP = 1000  # blocks to run to find the loop's body
 POLLS = 4  # in vain, more than a program has before it sleeps for the first time
+CLOCKS: dict[str, Any] = {
+    "globaltimer": np.uint64, "globaltimer_lo": np.uint32, "clock64": np.uint64, "clock": np.uint32,
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -76,15 +80,18 @@ class Lanes:
         late = program.late_copies
         self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
         self.shared = program.shared
+        self.carry = np.zeros(count, bool)  # CC.CF: PTX ISA 9.7.2
 
     # -- control -----------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        groups = self.groups
-        if len(groups) == 1:
-            return groups[0].barrier is None
-        return any(group.barrier is None for group in groups)
+        return any(group.barrier is None for group in self.groups)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next block of some lanes may see what other programs do."""
+        return any(group.barrier is None and self.blocks[group.at].pauses for group in self.groups)
 
     def run(self, most: int) -> bool:
         """Run ready groups until the program has executed so much. Whether it shall pause before it goes on."""
@@ -111,11 +118,7 @@ class Lanes:
                     self._arrive(group, end)
             if group.at >= len(blocks) and group in groups:
                 groups.remove(group)
-            if len(groups) == 1:
-                group = groups[0]
-                if group.barrier is None and blocks[group.at].pauses:
-                    return True
-            elif self.pauses:
+            if self.pauses:
                 return True
         return False
 
@@ -131,19 +134,10 @@ class Lanes:
         order = sorted(places)
         return places[order[self.window.vain // POLLS % len(order)]] if order else None
 
-    @property
-    def pauses(self) -> bool:
-        """Whether the next block of some lanes may see what other programs do."""
-        blocks, groups = self.blocks, self.groups
-        if len(groups) == 1:
-            return groups[0].barrier is None and blocks[groups[0].at].pauses
-        return any(g.barrier is None and blocks[g.at].pauses for g in groups)
-
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
         taken, count, leaves = group.mask, group.size, end.root != "bra"
         if end.guard is not None:
-            predicate = self.p[end.guard.number]
-            taken = group.mask & (~predicate if end.negated else predicate)
+            taken = group.mask & (self.p[end.guard.number] ^ end.negated)
             count = int(np.count_nonzero(taken))
         if count == group.size:
             if leaves:
@@ -164,11 +158,10 @@ class Lanes:
         values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
         number, expected = values[0], values[1] if len(values) > 1 else self.program.threads
         if end.has("arrive"):
-            self.program.arrived[number] = self.program.arrived.get(number, 0) + group.size
             clock = self.window.known.together(self.ids[group.mask])
-            self.program.arrivals.setdefault(number, []).append(clock)
-            return
-        group.barrier, group.expected = number, expected
+            self.program.arrivals.setdefault(number, []).append((group.size, clock))
+        else:
+            group.barrier, group.expected = number, expected
 
     def _uniform(self, end: Instruction, x: Any) -> int:
         values = self.u[x.number]
@@ -192,18 +185,19 @@ class Lanes:
     def everywhere(self, value: int) -> Array:
         return np.full(self.count, value, np.int64)
 
+    def warps(self, value: Any) -> Array:
+        """[warps, 32]"""
+        return np.broadcast_to(value, (self.count,)).reshape(-1, 32)
+
     def by_warp(self, value: Any) -> Array:
-        return np.broadcast_to(value, (self.count,))[::32].copy()
+        return self.warps(value)[:, 0].copy()
 
     def special(self, name: str) -> Any:
         """PTX ISA 8.8, section 10. A clock counts instructions: short pauses end, and no wait of seconds times out."""
         if name in self._fixed:
             return self._fixed[name]
-        now = self.program.executed
-        clocks = {"globaltimer": np.uint64(now), "globaltimer_lo": np.uint32(now), "clock": np.uint32(now)}
-        clocks |= {"clock64": np.uint64(now)}
-        if name in clocks:
-            return clocks[name]
+        if name in CLOCKS:
+            return CLOCKS[name](self.program.executed)
         raise UnsupportedPtx(f"the PTX machine does not know %{name}, at {self.program.site}")
 
     @cached_property
@@ -220,11 +214,6 @@ class Lanes:
         lanes |= {"lanemask_ge": ~((1 << lane) - 1), "lanemask_gt": ~((2 << lane) - 1)}
         fixed: dict[str, Any] = {name: np.uint32(value) for name, value in numbers.items()}
         return fixed | {name: (value & 0xFFFFFFFF).astype(np.uint32) for name, value in lanes.items()}
-
-    @cached_property
-    def carry(self) -> Array:
-        """CC.CF: PTX ISA 9.7.2."""
-        return np.zeros(self.count, bool)
 
     def parameter(self, name: str, offset: int, dtype: Any) -> Any:
         value = self.program.parameters[name]
@@ -250,9 +239,7 @@ class Lanes:
     # -- global memory -----------------------------------------------------------------------------------------------
 
     def load(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
-        if mask is True:
-            return self.window.load(at, nb, count, self.ids, order, scope, site)
-        return self.window.load(at[mask], nb, count, self.ids[mask], order, scope, site)
+        return self.window.load(self.part(at, mask), nb, count, self.part(self.ids, mask), order, scope, site)
 
     def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site) -> None:
         words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
@@ -476,42 +463,39 @@ class Lanes:
         return value[np.arange(self.count) - lane + j], inside
 
     def vote(self, kind: str, predicate: Any, mask: Any) -> Array:
-        true = (np.broadcast_to(predicate, (self.count,)) & mask).reshape(-1, 32)
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        active = self.warps(mask)
+        true = self.warps(predicate) & active
         if kind == "ballot":
-            bits = (true * (1 << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
-            return np.repeat(bits, 32)
+            return np.repeat(_bits(true), 32)
         every, some = (true | ~active).all(1), true.any(1)
         return np.repeat({"all": every, "any": some, "uni": every | ~some}[kind], 32)
 
     def reduce(self, operation: str, value: Any, mask: Any) -> Array:
-        value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
-        names: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
-        names |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+        value, active = self.warps(value), self.warps(mask)
         made = np.zeros(len(value), value.dtype)
-        for warp, (own, who) in enumerate(zip(value, active, strict=True)):
-            if who.any():
-                made[warp] = names[operation].reduce(own[who])
+        for warp in np.flatnonzero(active.any(1)):
+            made[warp] = FUNCTIONS[operation].reduce(value[warp, active[warp]])
         return np.repeat(made, 32)
 
     def match(self, kind: str, value: Any, mask: Any) -> tuple[Array, Array]:
-        value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        value, active = self.warps(value), self.warps(mask)
         same = (value[:, :, None] == value[:, None, :]) & active[:, None, :]
         alike = (same | ~active[:, None, :]).all(2).reshape(-1)
         if kind == "all":
             same = active[:, None, :] & alike.reshape(-1, 32, 1)
-        bits = (same * (1 << np.arange(32, dtype=np.uint64))).sum(2).astype(np.uint32)
-        return bits.reshape(-1), alike
+        return _bits(same).reshape(-1), alike
 
     def elect(self, mask: Any) -> tuple[Array, Array]:
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
-        leader = np.repeat(active.argmax(1), 32).astype(np.uint32)
+        leader = np.repeat(self.warps(mask).argmax(1), 32).astype(np.uint32)
         return leader, (self.ids & 31) == leader
 
     def trap(self, site: Site, said: str = "trap") -> None:
         raise self.program.fault("assertion", said, "trap", site)
+
+
+def _bits(flags: Array) -> Array:
+    """Flags of 32 lanes [..., 32] as the bits of a uint32."""
+    return (flags * (1 << np.arange(32, dtype=np.uint64))).sum(-1).astype(np.uint32)
 
 
 class Program:
@@ -522,25 +506,11 @@ class Program:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        window: Window,
-        index: tuple[int, int, int],
-        grid: tuple[int, int, int],
-        parameters: dict[str, int | TensorMap],
-        rng: random.Random,
-        *,
-        lockstep: bool,
-        late_copies: bool,
-    ) -> None:
-        self.kernel, self.window, self.index, self.grid, self.parameters = (
-            kernel,
-            window,
-            index,
-            grid,
-            parameters,
-        )
-        self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
+        self, kernel: Kernel, window: Window, index: tuple[int, int, int], grid: tuple[int, int, int],
+        parameters: dict[str, int | TensorMap], rng: random.Random, *, lockstep: bool, late_copies: bool,
+    ) -> None:  # fmt: skip
+        self.kernel, self.window, self.index, self.grid = kernel, window, index, grid
+        self.parameters, self.rng, self.late_copies, self.threads = parameters, rng, late_copies, kernel.listing.threads
         state = rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
         words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON)
@@ -549,8 +519,7 @@ class Program:
         self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
         self.barriers: dict[int, Barrier] = {}
         self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
-        self.arrived: dict[int, int] = {}
-        self.arrivals: dict[int, list[Array]] = {}
+        self.arrivals: dict[int, list[tuple[int, Clock]]] = {}  # by barrier: threads that do not wait, what they know
         self.loads: list[TensorLoad] = []
         self.executed = 0
         self.site = kernel.blocks[0].site
@@ -604,30 +573,22 @@ class Program:
 
     def _meet(self, everyone: bool) -> bool:
         """Those who wait at a barrier that is complete go on; whether there are any. everyone: waits, or has ended."""
-        first = self.vectors[0].groups[0] if self.vectors[0].groups else None
-        if everyone and first is not None and first.size == self.threads == first.expected and not self.arrived:
-            self.window.known.meet(self.vectors[0].ids)
-            first.barrier = None
-            self.generic.meet()
-            return True
-        waiting: dict[int, list[tuple[Lanes, Group]]] = {}
-        for vector in self.vectors:
-            for group in vector.groups:
-                if group.barrier is not None:
-                    waiting.setdefault(group.barrier, []).append((vector, group))
-        gone = self.threads - sum(g.size for v in self.vectors for g in v.groups)
+        alive = [(vector, group) for vector in self.vectors for group in vector.groups]
+        gone = self.threads - sum(group.size for _, group in alive)
+        waiting = list(dict.fromkeys(group.barrier for _, group in alive if group.barrier is not None))
         met = False
-        for number, groups in waiting.items():
-            count = sum(group.size for _, group in groups) + self.arrived.get(number, 0)
-            expected = groups[0][1].expected
+        for number in waiting:
+            groups, arrivals = [each for each in alive if each[1].barrier == number], self.arrivals.get(number, [])
+            arrived, expected = sum(size for size, _ in arrivals), groups[0][1].expected
+            count = arrived + sum(group.size for _, group in groups)
             if count < expected - (gone if expected == self.threads else 0):
                 continue
             met = True
             if count > expected:
-                groups = self._first_come(groups, expected - self.arrived.get(number, 0))
-            threads = np.concatenate([v.ids[g.mask] for v, g in groups])
-            self.arrived.pop(number, None)
-            self.window.known.meet(threads, self.arrivals.pop(number, []))
+                groups = self._first_come(groups, expected - arrived)
+            threads = np.concatenate([vector.ids[group.mask] for vector, group in groups])
+            self.window.known.meet(threads, [clock for _, clock in arrivals])
+            self.arrivals.pop(number, None)
             self.generic.meet()
             for _, group in groups:
                 group.barrier = None
@@ -693,9 +654,8 @@ class Program:
             if not isinstance(found, TensorMap):
                 raise UnsupportedPtx(f"a tensor copy by an argument that is no descriptor, at {site}")
             return found
-        words = self.window.load(
-            address + np.arange(0, NBYTES, 4), 4, 1, np.full(NBYTES // 4, thread), "weak", "", site
-        )
+        at = address + np.arange(0, NBYTES, 4)
+        words = self.window.load(at, 4, 1, np.full(len(at), thread), "weak", "", site)
         if self.descriptors.get(address) != words.tobytes():
             said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
             raise self.fault("missing proxy fence", said, "tensor copy", site)
@@ -718,14 +678,7 @@ class Program:
             self.window.vain = 0
 
     def fault(
-        self,
-        rule: str,
-        said: str,
-        what: str,
-        site: Site,
-        memory: str = "",
-        at: tuple[int, ...] = (),
-        cause: str = "",
+        self, rule: str, said: str, what: str, site: Site, memory: str = "", at: tuple[int, ...] = (), cause: str = ""
     ) -> SimulationFault:
         """memory, at: what is accessed, and where in it."""
         rank, launch, program = self.window.where
