@@ -20,7 +20,7 @@ from ..faults import Access, Fault, SimulationFault, Site
 from .access import is_shared, updated
 from .alu import VIEWS
 from .clocks import ALIAS, ASYNC, Clock
-from .copies import POISON, Barrier, BulkCopies, Copies, TensorLoad
+from .copies import ALL, POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
@@ -412,23 +412,20 @@ class Lanes:
 
     # -- mbarriers ---------------------------------------------------------------------------------------------------
 
-    def mbarrier_init(self, at: Array, count: Any, mask: Any, site: Site) -> None:
+    def mbarrier_init(self, at: Array, count: Any, mask: Any) -> None:
         lane = self.chosen(mask)[0]
         number = int(np.broadcast_to(count, (self.count,))[lane])
         self.program.barriers[int(at[lane])] = Barrier(number, number)
 
-    def mbarrier_inval(self, at: Array, count: Any, mask: Any, site: Site) -> None:
+    def mbarrier_inval(self, at: Array, mask: Any) -> None:
         self.program.barriers.pop(int(at[self.chosen(mask)[0]]), None)
 
     def mbarrier_arrive(self, at: Array, arrivals: Any, nbytes: Any, mask: Any, site: Site) -> None:
         arrivals, nbytes = (np.broadcast_to(x, (self.count,)) for x in (arrivals, nbytes))
         for lane in self.chosen(mask).tolist():
             barrier = self.program.barrier_at(int(at[lane]), site)
-            if arrivals[lane]:
-                barrier.arrive(self.window.known.clock(self.first + lane))
-            barrier.bytes += int(nbytes[lane])
-            barrier.pending -= int(arrivals[lane])
-            barrier.check()
+            clock = self.window.known.clock(self.first + lane) if arrivals[lane] else None
+            barrier.count_down(clock, int(arrivals[lane]), int(nbytes[lane]))
             if not nbytes[lane]:  # else it is for TMA's bytes
                 self.program.generic.meet()
         self.window.vain = 0
@@ -567,8 +564,8 @@ class Program:
 
     def _finish(self) -> None:
         for vector in self.vectors:
-            vector.copies.wait(vector, 0, True, everything=True)
-            vector.bulk.end(self)
+            vector.copies.wait(vector, ALL, True)
+            vector.bulk.wait(vector, ALL, True, reads=False)
         self.vectors = []  # and registers, which else stay until Python looks for cycles
 
     def _meet(self, everyone: bool) -> bool:
@@ -673,7 +670,7 @@ class Program:
         mine = [load for load in self.loads if load.barrier == barrier]
         if mine:
             load = self.rng.choice(mine)
-            self.loads = [each for each in self.loads if each is not load]
+            self.loads.remove(load)
             load.land(self)
             self.window.vain = 0
 
