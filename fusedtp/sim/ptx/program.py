@@ -77,7 +77,7 @@ class Lanes:
         self.every = np.arange(count)
         self.ids = first + self.every
         self.groups = [Group(0, np.ones(count, bool), count)]
-        late = program.late_copies
+        late = program.window.line.weak
         self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
         self.shared = program.shared
         self.carry = np.zeros(count, bool)  # CC.CF: PTX ISA 9.7.2
@@ -504,11 +504,11 @@ class Program:
 
     def __init__(
         self, kernel: Kernel, window: Window, index: tuple[int, int, int], grid: tuple[int, int, int],
-        parameters: dict[str, int | TensorMap], rng: random.Random, *, lockstep: bool, late_copies: bool,
+        parameters: dict[str, int | TensorMap], *, lockstep: bool,
     ) -> None:  # fmt: skip
-        self.kernel, self.window, self.index, self.grid = kernel, window, index, grid
-        self.parameters, self.rng, self.late_copies, self.threads = parameters, rng, late_copies, kernel.listing.threads
-        state = rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
+        self.kernel, self.window, self.index, self.grid, self.parameters = kernel, window, index, grid, parameters
+        self.rng, self.threads = window.line.rng, kernel.listing.threads
+        state = self.rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
         words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON)
         self.shared = words.view(np.uint8)
