@@ -8,7 +8,6 @@ Lanes that part at a branch form groups, of which the one that is furthest behin
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
