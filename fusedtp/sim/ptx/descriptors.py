@@ -59,7 +59,7 @@ class TensorMap:
     def places(self, start: int) -> Array:
         """Of the box's elements in shared memory, outermost first."""
         at = start + np.arange(int(np.prod(self.box))) * self.itemsize
-        return swizzled(at, {0: 0, 1: 1, 2: 3, 3: 7}[self.swizzle]).reshape(self.box)
+        return swizzled(at, (1 << self.swizzle) - 1).reshape(self.box)
 
     def elements(self, coordinates: tuple[int, ...]) -> tuple[Array, Array]:
         """Addresses of the box's elements, and whether each lies in the tensor. coordinates: innermost first."""

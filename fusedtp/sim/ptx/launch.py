@@ -128,15 +128,11 @@ def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | 
         said = next(maps, None)
         sizes = [int(n) for n in (*value.shape, *value.strides)]
         if said is None:  # without TMA: triton.backends.driver.decompose_descriptor
-            yield value.base.data_ptr()
-            yield from sizes
-            yield int(value.padding == "nan")
+            yield from (value.base.data_ptr(), *sizes, int(value.padding == "nan"))
             yield from (int(value.round_f32_to_tf32) for _ in range(hasattr(value, "round_f32_to_tf32")))
         else:
             yield _tensor_map(value, said)
         yield from sizes
-    elif isinstance(value, Tensor):
-        yield value.data_ptr()
     elif t in ("fp32", "f32", "fp64", "fp16"):
         form, bits = {"fp64": ("d", "Q"), "fp16": ("e", "H")}.get(t, ("f", "I"))
         yield int(struct.unpack(bits, struct.pack(form, float(value)))[0])

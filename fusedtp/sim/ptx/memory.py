@@ -311,11 +311,11 @@ class Window:
             except IndexError:
                 at = "memory", (wrong,)
             said = f"{what} of {nbytes} bytes at {place_of(*at, at[1])}, whose address is no multiple of {nbytes}"
-            raise self._fault("misaligned", said, what, site, *at) from None
+            raise self.fault("misaligned", said, what, site, *at) from None
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             said = f"{what} of {nbytes} bytes, {self.line.nearest(wrong)}"
-            raise self._fault("out of bounds", said, what, site, "memory", (wrong,)) from None
+            raise self.fault("out of bounds", said, what, site, "memory", (wrong,)) from None
 
     def replicas(self, addresses: Words, nbytes: int, what: str, site: Site) -> list[Words]:
         """Where multicast addresses lie on each rank. Raises SimulationFault for one that is none."""
@@ -324,7 +324,7 @@ class Window:
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             said = f"{what} of {nbytes} bytes at {wrong:#x}, outside of all multicast addresses"
-            raise self._fault("out of bounds", said, what, site, "memory", (wrong,)) from None
+            raise self.fault("out of bounds", said, what, site, "memory", (wrong,)) from None
 
     def load(
         self, addresses: Words, nb: int, count: int, threads: Words, order: str, scope: str, site: Site,
@@ -699,6 +699,9 @@ class Window:
         rank, launch, program = self.where
         return f"rank {rank}, {launch}, program {program}"
 
-    def _fault(self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]) -> SimulationFault:
+    def fault(
+        self, rule: str, said: str, what: str, site: Site, tensor: str = "", at: tuple[int, ...] = (), cause: str = ""
+    ) -> SimulationFault:
+        """tensor, at: what is accessed, and where in it."""
         access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))
-        return SimulationFault(Fault(rule, f"{self._who()}: {said}", (access,)))
+        return SimulationFault(Fault(rule, f"{self._who()}: {said}", (access,), cause=cause))

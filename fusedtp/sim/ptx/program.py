@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..faults import Access, Fault, SimulationFault, Site
+from ..faults import Site
 from .access import is_shared, updated
 from .alu import VIEWS
 from .clocks import ALIAS, ASYNC, Clock
@@ -50,19 +50,6 @@ class Group:
     expected: int = 0
 
 
-class Views(dict[str, list[Array]]):
-    """Registers by the letter of alu.VIEWS, each a row, made as they are asked for."""
-
-    def __init__(self, words: dict[int, Array], predicates: Array) -> None:
-        super().__init__(p=list(predicates))
-        self.words = words
-
-    def __missing__(self, view: str) -> list[Array]:
-        dtype = VIEWS[view]
-        self[view] = made = list(self.words[8 * dtype.itemsize].view(dtype))
-        return made
-
-
 class Lanes:
     """Lanes that run as one vector. first, count: threads of the program."""
 
@@ -70,9 +57,10 @@ class Lanes:
         self.program, self.first, self.count, self.window = program, first, count, program.window
         registers = program.kernel.listing.registers
         words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
-        predicates = np.zeros((registers.get(1, 0), count), bool)
-        self.blocks, self.views = program.kernel.blocks, Views(words, predicates)
-        self.u, self.p = self.views["u"], self.views["p"]
+        words[8] = np.zeros((registers.get(1, 0), count), np.uint8)  # predicates
+        # registers by the letter of their type, each a row
+        self.views = {view: list(words[8 * dtype.itemsize].view(dtype)) for view, dtype in VIEWS.items()}
+        self.blocks, self.u, self.p = program.kernel.blocks, self.views["u"], self.views["p"]
         self.every = np.arange(count)
         self.ids = first + self.every
         self.groups = [Group(0, np.ones(count, bool), count)]
@@ -202,17 +190,16 @@ class Lanes:
     @cached_property
     def _fixed(self) -> dict[str, Any]:
         program, lane = self.program, self.ids & 31
-        numbers = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z"), program.index, strict=True))
-        numbers |= dict(zip(("nctaid.x", "nctaid.y", "nctaid.z"), program.grid, strict=True))
-        numbers |= {"ntid.x": program.threads, "clusterid.x": program.index[0]}
+        fixed: dict[str, Any] = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z"), program.index, strict=True))
+        fixed |= dict(zip(("nctaid.x", "nctaid.y", "nctaid.z"), program.grid, strict=True))
+        fixed |= {"ntid.x": program.threads, "clusterid.x": program.index[0]}
         zero = ("tid.y", "tid.z", "cluster_ctaid.x", "cluster_ctarank", "globaltimer_hi", "clock_hi", "smid")
         one = ("ntid.y", "ntid.z", "cluster_nctaid.x", "cluster_nctarank", "nsmid")
-        numbers |= dict.fromkeys(zero, 0) | dict.fromkeys(one, 1)
-        lanes = {"tid.x": self.ids, "laneid": lane, "warpid": self.ids >> 5}
-        lanes |= {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
-        lanes |= {"lanemask_ge": ~((1 << lane) - 1), "lanemask_gt": ~((2 << lane) - 1)}
-        fixed: dict[str, Any] = {name: np.uint32(value) for name, value in numbers.items()}
-        return fixed | {name: (value & 0xFFFFFFFF).astype(np.uint32) for name, value in lanes.items()}
+        fixed |= dict.fromkeys(zero, 0) | dict.fromkeys(one, 1)
+        fixed |= {"tid.x": self.ids, "laneid": lane, "warpid": self.ids >> 5}
+        fixed |= {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
+        fixed |= {"lanemask_ge": -1 << lane, "lanemask_gt": -2 << lane}
+        return {name: np.uint32(value & 0xFFFFFFFF) for name, value in fixed.items()}
 
     def parameter(self, name: str, offset: int, dtype: Any) -> Any:
         value = self.program.parameters[name]
@@ -339,12 +326,11 @@ class Lanes:
             return self.load(at, nb, count, mask, order, scope, site)
         table, places = self.program.kernel.listing.constants, self.part(at, mask) - CONSTANTS
         if int(places.max()) + nb * count > len(table):
-            raise self.program.fault("out of bounds", f"constants end at {len(table)}", "load", site)
+            raise self.window.fault("out of bounds", f"constants end at {len(table)}", "load", site)
         if (places & (nb * count - 1)).any():
             said = f"a load of {nb * count} bytes of constants"
-            raise self.program.fault("misaligned", said, "load", site)
-        found: Array = np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
-        return found
+            raise self.window.fault("misaligned", said, "load", site)
+        return np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
 
     def store_generic(
         self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
@@ -358,8 +344,7 @@ class Lanes:
 
     def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
         rows = self.program.shared_at(self.part(at, mask), nb * count, "access", site)
-        found: Array = self.program.shared_rows[nb, count][rows]
-        return found
+        return self.program.shared_rows[nb, count][rows]
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
         places = self.part(at, mask)
@@ -398,16 +383,14 @@ class Lanes:
 
     def mma(self, numbers: Any, a: str, b: str, to: str, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "mma", site)
-        for number, made in zip(numbers, multiply(self.u, numbers, a, b, to), strict=True):
+        registers = self.views["F" if to == "f64" else "u"]
+        if to == "f64":
+            products = [multiply_doubles(registers, number) for number in numbers]
+        else:
+            products = multiply(registers, numbers, a, b, to)
+        for number, made in zip(numbers, products, strict=True):
             for row, words in zip(number[0], made, strict=True):
-                np.copyto(self.u[row], words, where=mask)
-
-    def mma_of_doubles(self, numbers: Any, mask: Any, site: Site) -> None:
-        self.whole_warps(mask, "mma", site)
-        registers = self.views["F"]
-        for number in numbers:
-            for row, made in zip(number[0], multiply_doubles(registers, number), strict=True):
-                np.copyto(registers[row], made, where=mask)
+                np.copyto(registers[row], words, where=mask)
 
     # -- mbarriers ---------------------------------------------------------------------------------------------------
 
@@ -486,7 +469,7 @@ class Lanes:
         return leader, (self.ids & 31) == leader
 
     def trap(self, site: Site, said: str = "trap") -> None:
-        raise self.program.fault("assertion", said, "trap", site)
+        raise self.window.fault("assertion", said, "trap", site)
 
 
 def _bits(flags: Array) -> Array:
@@ -543,7 +526,7 @@ class Program:
             if vector.run(most):
                 return
         said = f"no progress at {self.site} after {MOST_INSTRUCTIONS} steps without an atomic"
-        raise self.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
+        raise self.window.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
 
     def _loop(self, vector: Lanes) -> str:
         """What a loop without an atomic loads, in words."""
@@ -589,7 +572,7 @@ class Program:
             for _, group in groups:
                 group.barrier = None
         if everyone and not met:
-            raise self.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
+            raise self.window.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
         return met
 
     def _first_come(self, groups: list[tuple[Lanes, Group]], count: int) -> list[tuple[Lanes, Group]]:
@@ -620,10 +603,12 @@ class Program:
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
             wrong = int(at.min()) if int(at.min()) < 0 else int(at.max())
-            raise self.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
+            raise self.window.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
         if bits & (nbytes - 1):
             wrong = int(at[at & (nbytes - 1) != 0][0])
-            raise self.fault("misaligned", f"an access to {memory} of {nbytes} bytes", what, site, memory, (wrong,))
+            raise self.window.fault(
+                "misaligned", f"an access to {memory} of {nbytes} bytes", what, site, memory, (wrong,)
+            )
         rows: Array = at >> (nbytes.bit_length() - 1)
         return rows
 
@@ -640,7 +625,7 @@ class Program:
         """By the async proxy, at these addresses, soon."""
         if self.generic.lacking(at):
             said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
-            raise self.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
+            raise self.window.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
 
     def tensor_map(self, address: int, thread: int, site: Site) -> TensorMap:
         """The descriptor there: an argument, or what the kernel has written."""
@@ -654,14 +639,16 @@ class Program:
         words = self.window.load(at, 4, 1, np.full(len(at), thread), "weak", "", site)
         if self.descriptors.get(address) != words.tobytes():
             said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
-            raise self.fault("missing proxy fence", said, "tensor copy", site)
+            raise self.window.fault("missing proxy fence", said, "tensor copy", site)
         if wrong := misaligned(words):
-            raise self.fault("misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site)
+            raise self.window.fault(
+                "misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site
+            )
         return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
         if place not in self.barriers:
-            raise self.fault("assertion", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
+            raise self.window.fault("assertion", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
         return self.barriers[place]
 
     def land_load(self, barrier: int) -> None:
@@ -672,12 +659,3 @@ class Program:
             self.loads.remove(load)
             load.land(self)
             self.window.vain = 0
-
-    def fault(
-        self, rule: str, said: str, what: str, site: Site, memory: str = "", at: tuple[int, ...] = (), cause: str = ""
-    ) -> SimulationFault:
-        """memory, at: what is accessed, and where in it."""
-        rank, launch, program = self.window.where
-        access = Access(rank, launch, program, site, what, memory, at, at, len(self.window.line.events))
-        said = f"rank {rank}, {launch}, program {program}: {said}"
-        return SimulationFault(Fault(rule, said, (access,), cause=cause))
