@@ -72,13 +72,12 @@ class Emitter:
     """Translates one kernel's instructions.
 
     every     for all lanes, else for those of the mask `m`
-    windows   whether generic addresses may be those of local memory or of constants
     unread    registers that nothing reads
     """
 
-    def __init__(self, every: bool, windows: bool = False, unread: frozenset[Operand] = frozenset()) -> None:
+    def __init__(self, every: bool, unread: frozenset[Operand] = frozenset()) -> None:
         self.constants: list[Any] = []
-        self.windows, self.unread = windows, unread
+        self.unread = unread
         self.lanes = self.mask = "True" if every else "m"  # `mask`: of the instruction
 
     def const(self, value: Any) -> str:

@@ -116,7 +116,7 @@ def translated(text: str, shared: int, maps: str = "()", scratch: int = 0) -> Ke
 
 def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
     """One of each block: of the lanes, all of them, or of the lanes and a mask."""
-    emitter = Emitter(every, bool(listing.local or listing.constants), _unread(listing))
+    emitter = Emitter(every, _unread(listing))
     source = []
     for number, body in enumerate(bodies):
         lines = _lines(emitter, body)

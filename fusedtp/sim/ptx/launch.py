@@ -54,17 +54,16 @@ class Compiler:
             )
         chosen = target_named(self.target)
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
-        kernel: Any = launch.kernel
         if launch.options.get("num_ctas", 1) > 1:
             raise UnsupportedPtx(f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}")
         if launch.options.get("launch_pdl"):
             raise UnsupportedPtx(f"{launch.name} may start before the launch before it has ended: launch_pdl")
         try:
             with environment():
-                source, options = specialised(kernel, launch.args, {**launch.options, **CHECKED}, gpu)
+                source, options = specialised(launch.kernel, launch.args, {**launch.options, **CHECKED}, gpu)
             chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
             replaced = tuple((id(theirs), id(ours)) for theirs, ours in launch.replace.items())
-            key = kernel.fn, *map(repr, chosen_by), replaced
+            key = launch.kernel.fn, *map(repr, chosen_by), replaced
             if key not in self._made:
                 self._made[key] = self._compile(source, options, gpu, launch.replace)
         except Exception as error:
@@ -82,8 +81,7 @@ class Compiler:
             memory[SCRATCH] = _aligned(made.scratch * int(np.prod(launch.shape)))
             given.append(memory[SCRATCH].data_ptr())
         names = made.listing.parameters
-        # scratch that it does not ask for, and that of Triton's profiler
-        given += [0] * (len(names) - len(given))
+        given += [0] * (len(names) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
         parameters = {
             p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
             for x, p in zip(given, names, strict=True)

@@ -139,7 +139,7 @@ class Machine:
                 slots += self.streams[-1].width
         self.live: list[Actor] = []
         self.last: Actor | None = None
-        self.started = self.switches = self.executed = 0
+        self.started = self.switches = 0
 
     @property
     def moments(self) -> tuple[Moment, ...]:
@@ -171,13 +171,11 @@ class Machine:
 
     def _awake(self, actor: Actor) -> bool:
         """Whether it gets turns; a sleeper that has reason to wakes up."""
-        if actor.asleep_since < 0:
-            return True
-        changes = self.line.changes - actor.asleep_since
-        if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
-            self._wake(actor, PATIENCE)
-            return True
-        return False
+        if actor.asleep_since >= 0:
+            changes = self.line.changes - actor.asleep_since
+            if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
+                self._wake(actor, PATIENCE)
+        return actor.asleep_since < 0
 
     def _wake(self, actor: Actor, patience: int) -> None:
         actor.asleep_since, actor.patience = -1, patience
@@ -269,8 +267,6 @@ class Machine:
         stream, clock = actor.stream, actor.window.end()
         stream.alive -= 1
         stream.after = clock if stream.after is None else joined(stream.after, clock)
-        if isinstance(actor.does, Program):
-            self.executed += actor.does.executed
         if self.resident == "varying":
             self.limits[actor.rank] = self._drawn_limit()
 

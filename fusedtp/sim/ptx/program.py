@@ -18,7 +18,7 @@ import numpy as np
 from ..faults import Site
 from .access import is_shared, updated
 from .alu import VIEWS
-from .clocks import ALIAS, ASYNC, Clock
+from .clocks import Clock
 from .copies import ALL, POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
@@ -55,9 +55,10 @@ class Lanes:
 
     def __init__(self, program: Program, first: int, count: int) -> None:
         self.program, self.first, self.count, self.window = program, first, count, program.window
-        registers = program.kernel.listing.registers
-        words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
-        words[8] = np.zeros((registers.get(1, 0), count), np.uint8)  # predicates
+        listing = program.kernel.listing
+        self.windows = bool(listing.local or listing.constants)  # whether generic addresses may be theirs
+        words = {w: np.zeros((listing.registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
+        words[8] = np.zeros((listing.registers.get(1, 0), count), np.uint8)  # predicates
         # registers by the letter of their type, each a row
         self.views = {view: list(words[8 * dtype.itemsize].view(dtype)) for view, dtype in VIEWS.items()}
         self.blocks, self.u, self.p = program.kernel.blocks, self.views["u"], self.views["p"]
@@ -224,12 +225,31 @@ class Lanes:
 
     # -- global memory -----------------------------------------------------------------------------------------------
 
+    def _space(self, at: Array, mask: Any, site: Site) -> int:
+        """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
+        if not self.windows:
+            return 0
+        high = self.part(at, mask) >> 56
+        if not ((high == LOCAL >> 56) | (high == CONSTANTS >> 56)).any():
+            return 0
+        if (high != high[0]).any():
+            raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
+        return int(high[0]) << 56
+
     def load(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
+        space = self._space(at, mask, site)
+        if space == LOCAL:
+            return self.load_local(at - LOCAL, nb, count, mask, site)
+        if space == CONSTANTS:
+            return self._load_constant(self.part(at, mask) - CONSTANTS, nb, count, site)
         return self.window.load(self.part(at, mask), nb, count, self.part(self.ids, mask), order, scope, site)
 
     def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site) -> None:
-        words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
-        self.window.store(self.part(at, mask), words, threads, order, scope, site)
+        if self._space(at, mask, site) == LOCAL:
+            self.store_local(at - LOCAL, values, nb, mask, site)
+        else:
+            words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
+            self.window.store(self.part(at, mask), words, threads, order, scope, site)
 
     @staticmethod
     def part(value: Array, mask: Any) -> Array:
@@ -245,21 +265,16 @@ class Lanes:
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
         site: Site, returns: bool, reads: bool,
     ) -> Array:  # fmt: skip
-        places, threads = self.part(at, mask), self.part(self.ids, mask)
-        given = [self.part(value, mask) if value.ndim else np.full(len(places), value) for value in values]
-        new, dtype = updated(operation, t, given)
-        what = f"atomic_{operation}"
+        places, threads, what = self.part(at, mask), self.part(self.ids, mask), f"atomic_{operation}"
+        new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
         old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns, reads=reads)
         return old.view(UNSIGNED[dtype.itemsize])
 
     def fence(self, mask: Any, order: str, scope: str) -> None:
         self.window.known.fence(self.part(self.ids, mask), order, scope)
 
-    def fence_proxy(self, mask: Any) -> None:
-        self.window.known.fence_proxy(self.part(self.ids, mask), ASYNC)
-
-    def fence_alias(self, mask: Any) -> None:
-        self.window.known.fence_proxy(self.part(self.ids, mask), ALIAS)
+    def fence_proxy(self, mask: Any, proxy: int) -> None:
+        self.window.known.fence_proxy(self.part(self.ids, mask), proxy)
 
     def publish_map(self, to: Array, of: Array, mask: Any, scope: str, site: Site) -> None:
         """A descriptor to global memory, each thread of a warp a word of it, and a release."""
@@ -308,37 +323,13 @@ class Lanes:
         rows = self._local_at(at, nb * len(values), mask, site)
         self._local[nb, len(values)][rows] = self.words(values, nb, mask)
 
-    def _window(self, at: Array, mask: Any, site: Site) -> int:
-        """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
-        high = self.part(at, mask) >> 56
-        inside = (high == LOCAL >> 56) | (high == CONSTANTS >> 56)
-        if not inside.any():
-            return 0
-        if (high != high[0]).any():
-            raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
-        return int(high[0]) << 56
-
-    def load_generic(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
-        window = self._window(at, mask, site)
-        if window == LOCAL:
-            return self.load_local(at - LOCAL, nb, count, mask, site)
-        if window != CONSTANTS:
-            return self.load(at, nb, count, mask, order, scope, site)
-        table, places = self.program.kernel.listing.constants, self.part(at, mask) - CONSTANTS
+    def _load_constant(self, places: Array, nb: int, count: int, site: Site) -> Array:
+        table = self.program.kernel.listing.constants
         if int(places.max()) + nb * count > len(table):
             raise self.window.fault("out of bounds", f"constants end at {len(table)}", "load", site)
         if (places & (nb * count - 1)).any():
-            said = f"a load of {nb * count} bytes of constants"
-            raise self.window.fault("misaligned", said, "load", site)
+            raise self.window.fault("misaligned", f"a load of {nb * count} bytes of constants", "load", site)
         return np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
-
-    def store_generic(
-        self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
-    ) -> None:
-        if self._window(at, mask, site) == LOCAL:
-            self.store_local(at - LOCAL, values, nb, mask, site)
-        else:
-            self.store(at, values, nb, mask, order, scope, site)
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
@@ -353,10 +344,8 @@ class Lanes:
         self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
-        at = self.part(at, mask)
-        given = [self.part(value, mask) if value.ndim else np.full(len(at), value) for value in values]
-        new, dtype = updated(operation, t, given)
-        places = self.program.shared_at(at, dtype.itemsize, "access", site)
+        new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
+        places = self.program.shared_at(self.part(at, mask), dtype.itemsize, "access", site)
         view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
@@ -606,9 +595,8 @@ class Program:
             raise self.window.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
         if bits & (nbytes - 1):
             wrong = int(at[at & (nbytes - 1) != 0][0])
-            raise self.window.fault(
-                "misaligned", f"an access to {memory} of {nbytes} bytes", what, site, memory, (wrong,)
-            )
+            said = f"an access to {memory} of {nbytes} bytes"
+            raise self.window.fault("misaligned", said, what, site, memory, (wrong,))
         rows: Array = at >> (nbytes.bit_length() - 1)
         return rows
 
@@ -641,9 +629,8 @@ class Program:
             said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
             raise self.window.fault("missing proxy fence", said, "tensor copy", site)
         if wrong := misaligned(words):
-            raise self.window.fault(
-                "misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site
-            )
+            said = f"of a tensor descriptor {wrong} is no multiple of 16"
+            raise self.window.fault("misaligned", said, "tensor copy", site)
         return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
