@@ -82,8 +82,7 @@ class _Copy(NamedTuple):
 class _Issued:
     """Copies that lanes have issued and not waited for; groups are a thread's own."""
 
-    def __init__(self, late: bool, threads: int) -> None:
-        self.late = late
+    def __init__(self, threads: int) -> None:
         self.groups = np.zeros(threads, np.int64)
         self.issued: list[Any] = []
 
@@ -99,7 +98,7 @@ class Copies(_Issued):
         read = np.broadcast_to(read, (lanes.count,))[chosen]
         issued = lanes.window.known.frozen()
         copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, size, site)
-        if self.late:
+        if lanes.window.line.weak:
             lanes.program.write_shared(copy.to, POISON, size, site)
             self.issued.append(copy)
         else:
@@ -232,7 +231,7 @@ class BulkCopies(_Issued):
     def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
         for lane, given in _each(lanes, tensor, to, at, mask, site):
             copy = TensorLoad(**given, barrier=_of(barrier, lane))
-            if self.late:
+            if lanes.window.line.weak:
                 places = copy.tensor.places(copy.shared).reshape(-1)
                 lanes.program.write_shared(places, POISON, copy.tensor.itemsize, site)
                 lanes.program.loads.append(copy)
@@ -243,7 +242,7 @@ class BulkCopies(_Issued):
         for lane, given in _each(lanes, tensor, of, at, mask, site):
             copy = TensorStore(**given, reduces=reduces)
             lanes.program.read_async(copy.tensor.places(copy.shared), "tensor store", site)
-            if not self.late:
+            if not lanes.window.line.weak:
                 copy.read(lanes.program)
             self.issued.append((lane, int(self.groups[lane]), copy))
 

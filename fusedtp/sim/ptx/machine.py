@@ -38,8 +38,8 @@ HOST = Site("host", 0, "host", 0)
 class Actor:
     """A program, or a copy, signal or wait of a stream."""
 
-    def __init__(self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork) -> None:
-        self.stream, self.slot, self.order, self.window, self.does = stream, slot, order, window, does
+    def __init__(self, stream: Stream, slot: int, order: int, does: Program | HostWork) -> None:
+        self.stream, self.slot, self.order, self.does, self.window = stream, slot, order, does, does.window
         self.rank = stream.rank
         self.asleep_since = -1  # line.changes when it fell asleep
         self.patience = PATIENCE
@@ -245,11 +245,11 @@ class Machine:
             index = (number % x, number // x % y, number // (x * y))
             does = Program(kernel, window, index, work.shape, parameters, lockstep=self.lockstep)
         else:
-            window = self._window(stream, type(work).__name__.lower(), 0, 1, ("copy reads", "copy writes"))
-            does = HostWork(work, window)
+            name, words = type(work).__name__.lower(), ("copy reads", "copy writes")
+            does = HostWork(work, self._window(stream, name, 0, 1, words))
         for actor in self.live:
             actor.patience = PATIENCE  # who waits does not keep its turn from one that starts
-        self.live.append(Actor(stream, stream.first_slot + number, self.started, window, does))
+        self.live.append(Actor(stream, stream.first_slot + number, self.started, does))
         self._note("start", self.live[-1])
         self.started += 1
         stream.alive += 1

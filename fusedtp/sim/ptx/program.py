@@ -34,9 +34,7 @@ MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 SHARED, LOCALLY = "shared memory", "local memory"
 LOOP = 1000  # blocks to run to find the loop's body
 POLLS = 4  # in vain, more than a program has before it sleeps for the first time
-CLOCKS: dict[str, Any] = {
-    "globaltimer": np.uint64, "globaltimer_lo": np.uint32, "clock64": np.uint64, "clock": np.uint32,
-}  # fmt: skip
+CLOCKS: dict[str, Any] = dict(globaltimer=np.uint64, globaltimer_lo=np.uint32, clock64=np.uint64, clock=np.uint32)
 
 
 @dataclass(eq=False)
@@ -65,8 +63,7 @@ class Lanes:
         self.every = np.arange(count)
         self.ids = first + self.every
         self.groups = [Group(0, np.ones(count, bool), count)]
-        late = program.window.line.weak
-        self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
+        self.copies, self.bulk, self.products = Copies(count), BulkCopies(count), Products(program.window.line.weak)
         self.shared = program.shared
         self.carry = np.zeros(count, bool)  # CC.CF: PTX ISA 9.7.2
 
@@ -96,14 +93,12 @@ class Lanes:
                 program.kernel.masked[group.at](self, group.mask)
             program.executed += block.count
             end = block.end
-            if end is not None and block.jumps:
+            if end is None:
+                group.at += 1
+            elif block.jumps:
                 self._jump(group, end, block.target)
             else:
-                group.at += 1
-                if block.meets is not None:
-                    group.barrier, group.expected = block.meets[0], block.meets[1] or program.threads
-                elif end is not None:
-                    self._arrive(group, end)
+                self._arrive(group, end)
             if group.at >= len(blocks) and group in groups:
                 groups.remove(group)
             if self.pauses:
@@ -140,9 +135,10 @@ class Lanes:
                 self.groups.append(Group(target, taken, count))
 
     def _arrive(self, group: Group, end: Instruction) -> None:
-        """A barrier whose number or threads a register holds, or bar.arrive."""
+        """At a barrier, whose number and threads registers may hold. bar.arrive does not wait."""
         if end.guard is not None or end.has("red"):
             raise end.unsupported("guarded, or a reduction")
+        group.at += 1
         values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
         number, expected = values[0], values[1] if len(values) > 1 else self.program.threads
         if end.has("arrive"):
@@ -481,8 +477,7 @@ class Program:
         self.rng, self.threads = window.line.rng, kernel.listing.threads
         state = self.rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
-        words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON)
-        self.shared = words.view(np.uint8)
+        self.shared = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
         self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
         self.barriers: dict[int, Barrier] = {}
