@@ -108,7 +108,6 @@ def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
     size = dtype.base.itemsize
     if size * ordinal >= dtype.itemsize:
         return None
-    place = first + size * ordinal
     word = e.read(value, f"b{8 * size}")
-    where = f"{e.address(at, True)} + {e.const(np.int64(place))}"
+    where = f"{e.address(at, True)} + {e.const(np.int64(first + size * ordinal))}"
     return [f"S.store_shared({where}, [{word}], {size}, {e.mask}, {e.const(i.site)})"]

@@ -66,9 +66,9 @@ class Compiler:
             key = launch.kernel.fn, *map(repr, chosen_by), replaced
             if key not in self._made:
                 self._made[key] = self._compile(source, options, gpu, launch.replace)
+        except (UnsupportedKernel, MemoryError):
+            raise
         except Exception as error:
-            if isinstance(error, UnsupportedKernel | MemoryError):
-                raise
             raise UnsupportedKernel(f"{launch.name} does not compile for {self.target}: {_said(error)}") from error
         made = translated(*self._made[key])
         if made.shared > chosen.shared_limit:
@@ -82,12 +82,11 @@ class Compiler:
             given.append(memory[SCRATCH].data_ptr())
         names = made.listing.parameters
         given += [0] * (len(names) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
-        parameters = {
-            p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
-            for x, p in zip(given, names, strict=True)
-        }
-        registers = enumerate(getattr(launch, "environment", ()))
-        return made, {**parameters, **{f"%envreg{n}": value for n, value in registers}, **memory}
+        parameters: dict[str, Any] = {}
+        for x, p in zip(given, names, strict=True):
+            parameters[p.name] = x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
+        parameters |= {f"%envreg{n}": value for n, value in enumerate(getattr(launch, "environment", ()))}
+        return made, parameters | memory
 
     def _compile(self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]) -> tuple[str, int, str, int]:
         """PTX, bytes of shared memory, what the compiler says of TMA descriptors, and bytes of scratch memory."""
@@ -143,8 +142,7 @@ OF_DTYPE |= {torch.int32: "s32", torch.int64: "s64"}
 
 
 def _tensor_map(descriptor: Any, said: dict[str, Any]) -> TensorMap:
-    shape, strides = (tuple(int(n) for n in each) for each in (descriptor.shape, descriptor.strides))
-    box = tuple(int(n) for n in said["block_size"])
+    shape, strides, box = (tuple(map(int, each)) for each in (descriptor.shape, descriptor.strides, said["block_size"]))
     if said.get("fp4_padded") or said.get("is_im2col") or getattr(descriptor, "padding", "zero") == "nan":
         raise UnsupportedPtx("a tensor descriptor of fp4, of im2col, or padded with NaN")
     base: Tensor = descriptor.base

@@ -164,6 +164,11 @@ class Lanes:
         """Numbers of the lanes that take part."""
         return self.every if mask is True else np.flatnonzero(mask)
 
+    @staticmethod
+    def part(value: Array, mask: Any) -> Array:
+        """Of these lanes."""
+        return value if mask is True else value[mask]
+
     # -- values ------------------------------------------------------------------------------------------------------
 
     def everywhere(self, value: int) -> Array:
@@ -246,10 +251,6 @@ class Lanes:
         else:
             words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
             self.window.store(self.part(at, mask), words, threads, order, scope, site)
-
-    @staticmethod
-    def part(value: Array, mask: Any) -> Array:
-        return value if mask is True else value[mask]
 
     def words(self, values: Sequence[Any], nb: int, mask: Any) -> Array:
         words = np.empty((self.count if mask is True else int(mask.sum()), len(values)), UNSIGNED[nb])
@@ -592,8 +593,7 @@ class Program:
             wrong = int(at[at & (nbytes - 1) != 0][0])
             said = f"an access to {memory} of {nbytes} bytes"
             raise self.window.fault("misaligned", said, what, site, memory, (wrong,))
-        rows: Array = at >> (nbytes.bit_length() - 1)
-        return rows
+        return at >> (nbytes.bit_length() - 1)
 
     def shared_at(self, at: Array, nbytes: int, what: str, site: Site) -> Array:
         return self.rows_at(at, nbytes, self.kernel.shared, what, site, SHARED)
