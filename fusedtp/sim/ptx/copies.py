@@ -229,8 +229,8 @@ class BulkCopies(_Issued):
     """
 
     def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
-        for lane, given in _each(lanes, tensor, to, at, mask, site):
-            copy = TensorLoad(**given, barrier=_of(barrier, lane))
+        for lane in lanes.chosen(mask).tolist():
+            copy = TensorLoad(lanes, lane, tensor, to, at, site, barrier)
             if lanes.window.line.weak:
                 places = copy.tensor.places(copy.shared).reshape(-1)
                 lanes.program.write_shared(places, POISON, copy.tensor.itemsize, site)
@@ -239,8 +239,8 @@ class BulkCopies(_Issued):
                 copy.land(lanes.program)
 
     def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site) -> None:
-        for lane, given in _each(lanes, tensor, of, at, mask, site):
-            copy = TensorStore(**given, reduces=reduces)
+        for lane in lanes.chosen(mask).tolist():
+            copy = TensorStore(lanes, lane, tensor, of, at, site, reduces)
             lanes.program.read_async(copy.tensor.places(copy.shared), "tensor store", site)
             if not lanes.window.line.weak:
                 copy.read(lanes.program)
@@ -260,32 +260,23 @@ class BulkCopies(_Issued):
         self.issued = kept
 
 
-def _each(
-    lanes: Lanes, tensor: Any, shared: Any, at: list[Any], mask: Any, site: Site
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lanes that issue a copy, and what its TensorCopy holds."""
-    for lane in lanes.chosen(mask).tolist():
-        thread = lanes.first + lane
-        box = dict(tensor=lanes.program.tensor_map(_of(tensor, lane), thread, site), shared=_of(shared, lane))
-        who = dict(thread=thread, issued=lanes.window.known.frozen(), site=site)
-        yield lane, box | who | dict(coordinates=tuple(_of(x, lane) for x in at))
-
-
 def _of(value: Any, lane: int) -> int:
     value = np.asarray(value)
     return int(value[lane] if value.ndim else value)
 
 
-@dataclass(eq=False)
 class TensorCopy:
-    """One tensor copy on its way. shared: address of its box in shared memory."""
+    """One tensor copy on its way. Of a value for each lane, or one for all, it keeps that of the lane that issues it.
 
-    tensor: TensorMap
-    shared: int
-    coordinates: tuple[int, ...]
-    thread: int
-    issued: Rows
-    site: Site
+    shared   address of its box in shared memory
+    issued   what the program's threads knew then
+    """
+
+    def __init__(self, lanes: Lanes, lane: int, tensor: Any, shared: Any, at: list[Any], site: Site) -> None:
+        self.thread, self.site = lanes.first + lane, site
+        self.tensor: TensorMap = lanes.program.tensor_map(_of(tensor, lane), self.thread, site)
+        self.shared, self.coordinates = _of(shared, lane), tuple(_of(x, lane) for x in at)
+        self.issued: Rows = lanes.window.known.frozen()
 
     def elements(self) -> tuple[Array, Array, Array]:
         """Of the box's elements: which lie in the tensor, the addresses of these, and their thread."""
@@ -293,12 +284,13 @@ class TensorCopy:
         return inside, where[inside], np.full(np.count_nonzero(inside), self.thread)
 
 
-@dataclass(eq=False)
 class TensorStore(TensorCopy):
     """reduces: the operation by which it is joined with what stands there, or ""; words: what it has read."""
 
-    reduces: str
-    words: Array | None = None
+    def __init__(self, lanes: Lanes, lane: int, tensor: Any, of: Any, at: list[Any], site: Site, reduces: str) -> None:
+        super().__init__(lanes, lane, tensor, of, at, site)
+        self.reduces = reduces
+        self.words: Array | None = None
 
     def read(self, program: Program) -> Array:
         """Its words of shared memory, as they are when this is first asked."""
@@ -320,9 +312,12 @@ class TensorStore(TensorCopy):
             program.window.store(places, words[:, None], threads, "weak", "", self.site, self.issued, ASYNC)
 
 
-@dataclass(eq=False)
 class TensorLoad(TensorCopy):
-    barrier: int
+    """barrier: address of the mbarrier that it tells of its end."""
+
+    def __init__(self, lanes: Lanes, lane: int, tensor: Any, to: Any, at: list[Any], site: Site, barrier: Any) -> None:
+        super().__init__(lanes, lane, tensor, to, at, site)
+        self.barrier = _of(barrier, lane)
 
     def land(self, program: Program) -> None:
         """Elements outside of the tensor become 0."""
