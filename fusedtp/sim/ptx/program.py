@@ -57,7 +57,7 @@ class Lanes:
         self.windows = bool(listing.local or listing.constants)  # whether generic addresses may be theirs
         words = {w: np.zeros((listing.registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
         words[8] = np.zeros((listing.registers.get(1, 0), count), np.uint8)  # predicates
-        # registers by the letter of their type, each a row
+        # registers by the letter of alu.VIEWS, each a row
         self.views = {view: list(words[8 * dtype.itemsize].view(dtype)) for view, dtype in VIEWS.items()}
         self.blocks, self.u, self.p = program.kernel.blocks, self.views["u"], self.views["p"]
         self.every = np.arange(count)
