@@ -170,7 +170,7 @@ class Emitter:
         if isinstance(base, Symbol | Imm):
             if isinstance(base, Symbol) and base.name != "global_smem":
                 raise ValueError(f"operand {base}")
-            return f"S.everywhere({x.offset + (int(base.text, 0) if isinstance(base, Imm) else 0)})"
+            return f"np.full(S.count, {x.offset + (int(base.text, 0) if isinstance(base, Imm) else 0)}, np.int64)"
         if isinstance(base, Reg) and base.width == 64:
             at = f"I[{base.number}]"
         else:

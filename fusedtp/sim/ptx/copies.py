@@ -105,17 +105,15 @@ class Copies(_Issued):
             self._land(lanes, copy)
 
     def wait(self, lanes: Lanes, left: int, mask: Any) -> None:
-        kept, landing = [], []
+        kept: list[_Copy] = []
+        landing: list[_Copy] = []
         for copy in self.issued:
             done = copy.groups < self.groups[copy.lanes] - left
             if mask is not True:
                 done &= mask[copy.lanes]
-            if done.all():
-                landing.append(copy)
-            else:
-                kept.append(copy.part(~done))
-                if done.any():
-                    landing.append(copy.part(done))
+            for part, where in ((done, landing), (~done, kept)):
+                if part.any():
+                    where.append(copy if part.all() else copy.part(part))
         chance = (lanes.program.executed + lanes.program.salt) * FIBONACCI >> 8
         early = kept and chance & 7 == 0  # what is not waited for may have landed too, and before the rest
         self.issued = [] if early else kept

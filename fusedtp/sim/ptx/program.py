@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -171,9 +172,6 @@ class Lanes:
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def everywhere(self, value: int) -> Array:
-        return np.full(self.count, value, np.int64)
-
     def warps(self, value: Any) -> Array:
         """[warps, 32]"""
         return np.broadcast_to(value, (self.count,)).reshape(-1, 32)
@@ -278,7 +276,7 @@ class Lanes:
         self.whole_warps(mask, "tensormap.cp_fenceproxy", site)
         threads, to, of = (self.part(x, mask) for x in (self.ids, to, of))
         place = NBYTES // 32 * (threads & 31)
-        words = self.program.shared_rows[4, 1][self.program.shared_at(of + place, 4, "access", site)]
+        words = self.program.shared_rows[4, 1][self.program.rows_at(of + place, 4, site)]
         self.window.store(to + place, words, threads, "weak", "", site)
         self.window.known.fence(threads, "release", scope)
         self.meet_warps(mask)
@@ -310,7 +308,7 @@ class Lanes:
     def _local_at(self, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
         """Numbers of the rows of nbytes bytes that each lane means."""
         size, own = self.program.kernel.listing.local, self.part(at, mask) & 0xFFFFFFFF
-        rows = self.program.rows_at(own, nbytes, size, "access", site, LOCALLY)
+        rows = self.program.rows_at(own, nbytes, site, LOCALLY)
         return rows + self.chosen(mask) * (-(-size // WIDEST) * WIDEST // nbytes)
 
     def load_local(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
@@ -331,18 +329,18 @@ class Lanes:
     # -- shared memory -----------------------------------------------------------------------------------------------
 
     def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        rows = self.program.shared_at(self.part(at, mask), nb * count, "access", site)
+        rows = self.program.rows_at(self.part(at, mask), nb * count, site)
         return self.program.shared_rows[nb, count][rows]
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
         places = self.part(at, mask)
-        rows = self.program.shared_at(places, nb * len(values), "access", site)
+        rows = self.program.rows_at(places, nb * len(values), site)
         self.program.shared_rows[nb, len(values)][rows] = self.words(values, nb, mask)
         self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
-        places = self.program.shared_at(self.part(at, mask), dtype.itemsize, "access", site)
+        places = self.program.rows_at(self.part(at, mask), dtype.itemsize, site)
         view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
@@ -355,7 +353,7 @@ class Lanes:
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "ldmatrix", site)
         halves = np.array([matrix_places(at, matrix, transposed) for matrix in range(len(rows))])
-        places = self.program.shared_at(halves if mask is True else halves[..., mask], 2, "access", site)
+        places = self.program.rows_at(halves if mask is True else halves[..., mask], 2, site)
         low, high = self.program.shared.view(np.uint16)[places].astype(np.uint32).swapaxes(0, 1)
         for row, words in zip(rows, low | (high << np.uint32(16)), strict=True):
             self.u[row][... if mask is True else mask] = words
@@ -565,16 +563,15 @@ class Program:
         warps = sorted({int(warp) for v, g in groups for warp in v.ids[g.mask] >> 5})
         self.rng.shuffle(warps)
         passing: list[tuple[Lanes, Group]] = []
-        for warp in warps:
-            for vector, group in groups:
-                mask = group.mask & (vector.ids >> 5 == warp)
-                size = int(np.count_nonzero(mask))
-                if count > 0 and size:
-                    count -= size
-                    group.mask, group.size = group.mask & ~mask, group.size - size
-                    part = Group(group.at, mask, size, group.barrier, group.expected)
-                    vector.groups.append(part)
-                    passing.append((vector, part))
+        for warp, (vector, group) in product(warps, groups):
+            mask = group.mask & (vector.ids >> 5 == warp)
+            size = int(np.count_nonzero(mask))
+            if count > 0 and size:
+                count -= size
+                group.mask, group.size = group.mask & ~mask, group.size - size
+                part = Group(group.at, mask, size, group.barrier, group.expected)
+                vector.groups.append(part)
+                passing.append((vector, part))
         for vector, group in groups:
             if not group.size:
                 vector.groups.remove(group)
@@ -582,8 +579,9 @@ class Program:
 
     # -- what lanes share --------------------------------------------------------------------------------------------
 
-    def rows_at(self, at: Array, nbytes: int, size: int, what: str, site: Site, memory: str) -> Array:
-        """Numbers of the rows of nbytes bytes at addresses of a memory of `size` bytes."""
+    def rows_at(self, at: Array, nbytes: int, site: Site, memory: str = SHARED, what: str = "access") -> Array:
+        """Numbers of the rows of nbytes bytes at addresses of shared memory, or of a lane's local memory."""
+        size = self.kernel.shared if memory == SHARED else self.kernel.listing.local
         bits = int(np.bitwise_or.reduce(at, None))
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
@@ -595,12 +593,9 @@ class Program:
             raise self.window.fault("misaligned", said, what, site, memory, (wrong,))
         return at >> (nbytes.bit_length() - 1)
 
-    def shared_at(self, at: Array, nbytes: int, what: str, site: Site) -> Array:
-        return self.rows_at(at, nbytes, self.kernel.shared, what, site, SHARED)
-
     def write_shared(self, at: Array, words: Array | np.uint64, size: int, site: Site) -> None:
         """Words [n, size] in bytes at [n] addresses, of any kind; or one of 8 bytes, cut, everywhere."""
-        rows = self.shared_at(at, size, "copy", site)
+        rows = self.rows_at(at, size, site, what="copy")
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
 
